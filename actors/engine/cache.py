@@ -33,7 +33,7 @@ def cache_bytes_per_row(schedule: Schedule, prompt_slots: int, max_new_tokens: i
 
 
 class CacheKernels(Protocol):
-    """Kernels that read and write the buffers of one cache."""
+    """The addresses of one cache's buffers, for kernels that read and write them."""
 
     def attach(self, buffers: Sequence[Buffers | None]) -> None:
         """Called once, with each layer's buffers [R, H, P + n_l, D]."""
@@ -43,10 +43,6 @@ class CacheKernels(Protocol):
         """Called when a layer's buffers are dropped."""
         ...
 
-    def append(self, keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tensor, slots: Tensor) -> None:
-        """Write one token a row, keys and values [B, H, D], to slots [B] of buffers [B, H, K, D]."""
-        ...
-
 
 class PrefixKeys:
     """Keys and values [1, H, C, D], by layer, of a prefix of C tokens that many prompts share.
@@ -54,13 +50,10 @@ class PrefixKeys:
     The pass over the prefix fills it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int, tokens: int, head_dim: int, dtype: torch.dtype) -> None:
         self.layers: dict[int, Buffers] = {}
-
-    @property
-    def tokens(self) -> int:
-        """The number of prefix tokens, C."""
-        return next(iter(self.layers.values()))[0].shape[2]
+        self.tokens = tokens
+        self._shape, self._dtype = (1, heads, tokens, head_dim), dtype
 
     def mask(self, layer: int, rows: int) -> Tensor | None:
         raise AssertionError("a prefix takes no decode step")
@@ -69,6 +62,13 @@ class PrefixKeys:
         """Keep keys and values [1, H, C, D]; they are also all that the pass attends to."""
         self.layers[layer_idx] = (keys.contiguous(), values.contiguous())  # not views that hold the queries too
         return keys, values
+
+    def joined_prompts(self, layer: int) -> tuple[Buffers, Tensor, Tensor, None]:
+        """Return `SkipCache.joined_prompts` of the prefix as the only prompt."""
+        keys, values = torch.empty(2, *self._shape, dtype=self._dtype)
+        self.layers[layer] = keys, values
+        only = torch.zeros(1, dtype=torch.int64)
+        return (keys, values), only, only, None
 
 
 class SkipCache:
@@ -80,10 +80,10 @@ class SkipCache:
     Args:
         windows: of each layer, how many keys a token attends to, its own included; None is all. Older keys stay in
             their slots, but are not read.
-        kernels: write and read the buffers, which then share one allocation; None: torch's own operations do.
+        kernels: addresses for kernels that write and read the buffers, which then share one allocation, and find each
+            row's place in them, so that a new order of rows copies nothing. None: torch's own operations write and
+            read them; row and place are the same.
         memory: an earlier cache's allocation that is large enough, with `kernels`.
-        has_places: steps are run by kernels that find each row's place in the buffers, so that a new order of rows
-            copies nothing. Else row and place are the same.
     """
 
     def __init__(
@@ -100,11 +100,9 @@ class SkipCache:
         windows: Sequence[int | None] | None = None,
         kernels: CacheKernels | None = None,
         memory: Tensor | None = None,
-        has_places: bool = False,
     ) -> None:
-        assert kernels is not None or not has_places
         self.capacity = rows
-        self._places = torch.arange(rows) if has_places else None  # int64 [R], of each row
+        self._places = torch.arange(rows) if kernels is not None else None  # int64 [R], of each row
         self.prompt_slots = prompt_slots
         self.max_new_tokens = max_new_tokens
         self.slots = cache_slots(schedule, prompt_slots, max_new_tokens)
@@ -183,14 +181,14 @@ class SkipCache:
         self._shortest, self._width = min(positions) + 1, max(positions) + 1
         self._masks = {}
 
-    def step_slots(self) -> tuple[Tensor, Tensor, int]:
-        """Of the announced step: each token's place and slot [N], and how many slots all attend to at most.
+    def step_slots(self) -> tuple[Tensor, Tensor, int, CacheKernels]:
+        """Return the places and slots [B] of the announced step, the most slots that all attend to, and the kernels.
 
-        Requires `has_places`.
+        Requires `kernels`.
         """
-        assert self._index is not None and self._places is not None
+        assert self._index is not None and self._places is not None and self.kernels is not None
         rows, slots = self._index
-        return self._places[rows], slots[:, 0], self._width
+        return self._places[rows], slots[:, 0], self._width, self.kernels
 
     def _step_mask(self, window: int | None) -> tuple[int, Tensor | None]:
         """The first slot that any row attends to within a window, and the mask [B, 1, 1, K] from there on."""
@@ -219,7 +217,7 @@ class SkipCache:
         return self._store_step(keys, values, layer_idx, *self._index)
 
     def _store_prompts(self, keys: Tensor, values: Tensor, layer: int) -> Buffers:
-        assert self._starts is None, "prompts one behind another are stored by `joined_prompts`"
+        assert self._places is None, "kernels store prompts one behind another, by `joined_prompts`"
         buffers, rows = self.buffers[layer], len(keys)
         if self._prefix is not None:
             before = [shared.expand(rows, -1, -1, -1) for shared in self._prefix.layers[layer]]
@@ -227,11 +225,10 @@ class SkipCache:
         if buffers is not None:
             alone = self._sources == list(range(rows))
             end = self._first + len(self._sources)
-            places = slice(self._first, end) if self._places is None else self._places[self._first : end]
             for buffer, new in zip(buffers, (keys, values), strict=True):
-                buffer[places, :, : new.shape[2]] = new if alone else new[self._sources]
-                if self.kernels is None:  # the library reads masked slots, and no weight of 0 removes a NaN
-                    buffer[self._first : min(end, self._used[layer]), :, new.shape[2] :] = 0
+                buffer[self._first : end, :, : new.shape[2]] = new if alone else new[self._sources]
+                # the library reads masked slots, and no weight of 0 removes a NaN
+                buffer[self._first : min(end, self._used[layer]), :, new.shape[2] :] = 0
             self._used[layer] = max(self._used[layer], end)
             self._width = max(self._width, keys.shape[2])
         return keys, values
@@ -241,12 +238,9 @@ class SkipCache:
         assert buffers is not None, f"layer {layer} is run past its last use"
         held = buffers[0][len(row) - rows : len(row)], buffers[1][len(row) - rows : len(row)]
         slots = slots[-rows:]
-        assert keys.shape[2] == 1, "several tokens of a row are stored by the kernels of all layers"
-        if self.kernels is not None:
-            self.kernels.append(keys[:, :, 0], values[:, :, 0], *held, slots[:, 0])
-        else:
-            for buffer, new in zip(held, (keys, values), strict=True):
-                buffer[row[:rows], :, slots[:, 0]] = new[:, :, 0]
+        assert keys.shape[2] == 1 and self._places is None
+        for buffer, new in zip(held, (keys, values), strict=True):
+            buffer[row[:rows], :, slots[:, 0]] = new[:, :, 0]
         first, _ = self._step_mask(self.windows[layer])
         width = min(self._width, self.slots[layer])
         return held[0][:, :, first:width], held[1][:, :, first:width]

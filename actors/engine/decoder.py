@@ -8,7 +8,7 @@ to, E hidden size, H key/value heads, D head size, R rotary size, V vocabulary s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,17 +16,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from actors.engine.cache import SkipCache
-from actors.engine.cpu import attention, kernels, library, packing
-from actors.engine.cpu.greedy import GreedySteps
-from actors.engine.cpu.layers import CpuLayer, Norm
-from actors.engine.cpu.native_buffers import NativeBuffers
-from actors.engine.cpu.native_stack import NativeStack, can_stack
+from actors.engine.cache import PrefixKeys, SkipCache
+from actors.engine.cpu.products import PackedLinear, PanelProduct, give_memory_back, pack_linears, packed_linear
 from actors.engine.cpu.screen import Screen, can_screen
+from actors.engine.cpu.stack import Embedding, Stack, can_stack, normalize
 from actors.engine.library.packed_attention import Attendance
 from actors.engine.model.compressed import codes_of, set_codes
 from actors.engine.model.families import ModelShape, Rotary, context_length, family_of, has_weights, layer_weights
-from actors.engine.model.layer_weights import LayerWeights, NormWeights
+from actors.engine.model.layer_weights import NormWeights
 from actors.engine.sampling.sampler import argmax
 
 
@@ -78,57 +75,27 @@ class Decoder:
         self.context_length = context_length(config)
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.head = model.get_output_embeddings()
-        self._fast = False  # whether the layers are `cpu`'s, which all have the first layer's rotary
-        self._native = False  # whether attention and layers run the CPU's kernels
-        self.stack: NativeStack | None = None  # runs all layers of a step in one native call
-        self.screens = True  # whether `likeliest` screens the head where it can
+        self.stack: Stack | None = None  # the CPU's layers, in place of the library's
         self.screen: Screen | None = None  # made at its first use: a job that samples does without
         self._screened: Tensor | None = None  # the head's weight [V, E], where the CPU can screen it
-        self.joins_steps = True  # whether `greedy_steps` is used where it exists
-        self._last_norm: Norm | None = None  # the CPU's, in place of the library's
-        self._greedy_steps: GreedySteps | None = None  # made at their first use
+        self._last_norm: NormWeights | None = None  # of the CPU, in place of the library's
         self._adds_masks = config._attn_implementation == "eager"
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
 
     @property
-    def joins_prompts(self) -> bool:
-        """Whether a prefill takes prompts one behind another, none of them padded."""
-        return self.stack is not None and self.stack.joins_prompts
-
-    @property
     def rows_independent(self) -> bool:
         """Whether the numbers of a row are the same bits, whatever rows share its passes and steps.
 
-        So where kernels run whole layers; the library's products round by the number of rows.
+        They are where kernels run whole layers; the library's products round by the number of rows.
         """
-        return self.joins_prompts
-
-    @property
-    def greedy_steps(self) -> GreedySteps | None:
-        """Steps of greedy rows in one native call, or None. The first call makes the head's screen."""
-        if self.stack is None or self._last_norm is None or self._screened is None:
-            return None
-        if not (self.joins_steps and self.screens):
-            return None
-        if self._greedy_steps is None:
-            embeddings = self.family.embeddings(self.model)
-            if embeddings is None:
-                return None
-            self.screen = self.screen or Screen(self._screened)
-            parts = embeddings, self._rotary_table, self._last_norm, self.screen
-            self._greedy_steps = GreedySteps(self.stack, *parts, self._decide, self.context_length)
-        return self._greedy_steps
+        return self.stack is not None
 
     def _rotary_table(self, positions: int) -> Rotary:
-        """Cosines and sines [positions, R] of the first positions; all layers of `cpu` have these."""
+        """Return cosines and sines [positions, R] of the first positions; all layers of a stack have these."""
         hidden = torch.empty(1, 1, 1, dtype=self.dtype, device=self.device)
         table = self._rotary(hidden, torch.arange(positions, device=self.device)[None])[0]
         return None if table is None else (table[0][0].contiguous(), table[1][0].contiguous())
-
-    def native_buffers(self) -> NativeBuffers | None:
-        """Kernels for one cache of this decoder; None: it runs without."""
-        return NativeBuffers() if self._native else None
 
     def keep_tokens(self, count: int) -> None:
         """Compute no logits of tokens from `count` on: a padded vocabulary has them, the tokenizer does not."""
@@ -144,48 +111,44 @@ class Decoder:
             set_codes(self.head, replace(codes, scales=codes.scales[:count]))
 
     def prepare_for_cpu(self, *, int8: bool = False) -> None:
-        """Replace attention, layers and head by ones that are faster on CPUs, for inference alone; not reversible.
+        """Replace layers and head by ones that are faster on CPUs, for inference alone; not reversible.
 
         Args:
-            int8: all linear layers and the head with 8 bits, see `cpu.quantization`; requires bfloat16 on a CPU, as
-                layers with codes (`compressed.codes_of`) do, which have 8 bits in any case.
+            int8: All linear layers and the head with 8 bits, see `cpu.products`; requires bfloat16 on a CPU, as layers
+                with codes (`compressed.codes_of`) do, which have 8 bits in any case.
         """
         assert not int8 or (self.device.type == "cpu" and self.dtype == torch.bfloat16)
         if self.device.type != "cpu":
             return
-        can_attend = self.model.config._attn_implementation == "sdpa" and self.head_dim <= kernels.LARGEST_HEAD
-        can_attend = can_attend and library.available(self.dtype, self.device)
-        if can_attend:
-            self._native = True
-            self.model.config._attn_implementation = attention.register()
-            if has_weights(self.model.config):
-                self._replace_layers(functools.partial(CpuLayer, int8=int8))
-                layers = [block for block in self.blocks if isinstance(block, CpuLayer)]
-                if all(map(can_stack, layers)):
-                    self.stack, last = NativeStack(layers), self.family.last_norm(self.model)
-                    self._last_norm = None if last is None else Norm(NormWeights.of(last))
-        if int8 or packing.can_pack(self.dtype, self.device):
-            for block in self.blocks:
-                packing.pack_linears(block, int8=int8)
-                packing.give_memory_back()
-            shared = self.head.weight is self.model.get_input_embeddings().weight
-            codes = codes_of(self.head)
-            weight, bias = self.head.weight.detach(), self.head.bias
-            self.head = packing.PackedLinear(weight, bias, int8=int8, codes=codes)
-            # the screen's bound holds for the kernel's product
-            screens = isinstance(self.head.product, packing.PanelProduct) and self.logit_cap is None and bias is None
-            if screens and can_screen(weight):
-                self._screened = weight
-            if not shared:
-                self.model.set_output_embeddings(self.head)  # frees the weight itself
-
-    def _replace_layers(self, make: Callable[[LayerWeights], nn.Module]) -> None:
-        """Replace each of the library's layers, and free its memory before the next one is made."""
-        self._fast = True
-        blocks = self.family.layers(self.model)
-        for number in range(self.num_layers):  # no name may refer to the old layer when its memory is given back
-            self.blocks[number] = blocks[number] = make(layer_weights(self.model.config, blocks[number]))
-            packing.give_memory_back()
+        config, blocks = self.model.config, self.family.layers(self.model)
+        describe = functools.partial(layer_weights, config)
+        kind = self.dtype, self.device
+        self.blocks = []  # nothing may refer to a layer when its memory is given back
+        if has_weights(config) and all(can_stack(describe(block), *kind, int8=int8) for block in blocks):
+            tables, last = self.family.embeddings(self.model), self.family.last_norm(self.model)
+            embedding = None
+            if tables is not None:
+                tokens, learned = (None if table is None else table.detach() for table in tables)
+                assert tokens is not None
+                embedding = Embedding(tokens, learned, self._rotary_table, self.context_length)
+            self.stack = Stack(blocks, describe, embedding, int8=int8)
+            self._last_norm = None if last is None else NormWeights.of(last)
+        elif self.dtype == torch.bfloat16:
+            for block in blocks:
+                pack_linears(block, int8=int8)
+                give_memory_back()
+        self.blocks = list(blocks)
+        if self.stack is None and self.dtype != torch.bfloat16:
+            return
+        shared = self.head.weight is self.model.get_input_embeddings().weight
+        weight, plain = self.head.weight.detach(), self.logit_cap is None and self.head.bias is None
+        self.head = packed_linear(self.head, int8=int8)
+        # the screen's bound holds for the kernel's product
+        own = isinstance(self.head, PackedLinear) and type(self.head.product) is PanelProduct
+        if plain and own and self._last_norm is not None and can_screen(weight):
+            self._screened = weight
+        if not shared:
+            self.model.set_output_embeddings(self.head)  # frees the weight itself
 
     def embed(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Sequence[Rotary]]:
         """ids, positions [B, S] -> hidden states [B, S, E] and each layer's rotary cosines and sines [B, S, R]."""
@@ -193,10 +156,10 @@ class Decoder:
         return hidden, self._rotary(hidden, positions)
 
     def _rotary(self, hidden: Tensor, positions: Tensor) -> Sequence[Rotary]:
-        """See `embed`; of `hidden` dtype and device count."""
+        """Return the rotary tables of `embed`; only the dtype and device of `hidden` count."""
         rotary = self.family.rotary(self.model, hidden, positions)
-        if self._fast and rotary[0] is not None and rotary[0][0].dtype != hidden.dtype:
-            # OLMo 2 has float32; the fast layers compute in one dtype
+        if self.stack is not None and rotary[0] is not None and rotary[0][0].dtype != hidden.dtype:
+            # OLMo 2 has float32; a stack computes in one dtype
             rotary = [(rotary[0][0].to(hidden.dtype), rotary[0][1].to(hidden.dtype))] * self.num_layers
         return rotary
 
@@ -254,25 +217,24 @@ class Decoder:
         return output
 
     def _finish(self, hidden: Tensor) -> Tensor:
-        """The head's input [N, E]."""
-        return self.family.finish(self.model, hidden) if self._last_norm is None else self._last_norm(hidden)
-
-    def _decide(self, finished: Tensor) -> Tensor:
-        """The likeliest tokens [N] by the whole head, whose input [N, E] is given."""
-        return argmax(self.head(finished))
+        """Return the head's input [N, E]."""
+        if self._last_norm is None:
+            return self.family.finish(self.model, hidden)
+        return normalize(hidden, self._last_norm)
 
     def likeliest(self, hidden: Tensor) -> list[int]:
-        """Tokens of the highest of `logits` of [N, E], the first of equal ones; most of them are not computed where
-        the CPU can screen the head."""
-        if self._screened is None or not self.screens:
+        """Return the tokens of the highest of `logits` of [N, E], the first of equal ones.
+
+        Most logits are not computed where the CPU can screen the head.
+        """
+        if self._screened is None or self._last_norm is None:
             tokens = argmax(self.logits(hidden))
         else:
-            self.screen = self.screen or Screen(self._screened)
-            hidden = self._finish(hidden)
+            self.screen = self.screen or Screen(self._screened, self._last_norm)
             tokens = self.screen(hidden)
             undecided = (tokens < 0).nonzero()[:, 0]
             if len(undecided):
-                tokens[undecided] = self._decide(hidden[undecided])
+                tokens[undecided] = argmax(self.logits(hidden[undecided]))
         found: list[int] = tokens.tolist()
         return found
 
@@ -303,11 +265,11 @@ class Decoder:
         return self.logits(hidden[torch.arange(len(last), device=last.device), last])
 
     def prefill_joined(
-        self, ids: Tensor, positions: Tensor, starts: Tensor, layers: Sequence[int], cache: SkipCache
+        self, ids: Tensor, positions: Tensor, starts: Tensor, layers: Sequence[int], cache: SkipCache | PrefixKeys
     ) -> Tensor:
         """Run `layers` over prompts one behind another, ids and positions [1, N]; logits [P, V] at their last ones.
 
-        starts: int64 [P + 1], the first token of each of P prompts, and N. Requires `joins_prompts`.
+        starts: int64 [P + 1], the first token of each of P prompts, and N. Requires `stack`.
         """
         assert self.stack is not None
         hidden, rotary = self.embed(ids, positions)
@@ -316,18 +278,21 @@ class Decoder:
             self.stack.prompts(layer, hidden, rotary[layer], starts, places, sources, buffers, prefix)
         return self.logits(hidden[0, starts[1:] - 1])
 
-    def step(self, ids: Tensor, positions: Tensor, rows_per_layer: Sequence[int], cache: KeyValueStore) -> Tensor:
-        """One token for B rows, oldest first; hidden states [B, E] behind the last layer, for `logits` or `likeliest`.
+    def step(
+        self, tokens: Sequence[int], positions: Sequence[int], rows_per_layer: Sequence[int], cache: SkipCache
+    ) -> Tensor:
+        """Run one token of B rows, oldest first; return hidden states [B, E] behind the last layer.
 
-        ids, positions: [B, 1]. rows_per_layer: how many of the youngest rows each layer runs for; depth
-        never rises along a row, so they are one contiguous slice.
+        tokens, positions: [B]. rows_per_layer: how many of the youngest rows each layer runs for; depth never rises
+        along a row, so they are one contiguous slice.
         """
-        hidden, rotary = self.embed(ids, positions)
+        if self.stack is not None and self.family.embeddings(self.model) is not None:
+            return self.stack.step(tokens, None, rows_per_layer, *cache.step_slots())
+        ids, places = (torch.tensor(column, device=self.device)[:, None] for column in (tokens, positions))
+        hidden, rotary = self.embed(ids, places)
+        if self.stack is not None:
+            return self.stack.step(hidden[:, 0], rotary[0], rows_per_layer, *cache.step_slots())
         batch = len(ids)
-        if self.stack is not None and isinstance(cache, SkipCache):
-            assert isinstance(cache.kernels, NativeBuffers)
-            hidden = self.stack.step(hidden, rotary[0], rows_per_layer, *cache.step_slots(), cache.kernels)
-            return hidden[:, 0]
         for layer, rows in enumerate(rows_per_layer):
             if rows == 0:
                 continue

@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from actors.engine.cache import SkipCache, cache_bytes_per_row, compaction
+from actors.engine.cpu.stack import NativeBuffers
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError, is_out_of_memory
 from actors.engine.prompt_passes import PromptPasses
@@ -128,7 +129,7 @@ class Engine:
     def _reserve(self) -> torch.Tensor | None:
         """Memory of `reserved_bytes`; None without kernels, which alone share it, and where there is not so much."""
         decoder = self.decoder
-        if decoder.native_buffers() is None:
+        if decoder.stack is None:
             return None
         try:
             return torch.empty(
@@ -203,9 +204,8 @@ class Engine:
             dtype=decoder.dtype,
             device=decoder.device,
             windows=decoder.windows,
-            kernels=decoder.native_buffers(),
+            kernels=None if decoder.stack is None else NativeBuffers(),
             memory=memory,
-            has_places=decoder.stack is not None,
         )
 
     @torch.inference_mode()
@@ -279,10 +279,7 @@ class Engine:
         cache.begin_step(positions, decoder.device)
         tokens = [row.tokens[-1] for row in rows]
         samplings = [row.sampling for row in rows]
-        if is_greedy(samplings, logprobs=self.cumulative_logprob) and (steps := decoder.greedy_steps) is not None:
-            return greedy(steps(tokens, per_layer, cache)[0])
-        ids, places = (torch.tensor(column).to(decoder.device)[:, None] for column in (tokens, positions))
-        hidden = decoder.step(ids, places, per_layer, cache)
+        hidden = decoder.step(tokens, positions, per_layer, cache)
         if is_greedy(samplings, logprobs=self.cumulative_logprob):
             return greedy(decoder.likeliest(hidden))
         return sample(decoder.logits(hidden), samplings, logprobs=self.cumulative_logprob)

@@ -43,7 +43,7 @@ class PromptPasses:
         shared = self._shared(prefix, layers, stats)
         lengths = [len(prompt) - len(prefix) for prompt in prompts]
         device = self.decoder.device
-        if self.decoder.joins_prompts:
+        if self.decoder.stack is not None:
             starts = torch.tensor([0, *itertools.accumulate(lengths)], device=device)
             cache.begin_prefill(first_row, sources, shared, starts=starts)
             logits, computed = self._joined(prompts, len(prefix), starts, layers, cache), sum(lengths)
@@ -92,11 +92,14 @@ class PromptPasses:
         if not prefix:
             return None
         if self._prefix is None or self._prefix[0] != (tuple(prefix), tuple(layers)):
-            shared, device = PrefixKeys(), self.decoder.device
+            decoder, device = self.decoder, self.decoder.device
+            shared = PrefixKeys(decoder.kv_heads, len(prefix), decoder.head_dim, decoder.dtype)
             ids = torch.tensor([list(prefix)], device=device)
             positions = torch.arange(len(prefix), device=device)[None]
-            last = torch.tensor([len(prefix) - 1], device=device)
-            self.decoder.prefill(ids, positions, last, layers, shared)
+            if decoder.stack is not None:
+                decoder.prefill_joined(ids, positions, torch.tensor([0, len(prefix)]), layers, shared)
+            else:
+                decoder.prefill(ids, positions, torch.tensor([len(prefix) - 1], device=device), layers, shared)
             self._prefix = ((tuple(prefix), tuple(layers)), shared)
             stats.prompt_tokens += len(prefix)
             stats.padded_prompt_tokens += len(prefix)

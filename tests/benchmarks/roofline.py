@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from actors.engine.cpu.packing import PackedLinear, PackedProduct, can_pack
 from torch import Tensor
 
-from actors.engine.cpu.packing import PackedLinear, PackedProduct, can_pack
 from actors.engine.decoder import Decoder
 
 

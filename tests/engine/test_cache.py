@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.engine.cache import SkipCache, cache_bytes_per_row, cache_slots, compaction
-from actors.engine.cpu.native_buffers import NativeBuffers
+from actors.engine.cpu.stack import NativeBuffers
 from actors.engine.schedule.schedule import ScheduleSpec
 
 SCHEDULE = ScheduleSpec(max_depth=4, min_depth=2, horizon=3).build(6)  # depths 4, 3, 2; order 0 5 4 3 2 1
@@ -22,7 +22,6 @@ def make(rows: int = 3, prompt_slots: int = 5, max_new_tokens: int = 8, has_plac
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
         kernels=NativeBuffers() if has_places else None,
-        has_places=has_places,
     )
 
 
@@ -86,10 +85,15 @@ def test_rows_with_places_are_where_rows_without_would_be(data: st.DataObject) -
     live: list[int] = []
     for number in range(data.draw(st.integers(1, 6))):
         new = data.draw(st.integers(0, 5 - len(live)))
-        for cache in (plain, placed) if new else ():
-            cache.begin_prefill(len(live), range(new))
-            keys = torch.arange(10.0 * number, 10.0 * number + new).view(-1, 1, 1, 1).expand(-1, 2, 5, 4)
-            cache.update(keys.bfloat16(), -keys.bfloat16(), 5)
+        if new:
+            keys = torch.arange(10.0 * number, 10.0 * number + new).view(-1, 1, 1, 1).expand(-1, 2, 5, 4).bfloat16()
+            plain.begin_prefill(len(live), range(new))
+            plain.update(keys, -keys, 5)
+            placed.begin_prefill(len(live), range(new), starts=5 * torch.arange(new + 1))
+            buffers, places, _, _ = placed.joined_prompts(5)
+            assert buffers is not None
+            for buffer, states in zip(buffers, (keys, -keys), strict=True):
+                buffer[places, :, :5] = states
         live += [10 * number + row for row in range(new)]
         order = data.draw(st.permutations(range(len(live))))[: data.draw(st.integers(0, len(live)))]
         plain.arrange(order)
@@ -97,7 +101,7 @@ def test_rows_with_places_are_where_rows_without_would_be(data: st.DataObject) -
         live = [live[row] for row in order]
         if live:
             placed.begin_step([5] * len(live), torch.device("cpu"))
-            places, _, _ = placed.step_slots()
+            places, *_ = placed.step_slots()
             assert plain.buffers[5] is not None and placed.buffers[5] is not None
             assert plain.buffers[5][0][: len(live), 1, 4, 3].tolist() == live
             assert placed.buffers[5][0][places, 1, 4, 3].tolist() == live

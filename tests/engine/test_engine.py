@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from oracle import oracle, oracle_answers, oracle_logits
 from tiny_models import CONTEXT, LAYERS, tiny_model
 
-from actors.engine.cpu import packing
+from actors.engine.cpu import products
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
@@ -129,13 +129,23 @@ def test_layers_counted_are_layers_run(decoder: Decoder, monkeypatch: pytest.Mon
     """What the statistics say was run is what ran, and nothing else did."""
     schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
     rows = requests(10, seed=8)
-    run, plain = [], decoder.run_layer
+    run: list[int] = []
+    if decoder.stack is not None:
+        step = decoder.stack.step
 
-    def counting(layer: int, hidden: torch.Tensor, *rest: object) -> torch.Tensor:
-        run.append(len(hidden) if hidden.shape[1] == 1 else 0)
-        return plain(layer, hidden, *rest)  # type: ignore[arg-type]
+        def counting_rows(tokens: Any, rotary: Any, per_layer: Sequence[int], *rest: Any) -> torch.Tensor:
+            run.extend(per_layer)
+            return step(tokens, rotary, per_layer, *rest)
 
-    monkeypatch.setattr(decoder, "run_layer", counting)
+        monkeypatch.setattr(decoder.stack, "step", counting_rows)
+    else:
+        plain = decoder.run_layer
+
+        def counting(layer: int, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+            run.append(len(hidden) if hidden.shape[1] == 1 else 0)
+            return plain(layer, hidden, *rest)
+
+        monkeypatch.setattr(decoder, "run_layer", counting)
     engine = Engine(decoder, schedule, STOP)
     long = [Request([5, *row.prompt_ids], row.sampling, row.key) for row in rows]  # a prompt is never one column
     answers = answer(engine, long, max_rows=4)
@@ -155,7 +165,8 @@ def test_bf16_logits_stay_near_the_fp32_oracle(library: Decoder, prepared: bool)
     half = Decoder(copy.deepcopy(library.model).to(torch.bfloat16))
     if prepared:
         half.prepare_for_cpu()
-        assert packing.can_pack(half.dtype, half.device) == isinstance(half.head, packing.PackedLinear)
+        packs = half.stack is not None or products.packs(half.dtype, half.device)
+        assert isinstance(half.head, products.PackedLinear) == packs
     seen: list[torch.Tensor] = []
     plain = half.step
 

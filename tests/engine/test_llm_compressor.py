@@ -118,10 +118,11 @@ def test_calibrated_by_gptq(base: Path, tmp_path: Path) -> None:
 
 
 def products_have_eight_bits(folder: Path) -> bool:
-    from actors.engine.cpu.quantization import QuantizedProduct
+    from actors.engine.cpu.products import QuantizedProduct
 
     decoder = Generator(str(folder), device="cpu", schedule={"speedup": 1.0}).engine.decoder
-    return all(isinstance(layer.attention.qkv, QuantizedProduct) for layer in decoder.blocks)
+    held = () if decoder.stack is None else decoder.stack._held[0]
+    return bool(held) and all(isinstance(one, QuantizedProduct) for _, products, _ in held for one in products)
 
 
 @pytest.mark.parametrize("reason", REFUSED)

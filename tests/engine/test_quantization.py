@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from tiny_models import LAYERS, MODELS, tiny_model
 from torch import Tensor
 
-from actors.engine.cpu import library, quantization
-from actors.engine.cpu.packing import PackedLinear, product
-from actors.engine.cpu.quantization import GROUP, QuantizedProduct, quantize_weight, rounded
+from actors.engine.cpu import library, products
+from actors.engine.cpu.products import GROUP, PanelProduct, QuantizedProduct, product, quantize_weight, rounded
 from actors.engine.cpu.screen import Screen, can_screen
+from actors.engine.cpu.stack import normalize
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
+from actors.engine.model.layer_weights import NormWeights
 from actors.engine.sampling.sampler import argmax
 from actors.engine.sampling.state import NO_TOKEN
 from actors.engine.schedule.schedule import ScheduleSpec
@@ -29,7 +30,7 @@ native = pytest.mark.skipif(not library.quantizes(BF16, torch.device("cpu")), re
 def by_torch(weight: Tensor, bias: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> QuantizedProduct:
     """The product that a CPU without the kernel has."""
     with monkeypatch.context() as patch:
-        patch.setattr(quantization.library, "quantizes", lambda *_: False)
+        patch.setattr(products, "quantizes", lambda *_: False)
         made = QuantizedProduct(weight, bias)
     assert not made.native
     return made
@@ -62,24 +63,22 @@ def test_weights_are_within_half_a_step_of_their_outputs_scale() -> None:
     inputs=st.integers(1, 500),
     outputs=st.integers(1, 150),
     bias=st.booleans(),
-    then=st.sampled_from(["none", "relu", "residual"]),
     seed=st.integers(0, 99),
 )
 @torch.inference_mode()
-def test_the_kernel_is_the_definition(rows: int, inputs: int, outputs: int, bias: bool, then: str, seed: int) -> None:
+def test_the_kernel_is_the_definition(rows: int, inputs: int, outputs: int, bias: bool, seed: int) -> None:
     """Up to the rounding of float32 sums; and every row as if it were alone."""
     torch.manual_seed(seed)
     weight, added = torch.randn(outputs, inputs).to(BF16), torch.randn(outputs).to(BF16) if bias else None
     hidden = (torch.randn(rows, inputs) * torch.rand(rows, 1) * 9).to(BF16)
-    residual = torch.randn(rows, outputs).to(BF16) if then == "residual" else None
-    run, activation = product(weight, added, int8=True), "relu" if then == "relu" else "none"
+    run = product(weight, added, int8=True)
     assert isinstance(run, QuantizedProduct) and run.native
-    got = run(hidden, activation, residual)
+    got = run(hidden)
     with pytest.MonkeyPatch.context() as patch:
-        want = by_torch(weight, added, patch)(hidden, activation, residual)
+        want = by_torch(weight, added, patch)(hidden)
     torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=1e-3)
     one = slice(seed % rows, seed % rows + 1)
-    assert torch.equal(run(hidden[one], activation, None if residual is None else residual[one]), got[one])
+    assert torch.equal(run(hidden[one]), got[one])
 
 
 @native
@@ -88,7 +87,7 @@ def test_what_is_no_number_is_told() -> None:
     weight, hidden = torch.ones(50, 130, dtype=BF16), torch.ones(3, 130, dtype=BF16)
     for wrong in (torch.nan, torch.inf, -torch.inf):
         hidden[1, 128] = wrong
-        got = product(weight, None, int8=True)(hidden)
+        got = QuantizedProduct(weight, None)(hidden)
         assert got[1].isnan().all() and torch.equal(got[::2], torch.full((2, 50), 130.0, dtype=BF16))
 
 
@@ -97,7 +96,7 @@ def test_what_is_no_number_is_told() -> None:
 def test_answers_do_not_depend_on_the_batch(family: str) -> None:
     decoder = Decoder(tiny_model(family).to(BF16))
     decoder.prepare_for_cpu(int8=True)
-    assert decoder.joins_prompts
+    assert decoder.stack is not None
     schedule, rows = ScheduleSpec(speedup=2, horizon=6).build(LAYERS), requests(6, seed=3)
     together = answer(Engine(decoder, schedule, STOP), rows)
     for row, got in zip(rows, together, strict=True):
@@ -110,7 +109,7 @@ def test_answers_do_not_depend_on_the_batch(family: str) -> None:
 def test_logits_stay_near_those_of_bfloat16(family: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of 8 bits is a small part of the logits' spread."""
     if not kernel:
-        monkeypatch.setattr(quantization.library, "quantizes", lambda *_: False)
+        monkeypatch.setattr(products, "quantizes", lambda *_: False)
     ids, positions = torch.tensor([[5, 9, 3, 7]]), torch.arange(4)[None]
     logits = []
     for int8 in (False, True):
@@ -144,8 +143,9 @@ def test_a_screened_token_is_that_of_the_whole_head(
     for _ in range(copies):
         weight[seed % vocabulary :: 3] = weight[seed % vocabulary].clone()
     hidden = (torch.randn(rows, 2 * half) + sharp * weight[torch.randint(vocabulary, (rows,))].float()).to(BF16)
-    screen = Screen(weight)
-    got, want = screen(hidden), argmax(PackedLinear(weight, None)(hidden))
+    norm = NormWeights(torch.rand(2 * half).to(BF16) + 0.5, torch.randn(2 * half).to(BF16) if seed % 2 else None, 1e-5)
+    screen = Screen(weight, norm)
+    got, want = screen(hidden), argmax(PanelProduct(weight, None)(normalize(hidden, norm)))
     decided = got >= 0
     assert torch.equal(got[decided], want[decided])
     assert screen.rows == rows and screen.undecided == int((~decided).sum())
@@ -157,11 +157,12 @@ def test_a_screened_token_is_that_of_the_whole_head(
 def test_a_screen_decides_where_one_token_leads_and_not_where_all_are_near() -> None:
     torch.manual_seed(1)
     weight = torch.randn(4000, 64).to(BF16)
-    screen = Screen(weight)
+    norm = NormWeights(torch.ones(64, dtype=BF16), None, 1e-5)
+    screen = Screen(weight, norm)
     assert torch.equal(screen(3 * weight[:100]), torch.arange(100)) and screen.candidates == 100
-    near = Screen((torch.ones(4000, 64) + 0.001 * torch.randn(4000, 64)).to(BF16))
+    near = Screen((torch.ones(4000, 64) + 0.001 * torch.randn(4000, 64)).to(BF16), norm)
     assert near(torch.randn(5, 64).to(BF16)).tolist() == [-1] * 5 and near.undecided == 5
-    for value in (torch.nan, torch.inf, 3e38):  # the last one's logits overflow
+    for value in (torch.nan, torch.inf):
         hidden = torch.randn(3, 64).to(BF16)
         hidden[1, 7] = value
         assert [token >= 0 for token in screen(hidden).tolist()] == [True, False, True]

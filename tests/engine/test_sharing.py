@@ -52,14 +52,15 @@ def test_samples_of_a_prompt_share_its_pass(decoder: Decoder, monkeypatch: pytes
     sampling = SamplingParams(max_new_tokens=10, temperature=1.0)
     rows = [Request([5 + row, 9, 11][: 1 + row], sampling, 100 * row + k) for row in range(3) for k in range(4)]
     passes = []
-    whole = decoder.prefill
+    name = "prefill" if decoder.stack is None else "prefill_joined"
+    whole = getattr(decoder, name)
 
-    def counting(ids: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        passes.append(len(ids))
-        return whole(ids, *rest, **named)
+    def counting(ids: torch.Tensor, positions: torch.Tensor, last: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        passes.append(int((positions == 0).sum()))  # prompts
+        return whole(ids, positions, last, *rest, **named)
 
     alone = plain(decoder, ScheduleSpec(speedup=2, horizon=6), rows)
-    monkeypatch.setattr(decoder, "prefill", counting)
+    monkeypatch.setattr(decoder, name, counting)
     engine = Engine(decoder, schedule, STOP)
     got = generate(engine, rows, budget_bytes=2**40, max_rows=12)
     assert passes == [3]

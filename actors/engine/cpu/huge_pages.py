@@ -9,25 +9,18 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from actors.engine.cpu.packing import give_memory_back
+from actors.engine.cpu.products import PanelProduct, give_memory_back
 
 PAGE = 2**21  # bytes; other sizes only waste space
 ALIGNED = 64  # bytes, for the kernels
 GIVEN_BACK = 2**24  # bytes freed before the C library is asked to give them back
 
 
-class Packed(Protocol):
-    """A product."""
-
-    packed: Tensor  # its weight
-
-
-def move(products: Iterable[Packed]) -> None:
+def move(products: Iterable[PanelProduct]) -> None:
     """Move packed weights to one region of huge pages, one after another.
 
     Each is freed behind its copy, and the C library gives its memory back: there are never two copies of all.
@@ -42,12 +35,12 @@ def move(products: Iterable[Packed]) -> None:
 
 
 def moved(tensor: Tensor) -> Tensor:
-    """A copy in huge pages."""
+    """Return a copy in huge pages."""
     return _region([tensor])[0].copy_(tensor)
 
 
 def _region(like: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of these shapes, not initialized.
+    """Return tensors of these shapes, not initialized.
 
     Raises:
         MemoryError: The system has no memory for them.

@@ -1,103 +1,128 @@
-// Whole decoder layers, over one new token a row or over prompts, in one parallel region: the same operations as the
-// separate kernels, without calls between them and in memory that is kept.
+// Whole decoder layers, over one new token a row or over prompts, in one parallel region without calls between operations.
 
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "attention.h"
-#include "products.h"
-#include "prompt_attention.h"
-#include "quantized.h"
-#include "rows.h"
-
-#if CAN_MULTIPLY
 
 namespace {
-
-typedef const BFloat16* Numbers;
 
 // Where the norms of attention and feed-forward lie, as in layer_weights.py.
 enum Placement : int64_t { INPUT = 0, RESIDUAL = 1, OUTPUT = 2 };
 
-// As native_stack.py lays it out. Weights are packed for products; queries, keys and values are one, and so are gate
-// and up.
+// The layout of `_Layer` in stack.py. Weights are packed for products; queries, keys and values are one, and so are gate and
+// up.
+template <class T>
 struct Layer {
-    Numbers attention_norm, attention_norm_bias, mlp_norm, mlp_norm_bias;  // no bias: RMSNorm
-    Numbers query_norm, key_norm;  // RMSNorm of queries and keys, or null
-    Numbers qkv, qkv_bias, output, output_bias, up, up_bias, down, down_bias;
+    const T *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias;  // no bias: RMSNorm
+    const T *query_norm, *key_norm;  // RMSNorm of queries and keys, or null
+    const T *qkv, *qkv_bias, *output, *output_bias, *up, *up_bias, *down, *down_bias;
     int64_t hidden, heads, group, size, intermediate;
     int64_t gated;         // silu(gate) * up; else relu(up)
     int64_t placement;     // a Placement
     int64_t joined_heads;  // whether query_norm and key_norm are of all heads together, not of each head
     int64_t rope;          // whether queries and keys are rotated
     int64_t window;        // slots that a token attends to at most; 0: all
-    int64_t quantized;     // whether the products' weights are those of quantized.h
+    int64_t quantized;     // whether the products' weights are int8
     float attention_epsilon, mlp_epsilon, head_epsilon, scale;
 };
 
-// One new token a row, or several: then rows of this struct share a place, at slots one behind another.
-struct Step {
-    BFloat16* hidden;        // [rows, hidden], input and output
-    Numbers cosines, sines;  // [rows, rotary], or null
-    BFloat16 *keys, *values; // of a layer, [places, heads, held, size] each, of one layout
-    const int64_t* places;   // [rows], in keys and values
-    const int64_t* slots;    // [rows], of the new token, the last that it attends to
-    BFloat16* workspace;     // see `Workspace`
-    int64_t rotary, rows, held, buffer_row, buffer_head, width;  // width: slots up to the last of any row
-    int64_t shared;          // whether rows share a place
+// Keys and values of a layer, [places, heads, held, size] each, of one layout; keys are null where there are none.
+template <class T>
+struct Buffers {
+    T *keys, *values;
+    int64_t places, held, row, head;
 };
 
-// Prompts one behind another: prompt p is tokens starts[p] ... starts[p + 1] - 1.
+// One new token a row. The layout of `_Step` in stack.py.
+template <class T>
+struct Step {
+    T* hidden;                 // [rows, hidden], input and output; with `tokens`, output alone
+    const T *cosines, *sines;  // [rows, rotary], or null; with `tokens`, those of `Inputs`
+    const int64_t* tokens;     // [rows], or null
+    const int64_t* places;     // [rows], in keys and values
+    const int64_t* slots;      // [rows], of the new token, the last that it attends to: its position
+    int64_t rotary, rows;
+};
+
+// What the first layer's input is made of. The layout of `_Inputs` in stack.py.
+template <class T>
+struct Inputs {
+    const T *embeddings, *learned;  // [embedded, hidden]; [positions, hidden], added by position, or null
+    const T *cosines, *sines;       // [positions, rotary], or null
+    int64_t embedded, positions, rotary;
+};
+
+// Prompts one behind another: prompt p is tokens starts[p] ... starts[p + 1] - 1. The layout of `_Prompts` in stack.py.
+template <class T>
 struct Prompts {
-    BFloat16* hidden;        // [tokens, hidden], input and output
-    Numbers cosines, sines;  // [tokens, rotary], or null
-    BFloat16 *keys, *values; // [places, heads, held, size] each, of one layout, or null
-    const int64_t *starts;   // [prompts + 1]
-    const int64_t *places;   // [rows], in keys and values
-    const int64_t *sources;  // [rows], the prompt of each row
-    BFloat16* workspace;     // see `Workspace`
-    Prefix prefix;           // of all prompts, or null and 0; the slots before `keys` and `values` hold it already
+    T* hidden;                 // [tokens, hidden], input and output
+    const T *cosines, *sines;  // [tokens, rotary], or null
+    T *keys, *values;          // [places, heads, held, size] each, of one layout, or null
+    const int64_t* starts;     // [prompts + 1]
+    const int64_t* places;     // [rows], in keys and values
+    const int64_t* sources;    // [rows], the prompt of each row
+    Prefix<T> prefix;          // of all prompts, or null and 0; the slots before `keys` and `values` hold it already
     int64_t rotary, prompts, rows, buffer_row, buffer_head;
 };
 
 constexpr int64_t TOKENS = 256;  // run together where prompts allow: intermediate results stay in the second cache
 constexpr int64_t FEWEST = 64;   // of a thread's own, which reads all weights for them
 
-// Intermediate results between products, in memory that the caller keeps.
+// Intermediate results between products; without memory, their size.
+template <class T>
 struct Workspace {
-    BFloat16 *normed, *between, *qkv, *attended, *up, *gated, *codes;
+    T *normed, *between, *qkv, *attended, *up, *gated;
+    char* codes;                    // of the largest input of a product with int8 weights
+    float* scratch;                 // of attention: `scratch_each` numbers a thread
     int64_t queries, states, wide;  // numbers of a token in attended, qkv and up
     int64_t together;               // tokens in the feed-forward at once
-    int64_t numbers;                // in all
+    int64_t scratch_each, bytes;
 
-    Workspace(const Layer& l, int64_t tokens, BFloat16* memory)
+    Workspace(const Layer<T>& l, int64_t tokens, int64_t scratch_each, int64_t threads, char* memory)
         : queries(l.heads * l.group * l.size), states(queries + 2 * l.heads * l.size),
-          wide(l.gated ? 2 * l.intermediate : l.intermediate), together(std::min(tokens, TOKENS)),
-          numbers(tokens * (2 * l.hidden + states + queries) + together * (wide + l.intermediate) + codes_of(l, tokens)) {
-        normed = memory;
-        between = normed + tokens * l.hidden;
-        qkv = between + tokens * l.hidden;
-        attended = qkv + tokens * states;
-        up = attended + tokens * queries;
-        gated = up + together * wide;
-        codes = gated + together * l.intermediate;
+          wide(l.gated ? 2 * l.intermediate : l.intermediate), together(std::min(tokens, TOKENS)), scratch_each(scratch_each) {
+        char* at = memory;
+        auto take = [&](auto*& part, int64_t count) {
+            part = (std::decay_t<decltype(part)>)at;
+            at += rounded_up(count * sizeof *part, 64);
+        };
+        take(normed, tokens * l.hidden), take(between, tokens * l.hidden), take(qkv, tokens * states);
+        take(attended, tokens * queries), take(up, together * wide), take(gated, together * l.intermediate);
+        take(scratch, threads * scratch_each);
+#if CAN_QUANTIZE  // whether this layer has them or not: others may, and memory that no layer touches costs nothing
+        take(codes, std::max(bytes_of_codes(tokens, std::max(l.hidden, queries)), bytes_of_codes(together, l.intermediate)));
+#endif
+        bytes = at - memory;
+    }
+};
+
+// Memory of a thread, aligned to 64 bytes, that is kept from call to call.
+class Kept {
+  public:
+    char* at_least(size_t bytes) {
+        if (bytes > size) {
+            held.reset(), size = 0;  // the smaller one is free before the allocation
+            held.reset(new char[bytes + 64]), size = bytes;
+        }
+        return (char*)(((uintptr_t)held.get() + 63) / 64 * 64);
     }
 
-    // For the largest input of a quantized product. Also of a layer that has none: others of the stack may, and
-    // memory that no layer touches costs nothing.
-    int64_t codes_of(const Layer& l, int64_t tokens) const {
-#if CAN_QUANTIZE
-        return std::max(numbers_of_codes(tokens, std::max(l.hidden, queries)), numbers_of_codes(together, l.intermediate));
-#else
-        return 0;
-#endif
+    void trim() {
+        if (size > (size_t(1) << 28)) held.reset(), size = 0;
     }
+
+  private:
+    std::unique_ptr<char[]> held;
+    size_t size = 0;
 };
 
 // The following functions are called by all threads of a parallel region.
 
-inline void norm(const Layer& l, Numbers from, BFloat16* to, int64_t tokens, bool of_attention) {
+template <class T>
+inline void norm(const Layer<T>& l, const T* from, T* to, int64_t tokens, bool of_attention) {
     if (of_attention)
         normalize(from, l.attention_norm, l.attention_norm_bias, to, tokens, l.hidden, l.attention_epsilon);
     else
@@ -105,19 +130,22 @@ inline void norm(const Layer& l, Numbers from, BFloat16* to, int64_t tokens, boo
 }
 
 // A product of a layer; its numbers are quantized first where its weights are.
-inline void multiply(const Layer& l, const Workspace& w, const Product& p, int64_t rows) {
+template <class T>
+inline void multiply(const Layer<T>& l, const Workspace<T>& w, const Product<T>& p, int64_t rows) {
 #if CAN_QUANTIZE
-    if (l.quantized) {
-        const Codes codes = codes_in(w.codes, rows, p.inputs);
-        quantize(p.x, rows, p.inputs, codes);
-        return multiply({codes, (const char*)p.weight, p.bias, p.residual, p.out, p.inputs, p.outputs, p.relu}, rows);
-    }
+    if constexpr (std::is_same_v<T, BFloat16>)
+        if (l.quantized) {
+            const Codes codes = codes_in(w.codes, rows, p.inputs);
+            quantize(p.x, rows, p.inputs, codes);
+            return multiply(QuantizedProduct{codes, (const char*)p.weight, p.bias, p.residual, p.out, p.inputs, p.outputs, p.relu}, rows);
+        }
 #endif
     multiply(p, rows);
 }
 
 // hidden -> w.qkv, with norms of queries and keys
-inline void project(const Layer& l, const Workspace& w, Numbers hidden, int64_t tokens) {
+template <class T>
+inline void project(const Layer<T>& l, const Workspace<T>& w, const T* hidden, int64_t tokens) {
     const bool first = l.placement == INPUT;
     if (first) norm(l, hidden, w.normed, tokens, true);
     multiply(l, w, {first ? w.normed : hidden, l.qkv, l.qkv_bias, nullptr, w.qkv, l.hidden, w.states, false}, tokens);
@@ -130,7 +158,8 @@ inline void project(const Layer& l, const Workspace& w, Numbers hidden, int64_t 
 }
 
 // w.attended and hidden -> hidden
-inline void finish(const Layer& l, const Workspace& w, BFloat16* hidden, int64_t tokens) {
+template <class T>
+inline void finish(const Layer<T>& l, const Workspace<T>& w, T* hidden, int64_t tokens) {
     const bool output = l.placement == OUTPUT, input = l.placement == INPUT;
     multiply(l, w, {w.attended, l.output, l.output_bias, output ? nullptr : hidden, w.between, w.queries, l.hidden, false},
              tokens);
@@ -138,7 +167,7 @@ inline void finish(const Layer& l, const Workspace& w, BFloat16* hidden, int64_t
     if (output) add(hidden, w.normed, w.between, tokens * l.hidden);
     for (int64_t first = 0; first < tokens; first += w.together) {
         const int64_t some = std::min(w.together, tokens - first), at = first * l.hidden;
-        BFloat16 *normed = w.normed + at, *between = w.between + at;
+        T *normed = w.normed + at, *between = w.between + at;
         multiply(l, w, {output ? between : normed, l.up, l.up_bias, nullptr, w.up, l.hidden, w.wide, !l.gated}, some);
         if (l.gated) gate(w.up, w.gated, some, l.intermediate);
         multiply(l, w, {l.gated ? w.gated : w.up, l.down, l.down_bias, output ? nullptr : input ? between : normed,
@@ -150,66 +179,73 @@ inline void finish(const Layer& l, const Workspace& w, BFloat16* hidden, int64_t
     add(w.between, w.normed, hidden, tokens * l.hidden);
 }
 
-inline void step_layer(const Layer& l, const Workspace& w, const Step& s) {
+// The counts[i] youngest rows of a step, by layer i.
+template <class T>
+inline void step_layer(const Layer<T>& l, const Buffers<T>& b, const Workspace<T>& w, const Step<T>& all, int64_t rows) {
+    const int64_t first = all.rows - rows, *places = all.places + first, *slots = all.slots + first;
     auto before = [&](int64_t row, int64_t head) {
-        BFloat16* mine = w.qkv + row * w.states;
-        BFloat16 *key = mine + w.queries + head * l.size, *value = key + l.heads * l.size;
+        T* mine = w.qkv + row * w.states;
+        T *key = mine + w.queries + head * l.size, *value = key + l.heads * l.size;
         if (l.rope) {
-            Numbers cosines = s.cosines + row * s.rotary, sines = s.sines + row * s.rotary;
+            const T *cosines = all.cosines + (first + row) * all.rotary, *sines = all.sines + (first + row) * all.rotary;
             for (int64_t g = 0; g < l.group; g++)
-                rotate_head(mine + (head * l.group + g) * l.size, cosines, sines, s.rotary);
-            rotate_head(key, cosines, sines, s.rotary);
+                rotate_head(mine + (head * l.group + g) * l.size, cosines, sines, all.rotary);
+            rotate_head(key, cosines, sines, all.rotary);
         }
-        const int64_t to = s.places[row] * s.buffer_row + head * s.buffer_head + s.slots[row] * l.size;
-        std::memcpy(s.keys + to, key, l.size * sizeof *key);
-        std::memcpy(s.values + to, value, l.size * sizeof *value);
+        const int64_t to = places[row] * b.row + head * b.head + slots[row] * l.size;
+        std::memcpy(b.keys + to, key, l.size * sizeof *key);
+        std::memcpy(b.values + to, value, l.size * sizeof *value);
     };
-    const Attention<BFloat16> attention{
-        w.qkv, s.keys, s.values, nullptr, w.attended, s.rows, l.heads, l.group, s.width, l.size, w.states,
-        s.buffer_row, s.buffer_head, l.size, s.buffer_row, s.buffer_head, l.size, 0, l.scale, s.places, s.slots, l.window};
-    project(l, w, s.hidden, s.rows);
-    if (s.shared) {  // a token attends to keys that another thread may write
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < s.rows * l.heads; task++) before(task / l.heads, task % l.heads);
-        attend(attention, [](int64_t, int64_t) {});
-    } else
-        attend(attention, before);
-    finish(l, w, s.hidden, s.rows);
+    T* hidden = all.hidden + first * l.hidden;
+    project(l, w, hidden, rows);
+    attend(Attention<T>{w.qkv, b.keys, b.values, w.attended, rows, l.heads, l.group, l.size, w.states, b.row, b.head, places,
+                        slots, l.window, l.scale, w.scratch, w.scratch_each}, before);
+    finish(l, w, hidden, rows);
 }
 
-// Of one layer, [places, heads, held, size] each, of one layout; keys are null where there are none.
-struct Buffers {
-    BFloat16 *keys, *values;
-    int64_t places, held, row, head;
-};
-
-// A layer's part of a step of all rows: the youngest ones, `rows` of them.
-inline Step part_of(const Step& all, const Layer& l, const Buffers& b, int64_t rows) {
-    const int64_t first = all.rows - rows;
-    Step s = all;
-    s.hidden += first * l.hidden;
-    if (s.cosines) s.cosines += first * s.rotary, s.sines += first * s.rotary;
-    s.places += first, s.slots += first;
-    s.keys = b.keys, s.values = b.values;
-    s.rows = rows, s.held = b.held, s.buffer_row = b.row, s.buffer_head = b.head;
-    s.width = std::min(s.width, b.held);
-    return s;
+// Writes each row's embedding, and its cosines and sines [2, rows, rotary] to `tables`. Returns whether all tokens and
+// positions are known; if not, nothing is written.
+template <class T>
+bool embed(const Inputs<T>& e, int64_t size, const Step<T>& s, T* tables) {
+    if (!inside(s.tokens, s.rows, e.embedded) || !inside(s.slots, s.rows, e.positions)) return false;
+    for (int64_t row = 0; row < s.rows; row++) {
+        const int64_t token = s.tokens[row], position = s.slots[row], wide = e.rotary * sizeof(T);
+        T* to = s.hidden + row * size;
+        std::memcpy(to, e.embeddings + token * size, size * sizeof(T));
+        if (e.learned) add(to, e.learned + position * size, to, size);
+        if (!e.rotary) continue;
+        std::memcpy(tables + row * e.rotary, e.cosines + position * e.rotary, wide);
+        std::memcpy(tables + (s.rows + row) * e.rotary, e.sines + position * e.rotary, wide);
+    }
+    return true;
 }
 
 // Layer i over the counts[i] youngest rows, none where that is 0; all layers have one shape, some of them plain weights
-// and others quantized ones.
-// Returns whether all places and slots lie in buffers; if not, nothing is done.
-bool run_steps(const Layer* layers, const Buffers* buffers, const int64_t* counts, int64_t count, const Step& all) {
+// and others quantized ones. inputs: for a step of tokens, else null. Returns whether all tokens, places and slots exist; if
+// not, nothing is done.
+template <class T>
+bool run_step(const Layer<T>* layers, const Buffers<T>* buffers, const int64_t* counts, int64_t count, Step<T> s,
+              const Inputs<T>* inputs) {
     for (int64_t i = 0; i < count; i++) {
-        const int64_t first = all.rows - counts[i];
-        if (counts[i] && !(buffers[i].keys && inside(all.places + first, counts[i], buffers[i].places) &&
-                           inside(all.slots + first, counts[i], buffers[i].held)))
+        const int64_t first = s.rows - counts[i];
+        if (counts[i] && !(buffers[i].keys && inside(s.places + first, counts[i], buffers[i].places) &&
+                           inside(s.slots + first, counts[i], buffers[i].held)))
             return false;
     }
-    const Workspace w(layers[0], all.rows, all.workspace);
+    const int64_t width = 1 + *std::max_element(s.slots, s.slots + s.rows), threads = omp_get_max_threads();
+    const int64_t scratch = step_scratch(layers->group, layers->size, width);
+    const int64_t tables = inputs ? rounded_up(2 * s.rows * inputs->rotary * sizeof(T), 64) : 0;
+    static thread_local Kept kept;
+    char* memory = kept.at_least(tables + Workspace<T>(*layers, s.rows, scratch, threads, nullptr).bytes);
+    const Workspace<T> w(*layers, s.rows, scratch, threads, memory + tables);
+    if (inputs) {
+        if (!embed(*inputs, layers->hidden, s, (T*)memory)) return false;
+        s.rotary = inputs->rotary, s.cosines = (T*)memory, s.sines = s.cosines + s.rows * s.rotary;
+    }
 #pragma omp parallel
     for (int64_t i = 0; i < count; i++)
-        if (counts[i]) step_layer(layers[i], w, part_of(all, layers[i], buffers[i], counts[i]));
+        if (counts[i]) step_layer(layers[i], buffers[i], w, s, counts[i]);
+    kept.trim();
     return true;
 }
 
@@ -221,7 +257,8 @@ struct Groups {
 
     // About TOKENS tokens a group, or one longer prompt, and equally many to each thread. Where there are too few tokens
     // for that, or a prompt is too long, all threads run each group, and how many threads there are cuts none smaller.
-    explicit Groups(const Prompts& p) {
+    template <class T>
+    explicit Groups(const Prompts<T>& p) {
         const int64_t all = p.starts[p.prompts], available = omp_get_max_threads();
         const int64_t rounds = std::max<int64_t>(1, (all / available + TOKENS / 2) / TOKENS), count = rounds * available;
         cut(p, count);
@@ -232,7 +269,8 @@ struct Groups {
     }
 
     // Into at most `count` groups, of equally many tokens where prompts allow.
-    void cut(const Prompts& p, int64_t count) {
+    template <class T>
+    void cut(const Prompts<T>& p, int64_t count) {
         const int64_t all = p.starts[p.prompts];
         firsts = {0}, most = 0;
         for (int64_t prompt = 1; prompt < p.prompts; prompt++) {
@@ -244,16 +282,12 @@ struct Groups {
     }
 };
 
-// Numbers of the workspace of all groups that are run at once.
-inline int64_t numbers_for(const Layer& l, const Groups& g) {
-    return g.threads * rounded_up(Workspace(l, g.most, nullptr).numbers, 2 * LANES);
-}
-
 // A layer over prompts first ... last - 1, by all threads of the calling parallel region.
-inline void run_group(const Layer& l, const Prompts& p, const Workspace& w, int64_t first, int64_t last) {
-    BFloat16 *keys = w.qkv + w.queries, *values = keys + l.heads * l.size;
+template <class T>
+inline void run_group(const Layer<T>& l, const Prompts<T>& p, const Workspace<T>& w, int64_t first, int64_t last) {
+    T *keys = w.qkv + w.queries, *values = keys + l.heads * l.size;
     const int64_t start = p.starts[first], tokens = p.starts[last] - start;
-    BFloat16* hidden = p.hidden + start * l.hidden;
+    T* hidden = p.hidden + start * l.hidden;
     project(l, w, hidden, tokens);
     if (l.rope)
         rotate(w.qkv, p.cosines + start * p.rotary, p.sines + start * p.rotary, tokens, l.heads * (l.group + 1), l.size,
@@ -264,31 +298,56 @@ inline void run_group(const Layer& l, const Prompts& p, const Workspace& w, int6
         fill(values, p.values, p.starts, p.places, p.sources, first, last, p.rows, l.heads, l.size, w.states, p.buffer_row,
              p.buffer_head);
     }
-    attend_prompts({w.qkv, keys, values, p.starts + first, w.attended, last - first, l.heads, l.group, l.size, w.states,
-                    w.states, w.states, l.scale, p.prefix});
+    attend_prompts(PromptAttention<T>{w.qkv, keys, values, p.starts + first, w.attended, last - first, l.heads, l.group,
+                                      l.size, w.states, l.window, l.scale, p.prefix, w.scratch, w.scratch_each});
     finish(l, w, hidden, tokens);
 }
 
-void run_prompts(const Layer& l, const Prompts& p) {
+template <class T>
+void run_prompts(const Layer<T>& l, const Prompts<T>& p) {
     const Groups groups(p);
-    const int64_t count = groups.firsts.size() - 1, numbers = numbers_for(l, groups) / groups.threads;
+    int64_t longest = 0;
+    for (int64_t i = 0; i < p.prompts; i++) longest = std::max(longest, p.starts[i + 1] - p.starts[i]);
+    const int64_t count = groups.firsts.size() - 1, threads = groups.threads == 1 ? omp_get_max_threads() : 1;
+    const int64_t scratch = PromptScratch<T>(longest, p.prefix.tokens, l.size, nullptr).numbers;
+    const int64_t bytes = Workspace<T>(l, groups.most, scratch, threads, nullptr).bytes;
+    static thread_local Kept kept;
+    char* memory = kept.at_least(groups.threads * bytes);
     if (groups.threads == 1) {
-        const Workspace w(l, groups.most, p.workspace);
+        const Workspace<T> w(l, groups.most, scratch, threads, memory);
 #pragma omp parallel
         for (int64_t g = 0; g < count; g++) run_group(l, p, w, groups.firsts[g], groups.firsts[g + 1]);
-        return;
-    }
+    } else {
 #pragma omp parallel
-    {
-        const Workspace w(l, groups.most, p.workspace + omp_get_thread_num() * numbers);
+        {
+            const Workspace<T> w(l, groups.most, scratch, threads, memory + omp_get_thread_num() * bytes);
 #pragma omp for schedule(dynamic)
-        for (int64_t g = 0; g < count; g++) {
+            for (int64_t g = 0; g < count; g++) {
 #pragma omp parallel num_threads(1)
-            run_group(l, p, w, groups.firsts[g], groups.firsts[g + 1]);
+                run_group(l, p, w, groups.firsts[g], groups.firsts[g + 1]);
+            }
         }
     }
+    kept.trim();
+}
+
+// One half of a layer over `tokens` tokens: hidden -> queries, keys and values [tokens, states], rotated; or, with
+// `attended` [tokens, queries], hidden -> the layer's output, in place. Attention between them is the caller's.
+template <class T>
+void run_half(const Layer<T>& l, T* hidden, const T* cosines, const T* sines, T* qkv, T* attended, int64_t tokens,
+              int64_t rotary) {
+    static thread_local Kept kept;
+    Workspace<T> w(l, tokens, 0, 0, kept.at_least(Workspace<T>(l, tokens, 0, 0, nullptr).bytes));
+#pragma omp parallel firstprivate(w)
+    if (attended) {
+        w.attended = attended;
+        finish(l, w, hidden, tokens);
+    } else {
+        w.qkv = qkv;
+        project(l, w, hidden, tokens);
+        if (l.rope) rotate(qkv, cosines, sines, tokens, l.heads * (l.group + 1), l.size, rotary, w.states);
+    }
+    kept.trim();
 }
 
 }  // namespace
-
-#endif

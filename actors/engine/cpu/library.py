@@ -1,8 +1,8 @@
-"""Builds `kernels.cpp` with the machine's C++ compiler, once, and loads it.
+"""Build `kernels.cpp` once with the machine's C++ compiler, and load it.
 
 The library lies in the cache folder ($SKIPDECODE_CACHE, else ~/.cache/skipdecode); its name is a digest of source,
 compiler and processor. It runs on torch's threads: g++ links the OpenMP library that torch has loaded. Without a
-compiler there is no library, and callers use torch's own operations, whose rounding differs in bfloat16.
+compiler the engine runs transformers' layers, whose results differ in rounding.
 """
 
 from __future__ import annotations
@@ -32,39 +32,30 @@ FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
 )
 BUILD_SECONDS = 300
+PANEL = 48  # outputs of a product that lie together in its packed weight
+LARGEST_HEAD = 256  # numbers
 _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-# for each kernel its numbers of pointers, 64-bit integers and floats, in this order, and its return type
-_SIGNATURES: dict[str, tuple[int, int, int, Any]] = {
-    "attend": (5, 13, 1, None),
-    "append": (5, 8, 0, ctypes.c_bool),
-    "rotate": (3, 5, 0, None),
-    "normalize": (4, 2, 1, None),
-    "normalize_groups": (2, 4, 1, None),
-    "gate": (2, 2, 0, None),
-    "sample": (14, 5, 0, None),
+# for each kernel its numbers of pointers, 64-bit integers and floats, in this order
+_SIGNATURES = {
+    "sample": (14, 5, 0),
+    "step": (5, 1, 0),
+    "prompts": (2, 0, 0),
+    "half": (6, 2, 0),
+    "pack_prefix": (4, 3, 0),
+    "normalize": (4, 2, 1),
+    "multiply": (5, 4, 0),
+    "multiply_int8": (5, 4, 0),
+    "likeliest": (4, 1, 0),
 }
-_MULTIPLYING: dict[str, tuple[int, int, int, Any]] = {  # only for bfloat16, on some processors
-    "multiply": (5, 4, 0, None),
-    "attend_prompts": (7, 8, 1, None),
-    "pack_prefix": (4, 3, 0, None),
-    "layers_step": (4, 1, 0, ctypes.c_bool),
-    "layer_prompts": (2, 0, 0, None),
-    "step_workspace": (1, 1, 0, ctypes.c_int64),
-    "prompts_workspace": (2, 0, 0, ctypes.c_int64),
-}
-_QUANTIZING: dict[str, tuple[int, int, int, Any]] = {  # on fewer still
-    "multiply_int8": (5, 4, 0, None),
-    "likeliest": (6, 4, 0, None),
-    "greedy_steps": (8, 2, 0, ctypes.c_bool),
-}
+_OUTSIDE, _NO_MEMORY = 1, 2  # `Status` of kernels.cpp
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The built library; None, and one warning, where it cannot be built or used."""
+    """Return the built library; None, after one warning, where it cannot be built or used."""
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     try:
-        loaded = _declared(ctypes.CDLL(str(_built(compiler))))
+        loaded = ctypes.CDLL(str(_built(compiler)))
         if torch.get_num_threads() == loaded.threads():  # torch first: its first call fixes the number
             return loaded
         problem = f"{' '.join(compiler)} links another OpenMP library than torch's"
@@ -79,31 +70,28 @@ def library() -> ctypes.CDLL | None:
 
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this machine has kernels for `dtype`; the first call may take seconds, to build them."""
+    """Return whether `sample` exists for `dtype`; the first call may take seconds, to build the kernels."""
     return device.type == "cpu" and dtype in _NAMES and library() is not None
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `multiply` exists: in bfloat16, with AVX512-BF16."""
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        return False
-    loaded = library()
-    return loaded is not None and bool(loaded.can_multiply())
+    """Return whether the kernels of products and layers exist for `dtype`.
 
-
-def has_amx() -> bool:
-    """Return whether the processor has AMX in bfloat16, with which the library's products are faster than ours."""
-    return "amx_bf16" in _processor()
+    They do for float32 on every CPU, and for bfloat16 with AVX512-BF16 and without AMX, with which the library's
+    products are faster.
+    """
+    loaded = library() if device.type == "cpu" and dtype in _NAMES else None
+    return loaded is not None and (dtype == torch.float32 or bool(loaded.can_multiply()))
 
 
 def quantizes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `multiply_int8` exists: where `multiplies`, with AVX512-VNNI."""
-    loaded = library() if multiplies(dtype, device) else None
+    """Return whether `multiply_int8` and `likeliest` exist: where `multiplies` in bfloat16, with AVX512-VNNI."""
+    loaded = library() if dtype == torch.bfloat16 and multiplies(dtype, device) else None
     return loaded is not None and bool(loaded.can_quantize())
 
 
 def _built(compiler: Sequence[str]) -> Path:
-    """The library's file; built if it does not exist."""
+    """Return the library's file, built if it does not exist."""
     run = functools.partial(
         subprocess.run, capture_output=True, text=True, errors="replace", check=True, timeout=BUILD_SECONDS
     )
@@ -123,7 +111,7 @@ def _built(compiler: Sequence[str]) -> Path:
 
 @functools.cache
 def _processor() -> str:
-    """Model and instructions of the processor, on which -march=native depends."""
+    """Return the processor's model and instructions, on which -march=native depends."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor()
@@ -131,25 +119,22 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in info.read_text().splitlines() if line.startswith(fields)}))
 
 
-def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    loaded.threads.restype = ctypes.c_int64
-    loaded.can_multiply.restype = loaded.can_quantize.restype = ctypes.c_bool
-    signatures = [(f"{name}_{dtype}", what) for name, what in _SIGNATURES.items() for dtype in _NAMES.values()]
-    if loaded.can_multiply():
-        signatures += [(f"{name}_bfloat16", what) for name, what in _MULTIPLYING.items()]
-    if loaded.can_quantize():
-        signatures += [(f"{name}_bfloat16", what) for name, what in _QUANTIZING.items()]
-    for name, (pointers, integers, floats, returned) in signatures:
-        kinds = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers + [ctypes.c_float] * floats
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = kinds, returned
-    return loaded
-
-
 @functools.cache
 def kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
-    """The native function; call `available` or `multiplies` before."""
+    """Return a native function; requires `available`, `multiplies` or `quantizes`.
+
+    The function raises MemoryError where there is no memory for its intermediate results.
+    """
     loaded = library()
     assert loaded is not None
-    function: Callable[..., Any] = getattr(loaded, f"{name}_{_NAMES[dtype]}")
-    return function
+    function = getattr(loaded, f"{name}_{_NAMES[dtype]}")
+    pointers, integers, floats = _SIGNATURES[name]
+    function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers + [ctypes.c_float] * floats
+    function.restype, function.errcheck = ctypes.c_int64, _checked
+    return function  # type: ignore[no-any-return]
+
+
+def _checked(status: int, function: Any, arguments: Any) -> None:
+    if status == _NO_MEMORY:
+        raise MemoryError(f"the system has no memory for the intermediate results of {function.__name__}")
+    assert status != _OUTSIDE, "a token, a place or a slot lies outside the tables and buffers, or there are none"

@@ -1,93 +1,144 @@
-// Products with packed bfloat16 weights, y = activation(x W^T + b) + residual, optimized for few rows: each weight is
-// fetched from memory once, ahead of its use, and multiplied with all rows. Sums are float32. A row's result depends on
-// that row alone, not on the batch or the number of threads.
+// Products with packed weights, y = activation(x W^T + b) + residual, optimized for few rows: each weight is fetched from
+// memory once, ahead of its use, and multiplied with all rows. Sums are float32. A row's result depends on that row alone,
+// not on the batch or the number of threads. Numbers are float32; bfloat16 and int8 need instructions of the processor.
 
 #pragma once
 
-// The library's products are faster on processors that multiply tiles (AMX).
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(__AMX_BF16__)
-#define CAN_MULTIPLY 1
-
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <immintrin.h>
 #include <omp.h>
-#include <type_traits>
+
+#include <array>
+#include <utility>
 
 #include "numbers.h"
 
+// The library's products in bfloat16 are faster on processors that multiply tiles (AMX).
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(__AMX_BF16__)
+#define CAN_MULTIPLY 1
+#else
+#define CAN_MULTIPLY 0
+#endif
+#if CAN_MULTIPLY && defined(__AVX512VNNI__)
+#define CAN_QUANTIZE 1
+#else
+#define CAN_QUANTIZE 0
+#endif
+
 namespace {
 
-constexpr int64_t VECTORS = 3;          // of 16 sums each, in a panel
-constexpr int64_t PANEL = VECTORS * LANES;
-constexpr int64_t TILE = 8;             // rows held in registers: 8 x 3 sums, 3 weights and a number of x are 28 of 32
-constexpr int64_t DEPTH = 384;          // numbers summed before the next rows: 48 x 384 weights fit the L1 cache
-constexpr int64_t MOST_ROWS = 64;       // that a panel is multiplied with in one pass
+// A register of sums, and the rows whose sums all fit the registers.
+#ifdef __AVX512F__
+constexpr int64_t WIDTH = 16, TILE = 8;  // 8 x 3 sums, 3 weights and a number of x are 28 of 32 registers
+#elif defined(__AVX__)
+constexpr int64_t WIDTH = 8, TILE = 2;  // 2 x 6 sums, a weight and 2 numbers of x are 15 of 16
+#else
+constexpr int64_t WIDTH = 4, TILE = 1;
+#endif
+typedef float Vector __attribute__((vector_size(WIDTH * 4), may_alias));
+typedef float Unaligned __attribute__((vector_size(WIDTH * 4), may_alias, aligned(4)));
 
-// Adds `pairs` products of two to the sums [ROWS, PANEL], which begin at `before`, or at 0 where that is null, and gives
-// each row's to `end`. weights: [pairs, PANEL, 2]; they and `before` are aligned to 64 bytes. Prefetches `lines` cache
-// lines from `next` on.
-template <int ROWS, class End>
-void add_products(const BFloat16* x, int64_t x_row, const BFloat16* weights, int64_t pairs, const float* before,
-                  int64_t before_row, const char* next, int64_t lines, const End& end, int64_t row) {
-    __m512 held[ROWS][VECTORS];
+constexpr int64_t PANEL = 48;               // outputs that lie together in a packed weight
+constexpr int64_t VECTORS = PANEL / WIDTH;  // of sums in a panel
+constexpr int64_t MOST_ROWS = 64;           // that a panel is multiplied with in one pass
+
+// Numbers of x that one instruction multiplies and sums.
+template <class T>
+constexpr int64_t FACTORS = sizeof(float) / sizeof(T);
+
+// Numbers summed before the next rows: the weights of a panel fit the L1 cache.
+template <class T>
+constexpr int64_t DEPTH = 192 * FACTORS<T>;
+
+// sums += x * weights for FACTORS numbers of each row of x; weights: [PANEL, FACTORS], aligned to 64 bytes.
+template <int ROWS>
+inline void add_factors(Vector (&sums)[ROWS][VECTORS], const float* x, int64_t x_row, const float* weights) {
+    const Vector* weight = (const Vector*)weights;
+#ifdef __AVX512F__
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 3
+        for (int n = 0; n < VECTORS; n++) sums[m][n] += weight[n] * x[m * x_row];
+#else  // too few registers for all weights
+    Vector number[ROWS];
+    for (int m = 0; m < ROWS; m++) number[m] = x[m * x_row] - Vector();
+#pragma GCC unroll 12
+    for (int n = 0; n < VECTORS; n++)
+#pragma GCC unroll 2
+        for (int m = 0; m < ROWS; m++) sums[m][n] += weight[n] * number[m];
+#endif
+}
+
+#if CAN_MULTIPLY
+template <int ROWS>
+inline void add_factors(Vector (&sums)[ROWS][VECTORS], const BFloat16* x, int64_t x_row, const BFloat16* weights) {
+    __m512bh weight[VECTORS];
+    for (int n = 0; n < VECTORS; n++) weight[n] = (__m512bh)_mm512_load_si512(weights + n * 2 * LANES);
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) {
+        int32_t two;
+        std::memcpy(&two, x + m * x_row, sizeof two);
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(two);
+        for (int n = 0; n < VECTORS; n++) sums[m][n] = (Vector)_mm512_dpbf16_ps((__m512)sums[m][n], both, weight[n]);
+    }
+}
+#endif
+
+// Adds `steps` times FACTORS products to the sums [ROWS, PANEL], which begin at `before`, or at 0 where that is null, and
+// gives each row's to `end`. weights: [steps, PANEL, FACTORS]; they and `before` are aligned to 64 bytes. Prefetches
+// `lines` cache lines from `next` on.
+template <int ROWS, class T, class End>
+void add_products(const T* x, int64_t x_row, const T* weights, int64_t steps, const float* before, int64_t before_row,
+                  const char* next, int64_t lines, const End& end, int64_t row) {
+    Vector held[ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 12
         for (int n = 0; n < VECTORS; n++)
-            held[m][n] = before ? _mm512_load_ps(before + m * before_row + n * LANES) : _mm512_setzero_ps();
-    const int64_t each = (lines + pairs - 1) / pairs;
-    for (int64_t k = 0; k < pairs; k++) {
+            held[m][n] = before ? *(const Vector*)(before + m * before_row + n * WIDTH) : Vector();
+    const int64_t each = (lines + steps - 1) / steps;
+    for (int64_t k = 0; k < steps; k++) {
         __builtin_prefetch(next + k * each * 64, 0, 3);
         if (each > 1) __builtin_prefetch(next + (k * each + 1) * 64, 0, 3);
         if (each > 2) __builtin_prefetch(next + (k * each + 2) * 64, 0, 3);
-        __m512bh weight[VECTORS];
-        for (int n = 0; n < VECTORS; n++)
-            weight[n] = (__m512bh)_mm512_load_si512(weights + (k * VECTORS + n) * 2 * LANES);
-#pragma GCC unroll 8
-        for (int m = 0; m < ROWS; m++) {
-            int32_t two;
-            std::memcpy(&two, x + m * x_row + 2 * k, sizeof two);
-            const __m512bh both = (__m512bh)_mm512_set1_epi32(two);
-            for (int n = 0; n < VECTORS; n++) held[m][n] = _mm512_dpbf16_ps(held[m][n], both, weight[n]);
-        }
+        add_factors<ROWS>(held, x + k * FACTORS<T>, x_row, weights + k * PANEL * FACTORS<T>);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++)
-#pragma GCC unroll 3
+#pragma GCC unroll 12
         for (int n = 0; n < VECTORS; n++) end(row + m, n, held[m][n]);
 }
 
-template <class End>
-constexpr decltype(&add_products<1, End>) TILES[TILE + 1] = {
-    nullptr,              add_products<1, End>, add_products<2, End>, add_products<3, End>, add_products<4, End>,
-    add_products<5, End>, add_products<6, End>, add_products<7, End>, add_products<8, End>};
+template <class T, class End, size_t... BELOW>
+constexpr std::array<decltype(&add_products<1, T, End>), TILE> tiles_of(std::index_sequence<BELOW...>) {
+    return {add_products<BELOW + 1, T, End>...};
+}
+
+template <class T, class End>
+constexpr auto TILES = tiles_of<T, End>(std::make_index_sequence<TILE>());  // by the number of rows less 1
 
 // Keeps sums in memory: an `End` of add_products.
 struct Keep {
     float* sums;
     int64_t row;
 
-    void operator()(int64_t m, int64_t n, __m512 sum) const { _mm512_store_ps(sums + m * row + n * LANES, sum); }
+    void operator()(int64_t m, int64_t n, Vector sum) const { *(Vector*)(sums + m * row + n * WIDTH) = sum; }
 };
 
 // Rows of x by one panel; `sums` [rows, PANEL] holds them between parts of the inputs, and `end` gets the last ones.
 // Prefetches the weights behind the panel.
-template <class End>
-inline void sum_panel(const BFloat16* x, int64_t x_row, const BFloat16* weights, int64_t inputs, int64_t rows, const Keep& sums,
+template <class T, class End>
+inline void sum_panel(const T* x, int64_t x_row, const T* weights, int64_t inputs, int64_t rows, const Keep& sums,
                       const End& end) {
     const int64_t tiles = (rows + TILE - 1) / TILE;
-    for (int64_t begin = 0; begin < inputs; begin += DEPTH) {
-        const int64_t depth = std::min(DEPTH, inputs - begin), lines = DEPTH * PANEL * 2 / 64;
-        const BFloat16* here = weights + begin * PANEL;
+    for (int64_t begin = 0; begin < inputs; begin += DEPTH<T>) {
+        const int64_t depth = std::min(DEPTH<T>, inputs - begin), lines = DEPTH<T> * PANEL * sizeof(T) / 64;
+        const T* here = weights + begin * PANEL;
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t from = t * rows / tiles, to = (t + 1) * rows / tiles;
             const int64_t fetched = t * lines / tiles, upto = (t + 1) * lines / tiles;
             auto run = [&](const auto& then) {
-                TILES<std::decay_t<decltype(then)>>[to - from](
-                    x + from * x_row + begin, x_row, here, depth / 2, begin ? sums.sums + from * sums.row : nullptr, sums.row,
-                    (const char*)(here + depth * PANEL) + fetched * 64, upto - fetched, then, from);
+                TILES<T, std::decay_t<decltype(then)>>[to - from - 1](
+                    x + from * x_row + begin, x_row, here, depth / FACTORS<T>, begin ? sums.sums + from * sums.row : nullptr,
+                    sums.row, (const char*)(here + depth * PANEL) + fetched * 64, upto - fetched, then, from);
             };
             if (begin + depth < inputs)
                 run(sums);
@@ -97,43 +148,65 @@ inline void sum_panel(const BFloat16* x, int64_t x_row, const BFloat16* weights,
     }
 }
 
+template <class T>
 struct Product {
-    const BFloat16* x;                // [rows, inputs]
-    const BFloat16* weight;           // [outputs / 48 rounded up, inputs / 2, 48, 2], aligned to 64 bytes
-    const BFloat16 *bias, *residual;  // [outputs], [rows, outputs], or null
-    BFloat16* out;                    // [rows, outputs]
+    const T* x;                // [rows, inputs]
+    const T* weight;           // [outputs / 48 rounded up, inputs / FACTORS, 48, FACTORS], aligned to 64 bytes
+    const T *bias, *residual;  // [outputs], [rows, outputs], or null
+    T* out;                    // [rows, outputs]
     int64_t inputs, outputs;
     bool relu;
 };
 
 // Writes the outputs of rows from `first` on, of the panel that begins at output `at`: an `End` of add_products.
+template <class T>
 struct Write {
-    const Product& p;
+    const Product<T>& p;
     int64_t first, at;
 
-    void operator()(int64_t m, int64_t n, __m512 y) const {
-        const int64_t output = at + n * LANES, place = (first + m) * p.outputs + output, left = p.outputs - output;
-        if (left <= 0) return;
-        const __mmask16 mask = first_lanes(left);
-        if (p.bias) y = _mm512_add_ps(y, widen(_mm256_maskz_loadu_epi16(mask, p.bias + output)));
-        if (p.relu) y = _mm512_max_ps(_mm512_setzero_ps(), y);  // with the operands in this order NaN stays NaN
-        if (p.residual) y = _mm512_add_ps(y, widen(_mm256_maskz_loadu_epi16(mask, p.residual + place)));
-        _mm256_mask_storeu_epi16(p.out + place, mask, (__m256i)_mm512_cvtneps_pbh(y));
+    void operator()(int64_t m, int64_t n, Vector y) const {
+        const int64_t output = at + n * WIDTH, place = (first + m) * p.outputs + output;
+        if (output + WIDTH <= p.outputs) {
+            if (p.bias) y += *(const Unaligned*)(p.bias + output);
+            if (p.relu) y = y < Vector() ? Vector() : y;  // NaN stays NaN
+            if (p.residual) y += *(const Unaligned*)(p.residual + place);
+            *(Unaligned*)(p.out + place) = y;
+        } else
+            for (int64_t i = 0; output + i < p.outputs; i++) {
+                const float sum = p.bias ? y[i] + p.bias[output + i] : y[i], kept = p.relu && sum < 0 ? 0 : sum;
+                p.out[place + i] = p.residual ? kept + p.residual[place + i] : kept;
+            }
     }
 };
 
+#if CAN_MULTIPLY
+template <>
+inline void Write<BFloat16>::operator()(int64_t m, int64_t n, Vector sum) const {
+    const int64_t output = at + n * LANES, place = (first + m) * p.outputs + output, left = p.outputs - output;
+    if (left <= 0) return;
+    const __mmask16 mask = first_lanes(left);
+    __m512 y = (__m512)sum;
+    if (p.bias) y = _mm512_add_ps(y, widen(_mm256_maskz_loadu_epi16(mask, p.bias + output)));
+    if (p.relu) y = _mm512_max_ps(_mm512_setzero_ps(), y);  // with the operands in this order NaN stays NaN
+    if (p.residual) y = _mm512_add_ps(y, widen(_mm256_maskz_loadu_epi16(mask, p.residual + place)));
+    _mm256_mask_storeu_epi16(p.out + place, mask, (__m256i)_mm512_cvtneps_pbh(y));
+}
+#endif
+
 // Rows first ... last - 1, at most MOST_ROWS, of the outputs of one panel.
-inline void multiply_panel(const Product& p, int64_t panel, int64_t first, int64_t last) {
+template <class T>
+inline void multiply_panel(const Product<T>& p, int64_t panel, int64_t first, int64_t last) {
     alignas(64) float sums[MOST_ROWS * PANEL];
     sum_panel(p.x + first * p.inputs, p.inputs, p.weight + panel * PANEL * p.inputs, p.inputs, last - first,
-              Keep{sums, PANEL}, Write{p, first, panel * PANEL});
+              Keep{sums, PANEL}, Write<T>{p, first, panel * PANEL});
 }
 
-// All rows, divided among the threads of the calling parallel region.
-inline void multiply(const Product& p, int64_t rows) {
+// All rows of a `Product` or `QuantizedProduct`, divided among the threads of the calling parallel region.
+template <class Any>
+inline void multiply(const Any& p, int64_t rows) {
     const int64_t panels = (p.outputs + PANEL - 1) / PANEL, threads = omp_get_num_threads();
     // smaller blocks of rows if there are more threads than panels
-    const int64_t block = std::min(MOST_ROWS, std::max(TILE, rows * panels / threads / TILE * TILE));
+    const int64_t block = std::min(MOST_ROWS, std::max<int64_t>(8, rows * panels / threads / 8 * 8));
     const int64_t blocks = (rows + block - 1) / block;
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < blocks * panels; task++) {
@@ -142,8 +215,171 @@ inline void multiply(const Product& p, int64_t rows) {
     }
 }
 
-}  // namespace
+#if CAN_QUANTIZE
 
-#else
-#define CAN_MULTIPLY 0
+// Products with packed int8 weights: half the bytes, and twice the products an instruction. Weights have one scale an
+// output; the numbers of x are rounded to 8 bits with one scale for each GROUP of a row (as in ZeroQuant, Yao et al.,
+// 2022). Products of two int8 numbers are summed exactly within a group, groups in float32.
+
+constexpr int64_t GROUP = 64;         // numbers of x with one scale; columns are padded to a multiple
+constexpr int64_t QUADS = GROUP / 4;  // of 4 products, which one instruction sums
+constexpr int64_t GROUPS_AT_ONCE = 6;  // summed before the next rows: their weights fit the L1 cache
+constexpr int64_t QUANTIZED_TILE = 4;     // rows held in registers; with more of them the sums of groups take longer
+constexpr int64_t GROUP_BYTES = PANEL * (GROUP + 4);  // of a panel: its corrections, then its weights
+
+inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
+
+// Bytes of a packed panel: 48 scales, then its groups.
+inline int64_t panel_bytes(int64_t inputs) { return PANEL * 4 + groups_of(inputs) * GROUP_BYTES; }
+
+// Rows of numbers in 8 bits: codes [rows, groups x 64] are 128 more than the number divided by its group's scale.
+struct Codes {
+    uint8_t* codes;
+    float* scales;  // [rows, groups]; NaN for a group with a number that is not finite
+};
+
+#ifndef EMULATED  // tests emulate the instructions on other processors
+// sums += codes x weights, four products each. Not by the intrinsic: GCC 12 copies its sums and reads its weights from
+// memory once a row.
+inline void add_quads(__m512i& sums, __m512i codes, __m512i weights) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(weights));
+}
+
+inline void load_sums(__m512i& sums, const int8_t* from) {
+    asm volatile("vmovdqa64 %1, %0" : "=v"(sums) : "m"(*(const __m512i*)from));
+}
 #endif
+
+// Bytes that hold the codes and scales of `rows` rows.
+inline int64_t bytes_of_codes(int64_t rows, int64_t inputs) { return rows * groups_of(inputs) * (GROUP + 4); }
+
+// memory: aligned to 64 bytes.
+inline Codes codes_in(char* memory, int64_t rows, int64_t inputs) {
+    return {(uint8_t*)memory, (float*)(memory + rows * groups_of(inputs) * GROUP)};
+}
+
+// One group of up to 64 numbers; its missing ones are 0.
+inline void quantize_group(const BFloat16* x, int64_t count, uint8_t* codes, float* scale) {
+    __m512 numbers[4];
+    for (int64_t i = 0; i < 4; i++) {
+        const int64_t left = std::max<int64_t>(0, count - i * LANES);
+        numbers[i] = left ? widen(_mm256_maskz_loadu_epi16(first_lanes(left), x + i * LANES)) : _mm512_setzero_ps();
+    }
+    __m512i bits = _mm512_setzero_si512();  // as integers, infinity and NaN are above all numbers
+    for (int64_t i = 0; i < 4; i++)
+        bits = _mm512_max_epi32(bits, _mm512_castps_si512(_mm512_abs_ps(numbers[i])));
+    const int32_t highest = _mm512_reduce_max_epi32(bits);
+    float absolute;
+    std::memcpy(&absolute, &highest, sizeof absolute);
+    const bool finite = highest < 0x7f800000;
+    *scale = finite ? absolute / 127 : __builtin_nanf("");
+    const __m512 inverse = _mm512_set1_ps(finite && absolute > 0 ? 127 / absolute : 0);
+    for (int64_t i = 0; i < 4; i++) {
+        const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(numbers[i], inverse));  // to the nearest, ties to even
+        const __m512i shifted = _mm512_add_epi32(rounded, _mm512_set1_epi32(128));
+        _mm_storeu_si128((__m128i*)(codes + i * LANES), _mm512_cvtusepi32_epi8(shifted));
+    }
+}
+
+// Rows of x [rows, inputs], divided among the threads of the calling parallel region.
+inline void quantize(const BFloat16* x, int64_t rows, int64_t inputs, Codes to) {
+    const int64_t groups = groups_of(inputs);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t g = 0; g < groups; g++)
+            quantize_group(x + row * inputs + g * GROUP, std::min(GROUP, inputs - g * GROUP),
+                           to.codes + (row * groups + g) * GROUP, to.scales + row * groups + g);
+}
+
+// Adds `count` groups to the sums [ROWS, PANEL], or initializes them. codes and scales have `groups` a row. Prefetches
+// `lines` cache lines from `next` on.
+template <int ROWS>
+void add_groups(const uint8_t* codes, const float* scales, int64_t groups, const int8_t* weights, int64_t count,
+                float* sums, bool first, const char* next, int64_t lines) {
+    const int64_t each = (lines + count - 1) / count;
+    for (int64_t g = 0; g < count; g++) {
+        const int8_t* here = weights + g * GROUP_BYTES;
+        const uint8_t* mine = codes + g * GROUP;
+        for (int64_t line = 0; line < each; line++) __builtin_prefetch(next + (g * each + line) * 64, 0, 3);
+        __m512i exact[ROWS][VECTORS];
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 3
+            for (int n = 0; n < VECTORS; n++) load_sums(exact[m][n], here + n * 64);
+        here += PANEL * 4;
+#pragma GCC unroll 16
+        for (int64_t q = 0; q < QUADS; q++) {
+            __m512i weight[VECTORS];
+            for (int n = 0; n < VECTORS; n++) weight[n] = _mm512_load_si512(here + (q * VECTORS + n) * 64);
+#pragma GCC unroll 8
+            for (int m = 0; m < ROWS; m++) {
+                int32_t four;
+                std::memcpy(&four, mine + m * groups * GROUP + q * 4, sizeof four);
+                const __m512i all = _mm512_set1_epi32(four);
+                for (int n = 0; n < VECTORS; n++) add_quads(exact[m][n], all, weight[n]);
+            }
+        }
+        const bool begins = first && g == 0;
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; m++) {
+            const __m512 scale = _mm512_set1_ps(scales[m * groups + g]);
+#pragma GCC unroll 3
+            for (int n = 0; n < VECTORS; n++) {
+                float* sum = sums + m * PANEL + n * LANES;
+                const __m512 before = begins ? _mm512_setzero_ps() : _mm512_load_ps(sum);
+                _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_cvtepi32_ps(exact[m][n]), scale, before));
+            }
+        }
+    }
+}
+
+constexpr decltype(&add_groups<1>) QUANTIZED_TILES[QUANTIZED_TILE + 1] = {
+    nullptr, add_groups<1>, add_groups<2>, add_groups<3>, add_groups<4>};
+
+// Rows `from` ... `to` - 1 by one packed panel: sums [rows, PANEL] before the weights' scales.
+inline void sum_quantized_panel(const Codes& x, int64_t from, int64_t to, int64_t inputs, const char* panel, float* sums) {
+    const int64_t groups = groups_of(inputs), rows = to - from, tiles = (rows + QUANTIZED_TILE - 1) / QUANTIZED_TILE;
+    const char* weights = panel + PANEL * 4;
+    for (int64_t begin = 0; begin < groups; begin += GROUPS_AT_ONCE) {
+        const int64_t count = std::min(GROUPS_AT_ONCE, groups - begin), lines = count * GROUP_BYTES / 64;
+        const char* here = weights + begin * GROUP_BYTES;
+        for (int64_t t = 0; t < tiles; t++) {
+            const int64_t a = t * rows / tiles, b = (t + 1) * rows / tiles;
+            const int64_t fetched = t * lines / tiles, upto = (t + 1) * lines / tiles;
+            QUANTIZED_TILES[b - a](x.codes + ((from + a) * groups + begin) * GROUP, x.scales + (from + a) * groups + begin,
+                                   groups, (const int8_t*)here, count, sums + a * PANEL, begin == 0,
+                                   here + count * GROUP_BYTES + fetched * 64, upto - fetched);
+        }
+    }
+}
+
+struct QuantizedProduct {
+    Codes x;
+    const char* weight;               // [outputs / 48 rounded up] packed panels, aligned to 64 bytes
+    const BFloat16 *bias, *residual;  // [outputs], [rows, outputs], or null
+    BFloat16* out;                    // [rows, outputs]
+    int64_t inputs, outputs;
+    bool relu;
+};
+
+inline void multiply_panel(const QuantizedProduct& p, int64_t panel, int64_t first, int64_t last) {
+    alignas(64) float sums[MOST_ROWS * PANEL];
+    const char* packed = p.weight + panel * panel_bytes(p.inputs);
+    sum_quantized_panel(p.x, first, last, p.inputs, packed, sums);
+    for (int64_t at = panel * PANEL, n = 0; n < VECTORS && at < p.outputs; n++, at += LANES) {
+        const __mmask16 mask = first_lanes(p.outputs - at);
+        const __m512 scale = _mm512_load_ps((const float*)packed + n * LANES);
+        const __m512 bias = p.bias ? widen(_mm256_maskz_loadu_epi16(mask, p.bias + at)) : _mm512_setzero_ps();
+        for (int64_t row = first; row < last; row++) {
+            const int64_t place = row * p.outputs + at;
+            __m512 y = _mm512_fmadd_ps(_mm512_load_ps(sums + (row - first) * PANEL + n * LANES), scale, bias);
+            if (p.relu) y = _mm512_max_ps(_mm512_setzero_ps(), y);
+            if (p.residual) y = _mm512_add_ps(y, widen(_mm256_maskz_loadu_epi16(mask, p.residual + place)));
+            _mm256_mask_storeu_epi16(p.out + place, mask, (__m256i)_mm512_cvtneps_pbh(y));
+        }
+    }
+}
+
+#endif
+
+}  // namespace

@@ -7,6 +7,7 @@
 
 #include <limits>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "numbers.h"
@@ -355,13 +356,26 @@ void sample_row(const Sampling<T>& all, int64_t row, Vocabulary& vocabulary) {
     all.choice_logprobs[row] = float(load(logits[token]) - choice_normalizer);
 }
 
+// Returns whether there was memory; if not, results are not complete.
 template <class T>
-void sample_rows(const Sampling<T>& all) {
-    static thread_local std::unique_ptr<Vocabulary> kept;  // new memory would cost more than the work
-    if (!kept || kept->width != all.width) kept = std::make_unique<Vocabulary>(all.width);
-    Vocabulary& vocabulary = *kept;
+bool sample_rows(const Sampling<T>& all) {
+    bool failed = false;
+#pragma omp parallel if (all.rows * all.width > 16384)
+    {
+        static thread_local std::unique_ptr<Vocabulary> kept;  // new memory would cost more than the work
+        try {
+            if (!kept || kept->width != all.width) kept.reset(), kept = std::make_unique<Vocabulary>(all.width);
+        } catch (const std::bad_alloc&) {  // must not leave the thread
+#pragma omp atomic write
+            failed = true;
+        }
+#pragma omp barrier
+        if (!failed) {
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t row = 0; row < all.rows; row++) sample_row(all, row, vocabulary);
+            for (int64_t row = 0; row < all.rows; row++) sample_row(all, row, *kept);
+        }
+    }
+    return !failed;
 }
 
 }  // namespace

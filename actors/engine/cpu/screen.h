@@ -6,22 +6,20 @@
 
 #pragma once
 
-#include <vector>
-
-#include "quantized.h"
+#include "layer.h"
 
 #if CAN_QUANTIZE
 
 namespace {
 
+// The layout of `_Screen` in screen.py.
 struct Screen {
-    const BFloat16* x;       // [rows, inputs]
-    const BFloat16* weight;  // [outputs, inputs], as the model has it
-    const char* packed;      // the same, see quantized.h
-    const float* norms;      // [panels, 2, 48]: |w| and |w - w'|, at least; 0 behind the last output
-    int64_t* tokens;         // [rows]; -1 where the bounds leave more than `most` candidates, or x or a logit is not finite
-    int64_t* candidates;     // [rows], how many logits were computed again
-    int64_t rows, inputs, outputs, most;  // at most MOST_ROWS rows
+    const BFloat16 *norm, *norm_bias;  // before the head; no bias: RMSNorm
+    const BFloat16* weight;            // [outputs, inputs], as the model has it
+    const char* packed;                // the same, with int8 weights
+    const float* norms;                // [panels, 2, 48]: |w| and |w - w'|, at least; 0 behind the last output
+    int64_t inputs, outputs, most;     // a row with more than `most` candidates is not decided
+    float epsilon;
 };
 
 // Bounds of a row's error: of a logit, at most `outer` |w| + `inner` |w - w'|.
@@ -58,20 +56,36 @@ inline __m256i rounded_up(__m512 x) {
 
 inline float as_number(uint16_t bits) { return load(BFloat16{bits}); }
 
-// What is known of a step's logits before any is computed in bfloat16.
+// What is known of the logits of up to MOST_ROWS rows before any is computed in bfloat16; without memory, its size.
 struct Bounds {
+    BFloat16* x;         // [rows, inputs], behind the norm
     Codes codes;
-    std::vector<Error> errors;       // [rows]
-    std::vector<uint16_t> upper;     // [panels, rows, PANEL], rounded up to bfloat16
-    std::vector<float> panel_upper;  // [panels, rows], the highest of upper
-    std::vector<float> best;         // [rows], a lower bound of the highest logit
+    Error* errors;       // [rows]
+    uint16_t* upper;     // [panels, rows, PANEL], rounded up to bfloat16
+    float* panel_upper;  // [panels, rows], the highest of upper
+    float* best;         // [threads, rows], a lower bound of the highest logit of the thread's panels; the first: of all
+    int32_t* found;      // [threads, most + PANEL], candidates
+    int64_t rows, bytes;
+
+    Bounds(const Screen& s, int64_t rows, int64_t threads, char* memory) : rows(rows) {
+        const int64_t panels = (s.outputs + PANEL - 1) / PANEL;
+        char* at = memory;
+        auto take = [&](auto*& part, int64_t count) {
+            part = (std::decay_t<decltype(part)>)at;
+            at += rounded_up(count * sizeof *part, 64);
+        };
+        take(x, rows * s.inputs), take(errors, rows), take(upper, panels * rows * PANEL);
+        take(panel_upper, panels * rows), take(best, threads * rows), take(found, threads * (s.most + PANEL));
+        codes = codes_in(at, rows, s.inputs);
+        bytes = at + bytes_of_codes(rows, s.inputs) - memory;
+    }
 };
 
 // All rows in one panel. best: [rows], of the calling thread.
-inline void bound_panel(const Screen& s, Bounds& b, int64_t panel, float* best) {
+inline void bound_panel(const Screen& s, const Bounds& b, int64_t panel, float* best) {
     alignas(64) float sums[MOST_ROWS * PANEL];
     const char* packed = s.packed + panel * panel_bytes(s.inputs);
-    sum_quantized_panel(b.codes, 0, s.rows, s.inputs, packed, sums);
+    sum_quantized_panel(b.codes, 0, b.rows, s.inputs, packed, sums);
     const float* norms = s.norms + panel * 2 * PANEL;
     __m512 scale[VECTORS], length[VECTORS], lost[VECTORS];
     __mmask16 real[VECTORS];
@@ -82,9 +96,9 @@ inline void bound_panel(const Screen& s, Bounds& b, int64_t panel, float* best) 
         real[n] = left > 0 ? first_lanes(left) : 0;
     }
     const __m512 none = _mm512_set1_ps(-INFINITY);
-    for (int64_t row = 0; row < s.rows; row++) {
+    for (int64_t row = 0; row < b.rows; row++) {
         const __m512 outer = _mm512_set1_ps(b.errors[row].outer), inner = _mm512_set1_ps(b.errors[row].inner);
-        const int64_t at = panel * s.rows + row;
+        const int64_t at = panel * b.rows + row;
         __m512 high = none, low = none;
         for (int64_t n = 0; n < VECTORS; n++) {
             const __m512 value = _mm512_mul_ps(_mm512_load_ps(sums + row * PANEL + n * LANES), scale[n]);
@@ -92,7 +106,7 @@ inline void bound_panel(const Screen& s, Bounds& b, int64_t panel, float* best) 
             const __m512 above = _mm512_mask_add_ps(none, real[n], value, error);
             high = _mm512_max_ps(high, above);
             low = _mm512_mask_max_ps(low, real[n], low, _mm512_sub_ps(value, error));
-            _mm256_storeu_si256((__m256i*)(b.upper.data() + at * PANEL + n * LANES), rounded_up(above));
+            _mm256_storeu_si256((__m256i*)(b.upper + at * PANEL + n * LANES), rounded_up(above));
         }
         b.panel_upper[at] = as_number(rounded_up(_mm512_reduce_max_ps(high)));
         best[row] = std::max(best[row], _mm512_reduce_max_ps(low));
@@ -142,58 +156,55 @@ inline void exact_logits(const Screen& s, const BFloat16* x, const int32_t* toke
     for (int64_t i = 0; i < count; i++) logits[i] = load(rounded[i]);
 }
 
-// The likeliest token of a row, the first of equal ones. A logit that rounds to the highest one's bfloat16 has an upper
-// bound, rounded up, of at least the best lower bound, rounded down.
-inline void choose(const Screen& s, const Bounds& b, int64_t row, std::vector<int32_t>& found) {
+// The likeliest token of a row, the first of equal ones, and how many logits were computed for it; -1: not decided. A logit
+// that rounds to the highest one's bfloat16 has an upper bound, rounded up, of at least the best lower bound, rounded down.
+inline void choose(const Screen& s, const Bounds& b, int64_t row, int32_t* found, int64_t* token, int64_t* candidates) {
     const int64_t panels = (s.outputs + PANEL - 1) / PANEL;
     const float least = -as_number(rounded_up(-b.best[row]));
-    found.clear();
-    s.tokens[row] = -1, s.candidates[row] = 0;
+    int64_t count = 0;
+    *token = -1, *candidates = 0;
     if (!(least > -INFINITY)) return;
     for (int64_t panel = 0; panel < panels; panel++) {
-        const int64_t at = panel * s.rows + row;
+        const int64_t at = panel * b.rows + row;
         if (b.panel_upper[at] < least) continue;
         for (int64_t i = 0; i < PANEL; i++)
-            if (as_number(b.upper[at * PANEL + i]) >= least) found.push_back(int32_t(panel * PANEL + i));
-        if (int64_t(found.size()) > s.most) return;
+            if (as_number(b.upper[at * PANEL + i]) >= least) found[count++] = int32_t(panel * PANEL + i);
+        if (count > s.most) return;
     }
     float highest = -INFINITY, logits[LANES];
     bool wrong = false;
-    for (int64_t at = 0; at < int64_t(found.size()); at += LANES) {
-        const int64_t count = std::min<int64_t>(LANES, found.size() - at);
-        exact_logits(s, s.x + row * s.inputs, found.data() + at, count, logits);
-        for (int64_t i = 0; i < count; i++) {
+    for (int64_t at = 0; at < count; at += LANES) {
+        const int64_t some = std::min(LANES, count - at);
+        exact_logits(s, b.x + row * s.inputs, found + at, some, logits);
+        for (int64_t i = 0; i < some; i++) {
             wrong |= !(std::fabs(logits[i]) < INFINITY);
-            if (logits[i] > highest) highest = logits[i], s.tokens[row] = found[at + i];
+            if (logits[i] > highest) highest = logits[i], *token = found[at + i];
         }
     }
-    if (wrong) s.tokens[row] = -1;
-    s.candidates[row] = found.size();
+    if (wrong) *token = -1;
+    *candidates = count;
 }
 
-// At most MOST_ROWS rows.
-void likeliest(const Screen& s) {
-    const int64_t panels = (s.outputs + PANEL - 1) / PANEL;
-    std::vector<BFloat16> memory(numbers_of_codes(s.rows, s.inputs));
-    static thread_local Bounds kept;  // megabytes, which would be cleared page by page at each call
-    Bounds& b = kept;
-    b.codes = codes_in(memory.data(), s.rows, s.inputs);
-    b.errors.resize(s.rows), b.best.assign(s.rows, -INFINITY);
-    b.upper.resize(panels * s.rows * PANEL), b.panel_upper.resize(panels * s.rows);
+// Of hidden states [rows, inputs] before the norm, at most MOST_ROWS: tokens and candidates [rows], see `choose`.
+void likeliest(const Screen& s, const BFloat16* hidden, int64_t* tokens, int64_t* candidates, int64_t rows) {
+    const int64_t panels = (s.outputs + PANEL - 1) / PANEL, threads = omp_get_max_threads();
+    static thread_local Kept kept;  // megabytes, which would be cleared page by page at each call
+    const Bounds b(s, rows, threads, kept.at_least(Bounds(s, rows, threads, nullptr).bytes));
+    std::fill(b.best, b.best + threads * rows, -INFINITY);
 #pragma omp parallel
     {
-        quantize(s.x, s.rows, s.inputs, b.codes);
+        normalize(hidden, s.norm, s.norm_bias, b.x, rows, s.inputs, s.epsilon);
+        quantize(b.x, rows, s.inputs, b.codes);
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < s.rows; row++) b.errors[row] = error_of(s.x + row * s.inputs, b.codes, row, s.inputs);
-        std::vector<float> best(s.rows, -INFINITY);
+        for (int64_t row = 0; row < rows; row++) b.errors[row] = error_of(b.x + row * s.inputs, b.codes, row, s.inputs);
+        float* best = b.best + omp_get_thread_num() * rows;
 #pragma omp for schedule(static)
-        for (int64_t panel = 0; panel < panels; panel++) bound_panel(s, b, panel, best.data());
-#pragma omp critical
-        for (int64_t row = 0; row < s.rows; row++) b.best[row] = std::max(b.best[row], best[row]);
-#pragma omp barrier
-        std::vector<int32_t> found;
+        for (int64_t panel = 0; panel < panels; panel++) bound_panel(s, b, panel, best);
+#pragma omp single
+        for (int64_t i = rows; i < threads * rows; i++) b.best[i % rows] = std::max(b.best[i % rows], b.best[i]);
+        int32_t* found = b.found + omp_get_thread_num() * (s.most + PANEL);
 #pragma omp for schedule(dynamic)
-        for (int64_t row = 0; row < s.rows; row++) choose(s, b, row, found);
+        for (int64_t row = 0; row < rows; row++) choose(s, b, row, found, tokens + row, candidates + row);
     }
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import EarlyStoppingCallback, PreTrainedModel, TrainingArguments
 
-from actors.engine.cpu.packing import give_memory_back
+from actors.engine.cpu.products import give_memory_back
 from actors.engine.decoder import Decoder
 from actors.engine.library import packed_attention
 from actors.engine.machine import set_threads

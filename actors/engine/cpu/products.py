@@ -1,0 +1,211 @@
+"""Linear layers with packed weights, in float32, bfloat16 or 8 bits.
+
+The library's linear layer reorders its weight at every call, which in bfloat16 takes a quarter of its time at 32 rows
+and nearly half at 8. Here weights are reordered once. Weights of 8 bits have one scale an output. Activations are then
+rounded to 8 bits too, each token's by one scale for every `GROUP` of its numbers (the groups of ZeroQuant, Yao et al.,
+2022, https://arxiv.org/abs/2206.01861); one scale a token would lose three times as much. Nothing is calibrated.
+Shapes: N rows, I inputs, G groups of inputs (the last one filled with zeros), O outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from actors.engine.cpu.library import PANEL, kernel, multiplies, quantizes
+from actors.engine.model.compressed import Codes, codes_of, largest_scales
+
+ROWS = 32  # the library chooses the order for so many rows; other numbers of rows are about as fast with it
+GROUP = 64  # GROUP of products.h
+LIMIT = 127  # codes are -127 ... 127
+
+
+class PanelProduct:
+    """x [..., I] -> x W^T + b [..., O] by a kernel, in float32 or bfloat16."""
+
+    kernel = "multiply"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """weight [O, I], I even in bfloat16; it is copied, and may be freed."""
+        self.outputs, self.inputs = weight.shape
+        self.bias = None if bias is None else bias.detach().contiguous()
+        self.packed = self.pack(weight)
+
+    @staticmethod
+    def pack(weight: Tensor) -> Tensor:
+        """[O, I] -> [O / 48 rounded up, I / F, 48, F], F numbers of 4 bytes together."""
+        outputs, inputs = weight.shape
+        factors = 4 // weight.dtype.itemsize
+        packed = torch.zeros(-(-outputs // PANEL), inputs // factors, PANEL, factors, dtype=weight.dtype)
+        for number, panel in enumerate(weight.detach().split(PANEL)):
+            packed[number, :, : len(panel)] = panel.view(-1, inputs // factors, factors).transpose(0, 1)
+        return packed
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
+        hidden = hidden.contiguous()
+        output = torch.empty(*hidden.shape[:-1], self.outputs, dtype=hidden.dtype)
+        assert hidden.shape[-1] == self.inputs and (self.bias is None or self.bias.dtype == hidden.dtype)
+        assert self.packed.dtype in (hidden.dtype, torch.uint8) and self.packed.data_ptr() % 64 == 0
+        kernel(self.kernel, hidden.dtype)(
+            hidden.data_ptr(),
+            self.packed.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            None,
+            output.data_ptr(),
+            *(hidden.numel() // self.inputs, self.inputs, self.outputs, 0),
+        )
+        return output
+
+
+class QuantizedProduct(PanelProduct):
+    """`PanelProduct` in bfloat16 with W and x rounded to 8 bits.
+
+    By a kernel where the CPU has one (AVX512-VNNI); elsewhere by torch, several times slower than bfloat16.
+    """
+
+    kernel = "multiply_int8"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> None:
+        """weight [O, I], bfloat16; it is copied, and may be freed. scales: see `quantize_weight`."""
+        self.outputs, self.inputs = weight.shape
+        self.bias = None if bias is None else bias.detach().contiguous()
+        codes, scales = quantize_weight(weight, scales)
+        self.native = quantizes(weight.dtype, weight.device)
+        self.packed = pack_codes(codes, scales) if self.native else codes
+        self.scales = None if self.native else scales
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
+        if self.scales is None:
+            return super().__call__(hidden)
+        output = rounded(hidden.reshape(-1, self.inputs)) @ self.packed.float().T * self.scales
+        if self.bias is not None:
+            output += self.bias
+        return output.view(*hidden.shape[:-1], self.outputs).to(hidden.dtype)
+
+
+class LibraryProduct:
+    """`PanelProduct` in bfloat16 in the library's own order, for CPUs on which the kernel is slower or does not run."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """weight [O, I]; it is copied, and may be freed."""
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
+        self.bias = bias
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, "none", [], "")
+        return output
+
+
+Product = PanelProduct | LibraryProduct
+
+
+def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False, codes: Codes | None = None) -> Product | None:
+    """Return x [..., I] -> x W^T + b [..., O] for weight [O, I]; None where the library's linear layer is the fastest.
+
+    Args:
+        weight, bias: Of the product.
+        int8: With weight and x rounded to 8 bits.
+        codes: Those of 8 bits that the weight stands for; x is rounded too.
+    """
+    if int8 or codes is not None:
+        assert codes is None or codes.kind == "int8"
+        return QuantizedProduct(weight, bias, None if codes is None else codes.scales)
+    if multiplies(weight.dtype, weight.device) and weight.shape[1] % (4 // weight.dtype.itemsize) == 0:
+        return PanelProduct(weight, bias)
+    return LibraryProduct(weight, bias) if packs(weight.dtype, weight.device) else None
+
+
+def packs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the library multiplies packed weights of this kind."""
+    return (
+        device.type == "cpu"
+        and dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+class PackedLinear(nn.Module):
+    """A linear layer with a packed weight: x [..., I] -> x W^T + b [..., O]."""
+
+    def __init__(self, product: Product, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.product, self.out_features, self.in_features = product, outputs, inputs
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
+        return self.product(hidden)
+
+
+def packed_linear(module: nn.Module, *, int8: bool = False) -> nn.Module:
+    """Return a linear layer with a packed weight, or the module where it is none or is faster as it is."""
+    if type(module) is nn.Linear:
+        weight = module.weight.detach()
+    elif type(module) is Conv1D:
+        weight = module.weight.detach().T
+    else:
+        return module
+    made = product(weight, module.bias, int8=int8, codes=codes_of(module))
+    return module if made is None else PackedLinear(made, *weight.shape)
+
+
+def pack_linears(module: nn.Module, *, int8: bool = False) -> None:
+    """Replace all linear layers below `module` by packed ones; their own weights are freed. int8: see `product`."""
+    for name, child in module.named_children():
+        pack_linears(child, int8=int8)
+        setattr(module, name, packed_linear(child, int8=int8))
+
+
+def give_memory_back() -> None:
+    """Return freed memory to the system: packed weights do not fit the holes of freed ones in the C library's heap."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+    if trim is not None:
+        trim(0)
+
+
+def quantize_weight(weight: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """weight [O, I] -> int8 codes [O, G * 64] and scales [O] in float32; weight ≈ codes * scales.
+
+    scales: of the codes, -128 ... 127, from which the weight has been expanded. These are found again exactly: the
+    weight's rounding to bfloat16 is at most a quarter of its scale. None: the largest code of an output is 127.
+    """
+    weight = weight.detach().float()
+    if scales is None:
+        scales = largest_scales(weight, "int8")
+    codes = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
+    return nn.functional.pad(codes, (0, -weight.shape[1] % GROUP)), scales
+
+
+def rounded(hidden: Tensor) -> Tensor:
+    """hidden [N, I] -> the numbers that its 8 bits stand for, [N, G * 64] in float32. A group with a number that is not
+    finite is NaN."""
+    groups = nn.functional.pad(hidden.float(), (0, -hidden.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    highest = groups.abs().amax(dim=2, keepdim=True)
+    inverse = torch.where(highest > 0, torch.tensor(float(LIMIT)) / highest, 0.0)  # a number / x is number * (1 / x)
+    scales = torch.where(highest.isfinite(), highest / LIMIT, torch.nan)
+    found: Tensor = ((groups * inverse).round() * scales).flatten(1)
+    return found
+
+
+def pack_codes(codes: Tensor, scales: Tensor) -> Tensor:
+    """Codes [O, G * 64] and scales [O] -> uint8 [O / 48 rounded up, bytes], the panels of products.h.
+
+    A panel is its 48 scales, then for each group 48 corrections and the codes [16, 48, 4]. x is shifted by 128 in the
+    kernel, whose products are of unsigned with signed bytes; a correction is -128 times an output's codes.
+    """
+    outputs, columns = codes.shape
+    panels, groups = -(-outputs // PANEL), columns // GROUP
+    codes = nn.functional.pad(codes, (0, 0, 0, -outputs % PANEL)).view(panels, PANEL, groups, GROUP)
+    scales = nn.functional.pad(scales, (0, -outputs % PANEL)).view(panels, PANEL)
+    corrections = codes.sum(dim=3, dtype=torch.int32).mul_(-128).transpose(1, 2)  # [panels, G, 48]
+    quads = codes.view(panels, PANEL, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4).flatten(2)
+    by_group = torch.cat([corrections.contiguous().view(torch.uint8), quads.contiguous().view(torch.uint8)], dim=2)
+    packed = torch.cat([scales.contiguous().view(torch.uint8), by_group.flatten(1)], dim=1)
+    assert packed.data_ptr() % 64 == 0 and packed.shape[1] % 64 == 0
+    return packed

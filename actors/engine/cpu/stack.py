@@ -1,0 +1,387 @@
+"""All layers of a decode step, or one layer over whole prompts, as one native call: layer.h.
+
+Between two products of a small model, finding the next one takes longer than running it; and memory that is allocated
+for every product is cleared page by page before it is written.
+Shapes: B rows of a call, R rows of the buffers, P prompts, N tokens of all prompts, L layers, E hidden size, Q query
+heads, H key/value heads, K slots, C tokens of a prefix, D head size, and of rotary tables R numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from actors.engine.cpu import huge_pages, library
+from actors.engine.cpu.library import LARGEST_HEAD, PANEL, kernel
+from actors.engine.cpu.products import PanelProduct, QuantizedProduct, give_memory_back, product
+from actors.engine.library import packed_attention
+from actors.engine.library.packed_attention import Attendance
+from actors.engine.model.layer_weights import LayerWeights, NormWeights, Projection
+
+Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
+
+
+def structure(pointers: str, integers: str, floats: str = "") -> Any:
+    """Return a ctypes structure with these fields, in this order."""
+    fields = [(name, ctypes.c_void_p) for name in pointers.split()]
+    fields += [(name, ctypes.c_int64) for name in integers.split()]
+    fields += [(name, ctypes.c_float) for name in floats.split()]
+    return type("Structure", (ctypes.Structure,), {"_fields_": fields})
+
+
+# the structures of layer.h, in the order of its fields
+_Layer = structure(
+    "attention_norm attention_norm_bias mlp_norm mlp_norm_bias query_norm key_norm"
+    " qkv qkv_bias output output_bias up up_bias down down_bias",
+    "hidden heads group size intermediate gated placement joined_heads rope window quantized",
+    "attention_epsilon mlp_epsilon head_epsilon scale",
+)
+_Buffers = structure("keys values", "places held row head")
+_Step = structure("hidden cosines sines tokens places slots", "rotary rows")
+_Inputs = structure("embeddings learned cosines sines", "embedded positions rotary")
+_Prompts = structure(
+    "hidden cosines sines keys values starts places sources prefix_keys prefix_values",
+    "prefix_tokens rotary prompts rows buffer_row buffer_head",
+)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    assert tensor is None or tensor.is_contiguous()
+    return None if tensor is None else tensor.data_ptr()
+
+
+class NativeBuffers:
+    """Addresses of the buffers of one cache, which must outlive it."""
+
+    table: Any  # ctypes array [L]
+
+    def attach(self, buffers: Sequence[tuple[Tensor, Tensor] | None]) -> None:
+        """buffers: each layer's keys and values [R, H, K, D]; None: the layer has none."""
+        self.table = (_Buffers * len(buffers))()
+        for number, pair in enumerate(buffers):
+            if pair is not None:
+                keys, values = pair
+                assert keys.shape == values.shape
+                addresses = _address(keys), _address(values)
+                self.table[number] = _Buffers(*addresses, len(keys), keys.shape[2], *keys.stride()[:2])
+
+    def detach(self, layer: int) -> None:
+        """Make native calls that run this layer fail from here on."""
+        self.table[layer].keys = None
+
+
+def normalize(hidden: Tensor, norm: NormWeights) -> Tensor:
+    """Return LayerNorm of hidden states [N, E], or RMSNorm where there is no bias."""
+    hidden, output = hidden.contiguous(), torch.empty(hidden.shape, dtype=hidden.dtype)
+    assert hidden.dtype == norm.weight.dtype
+    addresses = map(_address, (hidden, norm.weight, norm.bias, output))
+    kernel("normalize", hidden.dtype)(*addresses, *hidden.shape, norm.eps)
+    return output
+
+
+class SharedPrefix(Protocol):
+    """Keys and values [1, H, C, D] by layer, of C tokens that many prompts begin with."""
+
+    layers: dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """How a token becomes the first layer's input.
+
+    Attributes:
+        tokens: [V, E], by token.
+        learned: [positions, E], added by position, or None.
+        rotary: number of positions -> cosines and sines [positions, R] of all layers, or None.
+        context: number of positions that may be asked for.
+    """
+
+    tokens: Tensor
+    learned: Tensor | None
+    rotary: Callable[[int], Rotary]
+    context: int
+
+
+def can_stack(weights: LayerWeights, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> bool:
+    """Return whether layer.h can compute a layer.
+
+    It knows silu(gate) * up and relu(up), and products that are all float32 or bfloat16, or all int8.
+    """
+    parts = weights.qkv, weights.output, weights.up, weights.down
+    quantized = [int8 or part.codes() is not None for part in parts]
+    return (
+        (weights.gated or weights.relu)
+        and weights.head_dim <= LARGEST_HEAD
+        and len(set(quantized)) == 1
+        and (library.quantizes if quantized[0] else library.multiplies)(dtype, device)
+        and (dtype == torch.float32 or all(size % 2 == 0 for size in (weights.head_dim, *(p.shape[1] for p in parts))))
+    )
+
+
+class Stack:
+    """L layers of one shape; for one thread at a time."""
+
+    def __init__(
+        self,
+        blocks: nn.ModuleList,
+        describe: Callable[[nn.Module], LayerWeights],
+        embedding: Embedding | None,
+        *,
+        int8: bool = False,
+    ) -> None:
+        """Replace the library's layers in `blocks`, and free the memory of each before the next one is packed.
+
+        Args:
+            blocks: Layers that all `can_stack`.
+            describe: The library's layer -> its weights.
+            embedding: Of tokens; None: `step` is given hidden states.
+            int8: Whether products without codes have 8 bits.
+        """
+        described: list[tuple[dict[str, Any], list[PanelProduct], list[Tensor | None]]] = []
+        for number in range(len(blocks)):  # no name may refer to the old layer when its memory is given back
+            described.append(_packed(describe(blocks[number]), int8))
+            blocks[number] = StackedLayer(self, number)
+            give_memory_back()
+        huge_pages.move(one for _, products, _ in described for one in products)
+        self._held = described, embedding  # the structures hold addresses alone
+        self._layers = (_Layer * len(blocks))()
+        for number, (fields, products, norms) in enumerate(described):
+            parts = [*norms, *(part for one in products for part in (one.packed, one.bias))]
+            self._layers[number] = _Layer(*map(_address, parts), **fields)
+        first = self._layers[0]
+        names = ("hidden", "heads", "group", "size", "intermediate", "gated")
+        assert all(getattr(layer, name) == getattr(first, name) for layer in self._layers for name in names)
+        self._hidden, self._heads, self._head_dim = first.hidden, first.heads, first.size
+        self._dtype = next(norm for norm in described[0][2] if norm is not None).dtype
+        self._embedding = embedding
+        self._inputs: tuple[Any, Rotary] | None = None  # of the positions that have been asked for
+        self._prefixes: WeakKeyDictionary[SharedPrefix, dict[int, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
+
+    def step(
+        self,
+        given: Sequence[int] | Tensor,
+        rotary: Rotary,
+        rows_per_layer: Sequence[int],
+        places: Tensor,
+        slots: Tensor,
+        width: int,
+        buffers: NativeBuffers,
+    ) -> Tensor:
+        """Run one token of every row through all layers; return hidden states [B, E].
+
+        Args:
+            given: Tokens [B]; without an `Embedding`, hidden states [B, E], which are overwritten.
+            rotary: Of hidden states, cosines and sines [B, 1, R] or None; tokens have their own.
+            rows_per_layer: [L], how many of the youngest rows run each layer.
+            places: int64 [B], of the rows in the buffers.
+            slots: int64 [B], of the new tokens, the last that they attend to: their positions.
+            width: The highest of the slots, plus 1.
+            buffers: Of the rows' keys and values.
+        """
+        assert not torch.is_grad_enabled() and places.dtype == slots.dtype == torch.int64
+        assert len(places) == len(slots) == len(given) and max(rows_per_layer) <= len(given)
+        assert len(rows_per_layer) == len(self._layers) == len(buffers.table)
+        step, inputs = _Step(places=_address(places), slots=_address(slots), rows=len(given)), None
+        if isinstance(given, Tensor):
+            hidden, tables = given, self._set_rotary(step, rotary, len(given))
+        else:
+            hidden, tables = torch.empty(len(given), self._hidden, dtype=self._dtype), None
+            tokens = (ctypes.c_int64 * len(given))(*given)
+            step.tokens, inputs = ctypes.addressof(tokens), ctypes.byref(self._inputs_for(width))
+        assert hidden.shape == (len(places), self._hidden) and hidden.dtype == self._dtype
+        step.hidden = _address(hidden)
+        counts = (ctypes.c_int64 * len(self._layers))(*rows_per_layer)
+        kernel("step", self._dtype)(self._layers, buffers.table, counts, ctypes.byref(step), inputs, len(counts))
+        del tables  # alive until here: the structure holds addresses alone
+        return hidden
+
+    def _inputs_for(self, positions: int) -> Any:
+        """Return `Inputs` of layer.h with rotary tables of at least so many positions."""
+        embedding = self._embedding
+        assert embedding is not None and positions <= embedding.context
+        if self._inputs is None or self._inputs[0].positions < positions:
+            most = min(embedding.context, 1 << positions.bit_length())
+            tables = embedding.rotary(most)
+            cosines, sines = tables or (None, None)
+            parts = [embedding.tokens, embedding.learned, cosines, sines]
+            assert all(part is None or part.dtype == self._dtype for part in parts)
+            assert embedding.learned is None or len(embedding.learned) >= most
+            size = 0 if cosines is None else cosines.shape[1]
+            self._inputs = _Inputs(*map(_address, parts), len(embedding.tokens), most, size), tables
+        return self._inputs[0]
+
+    def prompts(
+        self,
+        layer: int,
+        hidden: Tensor,
+        rotary: Rotary,
+        starts: Tensor,
+        places: Tensor,
+        sources: Tensor,
+        buffers: tuple[Tensor, Tensor] | None,
+        prefix: SharedPrefix | None = None,
+    ) -> None:
+        """Run one layer over prompts one behind another.
+
+        Args:
+            layer: Its index.
+            hidden: [1, N, E], overwritten by the result.
+            rotary: Cosines and sines [1, N, R], or None.
+            starts: int64 [P + 1], the first token of each prompt, and N.
+            places: int64 [B], of the rows in the buffers.
+            sources: int64 [B], the prompt of each row.
+            buffers: [R, H, K, D] of one layout, for the rows' keys and values behind those of the prefix; None: they
+                are not kept.
+            prefix: What all prompts begin with; the buffers hold it already.
+        """
+        tokens = hidden.shape[1]
+        assert hidden.shape == (1, tokens, self._hidden) and hidden.dtype == self._dtype and int(starts[-1]) == tokens
+        assert places.shape == sources.shape and places.dtype == sources.dtype == starts.dtype == torch.int64
+        assert not torch.is_grad_enabled()
+        prompts = _Prompts(hidden=_address(hidden), starts=_address(starts), places=_address(places))
+        prompts.sources, prompts.prompts, prompts.rows = _address(sources), len(starts) - 1, len(sources)
+        tables = self._set_rotary(prompts, rotary, tokens)
+        if buffers is not None:
+            keys, values = buffers
+            assert keys.shape == values.shape == (len(keys), self._heads, keys.shape[2], self._head_dim)
+            assert int(places.max()) < len(keys) and keys.stride() == values.stride() and keys.dtype == self._dtype
+            assert keys.stride()[2:] == (self._head_dim, 1)
+            prompts.keys, prompts.values = keys.data_ptr(), values.data_ptr()
+            prompts.buffer_row, prompts.buffer_head = keys.stride()[:2]
+        if prefix is not None:
+            prompts.prefix_keys, prompts.prefix_values = map(_address, self._packed_prefix(prefix, layer))
+            prompts.prefix_tokens = prefix.layers[layer][0].shape[2]
+        kernel("prompts", self._dtype)(ctypes.byref(self._layers[layer]), ctypes.byref(prompts))
+        del tables  # alive until here: the structure holds addresses alone
+
+    def _packed_prefix(self, prefix: SharedPrefix, layer: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's prefix in the kernels' order; packed once, and kept as long as the prefix."""
+        layers = self._prefixes.setdefault(prefix, {})
+        if layer not in layers:
+            keys, values = prefix.layers[layer]
+            _, heads, tokens, size = keys.shape
+            assert (heads, size) == (self._heads, self._head_dim) and keys.dtype == self._dtype and tokens > 0
+            width, wide = (-(-count // PANEL) * PANEL for count in (tokens, size))
+            layers[layer] = packed = (
+                torch.zeros(heads, size, width, dtype=self._dtype),
+                torch.zeros(heads, wide, width, dtype=self._dtype),
+            )
+            kernel("pack_prefix", self._dtype)(*map(_address, (keys, values, *packed)), tokens, heads, size)
+        return layers[layer]
+
+    def _set_rotary(self, target: Any, rotary: Rotary, tokens: int) -> Rotary:
+        """Write the addresses of cosines and sines [B, S, R]; return the tensors that must stay alive."""
+        if rotary is None:
+            assert not any(layer.rope for layer in self._layers)
+            return None
+        cosines, sines = (table.reshape(-1, table.shape[-1]).contiguous() for table in rotary)
+        if len(cosines) < tokens:  # the same for all rows
+            cosines, sines = (table.repeat(tokens // len(cosines), 1) for table in (cosines, sines))
+        assert cosines.shape == sines.shape and cosines.dtype == sines.dtype == self._dtype
+        target.cosines, target.sines, target.rotary = _address(cosines), _address(sines), cosines.shape[1]
+        return cosines, sines
+
+    def half(self, layer: int, hidden: Tensor, rotary: Rotary, attended: Tensor | None) -> Tensor:
+        """Run one half of a layer over hidden states [N, E], with rotary tables [1, N, R].
+
+        Return queries, keys and values [N, Q + 2 H, D]; or, with `attended` [N, Q D], overwrite `hidden` with the
+        layer's output.
+        """
+        fields, tokens = self._layers[layer], len(hidden)
+        heads = fields.heads * (fields.group + 2)
+        target = _Step()
+        tables = None if attended is not None else self._set_rotary(target, rotary, tokens)
+        found = hidden if attended is not None else torch.empty(tokens, heads, fields.size, dtype=self._dtype)
+        assert hidden.dtype == self._dtype and not torch.is_grad_enabled()
+        kernel("half", self._dtype)(
+            ctypes.byref(fields),
+            _address(hidden),
+            *(target.cosines, target.sines, None if attended is not None else _address(found), _address(attended)),
+            *(tokens, target.rotary),
+        )
+        del tables
+        return found
+
+    @property
+    def query_heads(self) -> int:
+        """Q."""
+        return int(self._heads * self._layers[0].group)
+
+    def scale(self, layer: int) -> float:
+        """Return the factor of the attention scores."""
+        return float(self._layers[layer].scale)
+
+
+class StackedLayer(nn.Module):
+    """One layer of a stack, called as the library's, with attention by torch: for passes over trees of tokens."""
+
+    def __init__(self, stack: Stack, number: int) -> None:
+        super().__init__()
+        self.stack, self.number = stack, number
+
+    def forward(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | Attendance | None,
+        position_embeddings: Rotary,
+        past_key_values: Any = None,
+        **more: Any,
+    ) -> Tensor:
+        """[B, S, E] -> [B, S, E]. attention_mask: None for causal attention."""
+        stack, (rows, columns, size) = self.stack, hidden.shape
+        flat = hidden.reshape(-1, size).clone()
+        states = stack.half(self.number, flat, position_embeddings, None).unflatten(0, (rows, columns)).transpose(1, 2)
+        heads = stack.query_heads
+        query, key, value = states.split([heads, (states.shape[1] - heads) // 2, (states.shape[1] - heads) // 2], dim=1)
+        scale = stack.scale(self.number)
+        if isinstance(attention_mask, Attendance):
+            attended, _ = packed_attention.attend(self, query, key, value, attention_mask, scaling=scale)
+        else:
+            if past_key_values is not None:
+                key, value = past_key_values.update(key, value, self.number)
+            causal = attention_mask is None and columns > 1
+            attended = scaled_dot_product_attention(
+                query, key, value, attention_mask, is_causal=causal, scale=scale, enable_gqa=heads != key.shape[1]
+            ).transpose(1, 2)
+        return stack.half(self.number, flat, None, attended.reshape(len(flat), -1)).view(hidden.shape)
+
+
+def _packed(weights: LayerWeights, int8: bool) -> tuple[dict[str, Any], list[PanelProduct], list[Tensor | None]]:
+    """Return a layer's numbers, its products and its norms, in the order of layer.h."""
+
+    def pack(part: Projection) -> PanelProduct:
+        made = product(*part.joined(), int8=int8, codes=part.codes())
+        assert isinstance(made, PanelProduct)
+        return made
+
+    norms, head_norms = (weights.attention_norm, weights.mlp_norm), (weights.query_norm, weights.key_norm)
+    parts = [part for norm in norms for part in (norm.weight, norm.bias)]
+    parts += [None if norm is None else norm.weight for norm in head_norms]
+    query_norm, down = weights.query_norm, weights.down.shape[1]
+    assert weights.up.outputs == down * (2 if weights.gated else 1)
+    fields = {
+        "hidden": weights.qkv.shape[1],
+        "heads": weights.kv_heads,
+        "group": weights.query_heads // weights.kv_heads,
+        "size": weights.head_dim,
+        "intermediate": down,
+        "gated": weights.gated,
+        "placement": int(weights.placement),
+        "joined_heads": query_norm is not None and len(query_norm.weight) != weights.head_dim,
+        "rope": weights.rope,
+        "window": weights.window or 0,
+        "attention_epsilon": weights.attention_norm.eps,
+        "mlp_epsilon": weights.mlp_norm.eps,
+        "head_epsilon": 0.0 if query_norm is None else query_norm.eps,
+        "scale": weights.scaling,
+    }
+    products = [pack(part) for part in (weights.qkv, weights.output, weights.up, weights.down)]
+    fields["quantized"] = isinstance(products[0], QuantizedProduct)
+    return fields, products, parts
