@@ -75,9 +75,8 @@ def _measured(name: str, speed: float, counts: Sequence[int], runs: int, scratch
         if checkpoint is not None and checkpoint.adapter is not None:
             merge(decoder.model, checkpoint.adapter)
         decoder.prepare_for_cpu(int8=line == "int8 weights")
-        decoder.joins_steps = False  # the head is timed alone
         if line == "whole head":
-            decoder.screens = False
+            decoder._screened = None
         horizon = {} if checkpoint is not None and checkpoint.spec is not None else {"horizon": TOKENS}
         changes = {"speedup": speed, **horizon}
         if checkpoint is None:

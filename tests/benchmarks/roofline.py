@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from actors.engine.cpu.packing import PackedLinear, PackedProduct, can_pack
 from torch import Tensor
 
+from actors.engine.cpu.library import multiplies
+from actors.engine.cpu.products import LibraryProduct, PanelProduct, packs
 from actors.engine.decoder import Decoder
 
 
@@ -34,8 +35,10 @@ def measure(dtype: torch.dtype, device: torch.device, size: int = 2048, copied: 
     """The best of ten."""
     left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     products: list[Callable[[Tensor], Tensor]] = [lambda given: torch.mm(given, right)]
-    if can_pack(dtype, device):
-        products += [PackedProduct(right, None), PackedLinear(right, None)]
+    if packs(dtype, device):
+        products.append(LibraryProduct(right, None))
+    if multiplies(dtype, device):
+        products.append(PanelProduct(right, None))
     source = torch.ones(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     product = min(_best(functools.partial(one, left), device) for one in products)
@@ -116,25 +119,12 @@ class Counter:
                     layer("decode", number, rows, seen, seen)
             self._add("decode head", 2 * len(places) * head, head * item)
 
-        def counted_step(ids: Tensor, positions: Tensor, rows_per_layer: Sequence[int], *rest: Any) -> Tensor:
-            count_step(positions[:, 0].tolist(), rows_per_layer)
-            return step(ids, positions, rows_per_layer, *rest)
+        def counted_step(
+            tokens: Sequence[int], positions: Sequence[int], rows_per_layer: Sequence[int], *rest: Any
+        ) -> Tensor:
+            count_step(positions, rows_per_layer)
+            return step(tokens, positions, rows_per_layer, *rest)
 
-        class Counted(type(decoder)):  # type: ignore[misc]
-            """A decoder whose native steps count too: they are made when the first one runs."""
-
-            @property
-            def greedy_steps(self) -> Any:
-                steps = super().greedy_steps
-
-                def counted(tokens: Sequence[int], rows_per_layer: Sequence[int], cache: Any, **more: Any) -> Any:
-                    assert more.get("count", 1) == 1, "drafts are not counted"
-                    count_step(cache.step_slots()[1].tolist(), rows_per_layer)
-                    return steps(tokens, rows_per_layer, cache, **more)
-
-                return None if steps is None else counted
-
-        decoder.__class__ = Counted
         decoder.prefill = counted_prefill  # type: ignore[method-assign]
         decoder.prefill_joined = counted_joined  # type: ignore[method-assign]
         decoder.step = counted_step  # type: ignore[method-assign]
