@@ -43,7 +43,7 @@ from pipeline.input.shards import Shard
 from pipeline.messages import counted, duration
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
-from pipeline.planned import PlannedJob, generator_arguments
+from pipeline.planned import PlannedJob, generator_arguments, plan
 from pipeline.prepare.prompt_spec import PromptSpec, prompt_spec
 from pipeline.prepare.prompts import prepare_table
 from pipeline.run.stages import Backend
@@ -257,11 +257,11 @@ def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[Pl
         new = runs.new_input(config, ledger)
         if not new.files:
             raise NothingLeft(f"{config.output.path}: nothing left to do: no file is new")
-        job = jobs.plan(new.config, None, backend, files=new.files)
+        job = plan(new.config, None, backend, files=new.files)
         return job, None, job.manifest.shards
     folder = jobs.output_folder(config)
     stored = stored_job(folder, overwrite=False)
-    job = jobs.plan(config, stored, backend, limit=limit)
+    job = plan(config, stored, backend, limit=limit)
     check_same_job(folder, stored, job.manifest)
     done = set() if stored is None else set(read_records(folder, stored.fingerprint)["shard"].to_pylist())
     return job, stored, [shard for shard in job.manifest.shards if shard.index not in done]

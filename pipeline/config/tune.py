@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from actors.engine.errors import UserError
-from pipeline.config.base import Place
+from pipeline.config.base import Place, Section
 from pipeline.config.input import Paths
-from pipeline.config.job import Decay, KeepOrder, Labels, ScheduleConfig, Section
+from pipeline.config.job import Decay, KeepOrder, Labels, ScheduleConfig
 
 RANK = 32  # of a speed adapter
 

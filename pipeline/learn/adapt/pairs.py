@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,42 +36,6 @@ SCHEMA = pa.schema(
 )
 
 
-@dataclass(frozen=True)
-class PairCounts:
-    """Rows written, and rows of the sample left out.
-
-    errors, empty: rows with an error, or with an empty answer. unreferenced: held-out rows without a reference, with
-    choices without one that is a label. repeated: training rows with a held-out row's prompt, whose score would be of
-    a memorized answer. longest: tokens of the longest pair, its end token counted.
-    """
-
-    train: int
-    held_out: int
-    errors: int
-    empty: int
-    unreferenced: int
-    repeated: int
-    longest: int
-
-
-@dataclass
-class _Pairs:
-    """Pairs kept and rows left out, counted by reason."""
-
-    train: list[dict[str, Any]] = field(default_factory=list)
-    held_out: list[dict[str, Any]] = field(default_factory=list)
-    errors: int = 0
-    empty: int = 0
-    unreferenced: int = 0
-    repeated: int = 0
-
-    def counts(self) -> PairCounts:
-        left_out = {name: getattr(self, name) for name in ("errors", "empty", "unreferenced", "repeated")}
-        pairs = [*self.train, *self.held_out]
-        longest = max(len(pair["prompt"]) + len(pair["response"]) + int(pair["ended"]) for pair in pairs)
-        return PairCounts(len(self.train), len(self.held_out), **left_out, longest=longest)
-
-
 def split_end(tokens: Sequence[int], end: int | None) -> tuple[list[int], bool]:
     """The answer without its end-of-sequence token, and whether it had one.
 
@@ -83,8 +47,12 @@ def split_end(tokens: Sequence[int], end: int | None) -> tuple[list[int], bool]:
 
 def write_pairs(
     folder: Path, spec: PromptSpec, held_out: int, references: str | None, choices: Sequence[str] | None
-) -> PairCounts:
+) -> dict[str, int]:
     """Join the sample with its answers and write the files of held-out rows and of training rows.
+
+    Return counts of written rows (`train`, `held_out`), of rows that are left out (`errors`, `empty` answers,
+    `unreferenced`: held-out rows without a usable reference, `repeated`: training rows with a held-out row's prompt),
+    and the tokens of the `longest` pair, its end token included.
 
     Args:
         folder: of the adaptation.
@@ -102,7 +70,8 @@ def write_pairs(
     end = tokenizer_of(spec.checkpoint).eos_token_id
     values: list[Any] = sample[references].to_pylist() if references is not None else [None] * sample.num_rows
     labels = None if choices is None else {normalized(label) for label in choices}
-    pairs = _Pairs(errors=sample.num_rows - len(prompts))
+    kept: dict[str, list[dict[str, Any]]] = {HELD_OUT: [], TRAIN: []}
+    left_out = Counter(errors=sample.num_rows - len(prompts), empty=0, unreferenced=0, repeated=0)
     evaluated: set[tuple[int, ...]] = set()  # prompts of held-out rows, which come first
     for row, prompt in prompts.items():
         response, ended = split_end(answers[row]["token_ids"], end)
@@ -115,21 +84,30 @@ def write_pairs(
             "references": usable,
         }
         if not response:
-            pairs.empty += 1
+            left_out["empty"] += 1
         elif row >= held_out and tuple(prompt) in evaluated:
-            pairs.repeated += 1
+            left_out["repeated"] += 1  # its score would be of a memorized answer
         elif row >= held_out:
-            pairs.train.append(pair)
+            kept[TRAIN].append(pair)
         elif references is not None and not usable:
-            pairs.unreferenced += 1
+            left_out["unreferenced"] += 1
         else:
             evaluated.add(tuple(prompt))
-            pairs.held_out.append(pair)
-    _check_enough(pairs, folder, sample.num_rows)
-    for name, rows in ((HELD_OUT, pairs.held_out), (TRAIN, pairs.train)):
+            kept[HELD_OUT].append(pair)
+    for name, least, purpose in ((HELD_OUT, 2, "to evaluate"), (TRAIN, 1, "to train on")):
+        if len(kept[name]) < least:
+            raise UserError(
+                f"{folder}: {len(kept[name])} rows left {purpose}: of {sample.num_rows} answered at full depth "
+                f"{left_out['errors']} have an error, {left_out['empty']} are empty, "
+                f"{left_out['unreferenced']} have no reference, {left_out['repeated']} have a held-out row's prompt; "
+                f"raise adapt.rows, or look into {folder / ANSWERS}"
+            )
+    for name, rows in kept.items():
         with replacing(folder / name) as temporary:
             pq.write_table(pa.Table.from_pylist(rows, SCHEMA), temporary)
-    return pairs.counts()
+    pairs = [*kept[TRAIN], *kept[HELD_OUT]]
+    longest = max(len(pair["prompt"]) + len(pair["response"]) + int(pair["ended"]) for pair in pairs)
+    return {"train": len(kept[TRAIN]), "held_out": len(kept[HELD_OUT]), **left_out, "longest": longest}
 
 
 def _prompts(sample: pa.Table, answers: dict[int, dict[str, Any]], spec: PromptSpec) -> dict[int, list[int]]:
@@ -167,16 +145,6 @@ def prompts_isolated(
             return [None]
     half = table.num_rows // 2
     return [*prompts_isolated(table[:half], spec, prepare), *prompts_isolated(table[half:], spec, prepare)]
-
-
-def _check_enough(pairs: _Pairs, folder: Path, rows: int) -> None:
-    for kept, least, purpose in ((pairs.held_out, 2, "to evaluate"), (pairs.train, 1, "to train on")):
-        if len(kept) < least:
-            raise UserError(
-                f"{folder}: {len(kept)} rows left {purpose}: of {rows} answered at full depth {pairs.errors} "
-                f"have an error, {pairs.empty} are empty, {pairs.unreferenced} have no reference, {pairs.repeated} "
-                f"have a held-out row's prompt; raise adapt.rows, or look into {folder / ANSWERS}"
-            )
 
 
 def default_metric(folder: Path, *, choices: bool, references: bool) -> str:

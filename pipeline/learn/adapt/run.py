@@ -203,7 +203,7 @@ def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
     counts = write_pairs(task.folder, spec, held_out, references, task.config.choices)
     seconds = totals.prefill_seconds + totals.decode_seconds
     return {
-        "counts": asdict(counts),
+        "counts": counts,
         "actors": {"threads": batching.threads, "cache_bytes": batching.cache_bytes},
         "prompt_share": totals.prefill_seconds / seconds if seconds else 0.0,
     }
