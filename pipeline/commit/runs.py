@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
+import shlex
 import socket
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +27,7 @@ from pipeline.storage.folder import STORE_ERRORS, Folder
 log = logging.getLogger(__name__)
 RUNS = "_job/runs.json"
 KEPT = 50  # runs, the newest
+COMPILER = "C++ compiler"
 PACKAGES = ("skipdecode", "ray", "torch", "transformers", "tokenizers", "pyarrow", "numpy", "s3fs")
 
 
@@ -91,12 +95,23 @@ def versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:  # such as this package, uploaded by `ray job submit`
             continue
-    return {**found, "system": platform.platform()}
+    return {**found, COMPILER: _compiler(), "system": platform.platform()}
+
+
+def _compiler() -> str:
+    """Return the C++ compiler of the CPU's kernels, "none" where the library's products answer in their place."""
+    command = [*(shlex.split(os.environ.get("CXX", "")) or ["g++"]), "--version"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        lines = []
+    return lines[0] if lines else "none"
 
 
 def _warn_of_other_versions(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Log one line if the last run of the job had other versions: answers may differ in their last bits."""
-    names = [name for name in (*PACKAGES, "python") if before.get(name) != now.get(name)]
+    known = (*PACKAGES, "python", *([COMPILER] if COMPILER in before else ()))  # earlier versions recorded none
+    names = [name for name in known if before.get(name) != now.get(name)]
     changed = [f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names]
     if before and changed:
         log.warning("this job goes on under other versions than it was begun with: %s", ", ".join(changed))

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from pipeline import job as jobs
 from pipeline.cli.app import app
-from pipeline.commit.runs import RUNS, read_runs, recorded_run
+from pipeline.commit.runs import RUNS, _warn_of_other_versions, read_runs, recorded_run, versions
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.report import job_page, prediction
 from pipeline.report.job_page import REPORT
@@ -215,3 +215,16 @@ def test_console_and_page_give_one_cost_and_know_the_speed_up_without_a_plan(
         each = line.partition("; ")[2].partition(" device-seconds")[0]
         assert f"{title}</dt><dd>{each}</dd>" in page
     assert "speed-up on the clock: " in printed and "not known" not in page and "as timed on" in page
+
+
+def test_a_job_that_goes_on_without_its_compiler_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other products answer then, which round otherwise. Records of earlier versions name no compiler."""
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    now = versions()
+    for compiler, said in (("g++ 12", 1), ("none", 0), (None, 0)):
+        before = {key: value for key, value in now.items() if key != "C++ compiler"}
+        caplog.clear()
+        _warn_of_other_versions(before if compiler is None else {**before, "C++ compiler": compiler}, now)
+        assert sum("C++ compiler g++ 12 -> none" in line for line in caplog.messages) == said
