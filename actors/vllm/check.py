@@ -44,6 +44,8 @@ def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None
     """
     model, config = worker.model_runner.get_model(), worker.vllm_config
     chance, longest = random.Random(0), config.model_config.max_model_len - NEW_TOKENS
+    if longest < 1:
+        raise UserError(f"skipdecode: max_model_len must be above {NEW_TOKENS} for the self-check; self_check: false")
     vocabulary = config.model_config.get_vocab_size()
     prompts = [[chance.randrange(vocabulary) for _ in range(min(length, longest))] for length in PROMPT_TOKENS]
     depths, skipper.depths = skipper.depths, _shortened(skipper.depths)
