@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.answers import Prompt
 from actors.engine.constraints.constraint import Constraint, words_of
-from actors.engine.constraints.grammar import GrammarCompiler, write_masks
+from actors.engine.constraints.grammar import GrammarCompiler
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import AfterReasoning, Reasoning
@@ -202,7 +202,7 @@ def test_equal_forms_are_compiled_once(pair: list[Generator], monkeypatch: pytes
     st.sampled_from([VOCAB, 250]),
     st.randoms(use_true_random=False),
 )
-def test_masks_of_many_rows_at_once_are_those_of_each(
+def test_masks_that_were_prepared_are_those_that_are_not(
     pair: list[Generator], asked: list[tuple[int, int, bool]], vocabulary: int, chance: random.Random
 ) -> None:
     """Of grammars, a row that thinks first, and labels; some prepared; also where the tokenizer has more tokens."""
@@ -222,7 +222,8 @@ def test_masks_of_many_rows_at_once_are_those_of_each(
             row.prepare()
         rows.append(row)
     got = np.full_like(wanted, 7)
-    write_masks(rows, got)
+    for row, mask in zip(rows, got, strict=True):
+        row.write(mask)
     assert (got == wanted).all()
 
 

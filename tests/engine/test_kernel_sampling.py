@@ -36,8 +36,6 @@ class Allowed:
     def allows(self, token: int) -> bool:
         return token in self.tokens
 
-    matcher = None
-
     def prepare(self) -> None: ...
 
     def write(self, bits: NDArray[np.int32]) -> None:

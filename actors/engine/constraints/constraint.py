@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:  # configuration is read without numpy
     import numpy as np
-    from llguidance import LLMatcher
     from numpy.typing import NDArray
 
 Bits: TypeAlias = "NDArray[np.int32]"  # [words_of(V)], bit t % 32 of word t // 32 is set if token t is allowed
@@ -50,12 +49,6 @@ class AllowedTokens(Protocol):
 
     def write(self, bits: Bits) -> None:
         """Set exactly the bits of the tokens that may come next."""
-        ...
-
-    @property
-    def matcher(self) -> tuple[LLMatcher, int] | None:
-        """The matcher that alone decides which tokens may come next, and the words of its masks; None: `write` does,
-        or its mask has been prepared."""
         ...
 
     def advance(self, token: int) -> bool:

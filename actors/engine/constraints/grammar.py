@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.engine.constraints.constraint import AllowedTokens, Bits, words_of
+from actors.engine.constraints.constraint import Bits
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError, flat
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
-    from numpy.typing import NDArray
+    from llguidance import LLMatcher
     from transformers import PreTrainedTokenizerBase
 
 
@@ -75,7 +74,7 @@ class Grammar:
 
     def begin(self) -> GrammarProgress:
         """A row before its first token."""
-        return GrammarProgress(self._matcher.deep_copy(), self.stop_ids, words_of(self._tokenizer.vocab_size))
+        return GrammarProgress(self._matcher.deep_copy(), self.stop_ids)
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:
         """The text that the grammar has read; bytes of a character that was cut off become U+FFFD."""
@@ -88,8 +87,8 @@ class GrammarProgress:
     scored = False
     label = None
 
-    def __init__(self, matcher: LLMatcher, stop_ids: frozenset[int], words: int) -> None:
-        self._matcher, self._stop_ids, self._words = matcher, stop_ids, words
+    def __init__(self, matcher: LLMatcher, stop_ids: frozenset[int]) -> None:
+        self._matcher, self._stop_ids = matcher, stop_ids
         self._mask: Future[bytes] | None = None
 
     @property
@@ -113,10 +112,6 @@ class GrammarProgress:
         self._mask = None
         bits[:] = np.frombuffer(mask, np.int32, count=len(bits))
 
-    @property
-    def matcher(self) -> tuple[LLMatcher, int] | None:
-        return (self._matcher, self._words) if self._mask is None else None
-
     def advance(self, token: int) -> bool:
         if token in self._stop_ids:
             return self.is_complete()
@@ -126,33 +121,6 @@ class GrammarProgress:
         return bool(self._matcher.is_accepting())
 
 
-def write_masks(rows: Sequence[AllowedTokens], bits: NDArray[np.int32]) -> None:
-    """`write` of each row into bits [rows, words]; masks of grammars are computed in parallel.
-
-    All grammars are of one tokenizer.
-    """
-    matchers = [row.matcher for row in rows]
-    together = [place for place, one in enumerate(matchers) if one is not None]
-    if together:
-        from llguidance.numpy import fill_next_token_bitmask_par
-
-        given = [one for one in matchers if one is not None]
-        masks = np.zeros((len(given), given[0][1]), dtype=np.int32)
-        fill_next_token_bitmask_par(_executor(), [(matcher, at) for at, (matcher, _) in enumerate(given)], masks)
-        bits[together] = masks[:, : bits.shape[1]]
-    for place, row in enumerate(rows):
-        if matchers[place] is None:
-            row.write(bits[place])
-
-
 @cache
 def _mask_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "masks")
-
-
-@cache
-def _executor() -> LLExecutor:
-    """With llguidance's default, threads for 80% of the processors, at most 32."""
-    from llguidance import LLExecutor
-
-    return LLExecutor()

@@ -115,10 +115,6 @@ class LabelProgress:
     def allows(self, token: int) -> bool:
         return token in self.trie.allowed(self.node)
 
-    @property
-    def matcher(self) -> None:
-        return None
-
     def prepare(self) -> None:
         """Nothing: the tokens of a node are known."""
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from actors.engine.constraints.constraint import AllowedTokens, Bits, Constraint
 from actors.engine.errors import UserError
 from actors.engine.sampling.stopping import StopStrings
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 # marks of thinking that chat templates write
 _KNOWN = (
@@ -158,10 +154,6 @@ class ReasoningProgress:
         if self._thinking is not None:
             return token not in self._constraint.stop_ids
         return self._inner.allows(token)
-
-    @property
-    def matcher(self) -> tuple[LLMatcher, int] | None:
-        return self._inner.matcher if self._thinking is None else None
 
     def prepare(self) -> None:
         if self._thinking is None:

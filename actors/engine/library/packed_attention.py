@@ -1,4 +1,4 @@
-"""Attention over tokens that lie one behind another without padding, for training and scoring.
+"""Attention over tokens that lie one behind another without padding, for training and agreement.
 
 Only attention pads: its rows take part in padded matrices; all other parts of a layer see the tokens alone.
 Shapes: N tokens, G groups of tokens that attend to each other, Q padded tokens of a group, C earlier keys of a group,
@@ -7,14 +7,13 @@ A query heads, H key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -61,21 +60,6 @@ def attend(
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """query [1, A, N, D], key and value [1, H, N, D] -> [1, N, A, D]. attention_mask: an `Attendance`."""
-    arguments = module, query, key, value, attention_mask, dropout, scaling, softcap
-    # decorated, the compiler would be imported by processes that do without
-    return _outside_compiled_code(*arguments) if torch.compiler.is_compiling() else _attend(*arguments)
-
-
-def _attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | Attendance | None,
-    dropout: float,
-    scaling: float | None,
-    softcap: float | None,
-) -> tuple[Tensor, None]:
     attendance = cast(Attendance, attention_mask)
     device = query.device.type
     if torch.is_autocast_enabled(device):  # before they are copied; rotation leaves float32
@@ -100,9 +84,6 @@ def _attend(
         probabilities = nn.functional.dropout(_probabilities(queries, keys, visible, scale, softcap), dropout)
         output = (probabilities.flatten(2, 3) @ values).view_as(queries)
     return attendance.packed(output), None
-
-
-_outside_compiled_code: Callable[..., tuple[Tensor, None]] = _disable_dynamo(_attend)
 
 
 def _probabilities(queries: Tensor, keys: Tensor, visible: Tensor, scale: float, softcap: float | None) -> Tensor:

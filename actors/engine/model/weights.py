@@ -41,18 +41,16 @@ class Need:
         weights: bytes of all parameters in the job's dtype.
         cache: bytes of one batch's cache.
         working: bytes of everything else: process, libraries, activations.
-        loading: bytes of the weights while they load, before there is a cache; 0: the same.
     """
 
     parameters: int
     weights: int
     cache: int
     working: int = ALLOWANCE
-    loading: int = 0
 
     @property
     def total(self) -> int:
-        return max(self.weights + self.cache, self.loading) + self.working
+        return self.weights + self.cache + self.working
 
 
 def weight_files(folder: Path, names: Collection[str]) -> list[str]:

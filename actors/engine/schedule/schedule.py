@@ -90,11 +90,6 @@ class Schedule:
         return self.depths[-1] == self.num_layers
 
     @property
-    def mean_layers(self) -> int:
-        """Mean depth over the curve, rounded: as many layers draft in exact mode."""
-        return max(1, self.warmup, round(sum(self.depths) / len(self.depths)))
-
-    @property
     def prompt_layers(self) -> tuple[int, ...]:
         """The layers run over the prompt, lowest first."""
         return tuple(range(self.num_layers)) if self.prompt == "full" else self.layers(0)
