@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,28 @@ def cache_slots(schedule: Schedule, prompt_slots: int, max_new_tokens: int) -> l
 def cache_bytes_per_row(schedule: Schedule, prompt_slots: int, max_new_tokens: int, token_bytes: int) -> int:
     """Exact bytes of one row's keys and values; token_bytes: of a token in one layer."""
     return sum(cache_slots(schedule, prompt_slots, max_new_tokens)) * token_bytes
+
+
+class SlotShape(NamedTuple):
+    """The shape of slots: `rows` of them, for prompts and new tokens of at most these numbers under `schedule`."""
+
+    schedule: Schedule
+    rows: int
+    prompt_tokens: int
+    max_new_tokens: int
+
+    def bytes(self, token_bytes: int) -> int:
+        """Return the bytes of all slots; token_bytes: of a token in one layer."""
+        return self.rows * cache_bytes_per_row(self.schedule, self.prompt_tokens, self.max_new_tokens, token_bytes)
+
+    def holds(self, other: SlotShape) -> bool:
+        """Return whether slots of this shape hold rows of another."""
+        return (
+            self.rows >= other.rows
+            and self.prompt_tokens >= other.prompt_tokens
+            and self.max_new_tokens >= other.max_new_tokens
+            and self.schedule.covers(other.schedule)
+        )
 
 
 class CacheKernels(Protocol):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from actors.engine.cache import PrefixKeys, SkipCache
+from actors.engine.cache import CacheKernels, SkipCache, SlotShape
 from actors.engine.cpu.products import PackedLinear, PanelProduct, give_memory_back, pack_linears, packed_linear
 from actors.engine.cpu.screen import Screen, can_screen
 from actors.engine.cpu.stack import Embedding, Stack, can_stack, normalize
@@ -96,6 +96,24 @@ class Decoder:
         hidden = torch.empty(1, 1, 1, dtype=self.dtype, device=self.device)
         table = self._rotary(hidden, torch.arange(positions, device=self.device)[None])[0]
         return None if table is None else (table[0][0].contiguous(), table[1][0].contiguous())
+
+    @property
+    def token_bytes(self) -> int:
+        """Cache bytes of a token in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    def slots(self, shape: SlotShape, kernels: CacheKernels | None = None, memory: Tensor | None = None) -> SkipCache:
+        """Return a cache for this model; see `SkipCache`."""
+        return SkipCache(
+            *shape,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            windows=self.windows,
+            kernels=kernels,
+            memory=memory,
+        )
 
     def keep_tokens(self, count: int) -> None:
         """Compute no logits of tokens from `count` on: a padded vocabulary has them, the tokenizer does not."""
@@ -264,20 +282,6 @@ class Decoder:
             hidden = self.run_layer(layer, hidden, rotary[layer], masks[self.windows[layer]], cache)
         return self.logits(hidden[torch.arange(len(last), device=last.device), last])
 
-    def prefill_joined(
-        self, ids: Tensor, positions: Tensor, starts: Tensor, layers: Sequence[int], cache: SkipCache | PrefixKeys
-    ) -> Tensor:
-        """Run `layers` over prompts one behind another, ids and positions [1, N]; logits [P, V] at their last ones.
-
-        starts: int64 [P + 1], the first token of each of P prompts, and N. Requires `stack`.
-        """
-        assert self.stack is not None
-        hidden, rotary = self.embed(ids, positions)
-        for layer in layers:
-            buffers, places, sources, prefix = cache.joined_prompts(layer)
-            self.stack.prompts(layer, hidden, rotary[layer], starts, places, sources, buffers, prefix)
-        return self.logits(hidden[0, starts[1:] - 1])
-
     def step(
         self, tokens: Sequence[int], positions: Sequence[int], rows_per_layer: Sequence[int], cache: SkipCache
     ) -> Tensor:
@@ -286,12 +290,8 @@ class Decoder:
         tokens, positions: [B]. rows_per_layer: how many of the youngest rows each layer runs for; depth never rises
         along a row, so they are one contiguous slice.
         """
-        if self.stack is not None and self.family.embeddings(self.model) is not None:
-            return self.stack.step(tokens, None, rows_per_layer, *cache.step_slots())
         ids, places = (torch.tensor(column, device=self.device)[:, None] for column in (tokens, positions))
         hidden, rotary = self.embed(ids, places)
-        if self.stack is not None:
-            return self.stack.step(hidden[:, 0], rotary[0], rows_per_layer, *cache.step_slots())
         batch = len(ids)
         for layer, rows in enumerate(rows_per_layer):
             if rows == 0:

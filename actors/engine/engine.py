@@ -19,11 +19,11 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from actors.engine.cache import SkipCache, cache_bytes_per_row, compaction
-from actors.engine.cpu.stack import NativeBuffers
+from actors.engine.cache import SlotShape, cache_bytes_per_row, compaction
+from actors.engine.cpu.executor import CpuExecutor
 from actors.engine.decoder import Decoder
-from actors.engine.errors import UserError, is_out_of_memory
-from actors.engine.prompt_passes import PromptPasses
+from actors.engine.errors import UserError
+from actors.engine.library.executor import LibraryExecutor
 from actors.engine.row import (
     Row,
     begin_row,
@@ -55,8 +55,6 @@ class Engine:
         UserError: A schedule for another number of layers.
     """
 
-    reserved_bytes = 0  # least cache memory that `open` allocates, if the machine has it: untouched pages cost nothing
-
     def __init__(
         self, decoder: Decoder, schedule: Schedule, stop_ids: Collection[int], *, cumulative_logprob: bool = True
     ) -> None:
@@ -68,14 +66,11 @@ class Engine:
         self.cumulative_logprob = cumulative_logprob
         self.stats = EngineStats()
         self.rows: list[Row] = []
-        self.cache: SkipCache | None = None
-        self._memory: torch.Tensor | None = None
-        self._prompt_passes = PromptPasses(decoder)
+        self.executor: CpuExecutor | LibraryExecutor
+        self.executor = LibraryExecutor(decoder) if decoder.stack is None else CpuExecutor(decoder)
         self._tickets = 0
-        self.token_bytes = 2 * decoder.kv_heads * decoder.head_dim * decoder.dtype.itemsize
         self._row_bytes: dict[tuple[int, int], int] = {}
-        self._shape = 0, 0, 0  # rows, longest prompt and most new tokens that the cache is for
-        self._deepest = schedule  # of the cache
+        self._shape = SlotShape(schedule, 0, 0, 0)
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> int:
         """Exact cache bytes of a row in a batch with these as its longest prompt and most new tokens.
@@ -83,10 +78,10 @@ class Engine:
         schedule: as for `open`.
         """
         if schedule is not None:
-            return cache_bytes_per_row(schedule, prompt_tokens, max_new_tokens, self.token_bytes)
+            return cache_bytes_per_row(schedule, prompt_tokens, max_new_tokens, self.decoder.token_bytes)
         lengths = prompt_tokens, max_new_tokens
         if lengths not in self._row_bytes:  # a sum over layers; a job's rows have few lengths
-            self._row_bytes[lengths] = cache_bytes_per_row(self.schedule, *lengths, self.token_bytes)
+            self._row_bytes[lengths] = cache_bytes_per_row(self.schedule, *lengths, self.decoder.token_bytes)
         return self._row_bytes[lengths]
 
     def at(self, schedule: Schedule) -> Engine:
@@ -99,9 +94,8 @@ class Engine:
         return Engine(self.decoder, schedule, self.stop_ids, cumulative_logprob=self.cumulative_logprob)
 
     def used_cache_bytes(self) -> int:
-        """Bytes of the batch's cache, less those of freed layers."""
-        cache = self.cache
-        return 0 if cache is None else cache.bytes
+        """Return the bytes of the slots, less those of freed layers."""
+        return self.executor.used_bytes()
 
     def take_stats(self) -> EngineStats:
         """Counts since the last call."""
@@ -114,31 +108,10 @@ class Engine:
         schedule: At least as deep as those of the rows at every position, in their keep order; None: the engine's.
         """
         assert not self.rows, "rows are in flight"
-        self.cache = None  # freed before the new one is allocated
-        need = rows * self.row_bytes(prompt_tokens, max_new_tokens, schedule)
-        if self._memory is not None and self._memory.nbytes < need:
-            self._memory = None
-        if self._memory is None and need <= self.reserved_bytes:
-            self._memory = self._reserve()
-        self._shape, self._deepest = (rows, prompt_tokens, max_new_tokens), schedule or self.schedule
-        self.cache = self._allocate(*self._shape, schedule, self._memory)
-        self._memory = self.cache.memory
+        self._shape = SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens)
+        self.executor.open(self._shape)
         self.stats.batches += 1
-        self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.bytes)
-
-    def _reserve(self) -> torch.Tensor | None:
-        """Memory of `reserved_bytes`; None without kernels, which alone share it, and where there is not so much."""
-        decoder = self.decoder
-        if decoder.stack is None:
-            return None
-        try:
-            return torch.empty(
-                self.reserved_bytes // decoder.dtype.itemsize, dtype=decoder.dtype, device=decoder.device
-            )
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
+        self.stats.cache_bytes = max(self.stats.cache_bytes, self.executor.used_bytes())
 
     def widen(
         self,
@@ -160,53 +133,15 @@ class Engine:
             schedule: See `open`.
             allocates: Whether memory may be allocated; both caches then exist at once. Else the present memory is used.
         """
-        cache, held = self.cache, len(self.rows)
-        assert cache is not None and rows >= held
-        shape = rows, prompt_tokens, max_new_tokens
-        fits = all(most >= wanted for most, wanted in zip(self._shape, shape, strict=True))
-        if fits and self._deepest.covers(schedule or self.schedule):
+        shape = SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens)
+        assert rows >= len(self.rows)
+        if self._shape.holds(shape):
             return True
-        memory = self._memory
-        if memory is None or memory.nbytes < rows * self.row_bytes(prompt_tokens, max_new_tokens, schedule):
-            if not allocates:
-                return False
-            wider = self._allocate(*shape, schedule, None)
-            wider.copy_rows(cache, held)
-            self.cache, self._memory = wider, wider.memory
-        else:
-            kept = self._allocate(held, *self._shape[1:], self._deepest, None) if held else None
-            if kept is not None:
-                kept.copy_rows(cache, held)
-            self.cache = self._allocate(*shape, schedule, memory)
-            if kept is not None:
-                self.cache.copy_rows(kept, held)
-        self._shape, self._deepest = shape, schedule or self.schedule
-        self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.bytes)
+        if not self.executor.open(shape, len(self.rows), allocates=allocates):
+            return False
+        self._shape = shape
+        self.stats.cache_bytes = max(self.stats.cache_bytes, self.executor.used_bytes())
         return True
-
-    def _allocate(
-        self,
-        rows: int,
-        prompt_tokens: int,
-        max_new_tokens: int,
-        schedule: Schedule | None,
-        memory: torch.Tensor | None,
-    ) -> SkipCache:
-        """A cache; see `open`. memory: an earlier one's."""
-        decoder = self.decoder
-        return SkipCache(
-            schedule or self.schedule,
-            rows,
-            prompt_tokens,
-            max_new_tokens,
-            kv_heads=decoder.kv_heads,
-            head_dim=decoder.head_dim,
-            dtype=decoder.dtype,
-            device=decoder.device,
-            windows=decoder.windows,
-            kernels=None if decoder.stack is None else NativeBuffers(),
-            memory=memory,
-        )
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
@@ -217,23 +152,22 @@ class Engine:
         token leaves with the next `retire` or `step`. All run the same layers over their prompts.
         """
         began = time.perf_counter()
-        cache = self.cache
-        assert cache is not None, "open() comes first"
-        assert len(self.rows) + len(requests) <= cache.capacity, "more rows than open() allocated for"
+        shape = self._shape
+        assert len(self.rows) + len(requests) <= shape.rows, "more rows than open() allocated for"
         newcomers = [self._begin(request) for request in requests]
         layers = newcomers[0].schedule.prompt_layers
         assert all(row.schedule.prompt_layers == layers for row in newcomers), "prompts of different layers"
         prompts, sources = distinct_prompts(requests)
         lengths = [len(prompt) for prompt in prompts]
-        assert max(lengths) <= cache.prompt_slots, "a longer prompt than open() allocated for"
-        assert max(row.limit for row in newcomers) <= cache.max_new_tokens, "more new tokens than open() allocated for"
+        assert max(lengths) <= shape.prompt_tokens, "a longer prompt than open() allocated for"
+        assert max(row.limit for row in newcomers) <= shape.max_new_tokens, "more new tokens than open() allocated for"
         place = len(self.rows)  # of the first newcomer
-        logits, computed = self._prompt_passes.run(prompts, sources, prefix, layers, cache, place, self.stats)
+        logits, computed, of_prefix = self.executor.prefill(prompts, sources, tuple(prefix), layers, place)
         sample_rows(newcomers, logits, logprobs=self.cumulative_logprob)
         self.rows += newcomers
         own = sum(lengths) - len(prefix) * len(prompts)
-        self.stats.prompt_tokens += own
-        self.stats.padded_prompt_tokens += computed
+        self.stats.prompt_tokens += own + of_prefix
+        self.stats.padded_prompt_tokens += computed + of_prefix
         self.stats.shared_prompt_tokens += sum(len(request.prompt_ids) for request in requests) - own
         self.stats.prefill_seconds += time.perf_counter() - began
         return [row.ticket for row in newcomers]
@@ -242,7 +176,8 @@ class Engine:
         """Drop the rows in flight; the counts of their steps are taken back. The cache's memory stays."""
         for row in self.rows:
             self.stats.add_steps(row.schedule, -max(len(row.tokens) - 1, 0))
-        self.rows, self.cache = [], None
+        self.rows = []
+        self.executor.close()
 
     def cancel(self, tickets: Collection[int]) -> None:
         """Remove rows from flight, whatever they have generated."""
@@ -251,7 +186,7 @@ class Engine:
 
     def release_memory(self) -> None:
         """Free the memory that is kept for the next `open`."""
-        self._memory = None
+        self.executor.release_memory()
 
     @torch.inference_mode()
     def step(self, *, last: bool = False) -> Ended:
@@ -271,15 +206,12 @@ class Engine:
 
     def _sampled(self, per_layer: Sequence[int], last: bool) -> Drawn:
         """The rows' next tokens; per_layer: how many youngest rows each layer runs for."""
-        cache, decoder, rows = self.cache, self.decoder, self.rows
-        assert cache is not None
+        decoder, rows = self.decoder, self.rows
         if last:
-            cache.free(min(row.position for row in rows))
+            self.executor.free_layers(min(row.position for row in rows))
         positions = [len(row.request.prompt_ids) + row.position for row in rows]
-        cache.begin_step(positions, decoder.device)
-        tokens = [row.tokens[-1] for row in rows]
+        hidden = self.executor.decode([row.tokens[-1] for row in rows], positions, per_layer)
         samplings = [row.sampling for row in rows]
-        hidden = decoder.step(tokens, positions, per_layer, cache)
         if is_greedy(samplings, logprobs=self.cumulative_logprob):
             return greedy(decoder.likeliest(hidden))
         return sample(decoder.logits(hidden), samplings, logprobs=self.cumulative_logprob)
@@ -292,7 +224,6 @@ class Engine:
 
     def retire(self) -> Ended:
         """Remove the rows that have ended, and close their gaps; returns (ticket, completion) of each."""
-        assert self.cache is not None
         ended = self._keep([row.finish is None for row in self.rows])
         return [(row.ticket, row.completion(self.cumulative_logprob)) for row in ended]
 
@@ -316,8 +247,7 @@ class Engine:
 
     def _arrange(self, order: Sequence[int]) -> None:
         """Give the rows, and their keys and values, a new order, as old row numbers."""
-        assert self.cache is not None
-        self.cache.arrange(order)
+        self.executor.keep(order)
         self.rows = [self.rows[index] for index in order]
 
     def _begin(self, request: Request) -> Row:

@@ -182,7 +182,7 @@ class Loop:
         self._begun: list[Call] = []  # oldest first
         self._flight: _Flight | None = None
         if self.joins_calls:
-            engine.reserved_bytes = budget_bytes  # so that the next call's cache fits the memory of this one's
+            engine.executor.reserved_bytes = budget_bytes  # so that the next call's cache fits the memory of this one's
 
     def add(
         self,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.engine.cpu.executor import CpuExecutor
 from actors.engine.cpu.library import multiplies
 from actors.engine.cpu.products import LibraryProduct, PanelProduct, packs
 from actors.engine.decoder import Decoder
@@ -84,7 +85,7 @@ class Counter:
         config = decoder.model.config
         width = config.num_attention_heads * decoder.head_dim
         stored = 2 * decoder.kv_heads * decoder.head_dim * item
-        prefill, joined, step = decoder.prefill, decoder.prefill_joined, decoder.step
+        prefill, step = decoder.prefill, decoder.step
 
         def layer(stage: str, number: int, tokens: int, pairs: int, read: int) -> None:
             """pairs: of queries and keys. read: keys."""
@@ -103,15 +104,7 @@ class Counter:
             self._add("prefill head", 2 * len(last) * head, head * item)
             return prefill(ids, positions, last, layers, *rest, **more)
 
-        def counted_joined(ids: Tensor, positions: Tensor, starts: Tensor, layers: Sequence[int], *rest: Any) -> Tensor:
-            lengths, before = starts.diff(), int(positions[0, 0])
-            pairs, read = int((lengths * (lengths + 1) // 2 + lengths * before).sum()), ids.numel() + before
-            for number in layers:
-                layer("prefill", number, ids.numel(), pairs, read)
-            self._add("prefill head", 2 * len(lengths) * head, head * item)
-            return joined(ids, positions, starts, layers, *rest)
-
-        def count_step(places: Sequence[int], rows_per_layer: Sequence[int]) -> None:
+        def counted_step(tokens: Sequence[int], places: Sequence[int], rows_per_layer: Sequence[int]) -> None:
             live = [place + 1 for place in places]
             for number, rows in enumerate(rows_per_layer):
                 if rows:
@@ -119,15 +112,28 @@ class Counter:
                     layer("decode", number, rows, seen, seen)
             self._add("decode head", 2 * len(places) * head, head * item)
 
-        def counted_step(
-            tokens: Sequence[int], positions: Sequence[int], rows_per_layer: Sequence[int], *rest: Any
-        ) -> Tensor:
-            count_step(positions, rows_per_layer)
-            return step(tokens, positions, rows_per_layer, *rest)
+        def prompts_counted(run: CpuExecutor, texts: Any, begins: int, starts: Tensor, layers: Any, rest: Any) -> Any:
+            if run.decoder is decoder:
+                lengths = starts.diff()
+                pairs, tokens = int((lengths * (lengths + 1) // 2 + lengths * begins).sum()), int(starts[-1])
+                for number in layers:
+                    layer("prefill", number, tokens, pairs, tokens + begins)
+                self._add("prefill head", 2 * len(lengths) * head, head * item)
+            return prompts_(run, texts, begins, starts, layers, rest)
 
+        def decode_counted(run: CpuExecutor, *given: Any) -> Any:
+            if run.decoder is decoder:
+                counted_step(*given)
+            return decode_(run, *given)
+
+        def step_counted(*given: Any) -> Any:
+            counted_step(*given[:3])
+            return step(*given)
+
+        prompts_, decode_ = CpuExecutor._prompts, CpuExecutor.decode
+        CpuExecutor._prompts, CpuExecutor.decode = prompts_counted, decode_counted  # type: ignore[method-assign]
         decoder.prefill = counted_prefill  # type: ignore[method-assign]
-        decoder.prefill_joined = counted_joined  # type: ignore[method-assign]
-        decoder.step = counted_step  # type: ignore[method-assign]
+        decoder.step = step_counted  # type: ignore[method-assign]
 
     def _add(self, name: str, flops: float, moved: float) -> None:
         part = self.parts[name]

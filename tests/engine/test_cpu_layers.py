@@ -319,11 +319,9 @@ def test_a_token_or_slot_outside_is_refused() -> None:
     engine = Engine(decoder, ScheduleSpec().build(LAYERS), ())
     engine.open(1, 4, 3)
     engine.admit([Request([5, 6], SamplingParams(max_new_tokens=2), key=0)])
-    assert engine.cache is not None
     for token, place in ((decoder.vocab_size, 2), (-1, 2), (5, 7)):
-        engine.cache.begin_step([place], decoder.device, [0])
         with pytest.raises(AssertionError, match="outside"):
-            decoder.step([token], [place], [1] * LAYERS, engine.cache)
+            engine.executor.decode([token], [place], [1] * LAYERS)
 
 
 def test_where_the_kernels_do_not_multiply_the_librarys_products_run() -> None:

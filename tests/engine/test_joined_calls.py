@@ -32,8 +32,7 @@ class Counting(Engine):
     steps = idle = 0
 
     def step(self, *, last: bool = False) -> list[tuple[int, Completion]]:
-        assert self.cache is not None
-        self.steps, self.idle = self.steps + 1, self.idle + self.cache.capacity - len(self.rows)
+        self.steps, self.idle = self.steps + 1, self.idle + self._shape.rows - len(self.rows)
         return super().step(last=last)
 
 

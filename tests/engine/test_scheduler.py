@@ -192,16 +192,17 @@ def test_a_row_that_overflows_leaves_nothing_to_its_successor(prepared: bool, mo
     sampling = SamplingParams(max_new_tokens=8)
     rows = [Request([5] * 8, sampling, 0), *(Request([9 + row] * 5, sampling, row) for row in range(1, 6))]
     want = [generate(Engine(llama, SCHEDULE, ()), [row], budget_bytes=2**40, max_rows=1)[0] for row in rows]
-    engine, plain = Engine(llama, SCHEDULE, ()), llama.step
+    engine = Engine(llama, SCHEDULE, ())
+    plain = engine.executor.decode
 
-    def overflowing(ids: torch.Tensor, positions: torch.Tensor, per_layer: Sequence[int], cache: Any) -> torch.Tensor:
-        logits = plain(ids, positions, per_layer, cache)
-        if engine.rows[0].request.key == 0:
+    def overflowing(*given: Any) -> torch.Tensor:
+        hidden, cache = plain(*given), engine.executor.cache
+        if engine.rows[0].request.key == 0 and cache is not None:
             for buffer in (one for pair in cache.buffers if pair for one in pair):
                 buffer[0] = torch.nan
-        return logits
+        return hidden
 
-    monkeypatch.setattr(llama, "step", overflowing)
+    monkeypatch.setattr(engine.executor, "decode", overflowing)
     got = generate(engine, rows, budget_bytes=2**40, max_rows=1, scheduler="refill")
     assert engine.stats.batches == 1
     assert [one.token_ids for one in got[1:]] == [one.token_ids for one in want[1:]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from engine_cases import PREFIX, SPECS, STOP, every_case, with_prefix
 from oracle import oracle_answers
 from tiny_models import LAYERS, tiny_model
@@ -52,16 +51,15 @@ def test_samples_of_a_prompt_share_its_pass(decoder: Decoder, monkeypatch: pytes
     sampling = SamplingParams(max_new_tokens=10, temperature=1.0)
     rows = [Request([5 + row, 9, 11][: 1 + row], sampling, 100 * row + k) for row in range(3) for k in range(4)]
     passes = []
-    name = "prefill" if decoder.stack is None else "prefill_joined"
-    whole = getattr(decoder, name)
-
-    def counting(ids: torch.Tensor, positions: torch.Tensor, last: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        passes.append(int((positions == 0).sum()))  # prompts
-        return whole(ids, positions, last, *rest, **named)
-
     alone = plain(decoder, ScheduleSpec(speedup=2, horizon=6), rows)
-    monkeypatch.setattr(decoder, name, counting)
     engine = Engine(decoder, schedule, STOP)
+    whole = engine.executor.prefill
+
+    def counting(prompts: Any, *rest: Any) -> Any:
+        passes.append(len(prompts))
+        return whole(prompts, *rest)
+
+    monkeypatch.setattr(engine.executor, "prefill", counting)
     got = generate(engine, rows, budget_bytes=2**40, max_rows=12)
     assert passes == [3]
     assert [one.token_ids for one in got] == [one.token_ids for one in alone]
