@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from actors.engine.errors import UserError
 from actors.engine.types import check_compatible
-from pipeline.config.base import Place
+from pipeline.config.base import Place, Section
 from pipeline.config.input import Paths
-from pipeline.config.job import Labels, ModelConfig, SamplingConfig, ScheduleConfig, Section, StorageConfig
+from pipeline.config.job import Labels, ModelConfig, SamplingConfig, ScheduleConfig, StorageConfig
 from pipeline.config.labels import check_labels
 
 DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")
