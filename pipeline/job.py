@@ -18,10 +18,10 @@ from pipeline.commit.budget import open_budget
 from pipeline.commit.claim import check_same_job, claim, stored_job
 from pipeline.commit.finalize import finalize, finished_totals, write_success
 from pipeline.commit.lease import leased
-from pipeline.commit.records import Compaction
+from pipeline.commit.records import compacting
 from pipeline.commit.results import check_free, has_results, write_results
 from pipeline.commit.runs import recorded_run
-from pipeline.commit.sink import SUCCESS, committed_shards
+from pipeline.commit.sink import SUCCESS, Check, committed_shards
 from pipeline.commit.table import check_table, commit_table, has_table
 from pipeline.config.job import JobConfig
 from pipeline.generate.coordinator import Workload
@@ -49,6 +49,7 @@ def run(
     *,
     limit: int | None = None,
     overwrite: bool = False,
+    check: Check = "quick",
     verbose: bool = False,
     backend: Backend | None = None,
     process_began: float | None = None,
@@ -58,6 +59,7 @@ def run(
     Args:
         limit: only so many rows of the input.
         overwrite: replace the job that the output folder holds.
+        check: how the parts of earlier runs are checked.
         verbose: show Ray's own messages.
         backend: where the stages run; default Ray Data.
         process_began: s since 1970, for the report's start-up; default now.
@@ -78,14 +80,14 @@ def run(
         job = replace(plan(config, stored, backend, limit=limit), began=process_began)
         check_same_job(folder, stored, job.manifest)
         finished = stored is not None and has_results(folder, config) and has_table(folder, config)
-        totals, fresh_rows = finished_totals(folder, job.manifest) if finished else None, 0
+        totals, fresh_rows = finished_totals(folder, job.manifest, check) if finished else None, 0
         if totals is None:  # else nothing is written: read-only rights suffice
             check_table(job.config, part_schema(job))
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             make_writable(folder)
             with leased(folder), checked(job, stored, backend) as job:
                 claim(folder, stored, job.manifest, overwrite=overwrite)
-                totals, fresh_rows = answer(job, folder, backend)
+                totals, fresh_rows = answer(job, folder, backend, check)
                 commit_table(folder, job.manifest, config)
                 write_report(folder, job.manifest, config)
                 write_success(folder, job.manifest, totals)
@@ -115,10 +117,13 @@ def checked(job: PlannedJob, stored: Manifest | None, backend: Backend) -> Itera
         yield replace(job, manifest=with_agreement(config, job.schedule, job.manifest, spec, arguments, backend))
 
 
-def answer(job: PlannedJob, folder: Folder, backend: Backend) -> tuple[Totals, int]:
-    """Answer the shards that are not committed; return totals of the job, and the number of rows answered here."""
+def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "quick") -> tuple[Totals, int]:
+    """Answer the shards that are not committed; return totals of the job, and the number of rows answered here.
+
+    check: how the parts of earlier runs are checked.
+    """
     manifest = job.manifest
-    done = committed_shards(folder, manifest.shards, manifest.fingerprint)
+    done = committed_shards(folder, manifest.shards, manifest.fingerprint, check)
     left = [shard for shard in manifest.shards if shard.index not in done]
     left_rows = sum(shard.rows for shard in left)
     clear_quarantine(folder, but={shard.index for shard in left})
@@ -135,7 +140,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend) -> tuple[Totals, i
         with (
             recorded_run(folder, job.config, job.began, left_rows),
             backend.session(job.config.actors, folder.url) as session,
-            Compaction(folder, manifest.fingerprint),
+            compacting(folder, manifest.fingerprint),
             budget.spending(session.coordinator, len(left)),
         ):
             session.run(job_stages(job, folder, left, session), workload, job.config.grace_seconds)

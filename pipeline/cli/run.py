@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipeline.cli.command import ROW_ERRORS, Changes, LogJson, Verbose, command, stop
 
 if TYPE_CHECKING:
+    from pipeline.commit.sink import Check
     from pipeline.config.job import JobConfig
 
 
@@ -20,6 +21,12 @@ def run(
     limit: Annotated[int | None, typer.Option(min=1, help="Answer only the first rows of the input.")] = None,
     overwrite: Annotated[
         bool, typer.Option(help="Replace another job's output; input.since: abandon an unfinished run.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option(help="Read all parts of earlier runs in a store; on a local disk this is always done.")
+    ] = False,
+    repair: Annotated[
+        bool, typer.Option(help="Keep damaged parts of earlier runs in _job/damaged, and answer their rows again.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
     show: Annotated[int, typer.Option(min=0, help="Number of rows to print with their answers at the end.")] = 0,
@@ -38,18 +45,18 @@ def run(
 
         config = advice.load(JobConfig, job, changes)
         advice.output = config.output.path
-        _run(config, metrics_port, limit=limit, overwrite=overwrite, as_json=as_json, show=show, verbose=verbose)
+        check: Check = "repair" if repair else "digests" if verify else "quick"
+        options = {"limit": limit, "overwrite": overwrite, "check": check, "verbose": verbose}
+        _run(config, metrics_port, options, as_json=as_json, show=show)
 
 
 def _run(
     config: JobConfig,
     metrics_port: int | None,
+    options: dict[str, Any],
     *,
-    limit: int | None,
-    overwrite: bool,
     as_json: bool,
     show: int,
-    verbose: bool,
 ) -> None:
     from pipeline.runtime.announce import announced, goes_to_log, record
 
@@ -65,16 +72,14 @@ def _run(
         from pipeline.report.summary import last_errors, print_result
         from pipeline.storage.folder import open_folder
 
-    backend = jobs.ray_backend(verbose=verbose, metrics_port=metrics_port)
+    backend = jobs.ray_backend(verbose=options["verbose"], metrics_port=metrics_port)
     if config.input.since:
-        answered = incremental.run(config, limit=limit, overwrite=overwrite, verbose=verbose, backend=backend)
+        answered = incremental.run(config, **options, backend=backend)
         done = [(run.folder, run.result) for run in answered.finished]
     else:
         answered = None
         process_began = psutil.Process().create_time()
-        result = jobs.run(
-            config, limit=limit, overwrite=overwrite, verbose=verbose, backend=backend, process_began=process_began
-        )
+        result = jobs.run(config, **options, backend=backend, process_began=process_began)
         done = [(open_folder(config.output.path, config.storage), result)]
     # standard error holds the log's JSON lines, standard output the object of --json: no place for tables
     console = Console(soft_wrap=True, stderr=as_json, quiet=as_json and goes_to_log())

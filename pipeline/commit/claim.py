@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError
-from pipeline.commit.records import read_valid_records
+from pipeline.commit.records import read_all
 from pipeline.commit.results import remove_results
-from pipeline.commit.sink import PART, PARTS_AT_ONCE, SUCCESS, clear, clear_temporaries, part_name, part_sizes
+from pipeline.commit.sink import PART, PARTS_AT_ONCE, SUCCESS, clear, clear_temporaries, part_files, part_name
 from pipeline.commit.table import check_no_table
 from pipeline.plan import manifest as manifests
 from pipeline.plan import plan_files
@@ -62,7 +62,7 @@ def _check_replaceable(folder: Folder) -> None:
     foreign = [name for name in folder.names() if name.endswith(".parquet") and not PART.fullmatch(name)]
     if foreign:
         raise _strange(folder, foreign[0])
-    sizes, recorded = part_sizes(folder, (), -1), {}
+    parts, recorded = part_files(folder, ()), {}
     try:
         stored = plan_files.load(folder)
     except UserError:  # --overwrite replaces a damaged plan, but not another program's file
@@ -70,9 +70,9 @@ def _check_replaceable(folder: Folder) -> None:
             raise _strange(folder, plan_files.JOB) from None
         stored = None
     if stored is not None:
-        records, _ = read_valid_records(folder, stored.fingerprint)
+        records, _ = read_all(folder, stored.fingerprint)
         recorded = dict(zip(records["shard"].to_pylist(), records["bytes"].to_pylist(), strict=True))
-    unknown = [part_name(shard) for shard, size in sorted(sizes.items()) if recorded.get(shard) != size]
+    unknown = [part_name(shard) for shard, info in sorted(parts.items()) if recorded.get(shard) != info.size]
     for name, data in zip(unknown, in_parallel(folder.read, unknown, PARTS_AT_ONCE), strict=True):
         try:
             metadata = pq.read_schema(io.BytesIO(data)).metadata or {}

@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.commit.duplicates import record_duplicates, repeated_error, with_duplicates
-from pipeline.commit.records import drop_records, read_valid_records, record_name
-from pipeline.commit.sink import SUCCESS, load_records, part_name, part_sizes
+from pipeline.commit.records import drop_records, read_all, record_name
+from pipeline.commit.sink import REPAIR, SUCCESS, Check, damaged_parts, load_records, part_files, part_name
 from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
 from pipeline.runtime.announce import announced
-from pipeline.storage.folder import Folder
+from pipeline.storage.folder import FileInfo, Folder
 
 STATS, SUMMARY = "_job/stats.parquet", "_job/summary.json"
 
@@ -34,12 +34,12 @@ def finalize(folder: Folder, manifest: Manifest, duplicate_ids: str | None = Non
     record, so that no later run accepts it; the record of a part that is gone is dropped, so that its shard is run
     again.
     """
-    records, sizes = load_records(folder, manifest.shards, manifest.fingerprint)
+    records, parts = load_records(folder, manifest.shards, manifest.fingerprint)
     try:
-        check_rows(records, sizes, manifest.shards)
+        check_rows(records, parts, manifest.shards)
     except RowsMissing:
         folder.remove(SUCCESS)
-        gone = [shard for shard in records["shard"].to_pylist() if shard not in sizes]
+        gone = [shard for shard in records["shard"].to_pylist() if shard not in parts]
         if gone:
             drop_records(folder, gone, manifest.fingerprint)
         raise
@@ -57,25 +57,30 @@ def write_success(folder: Folder, manifest: Manifest, totals: Totals) -> None:
     folder.replace(SUCCESS, _encode(summary(folder, manifest, totals)))
 
 
-def finished_totals(folder: Folder, manifest: Manifest) -> Totals | None:
-    """Totals of a finished job; None if `_SUCCESS`, a record or a part is missing or differs. Changes nothing."""
+def finished_totals(folder: Folder, manifest: Manifest, check: Check = "quick") -> Totals | None:
+    """Return the totals of a finished job; None if `_SUCCESS`, a record or a part is missing or differs.
+
+    Changes nothing.
+    """
     if not folder.exists(SUCCESS):
         return None
-    records, damaged = read_valid_records(folder, manifest.fingerprint)
-    planned = [shard.index for shard in manifest.shards]
+    records, damaged = read_all(folder, manifest.fingerprint)
+    parts = part_files(folder, (shard.index for shard in manifest.shards))
     try:
-        check_rows(records, part_sizes(folder, planned, max(planned, default=-1)), manifest.shards)
+        check_rows(records, parts, manifest.shards)
     except RowsMissing:
         return None
-    return None if damaged else with_duplicates(folder, totals_of(records))
+    if damaged or damaged_parts(folder, records, parts, check):
+        return None
+    return with_duplicates(folder, totals_of(records))
 
 
-def check_rows(records: pa.Table, sizes: Mapping[int, int], shards: Sequence[Shard]) -> None:
+def check_rows(records: pa.Table, parts: Mapping[int, FileInfo], shards: Sequence[Shard]) -> None:
     """Compare records, parts and plan.
 
     Args:
         records: as from `load_records`.
-        sizes: size in bytes of every part, by shard.
+        parts: as from `load_records`.
         shards: the planned ones.
 
     Raises:
@@ -83,20 +88,20 @@ def check_rows(records: pa.Table, sizes: Mapping[int, int], shards: Sequence[Sha
     """
     planned = {shard.index: shard.rows for shard in shards}
     recorded = dict(zip(records["shard"].to_pylist(), records["rows"].to_pylist(), strict=True))
-    for name, known in ((part_name, sizes.keys()), (record_name, recorded.keys())):
+    for name, known in ((part_name, parts.keys()), (record_name, recorded.keys())):
         surplus = known - planned.keys()
         if surplus:
             raise RowsMissing(f"{name(min(surplus))} belongs to no shard of this job: delete it")
     wrong = [
         shard
         for shard, size in zip(records["shard"].to_pylist(), records["bytes"].to_pylist(), strict=True)
-        if sizes.get(shard) != size or recorded[shard] != planned[shard]
+        if shard not in parts or parts[shard].size != size or recorded[shard] != planned[shard]
     ]
     if wrong:
         first, others = part_name(wrong[0]), f" (and {len(wrong) - 1:,} others)" if len(wrong) > 1 else ""
-        if wrong[0] not in sizes:
+        if wrong[0] not in parts:
             raise RowsMissing(f"{first}{others} was committed and is gone: run the same command again to answer it")
-        raise RowsMissing(f"{first}{others} is not what was committed: delete it, then run the same command again")
+        raise RowsMissing(f"{first}{others} is not what was committed: {REPAIR}")
     missing = planned.keys() - recorded.keys()
     if missing:
         raise RowsMissing(f"{part_name(min(missing))} is missing: run the same command again to answer it")

@@ -198,7 +198,8 @@ def _release(lease: Lease) -> None:
     try:
         lease.release()
     except STORE_ERRORS as error:  # such as a full disk, which the job reports itself
-        log.warning("the lease could not be given back: %s; the next run waits until it expires", error)
+        taken = f"the next run takes over: at once on this machine, after {WATCH_SECONDS:g} s on another"
+        log.warning("the lease could not be given back: %s; %s", error, taken)
 
 
 def _name(epoch: int) -> str:

@@ -3,7 +3,7 @@
 The first attempt wins; a later attempt discards its part. A part without a record (the process died between the two)
 is validated and its record rebuilt. Readers that glob ``*.parquet`` see only whole, committed parts.
 
-    commit ──> committed_shards (start of a run) ──> load_records (end of a run) ──> finalize.py
+    committed_shards (start of a run, checks earlier parts) ──> commit ──> load_records (end of a run) ──> finalize.py
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import pyarrow as pa
 
@@ -25,11 +26,10 @@ from pipeline.commit.records import (
     COMMITS,
     SEGMENTS,
     CommitRecord,
+    drop_records,
     encode_record,
-    loose_shards,
-    merge_records,
-    read_loose,
-    read_segments,
+    merge,
+    read_all,
     record_name,
     records_table,
 )
@@ -38,19 +38,29 @@ from pipeline.generate.output import shard_metadata
 from pipeline.generate.stats import ShardStats
 from pipeline.input.shards import Shard
 from pipeline.plan.plan_files import JOB
+from pipeline.runtime.announce import announced
 from pipeline.runtime.quarantine import clear_quarantine, release_shard
 from pipeline.storage.concurrency import in_parallel
-from pipeline.storage.folder import Folder
+from pipeline.storage.folder import FileInfo, Folder, LocalFolder
 from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
 SUCCESS = "_SUCCESS"
+DAMAGED = "_job/damaged"  # folder of parts that --repair has set aside
+REPAIR = "run again with --repair, which keeps the file in _job/damaged and answers its shard again"
+# how the parts of earlier runs are checked: quick reads local files, and lists a store; digests reads all files;
+# repair does so and sets damaged parts aside
+Check = Literal["quick", "digests", "repair"]
 PARTS_AT_ONCE = 8  # parts that are held in memory whole
 PART = re.compile(r"part-\d{6,}\.parquet")
 OWN = re.compile(  # files in `_job` that jobs write
     r"(job|summary|duplicates|results|tables|runs|spent|prediction|products-.+)\.json|(plan|inputs|stats)\.parquet|schema\.arrow|"
     r"report\.html|probe-[0-9a-f]+"
 )
+
+
+class DamagedPart(UserError):
+    """A part cannot be read, or does not hold the rows of its shard."""
 
 
 def part_name(shard: int) -> str:
@@ -67,7 +77,8 @@ def commit(folder: Folder, shard: Shard, part: bytes, stats: ShardStats, fingerp
     if first:
         stats = replace(stats, commit_seconds=time.perf_counter() - began)
         metrics.add("seconds", stats.commit_seconds, part="commit")
-        folder.create(record_name(shard.index), encode_record(part, stats, fingerprint))
+        tag = folder.tag(part_name(shard.index))
+        folder.create(record_name(shard.index), encode_record(part, stats, fingerprint, tag))
     else:
         rebuild_record(folder, shard, fingerprint)
     return first
@@ -75,10 +86,11 @@ def commit(folder: Folder, shard: Shard, part: bytes, stats: ShardStats, fingerp
 
 def rebuild_record(folder: Folder, shard: Shard, fingerprint: str) -> CommitRecord:
     """Validate an existing part and create its record from the part itself. An existing record is kept."""
+    tag = folder.tag(part_name(shard.index))
     part = folder.read(part_name(shard.index))
     stats = check_part(folder, shard, part, fingerprint)
-    folder.create(record_name(shard.index), encode_record(part, stats, fingerprint))
-    return CommitRecord(hashlib.sha256(part).hexdigest(), len(part), stats)
+    folder.create(record_name(shard.index), encode_record(part, stats, fingerprint, tag))
+    return CommitRecord(hashlib.sha256(part).hexdigest(), len(part), stats, tag)
 
 
 def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> ShardStats:
@@ -97,77 +109,134 @@ def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> S
         stats = ShardStats.of_part(shard.index, table, int(metadata[b"skipdecode.num_layers"])) if ours else None
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
         reason = "".join(char if char.isprintable() else "?" for char in flat(error))
-        raise UserError(f"{name}: damaged ({reason}); delete it and run again") from None
+        raise DamagedPart(f"{name}: damaged ({reason}); {REPAIR}") from None
     if stats is None:
         remedy = ", or start again with --overwrite" if b"skipdecode.fingerprint" in metadata else ""
         raise UserError(f"{name}: written by another {'job' if remedy else 'program'}; move it away{remedy}")
     named = all(metadata.get(key.encode()) == value.encode() for key, value in shard_metadata(shard).items())
     if not named or stats.rows != shard.rows:
         rows = f"{shard.rows} rows from row {shard.first_row} of {shard.url}"
-        raise UserError(f"{name}: does not hold shard {shard.index} ({rows}); delete it and run again")
+        raise DamagedPart(f"{name}: does not hold shard {shard.index} ({rows}); {REPAIR}")
     return stats
 
 
-def committed_shards(folder: Folder, shards: Iterable[Shard], fingerprint: str) -> set[int]:
-    """Indices of the committed shards, at the start of a run; rebuilds the records of parts that have none.
+def committed_shards(folder: Folder, shards: Sequence[Shard], fingerprint: str, check: Check = "quick") -> set[int]:
+    """Return the indices of the committed shards at the start of a run, after a check of their parts.
 
-    Trusts the records in segments; `load_records` checks every part at the end. Raises UserError for a part that is
-    damaged or another job's.
+    Rebuilds the records of parts that have none, and drops the records of parts that are gone.
+
+    Args:
+        check: see `Check`.
+
+    Raises:
+        UserError: A part is damaged or another job's.
+    """
+    records, parts = load_records(folder, shards, fingerprint, check)
+    recorded = set(records["shard"].to_pylist()) & {shard.index for shard in shards}
+    gone = sorted(recorded - parts.keys())
+    for shard in gone:
+        log.warning("%s was committed and is gone: its shard is run again", part_name(shard))
+    damaged = damaged_parts(folder, records, parts, check)
+    if damaged and check != "repair":
+        first, others = min(damaged), f" (and {len(damaged) - 1:,} others)" if len(damaged) > 1 else ""
+        raise UserError(f"{folder.url}/{part_name(first)}{others}: {damaged[first]}; {REPAIR}")
+    for shard in damaged:
+        set_aside(folder, part_name(shard))
+    drop_records(folder, [*gone, *damaged], fingerprint)
+    return recorded - set(gone) - damaged.keys()
+
+
+def load_records(
+    folder: Folder, shards: Iterable[Shard], fingerprint: str, check: Check = "quick"
+) -> tuple[pa.Table, dict[int, FileInfo]]:
+    """Return the records of all shards as `read_all` does, and size and tag of every part by shard.
+
+    Rebuilds records that are damaged or missing from their parts. With check = "repair", a part that cannot be read
+    is set aside.
+
+    Raises:
+        UserError: A part is damaged or another job's.
     """
     planned = {shard.index: shard for shard in shards}
-    loose = set(loose_shards(folder))  # before the parts: a part precedes its record, so none is missed
-    segments, damaged = read_segments(folder, fingerprint)
-    _drop_segments(folder, damaged)
-    compacted = {shard for table in segments.values() for shard in table["shard"].to_pylist()} & planned.keys()
-    last = max(compacted | loose, default=-1)
-    unknown = [index for index in planned.keys() - compacted if index <= last]
-    parts = part_sizes(folder, unknown, last).keys() & (planned.keys() - compacted)
-    _rebuild_records(folder, [planned[index] for index in sorted(parts - loose)], fingerprint)
-    gone = sorted((loose & planned.keys()) - compacted - parts)
-    for index in gone:
-        log.warning("%s was committed and is gone: its shard is run again", part_name(index))
-    folder.remove_all([record_name(index) for index in gone])
-    return compacted | parts
+    records, damaged = read_all(folder, fingerprint)  # before the parts: a part precedes its record
+    for name in damaged:
+        log.warning("%s/%s: damaged or another job's, removed; its records are rebuilt", folder.url, name)
+    folder.remove_all(damaged)
+    parts = part_files(folder, planned)
+    missing = [planned[index] for index in sorted(parts.keys() & planned.keys() - set(records["shard"].to_pylist()))]
+
+    def rebuilt(shard: Shard) -> CommitRecord | None:
+        try:
+            return rebuild_record(folder, shard, fingerprint)
+        except DamagedPart:
+            if check != "repair":
+                raise
+            set_aside(folder, part_name(shard.index))
+            del parts[shard.index]
+            return None
+
+    if missing:
+        others = f" and {len(missing) - 1:,} others" if len(missing) > 1 else ""
+        log.warning("%s%s had no commit record: validated and recorded", part_name(missing[0].index), others)
+        found = [record for record in in_parallel(rebuilt, missing, PARTS_AT_ONCE) if record is not None]
+        records = merge([records, records_table(found)])
+    return records, parts
 
 
-def load_records(folder: Folder, shards: Iterable[Shard], fingerprint: str) -> tuple[pa.Table, dict[int, int]]:
-    """Records of all committed shards as in `merge_records`, and the size in bytes of every part by shard.
-
-    Rebuilds records that are damaged or missing from their parts. Raises UserError for a part that is damaged or
-    another job's.
-    """
-    planned = {shard.index: shard for shard in shards}
-    loose, damaged = read_loose(folder, loose_shards(folder), fingerprint)  # before segments: records move there
-    segments, damaged_segments = read_segments(folder, fingerprint)
-    _drop_segments(folder, damaged_segments)
-    for index in damaged:
-        log.warning("%s/%s: damaged and removed", folder.url, record_name(index))
-    folder.remove_all([record_name(index) for index in damaged])
-    parts = part_sizes(folder, planned, max(planned, default=-1))
-    table = merge_records([records_table(loose), *segments.values()])
-    missing = sorted(parts.keys() & planned.keys() - set(table["shard"].to_pylist()))
-    rebuilt = _rebuild_records(folder, [planned[index] for index in missing], fingerprint)
-    return merge_records([table, records_table(rebuilt)]), parts
-
-
-def part_sizes(folder: Folder, shards: Iterable[int], last: int) -> dict[int, int]:
-    """Sizes in bytes, by shard, of the parts of `shards` and of all parts after shard `last`."""
+def part_files(folder: Folder, shards: Iterable[int]) -> dict[int, FileInfo]:
+    """Return size and tag, by shard, of all parts; those of `shards` and of later shards are listed in parallel."""
+    shards = set(shards)
     stems = {part_name(index)[: -len("000.parquet")] for index in shards}
-    sizes = folder.sizes(stems, after=part_name(last) if last >= 0 else "")
-    return {int(name[5:-8]): size for name, size in sizes.items() if PART.fullmatch(name)}
+    found = folder.listed(stems, after=part_name(max(shards)) if shards else "")
+    return {int(name[5:-8]): info for name, info in found.items() if PART.fullmatch(name)}
 
 
-def _rebuild_records(folder: Folder, shards: Sequence[Shard], fingerprint: str) -> list[CommitRecord]:
-    if shards:
-        others = f" and {len(shards) - 1:,} others" if len(shards) > 1 else ""
-        log.warning("%s%s had no commit record: validated and recorded", part_name(shards[0].index), others)
-    return list(in_parallel(lambda shard: rebuild_record(folder, shard, fingerprint), shards, PARTS_AT_ONCE))
+def damaged_parts(
+    folder: Folder, records: pa.Table, parts: Mapping[int, FileInfo], check: Check = "quick"
+) -> dict[int, str]:
+    """Return what differs from its record, by shard, of the parts in `parts`.
+
+    On a local disk, or unless check = "quick", compares digests. In a store compares sizes, and tags where a record
+    has one.
+    """
+    columns = [records[name].to_pylist() for name in ("shard", "bytes", "sha256", "tag")]
+    known = [row for row in zip(*columns, strict=True) if row[0] in parts]
+    damaged: dict[int, str] = {}
+    same: list[tuple[int, str]] = []
+    untagged = 0
+    for shard, size, digest, tag in known:
+        found = parts[shard]
+        if found.size != size:
+            damaged[shard] = f"damaged ({found.size:,} bytes, {size:,} were committed)"
+        elif tag and found.tag and tag != found.tag:
+            damaged[shard] = "damaged (the store's checksum is not the one of the commit)"
+        else:
+            same.append((shard, digest))
+            untagged += not tag
+    if check == "quick" and not isinstance(folder, LocalFolder):
+        if untagged:
+            log.warning("%d parts were checked by size alone, their records hold no checksum of the store", untagged)
+        return damaged
+
+    def differs(pair: tuple[int, str]) -> bool:
+        return hashlib.sha256(folder.read(part_name(pair[0]))).hexdigest() != pair[1]
+
+    with announced(f"checking the digests of {len(same):,} parts"):
+        for (shard, _), wrong in zip(same, in_parallel(differs, same, PARTS_AT_ONCE), strict=True):
+            if wrong:
+                damaged[shard] = "damaged (sha256 differs from the commit's)"
+    return damaged
 
 
-def _drop_segments(folder: Folder, names: Sequence[str]) -> None:
-    for name in names:
-        log.warning("%s/%s/%s: damaged or another job's, removed; its records are rebuilt", folder.url, SEGMENTS, name)
-    folder.remove_all([f"{SEGMENTS}/{name}" for name in names])
+def set_aside(folder: Folder, name: str) -> None:
+    """Move a file to the folder of damaged files: copy it, check the copy, then remove it."""
+    data = folder.read(name)
+    copy = f"{DAMAGED}/{name.removesuffix('.parquet')}-{hashlib.sha256(data).hexdigest()[:16]}.parquet"
+    folder.create(copy, data)
+    if folder.read(copy) != data:
+        raise OSError(f"{folder.url}/{copy}: is not a copy of {name}, which stays")
+    folder.remove(name)
+    log.warning("%s/%s was damaged: kept as %s; its shard is answered again", folder.url, name, copy)
 
 
 def clear(folder: Folder) -> None:

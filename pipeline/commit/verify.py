@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Iterator
 
 from actors.engine.errors import UserError
-from pipeline.commit.records import read_valid_records
+from pipeline.commit.records import damaged_record, read_all
 from pipeline.commit.results import result_problems
-from pipeline.commit.sink import PARTS_AT_ONCE, SUCCESS, check_part, part_name, part_sizes
+from pipeline.commit.sink import PARTS_AT_ONCE, REPAIR, SUCCESS, check_part, part_files, part_name
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import InputFile, check_unchanged
 from pipeline.input.rows import read_layout
@@ -24,11 +24,11 @@ def verify(folder: Folder, manifest: Manifest, storage: StorageConfig) -> Iterat
     yield from (
         f"{folder.url}/{PLAN}: {problem}; start again with --overwrite" for problem in plan_problems(manifest, storage)
     )
-    records, problems = read_valid_records(folder, manifest.fingerprint)
-    yield from problems
+    records, damaged = read_all(folder, manifest.fingerprint)
+    yield from (damaged_record(folder, name) for name in damaged)
     digests = dict(zip(records["shard"].to_pylist(), records["sha256"].to_pylist(), strict=True))
     planned = {shard.index: shard for shard in manifest.shards}
-    parts = part_sizes(folder, planned, max(planned, default=-1))
+    parts = part_files(folder, planned)
 
     def part_problem(index: int) -> str | None:
         name = f"{folder.url}/{part_name(index)}"
@@ -46,7 +46,7 @@ def verify(folder: Folder, manifest: Manifest, storage: StorageConfig) -> Iterat
         if index not in digests:
             return f"{name}: has no commit record; run the job again to rebuild it"
         if hashlib.sha256(part).hexdigest() != digests[index]:
-            return f"{name}: valid, but not what was committed (sha256 differs); delete it and run again"
+            return f"{name}: valid, but not what was committed (sha256 differs); {REPAIR}"
         return None
 
     expected = planned.keys() if folder.exists(SUCCESS) else set()

@@ -26,7 +26,7 @@ from pipeline import job as jobs
 from pipeline.commit.finalize import totals_of, write_success
 from pipeline.commit.lease import leased
 from pipeline.commit.records import read_records
-from pipeline.commit.sink import SUCCESS, clear_temporaries
+from pipeline.commit.sink import SUCCESS, Check, clear_temporaries
 from pipeline.commit.table import check_table, commit_table
 from pipeline.config.job import JobConfig
 from pipeline.incremental import ledger as ledgers
@@ -81,6 +81,7 @@ def run(
     *,
     limit: int | None = None,
     overwrite: bool = False,
+    check: Check = "quick",
     verbose: bool = False,
     backend: Backend | None = None,
 ) -> IncrementalResult:
@@ -89,6 +90,7 @@ def run(
     Args:
         limit: refused, rows left out would never be answered.
         overwrite: abandon an unfinished run.
+        check: how the parts of an unfinished run are checked.
         verbose, backend: as for `job.run`.
 
     Raises what `job.run` raises, and ConcurrentRun.
@@ -112,10 +114,12 @@ def run(
         make_writable(root)
         with leased(root):
             clear_temporaries(root)
-            return run_in(root, config, backend, overwrite)
+            return run_in(root, config, backend, overwrite, check)
 
 
-def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -> IncrementalResult:
+def run_in(
+    root: Folder, config: JobConfig, backend: Backend, overwrite: bool, check: Check = "quick"
+) -> IncrementalResult:
     """`run` in an open root. Correct without a lease too: of two commands the ledger lets one win."""
     finished: list[FinishedRun] = []
     ledger = ledgers.read(root)
@@ -123,7 +127,7 @@ def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -
         root = probe_create(root)
     last = ledger.last
     if last is not None and last.state == "unfinished":
-        resumed = _resume(root, last, config, backend, overwrite)
+        resumed = _resume(root, last, config, backend, overwrite, check)
         if resumed is not None:
             finished.append(resumed)
         if resumed is not None and resumed.run.state == "unfinished":
@@ -273,7 +277,9 @@ def _read_again(root: Folder, number: int) -> Ledger:
     return ledger
 
 
-def _resume(root: Folder, run: LedgerRun, config: JobConfig, backend: Backend, overwrite: bool) -> FinishedRun | None:
+def _resume(
+    root: Folder, run: LedgerRun, config: JobConfig, backend: Backend, overwrite: bool, check: Check
+) -> FinishedRun | None:
     """Finish a run over its pinned files; None if it is abandoned: it is another job's, or by --overwrite."""
     folder = _folder(root, run, config)
     if overwrite:
@@ -298,7 +304,7 @@ def _resume(root: Folder, run: LedgerRun, config: JobConfig, backend: Backend, o
     except UserError as error:
         raise UserError(f"run {run.number} has not finished: {error}") from None
     job = replace(job, manifest=replace(job.manifest, files=files))
-    finished = _answer(root, run, folder, job, backend, resumed=True)
+    finished = _answer(root, run, folder, job, backend, resumed=True, check=check)
     if finished.run.state == "unfinished":
         if finished.result.fresh_rows:
             return finished
@@ -325,12 +331,19 @@ def _abandon(root: Folder, run: LedgerRun, folder: Folder, config: JobConfig, wh
 
 
 def _answer(
-    root: Folder, run: LedgerRun, folder: Folder, job: PlannedJob, backend: Backend, *, resumed: bool
+    root: Folder,
+    run: LedgerRun,
+    folder: Folder,
+    job: PlannedJob,
+    backend: Backend,
+    *,
+    resumed: bool,
+    check: Check = "quick",
 ) -> FinishedRun:
     """Answer the rows of a run, and end it as a success unless too many of them have an error."""
     began = time.monotonic()
     clear_temporaries(folder)
-    totals, fresh_rows = jobs.answer(job, folder, backend)
+    totals, fresh_rows = jobs.answer(job, folder, backend, check)
     ended = run
     if totals.errors <= job.config.max_error_rate * totals.rows or job.manifest.batching.retries:
         ended = ledgers.end(root, run, "success")

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import fsspec
 from botocore.exceptions import BotoCoreError
@@ -26,6 +26,13 @@ from pipeline.storage.errors import ConditionRefused
 log = logging.getLogger(__name__)
 BULK = 1000  # objects that S3 removes in one call
 STORE_ERRORS = (OSError, BotoCoreError)  # of a disk or an object store; s3fs turns most errors into OSErrors
+
+
+class FileInfo(NamedTuple):
+    """Size in bytes of a file, and its tag as from `Folder.tag`."""
+
+    size: int
+    tag: str = ""
 
 
 class Folder(Protocol):
@@ -72,8 +79,12 @@ class Folder(Protocol):
         """Sorted names of the files directly in the folder, listed while they are consumed."""
         ...
 
-    def sizes(self, stems: Collection[str], after: str) -> dict[str, int]:
-        """Sizes in bytes of the files in the folder whose names begin with one of `stems` or sort after `after`."""
+    def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
+        """List the files in the folder whose names begin with one of `stems` or sort after `after`."""
+        ...
+
+    def tag(self, name: str) -> str:
+        """Return the store's tag of a file, which changes with its bytes; empty on a local disk."""
         ...
 
 
@@ -157,14 +168,17 @@ class LocalFolder:
     def first_names(self) -> Iterator[str]:
         yield from self.names()
 
-    def sizes(self, stems: Collection[str], after: str) -> dict[str, int]:
+    def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
         lengths = {len(stem) for stem in stems}
-        sizes: dict[str, int] = {}
+        found: dict[str, FileInfo] = {}
         for name in self.names():
             if name > after or any(name[:length] in stems for length in lengths):
                 with suppress(FileNotFoundError):
-                    sizes[name] = (self.path / name).stat().st_size
-        return sizes
+                    found[name] = FileInfo((self.path / name).stat().st_size)
+        return found
+
+    def tag(self, name: str) -> str:
+        return ""
 
     def _write(self, name: str, data: bytes) -> Path:
         """A temporary file on the same file system, flushed to the disk."""
@@ -251,19 +265,23 @@ class ObjectFolder:
         return bool(self.fs.exists(f"{self.path}/{name}"))
 
     def names(self, subfolder: str = "") -> list[str]:
-        return [name for name, _ in self._listed(subfolder)]
+        return [name for name, _ in self._pages(subfolder)]
 
     def first_names(self) -> Iterator[str]:
-        return (name for name, _ in self._listed())
+        return (name for name, _ in self._pages())
 
-    def sizes(self, stems: Collection[str], after: str) -> dict[str, int]:
+    def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
         requests = [{"stem": stem} for stem in stems] + [{"after": after}]
         # in parallel: a listing is a chain of requests for a thousand names each
-        pages = in_parallel(lambda request: list(self._listed(**request)), requests)
-        return {name: size for page in pages for name, size in page}
+        pages = in_parallel(lambda request: list(self._pages(**request)), requests)
+        return {name: info for page in pages for name, info in page}
 
-    def _listed(self, subfolder: str = "", stem: str = "", after: str = "") -> Iterator[tuple[str, int]]:
-        """Names and sizes of the files directly in a subfolder that begin with `stem` and sort after `after`."""
+    def tag(self, name: str) -> str:
+        bucket, _, key = f"{self.path}/{name}".partition("/")
+        return str(self.fs.call_s3("head_object", Bucket=bucket, Key=key).get("ETag", "")).strip('"')
+
+    def _pages(self, subfolder: str = "", stem: str = "", after: str = "") -> Iterator[tuple[str, FileInfo]]:
+        """Yield the files directly in a subfolder whose names begin with `stem` and sort after `after`."""
         bucket, _, key = f"{self.path}/{subfolder}".rstrip("/").partition("/")
         prefix = f"{key}/" if key else ""
         request = {"Bucket": bucket, "Prefix": prefix + stem, "Delimiter": "/"}
@@ -276,7 +294,8 @@ class ObjectFolder:
                 return
             for entry in page.get("Contents", []):
                 if entry["Key"] != prefix:  # the marker of an empty folder
-                    yield entry["Key"][len(prefix) :], entry["Size"]
+                    tag = str(entry.get("ETag", "")).strip('"')
+                    yield entry["Key"][len(prefix) :], FileInfo(entry["Size"], tag)
             if not page.get("IsTruncated"):
                 return
             request["ContinuationToken"] = page["NextContinuationToken"]

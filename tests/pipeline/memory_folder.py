@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from pipeline.storage.folder import FileInfo
+
 
 @dataclass
 class MemoryFolder:
@@ -58,9 +60,12 @@ class MemoryFolder:
     def first_names(self) -> Iterator[str]:
         yield from self.names()
 
-    def sizes(self, stems: Collection[str], after: str) -> dict[str, int]:
+    def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
         asked = [name for name in self.names() if name > after or name.startswith(tuple(stems))]
-        return {name: len(self.files[f"{self.prefix}/{name}"]) for name in asked}
+        return {name: FileInfo(len(self.files[f"{self.prefix}/{name}"])) for name in asked}
+
+    def tag(self, name: str) -> str:
+        return ""
 
     def names(self, subfolder: str = "") -> list[str]:
         self.gate()

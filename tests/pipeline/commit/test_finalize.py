@@ -14,10 +14,11 @@ import pytest
 from part_builders import FINGERPRINT, finish, manifest_of, part, part_stats
 from typer.testing import CliRunner
 
+from actors.engine.errors import UserError
 from pipeline.cli.app import app
 from pipeline.commit.finalize import RowsMissing, finalize, finished_totals, write_statistics, write_success
 from pipeline.commit.records import compact, loose_shards, read_records
-from pipeline.commit.sink import SUCCESS, commit, committed_shards, part_name
+from pipeline.commit.sink import DAMAGED, SUCCESS, commit, committed_shards, part_name
 from pipeline.commit.verify import plan_problems, verify
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import list_files, read_footer
@@ -46,7 +47,7 @@ def files(folder: Folder) -> dict[str, tuple[int, int, bytes]]:
 
 
 @pytest.mark.parametrize("compacted", [False, True])
-def test_a_refused_part_is_refused_until_it_is_deleted(folder: Folder, compacted: bool) -> None:
+def test_a_refused_part_is_refused_until_it_is_repaired(folder: Folder, compacted: bool) -> None:
     """A retry by a scheduler must not accept a part that was rewritten with other text."""
     if compacted:
         compact(folder, FINGERPRINT, 1)
@@ -54,15 +55,16 @@ def test_a_refused_part_is_refused_until_it_is_deleted(folder: Folder, compacted
     assert len(changed) != len(part(SHARDS[1]))
     folder.replace(part_name(1), changed)
     for _ in range(3):
-        assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 1, 2}
-        with pytest.raises(RowsMissing, match=r"^part-000001.parquet is not what was committed: delete it, then run"):
+        with pytest.raises(UserError, match=r"/part-000001.parquet: damaged \(.* committed\); run again with --repair"):
+            committed_shards(folder, SHARDS, FINGERPRINT)
+        with pytest.raises(
+            RowsMissing, match=r"^part-000001.parquet is not what was committed: run again with --repair"
+        ):
             finalize(folder, MANIFEST)
         assert len(list(verify(folder, MANIFEST, StorageConfig()))) == 1
-    folder.remove(part_name(1))
-    if compacted:
-        with pytest.raises(RowsMissing, match=r"was committed and is gone: run the same command again"):
-            finalize(folder, MANIFEST)
-    assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 2}
+    assert committed_shards(folder, SHARDS, FINGERPRINT, "repair") == {0, 2}
+    (kept,) = folder.names(DAMAGED)
+    assert folder.read(f"{DAMAGED}/{kept}") == changed and not folder.exists(part_name(1))
     commit(folder, SHARDS[1], part(SHARDS[1]), part_stats(SHARDS[1]), FINGERPRINT)
     assert finish(folder, MANIFEST).rows == 10 and list(verify(folder, MANIFEST, StorageConfig())) == []
 

@@ -43,8 +43,8 @@ def resume(s3: StorageConfig, shards: int, loose: int) -> None:
     print(f"\nresume of {shards:,}: {seconds:.1f} s, {len(seen)} requests")
     assert seconds < 60
     segments = -(-(shards - 50 - loose) // 1000)
-    # plan and record names, one page each of segments' names, segments, the pages around what no segment holds
-    assert len(seen) <= 4 + 2 + segments + -(-loose // 1000) + 3
+    # plan, one page each of names of segments and records, their content, and a page of names for a thousand parts
+    assert len(seen) <= 4 + 2 + segments + loose + -(-loose // 1000) + -(-shards // 1000) + 3
     for shard in manifest.shards[shards - 50 :]:
         bucket.create(part_name(shard.index), PART)
         bucket.create(record_name(shard.index), encode_record(PART, part_stats(shard), FINGERPRINT))

@@ -70,7 +70,7 @@ def local(tmp_path: Path) -> Folder:
 
 def records(folder: Folder) -> list[ShardStats]:
     table = read_records(folder, FINGERPRINT)
-    return [ShardStats(**row) for row in table.drop_columns(["sha256", "bytes"]).to_pylist()]
+    return [ShardStats(**row) for row in table.drop_columns(["sha256", "bytes", "tag"]).to_pylist()]
 
 
 def commit_all(folder: Folder) -> None:
