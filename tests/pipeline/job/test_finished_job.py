@@ -12,7 +12,6 @@ from ray_free_run import MadeUpParts
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
-from pipeline.commit.finalize import RowsMissing
 from pipeline.config.job import JobConfig
 
 
