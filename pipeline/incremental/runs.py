@@ -42,7 +42,7 @@ from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint, unchanged_files
 from pipeline.plan.manifest import NoRows, newest, with_snapshot
 from pipeline.plan.memory import log_memory_estimate
-from pipeline.planned import PlannedJob, part_schema
+from pipeline.planned import PlannedJob, part_schema, plan
 from pipeline.report.job_page import write_report
 from pipeline.report.summary import JobResult
 from pipeline.run.stages import Backend
@@ -143,7 +143,7 @@ def run_in(
     new, left = new_input(config, ledger), list[str]()
     if new.files:
         try:
-            job = jobs.plan(new.config, None, backend, files=new.files)
+            job = plan(new.config, None, backend, files=new.files)
             left = sorted(new.files.keys() - {file.url for file in job.manifest.files})
         except NoRows:
             left = sorted(new.files)
@@ -191,7 +191,7 @@ def _retry(
     root: Folder, ledger: Ledger, config: JobConfig, backend: Backend, failed: Rows, listed: Files
 ) -> FinishedRun:
     """Answer rows that have an error again, in a run of their own, which counts whatever becomes of them."""
-    job = jobs.plan(config, None, backend, files={url: listed[url] for url in sorted(failed)})
+    job = plan(config, None, backend, files={url: listed[url] for url in sorted(failed)})
     batching = replace(job.manifest.batching, root=ledger.runs[-1].root, retries=True)
     shards = shards_of(failed, job.manifest.shards)
     job = replace(job, manifest=replace(job.manifest, batching=batching, shards=shards))
@@ -293,7 +293,7 @@ def _resume(
         _abandon(root, run, folder, config, "its folder holds no job yet")
         return None
     pinned = {file.url: (file.size, file.version) for file in stored.files}
-    job = jobs.plan(config, stored, backend, files=pinned)  # keeps the commit of the checkpoint that the run has pinned
+    job = plan(config, stored, backend, files=pinned)  # keeps the commit of the checkpoint that the run has pinned
     if job.manifest.fingerprint != stored.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, job.manifest.identity))
         _abandon(root, run, folder, config, f"the job has changed in {names}")

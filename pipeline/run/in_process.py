@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
-from pipeline.generate.stage import ThisProcess
+from pipeline.generate.stage import ThisProcess, Worker
 from pipeline.input.rows import read_blocks
 from pipeline.run.stages import Actors, Backend, Read, Stage, Tasks
 from pipeline.runtime.signals import Interrupted, graceful
@@ -27,7 +27,7 @@ class InProcessSession:
 
     def __init__(self) -> None:
         self.coordinator = Coordinator()
-        self.worker = ThisProcess()
+        self.worker: Worker = ThisProcess()
 
     def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
         batches: Iterator[Any] = iter(())

@@ -30,7 +30,7 @@ Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
 
 def structure(pointers: str, integers: str, floats: str = "") -> Any:
     """Return a ctypes structure with these fields, in this order."""
-    fields = [(name, ctypes.c_void_p) for name in pointers.split()]
+    fields: list[tuple[str, Any]] = [(name, ctypes.c_void_p) for name in pointers.split()]
     fields += [(name, ctypes.c_int64) for name in integers.split()]
     fields += [(name, ctypes.c_float) for name in floats.split()]
     return type("Structure", (ctypes.Structure,), {"_fields_": fields})
