@@ -2,7 +2,7 @@
 PYTHON ?= python3
 QUICK = not slow and not ceph
 SLOW_MINUTES = 40
-IDLE = tests/engine tests/serving $(addprefix tests/pipeline/,tune adapt tables)
+IDLE = tests/engine tests/serving tests/pipeline/learn
 RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline --include='test_*.py')
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
