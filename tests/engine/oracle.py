@@ -32,7 +32,7 @@ def forced_logits(decoder: Decoder, schedule: Schedule, prompt: Sequence[int], r
         visible = (queries - window < keys) & (keys <= queries)
         rope = part(rotary[layer], columns=columns)
         hidden[:, columns] = decoder.run_layer(layer, hidden[:, columns], rope, visible[None, None])
-    return decoder.logits(hidden[:, len(prompt) - 1 :])[0]
+    return decoder.logits(hidden[0, len(prompt) - 1 :])
 
 
 oracle_logits_each = torch.inference_mode()(forced_logits)
