@@ -15,7 +15,6 @@ from pipeline.commit.duplicates import count_repeated, repeated_error
 from pipeline.config.job import JobConfig
 from pipeline.generate.output import PartSpec, part_table
 from pipeline.generate.settings import generator_settings
-from pipeline.generate.value_fields import value_fields
 from pipeline.input.files import Files
 from pipeline.input.rows import read_shards
 from pipeline.input.shards import Shard
@@ -131,7 +130,6 @@ def part_spec(job: PlannedJob) -> PartSpec:
         num_layers=job.checkpoint.checkpoint.num_layers,
         root=job.manifest.batching.root,
         parsed=parsed_column(job.config),
-        value_fields=value_fields(job.manifest.identity.get("output_format")),
     )
 
 

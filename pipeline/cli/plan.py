@@ -34,7 +34,6 @@ def plan(
             from rich.console import Console
 
             from pipeline.estimate import NothingLeft, estimate, print_estimate, to_dict
-            from pipeline.report import prediction
 
         began = psutil.Process().create_time()
         try:
@@ -43,7 +42,6 @@ def plan(
             typer.echo(json.dumps({"output": config.output.path, "rows_left": 0}) if as_json else str(nothing))
             return
         values = to_dict(found)
-        prediction.keep(config.model.cache, found.job.manifest.fingerprint, values)  # for the job's report
         if as_json:
             typer.echo(json.dumps(values))
         else:

@@ -110,7 +110,6 @@ def _html(url: str, storage: StorageConfig, to: Path | None) -> None:
     from pipeline.commit.records import read_records
     from pipeline.incremental.ledger import holds_ledger
     from pipeline.incremental.root_page import ROOT_REPORT, root_page
-    from pipeline.report import prediction
     from pipeline.report.job_page import REPORT, job_page
     from pipeline.storage.folder import open_folder
 
@@ -119,8 +118,7 @@ def _html(url: str, storage: StorageConfig, to: Path | None) -> None:
         name, page = ROOT_REPORT, root_page(folder, storage)
     else:
         manifest = _manifest(folder, url)
-        known, _ = prediction.find(folder, None, manifest.fingerprint)
-        name, page = REPORT, job_page(folder, manifest, read_records(folder, manifest.fingerprint), known)
+        name, page = REPORT, job_page(folder, manifest, read_records(folder, manifest.fingerprint))
     if to is None:
         folder.replace(name, page)
     elif to.exists() and b"<title>SkipDecode" not in to.read_bytes():

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.answers import Answer
 from pipeline.generate.parsed import parse_answers
-from pipeline.generate.value_fields import VALUES_KEY, ValueFields, to_footer
 from pipeline.input.shards import Shard
 
 ANSWER_FIELDS = [
@@ -55,7 +54,6 @@ class PartSpec:
         fingerprint: of the job, for the footer.
         num_layers: of the model, for the footer.
         parsed: type of the column `parsed`, which holds the texts as values; None for no such column.
-        value_fields: whose values the statistics count, for the footer.
         root: folder of all input files; None: made-up ids hold the file's name alone, as in jobs of earlier versions.
     """
 
@@ -65,7 +63,6 @@ class PartSpec:
     fingerprint: str
     num_layers: int
     parsed: pa.DataType | None = None
-    value_fields: ValueFields = field(default_factory=dict)
     root: str | None = None
 
 
@@ -113,8 +110,6 @@ def part_bytes(table: pa.Table, spec: PartSpec, shard: Shard) -> bytes:
         **shard_metadata(shard),
         "skipdecode.num_layers": str(spec.num_layers),
     }
-    if spec.value_fields:
-        metadata[VALUES_KEY.decode()] = to_footer(spec.value_fields)
     sink = pa.BufferOutputStream()
     combined = table.replace_schema_metadata(metadata).combine_chunks()  # pages must not depend on input batches
     pq.write_table(combined, sink, compression="zstd", write_page_checksum=True)

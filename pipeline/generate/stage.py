@@ -242,7 +242,7 @@ class ShardGenerator:
                 "actor": self.worker.actor,
                 "loaded": self.loaded,
             }
-            self.commit(shard, data, ShardStats.of_run(shard.index, table, self.part.value_fields, measured))
+            self.commit(shard, data, ShardStats.of_run(shard.index, table, measured))
             return True
         finally:
             before.ended.wait()

@@ -17,7 +17,6 @@ import pyarrow.compute as pc
 from actors.engine.errors import flat
 from pipeline.generate.answer_checks import MOST_COMMON, count_answers, warnings
 from pipeline.generate.distributions import depth_histogram, error_kinds, histogram, label_counts
-from pipeline.generate.value_fields import ValueFields, field_counts, from_footer
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ def _unit(unit: str, default: Any = 0, total: str = "sum") -> Any:
 SIGNS = ("empty_answers", "repeating_answers")
 LATER = {  # fields that older records lack
     **dict.fromkeys((*SIGNS, "control_tokens"), 0),
-    **dict.fromkeys(("label_counts", "field_counts", "common_answers"), ""),
+    **dict.fromkeys(("label_counts", "common_answers"), ""),
 }
 
 
@@ -94,7 +93,6 @@ class ShardStats(Counts):
     answer_depths: list[int] = _unit("answers by mean depth, a layer a bin", [], "none")  # noqa: RUF009
     error_kinds: str = _unit("JSON of `distributions.error_kinds`", "", "none")
     label_counts: str = _unit("JSON of `distributions.label_counts`", "", "none")
-    field_counts: str = _unit("JSON of `value_fields.field_counts`", "", "none")
     common_answers: str = _unit("JSON of {text: answers}, the most frequent texts", "", "none")
 
     @classmethod
@@ -104,15 +102,14 @@ class ShardStats(Counts):
         return cls(**{item.name: _checked(item, values[item.name]) for item in fields(cls)})
 
     @classmethod
-    def of_run(cls, shard: int, part: pa.Table, counted: ValueFields, measured: Mapping[str, Any]) -> ShardStats:
+    def of_run(cls, shard: int, part: pa.Table, measured: Mapping[str, Any]) -> ShardStats:
         """Statistics of a shard that has just been answered. They never fail it.
 
         Args:
-            counted: see `PartSpec.value_fields`.
             measured: values of further fields, or functions that return them. A value that cannot be had, or that a
                 record cannot hold, is logged and left at 0 or empty.
         """
-        return cls._known(shard, {**measured, **_counts(part, counted)})
+        return cls._known(shard, {**measured, **_counts(part)})
 
     @classmethod
     def of_part(cls, shard: int, part: pa.Table, num_layers: int) -> ShardStats:
@@ -131,7 +128,7 @@ class ShardStats(Counts):
             "full_layer_steps": num_layers * sum(steps),
             "rebuilt": True,
         }
-        return cls._known(shard, {**_counts(part, from_footer(part)), **known})
+        return cls._known(shard, {**_counts(part), **known})
 
     @classmethod
     def _known(cls, shard: int, values: Mapping[str, Any]) -> ShardStats:
@@ -164,11 +161,8 @@ def _checked(item: Field[Any], value: Any) -> Any:
     return value
 
 
-def _counts(part: pa.Table, counted: ValueFields) -> dict[str, Any]:
-    """The fields of `ShardStats` that a part holds; those that an odd value of a row may fail are functions.
-
-    counted: see `PartSpec.value_fields`.
-    """
+def _counts(part: pa.Table) -> dict[str, Any]:
+    """Return the fields of `ShardStats` that a part holds; those that an odd value of a row may fail are functions."""
     good = part.filter(pc.is_null(part["error"]))
     answered = part.filter(pc.not_equal(part["finish_reason"], "error"))
     reasons = part["finish_reason"].to_pylist()
@@ -194,7 +188,6 @@ def _counts(part: pa.Table, counted: ValueFields) -> dict[str, Any]:
         "answer_depths": lambda: depth_histogram(part["mean_depth"].to_pylist()),
         "error_kinds": lambda: error_kinds(part),
         "label_counts": lambda: label_counts(part),
-        "field_counts": lambda: field_counts(part, counted),
         **{name: lambda name=name: checks()[name] for name in ("empty_answers", "repeating_answers", "common_answers")},
     }
 
@@ -229,15 +222,13 @@ class Totals(Counts):
     """Statistics of a job over all of its shards, of this run and earlier runs.
 
     common_answers: how many answers each text is, of the most frequent texts of each shard. labels: how many answers
-    each label is, the most frequent first. fields: how many structured answers have each value, of fields with few
-    values. duplicate_examples: of ids that repeat within the job.
+    each label is, the most frequent first. duplicate_examples: of ids that repeat within the job.
     """
 
     shards: int = 0
     padding_tokens: int = 0
     common_answers: dict[str, int] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
-    fields: dict[str, dict[str, int]] = field(default_factory=dict)
     duplicate_examples: list[str] = field(default_factory=list)
 
     @property
@@ -249,10 +240,6 @@ class Totals(Counts):
     def unnamed_labels(self) -> int:
         """Answers of a job with choices that `labels` does not count, since their shards have too many labels."""
         return self.stopped + self.cut_off - sum(self.labels.values()) if self.labels else 0
-
-    def answers_without(self, field_name: str) -> int:
-        """Answers whose value of one of `fields` is not counted: they are cut off, lack it, or have another form."""
-        return self.stopped + self.cut_off - sum(self.fields[field_name].values())
 
     @property
     def mean_depth(self) -> float | None:
@@ -295,16 +282,11 @@ def add_up(shards: pa.Table) -> Totals:
     for counter, column in ((labels, "label_counts"), (common, "common_answers")):
         for text in filter(None, shards[column].to_pylist()):
             counter.update(json.loads(text))
-    by_field: dict[str, Counter[str]] = {}
-    for text in shards["field_counts"].to_pylist():
-        for name, counts in (json.loads(text) if text else {}).items():
-            by_field.setdefault(name, Counter()).update(counts)
     values: dict[str, Any] = {
         "shards": shards.num_rows,
         "padding_tokens": round(pc.sum(padding).as_py() or 0.0),
         "common_answers": dict(list(_most_frequent_first(common).items())[:MOST_COMMON]),
         "labels": _most_frequent_first(labels),
-        "fields": {name: _most_frequent_first(counts) for name, counts in sorted(by_field.items())},
     }
     for item in fields(Counts):
         total = pc.max(shards[item.name]) if item.metadata["total"] == "max" else pc.sum(shards[item.name])

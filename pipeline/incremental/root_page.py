@@ -1,4 +1,4 @@
-"""`_ledger/report.html`: the runs over a growing table, each with rows, time and errors, and their trend."""
+"""`_ledger/report.html`: the runs over a growing table, each with rows, time and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.config.job import StorageConfig
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import Ledger, LedgerRun
 from pipeline.messages import one_line, write_log
-from pipeline.report.page import quiet_matplotlib, render
+from pipeline.report.page import render
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, open_folder
 
@@ -67,7 +67,7 @@ def root_page(root: Folder, storage: StorageConfig) -> bytes:
         "rows": sum(run.rows for run in succeeded),
         "last": ledger.last,
         "lines": lines[::-1],
-        "plots": _plots(lines),
+        "most_rows": max((line.run.rows for line in lines), default=0),
     }
     return render("root_page.html", values)
 
@@ -90,22 +90,3 @@ def run_lines(root: Folder, storage: StorageConfig, ledger: Ledger) -> list[RunL
 
 def _time(text: str) -> float:
     return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
-
-
-def _plots(lines: list[RunLine]) -> list[tuple[str, Any]]:
-    if not lines:
-        return []
-    quiet_matplotlib()
-    from pipeline.report import plots
-
-    labels = [str(line.run.number) for line in lines]
-    wanted: list[tuple[str, list[float]]] = [
-        ("Rows", [line.run.rows if line.run.state == "success" else 0 for line in lines]),
-        ("Seconds", [line.seconds or 0.0 for line in lines]),
-        ("Rows per second", [line.rows_per_second or 0.0 for line in lines]),
-        ("Errors", [line.errors or 0 for line in lines]),
-    ]
-    with plots.style():
-        return [
-            (name, plots.bars_plot(name, labels, counts, "run", colour)) for colour, (name, counts) in enumerate(wanted)
-        ]

@@ -1,14 +1,13 @@
-"""A report's page: its template filled in. Everything but plots is escaped; the page has no script, loads nothing."""
+"""Pages of reports, filled in from templates beside this file. All text is escaped; pages hold no script."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import BaseLoader, Environment, StrictUndefined, TemplateNotFound
+from jinja2 import DictLoader, Environment, StrictUndefined
 
 from pipeline.messages import without_secrets
 
@@ -16,19 +15,15 @@ MOST_CHARS = 400  # of a value of the configuration
 HERE = files("pipeline.report")
 
 
-class _Templates(BaseLoader):
-    """The templates beside this file."""
-
-    def get_source(self, environment: Environment, template: str) -> tuple[str, None, None]:
-        if not template.endswith((".html", ".css")):
-            raise TemplateNotFound(template)
-        return (HERE / template).read_text(), None, None
-
-
 def render(template: str, values: Mapping[str, Any]) -> bytes:
-    """The page of a template in this folder."""
+    """Return the page of a template in this folder."""
+    names = [path.name for path in HERE.iterdir() if path.name.endswith((".html", ".css"))]
     environment = Environment(
-        loader=_Templates(), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=DictLoader({name: (HERE / name).read_text() for name in names}),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters.update(count=count, seconds=seconds, when=when)
     text = environment.get_template(template).render(values)
@@ -36,12 +31,12 @@ def render(template: str, values: Mapping[str, Any]) -> bytes:
 
 
 def count(value: float | None) -> str:
-    """A number with separators; "" for None."""
+    """Return a number with separators; "" for None."""
     return "" if value is None else f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:,.3g}"
 
 
 def seconds(value: float | None) -> str:
-    """A span of time for people: 12.3 s, 4 min 05 s, 2 h 03 min."""
+    """Return a span of time for people: 12.3 s, 4 min 05 s, 2 h 03 min."""
     if value is None:
         return ""
     if value < 100:
@@ -52,18 +47,13 @@ def seconds(value: float | None) -> str:
 
 
 def when(value: float | None) -> str:
-    """A time in UTC; value: s since 1970."""
+    """Return a time in UTC. value: s since 1970."""
     return "" if value is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
 
 
 def flat(value: Any, name: str = "") -> list[tuple[str, str]]:
-    """Dotted names of a configuration's values, and their texts, without secrets and cut to `MOST_CHARS`."""
+    """Return dotted names of a configuration's values, and their texts, without secrets and cut to `MOST_CHARS`."""
     if isinstance(value, Mapping) and value:
         return [pair for key, item in value.items() for pair in flat(item, f"{name}.{key}" if name else str(key))]
     text = without_secrets(value if isinstance(value, str) else "" if value is None else str(value))
     return [(name, text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]}… ({len(text):,} characters)")]
-
-
-def quiet_matplotlib() -> None:
-    """Keep its notices, such as of a cache folder that it cannot write, from the end of a run."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)

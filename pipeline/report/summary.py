@@ -27,8 +27,7 @@ from pipeline.storage.parquet import read_parquet
 
 SHOWN_SHARDS = 20
 SHOWN_LABELS, LABEL_CHARS = 10, 60
-SHOWN_FIELDS = 8
-UNNAMED, WITHOUT = "labels that are not counted by name", "answers without one"
+UNNAMED = "labels that are not counted by name"
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,6 @@ def print_report(
     )
     if totals.labels:
         console.print(_labels("labels", totals.labels, UNNAMED, totals.unnamed_labels), markup=False, highlight=False)
-    for name, values in list(totals.fields.items())[:SHOWN_FIELDS]:
-        without = totals.answers_without(name)
-        console.print(_labels(_short(name), values, WITHOUT, without), markup=False, highlight=False)
-    if len(totals.fields) > SHOWN_FIELDS:
-        console.print(f"and {len(totals.fields) - SHOWN_FIELDS} more fields in {SUMMARY}", highlight=False)
     whole, decode_alone = clock_speedups(manifest.agreement, totals, held)
     if whole is not None and totals.layer_steps < totals.full_layer_steps:
         alone = "" if decode_alone is None else f", decode alone {decode_alone:.2f}x"

@@ -160,7 +160,7 @@ def test_a_segment_of_another_job_is_removed(folder: Folder, caplog: pytest.LogC
     assert_complete(folder)
 
 
-@pytest.mark.parametrize("lacking", [["field_counts"], list(LATER)], ids=["the last", "all"])
+@pytest.mark.parametrize("lacking", [["common_answers"], list(LATER)], ids=["the last", "all"])
 def test_a_segment_of_an_older_version_keeps_its_records(folder: Folder, lacking: list[str]) -> None:
     """Its columns are those of the older version's statistics."""
     commit_all(folder)

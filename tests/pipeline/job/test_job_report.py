@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from in_process import answered_rows, run_in_process
-from part_builders import predicted
 from ray_free_run import MadeUpParts
 from typer.testing import CliRunner
 
@@ -19,7 +18,7 @@ from pipeline import job as jobs
 from pipeline.cli.app import app
 from pipeline.commit.runs import RUNS, _warn_of_other_versions, read_runs, recorded_run, versions
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.report import job_page, prediction
+from pipeline.report import job_page
 from pipeline.report.job_page import REPORT
 from pipeline.storage.folder import LocalFolder, open_folder
 
@@ -48,7 +47,7 @@ def files(folder: Path) -> dict[Path, int]:
 
 def test_a_job_leaves_its_report_beside_its_answers(tmp_path: Path, checkpoint: Path, reports: None) -> None:
     config, output = job(tmp_path, checkpoint), tmp_path / "out"
-    done = run_in_process(config)
+    run_in_process(config)
     page = (output / REPORT).read_text()
     assert "all 10 rows are accounted for" in page and "prompt is null" in page and "part-000000.parquet" in page
     (run,) = read_runs(open_folder(str(output), StorageConfig()))
@@ -63,15 +62,10 @@ def test_a_job_leaves_its_report_beside_its_answers(tmp_path: Path, checkpoint: 
     assert command.exit_code == 0 and files(output) == before
     elsewhere = CliRunner().invoke(app, ["report", str(output), "--html", "--to", str(tmp_path / "r.html")])
     assert elsewhere.exit_code == 0 and files(output) == before
-    assert "No prediction is at hand" in (tmp_path / "r.html").read_text()
-    prediction.keep(str(tmp_path / "cache"), done.manifest.fingerprint, predicted(10, 0.0))
-    values = json.loads(next((tmp_path / "cache" / "plans").iterdir()).read_text())
-    (output / prediction.PREDICTION).write_text(json.dumps({**values, "made": run.began - 1}))
     again = CliRunner().invoke(app, ["report", str(output), "--html"])
     assert again.output.strip() == f"{output}/{REPORT}"
     changed = {path for path, when in files(output).items() if before.get(path) != when}
-    assert changed == {output / REPORT, output / prediction.PREDICTION}
-    assert "What <code>skipdecode plan</code> predicted" in (output / REPORT).read_text()
+    assert changed == {output / REPORT}
     (tmp_path / "mine.html").write_text("<p>mine</p>")
     mine = CliRunner().invoke(app, ["report", str(output), "--html", "--to", str(tmp_path / "mine.html")])
     assert mine.exit_code == 2 and (tmp_path / "mine.html").read_text() == "<p>mine</p>"
@@ -111,42 +105,6 @@ def test_a_labelling_job_says_how_often_each_label_was_chosen(
     assert json.loads((output / "_job" / "summary.json").read_text())["labels"] == counts  # of rebuilt records
 
 
-def test_a_job_with_a_schema_says_how_often_each_value_was_answered(
-    tmp_path: Path, checkpoint: Path, reports: None
-) -> None:
-    """By field; one answer is cut off. Records that are rebuilt from their parts say the same."""
-    schema = {
-        "type": "object",
-        "properties": {"place": {"$ref": "#/$defs/place"}, "cheap": {"type": "boolean"}, "n": {"type": "integer"}},
-        "required": ["place", "cheap"],
-        "additionalProperties": False,
-        "$defs": {"place": {"enum": ["river", "pub", "moor"]}},
-    }
-    sampling = {"temperature": 1.0, "max_new_tokens": 40}
-    config = job(tmp_path, checkpoint, output_format={"json_schema": schema}, sampling=sampling)
-    output = tmp_path / "out"
-    run_in_process(config)
-    answers = [json.loads(row["generated_text"]) for row in answered_rows(output) if row["error"] is None]
-    assert len(answers) > 3
-    counts = {
-        "cheap": {"true": sum(one["cheap"] for one in answers), "false": sum(not one["cheap"] for one in answers)},
-        "place": {name: sum(one["place"] == name for one in answers) for name in ("river", "pub", "moor")},
-    }
-    some = {name: {value: count for value, count in values.items() if count} for name, values in counts.items()}
-    read = lambda: json.loads((output / "_job" / "summary.json").read_text())["fields"]  # noqa: E731
-    assert read() == some
-    printed = CliRunner().invoke(app, ["report", str(output)], env={"COLUMNS": "200"}).output
-    page = (output / REPORT).read_text()
-    for name, values in counts.items():
-        assert f"{name}: " in printed and f"How often each value of {name} was answered" in page
-        for value, count in values.items():
-            assert not count or f"{value} {count} (" in printed
-            assert f'<th scope="row" class="path">{value}</th><td class="number">{count}</td>' in page
-    for record in (output / "_job" / "commits").iterdir():
-        record.unlink()
-    assert run_in_process(config).fresh_rows == 0 and read() == some
-
-
 def test_a_report_that_fails_does_not_fail_the_job(
     tmp_path: Path, checkpoint: Path, reports: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,19 +117,6 @@ def test_a_report_that_fails_does_not_fail_the_job(
         done = jobs.run(job(tmp_path, checkpoint), backend=MadeUpParts())
     assert done.totals.rows == 10 and (tmp_path / "out" / "_SUCCESS").exists()
     assert not (tmp_path / "out" / REPORT).exists() and "ZeroDivisionError: of the report" in caplog.text
-
-
-def test_a_prediction_is_found_on_this_machine_and_then_in_the_output(tmp_path: Path) -> None:
-    folder, cache = open_folder(str(tmp_path / "out"), StorageConfig()), str(tmp_path / "cache")
-    assert prediction.find(folder, cache, "f") == (None, False)
-    prediction.keep(cache, "f", predicted(10, 0.0))
-    found, is_stored = prediction.find(folder, cache, "f")
-    assert found is not None and found["chosen"]["seconds"] == 20.0 and not is_stored
-    assert prediction.find(folder, cache, "g") == (None, False)
-    folder.replace(prediction.PREDICTION, json.dumps(found).encode())
-    assert prediction.find(folder, None, "f") == (found, True)
-    folder.replace(prediction.PREDICTION, b"{}")  # damaged
-    assert prediction.find(folder, cache, "f") == (found, False)
 
 
 def test_every_end_of_a_run_is_recorded(

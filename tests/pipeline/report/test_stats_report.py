@@ -55,17 +55,15 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "list[int]": st.lists(st.integers(0, 10**6), max_size=3),
 }
 LABELS = st.dictionaries(st.text("ab[]", max_size=3), st.integers(1, 10**6), max_size=4)
-FIELDS = st.dictionaries(st.text("ab.", max_size=2), LABELS, max_size=3)
 ANY_STATS = st.builds(
     ShardStats,
     **{
         one.name: KINDS[str(one.type)]
         for one in fields(ShardStats)
-        if one.name not in ("padding_fraction", "label_counts", "field_counts", "common_answers")
+        if one.name not in ("padding_fraction", "label_counts", "common_answers")
     },
     padding_fraction=st.floats(0, 1),
     label_counts=LABELS.map(lambda counts: json.dumps(counts) if counts else ""),
-    field_counts=FIELDS.map(lambda counts: json.dumps(counts) if counts else ""),
     common_answers=LABELS.map(lambda counts: json.dumps(counts) if counts else ""),
 )
 
@@ -99,13 +97,6 @@ def test_totals_are_sums_and_maxima(shards: list[ShardStats]) -> None:
     for shard in shards:
         by_label.update(json.loads(shard.label_counts or "{}"))
     assert totals.labels == by_label and list(totals.labels.values()) == sorted(by_label.values(), reverse=True)
-    by_value: Counter[tuple[str, str]] = Counter()
-    for shard in shards:
-        for name, counts in json.loads(shard.field_counts or "{}").items():
-            by_value.update({(name, value): count for value, count in counts.items()})
-    assert {(name, value): n for name, values in totals.fields.items() for value, n in values.items()} == by_value
-    for values in totals.fields.values():
-        assert list(values.values()) == sorted(values.values(), reverse=True)
     assert 0 <= totals.padding_fraction <= 1
     json.dumps(totals.to_dict(), allow_nan=False)
 
@@ -114,7 +105,7 @@ def test_totals_are_sums_and_maxima(shards: list[ShardStats]) -> None:
 @settings(deadline=None)
 def test_the_order_of_shards_does_not_matter(one: list[ShardStats], other: list[ShardStats]) -> None:
     mine, theirs = (add_up(to_table(both)).to_dict() for both in ([*one, *other], [*other, *one]))
-    for name in ("labels", "fields", "common_answers", "warnings", "duplicate_examples"):
+    for name in ("labels", "common_answers", "warnings", "duplicate_examples"):
         assert json.dumps(mine.pop(name)) == json.dumps(theirs.pop(name))
     assert mine == pytest.approx(theirs)
 
@@ -134,9 +125,9 @@ def test_a_record_that_lacks_a_number_is_refused() -> None:
 
 def test_a_record_of_an_older_version_has_no_labels() -> None:
     values = asdict(part_stats(SHARDS[0]))
-    del values["label_counts"], values["field_counts"]
+    del values["label_counts"]
     older = ShardStats.from_record(values)
-    assert older.label_counts == older.field_counts == "" and add_up(to_table([older])).fields == {}
+    assert older.label_counts == "" and add_up(to_table([older])).labels == {}
 
 
 def test_a_record_with_a_damaged_list_is_refused() -> None:
@@ -360,16 +351,6 @@ def test_answers_of_one_token_have_no_columns_of_decode_steps() -> None:
     assert f"labels that are not counted by name {2400 - named:,}" in text
     told = printed(to_table([part_stats(SHARDS[0])]))
     assert "decode s" in told and "labels" not in told and "rows/s" not in told
-
-
-def test_fields_of_structured_answers() -> None:
-    counts = {f"field{number}": {"high": 3, "[b]low": 1} for number in range(9)} | {"none": {}}
-    one = part_stats(SHARDS[0], stopped=3, cut_off=1, field_counts=json.dumps(counts))
-    text = printed(to_table([one, replace(one, shard=1, stopped=2, field_counts="")]))
-    assert "field0: high 3 (42.9%), [b]low 1 (14.3%), answers without one 3 (42.9%)\n" in text
-    assert "field7: " in text and "field8" not in text and "and 2 more fields in _job/summary.json" in text
-    text = printed(to_table([replace(one, field_counts='{"kind": {}}', stopped=0, cut_off=0)]))
-    assert "kind: no answer has one" in text
 
 
 def test_of_many_shards_the_slowest_are_shown() -> None:
