@@ -75,7 +75,7 @@ def _plan(config: Any, stored: Manifest | None, backend: Any, *, files: Files) -
     return replace(config, manifest=Manifest(fingerprint, identity, BATCHING, pinned, [], pa.schema([])))
 
 
-def _answer(job: VersionedJob, folder: Folder, backend: Any) -> tuple[Totals, int]:
+def _answer(job: VersionedJob, folder: Folder, backend: Any, check: str) -> tuple[Totals, int]:
     manifest = job.manifest
     fresh = [folder.create(_answer_name(file.url), manifest.fingerprint.encode()) for file in manifest.files]
     folder.replace(SUMMARY, b"{}")
@@ -84,14 +84,15 @@ def _answer(job: VersionedJob, folder: Folder, backend: Any) -> tuple[Totals, in
 
 @pytest.fixture(autouse=True)
 def _one_file_is_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs.jobs, "plan", _plan)
+    monkeypatch.setattr(runs, "plan", _plan)
     monkeypatch.setattr(runs.jobs, "answer", _answer)
     monkeypatch.setattr(runs.jobs, "checked", lambda job, *_: nullcontext(job))
     monkeypatch.setattr(runs, "log_memory_estimate", lambda *_: None)
     for name in ("list_input", "list_pinned"):
         monkeypatch.setattr(runs, name, lambda section, *_, **__: dict(section.world.inputs))
     monkeypatch.setattr(runs, "newest", lambda config: None)
-    monkeypatch.setattr(runs.jobs, "check_output_table", lambda job: None)
+    monkeypatch.setattr(runs, "part_schema", lambda job: None)
+    monkeypatch.setattr(runs, "check_table", lambda *_: None)
     monkeypatch.setattr(runs, "commit_table", _commit_table)
     monkeypatch.setattr(runs, "_folder", lambda root, run, config: root.sub(run.folder))
 

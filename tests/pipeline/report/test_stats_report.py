@@ -282,7 +282,9 @@ def test_a_part_of_another_size_is_refused_at_every_run(folder: Folder) -> None:
     data = folder.read(part_name(1))
     folder.replace(part_name(1), data[:-1])
     for _ in range(2):
-        with pytest.raises(RowsMissing, match=r"^part-000001.parquet is not what was committed: delete it"):
+        with pytest.raises(
+            RowsMissing, match=r"^part-000001.parquet is not what was committed: run again with --repair"
+        ):
             finish(folder, MANIFEST)
     folder.remove(part_name(1))
     assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 2}
