@@ -118,7 +118,6 @@ def part_stats(shard: Shard, **changes: Any) -> ShardStats:
         "answer_depths": [0, 0, 0, len(good) - 1] if len(good) > 1 else [],
         "error_kinds": json.dumps([[error, bad, f"row-{shard.first_row + 1}", error]]) if bad else "",
         "label_counts": "",
-        "field_counts": "",
         "empty_answers": 0,
         "repeating_answers": 0,
         "common_answers": "",
@@ -141,22 +140,3 @@ def finish(folder: Folder, manifest: Manifest) -> Totals:
     totals = finalize(folder, manifest)
     write_success(folder, manifest, totals)
     return totals
-
-
-def predicted(rows: int, made: float) -> dict[str, Any]:
-    """What `skipdecode plan` keeps of a job at 2x. made: s since 1970."""
-    line = {
-        "speed": "2x",
-        "seconds": 20.0,
-        "low": 18.0,
-        "high": 23.0,
-        "device_hours": 0.02,
-        "money": 0.04,
-        "prefill_seconds": 2.0,
-        "decode_seconds": 8.0,
-        "generated_tokens": 100,
-        "layer_ratio": 2.0,
-    }
-    full = {**line, "speed": "1x", "seconds": 50.0, "decode_seconds": 20.0}
-    shared = {"made": made, "rows_left": rows, "devices": 2.0, "price_per_hour": 2.0}
-    return {**shared, "speeds": [full, line], "chosen": line, "startup": {"seconds": 12.0}}
