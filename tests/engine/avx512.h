@@ -3,6 +3,7 @@
 
 #pragma once
 
+#pragma GCC optimize("O1")  // emulated vectors take minutes to compile with more
 #include <immintrin.h>
 
 #include <cmath>
