@@ -114,7 +114,7 @@ def test_the_second_shard_begins_while_the_first_one_ends(
     def watched(self: Engine, *, last: bool = False) -> Any:
         flight = one.generator.calls._flight
         assert flight is not None
-        steps.append(len({id(flight._tickets[row.ticket][0]) for row in self.rows}))
+        steps.append(len({id(flight.tickets[row.ticket][0]) for row in self.rows}))
         if steps[-1] == 1 and not flight.waiting and not one.generator.calls._queue:
             threading.Event().wait(0.05)  # the second thread prepares its rows
         return step(self, last=last)
@@ -143,7 +143,7 @@ def test_a_shard_that_may_have_killed_its_process_shares_the_engine_with_no_othe
     def watched(self: Engine, *, last: bool = False) -> Any:
         flight = one.generator.calls._flight
         assert flight is not None
-        steps.append(len({id(flight._tickets[row.ticket][0]) for row in self.rows}))
+        steps.append(len({id(flight.tickets[row.ticket][0]) for row in self.rows}))
         if not flight.waiting and not one.generator.calls._queue:
             threading.Event().wait(0.02)
         return step(self, last=last)
