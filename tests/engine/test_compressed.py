@@ -174,9 +174,9 @@ def test_int8_runs_in_8_bits_on_a_cpu(made: Callable[..., Path], way: str) -> No
     """The layers that the checkpoint has in 8 bits, by its own codes; answers near those of the expanded weights."""
     folder = made("int8", **WAYS[way])
     own = generator(folder).engine.decoder
-    if way == "some layers":  # not q, k and v of a layer, which a stack has as one product with its others
+    if way == "some layers":  # not q of a layer, which a stack has as one product with k and v
         assert own.stack is None
-        assert products(own) == [False] * (7 + 3) + [True] * (7 * LAYERS - 10)
+        assert products(own) == [False] * (7 + 1) + [True] * (7 * LAYERS - 8)
     else:
         assert own.stack is not None and products(own) == [True] * 4 * LAYERS
     assert isinstance(own.head, PackedLinear)
