@@ -390,10 +390,6 @@ class Generator:
             raise UserError(f"needs {needed} bytes of cache, more than the budget of {self.cache_bytes}")
         return requests
 
-    def token_limit(self, prompt: Prompt) -> int:
-        """Most new tokens of each answer to a row; raises UserError for a row that cannot be answered."""
-        return self.builder.requests(prompt)[0].new_tokens_limit(self.engine.decoder.context_length)
-
     def take_stats(self) -> EngineStats:
         """The engine's counts since the last call."""
         return self.engine.take_stats()

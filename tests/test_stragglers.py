@@ -37,16 +37,18 @@ def test_batches_padding_and_idle_steps(name: str, batches: list[list[int]]) -> 
     assert len(one.steps) == sum(steps)
     assert one.stats.decode_steps == sum(new - 1 for new in NEW)
     idle = sum(many * len(batch) for many, batch in zip(steps, batches, strict=True)) - one.stats.decode_steps
-    assert one.stats.idle_row_steps == (idle if name in ("arrival", "bucketing") else 0)
+    assert one.idle_row_steps == (idle if name in ("arrival", "bucketing") else 0)
     assert one.stats.padded_prompt_tokens == sum(max(PROMPTS[row] for row in batch) * len(batch) for batch in batches)
     assert 0 < one.retire < one.decode
 
 
 def test_time_lost() -> None:
-    stats = EngineStats(prompt_tokens=60, padded_prompt_tokens=80, decode_steps=90, idle_row_steps=10)
-    one = Measured(seconds=9.0, prefill=4.0, decode=5.0, retire=0.5, steps=[2.0, 3.0], stats=stats)
+    stats = EngineStats(prompt_tokens=60, padded_prompt_tokens=80, decode_steps=90)
+    one = Measured(seconds=9.0, prefill=4.0, decode=5.0, retire=0.5, steps=[2.0, 3.0], stats=stats, idle_row_steps=10)
     assert one.without_padding == pytest.approx(3.0 + 4.5 - 0.5)
-    slower = Measured(seconds=19.0, prefill=6.0, decode=9.0, retire=0.5, steps=[4.0, 5.0], stats=stats)
+    slower = Measured(
+        seconds=19.0, prefill=6.0, decode=9.0, retire=0.5, steps=[4.0, 5.0], stats=stats, idle_row_steps=10
+    )
     middle = medians([one, slower, slower])
     assert (middle.seconds, middle.prefill, middle.steps) == (19.0, 6.0, [4.0, 5.0])
 

@@ -66,7 +66,6 @@ class Engine:
         self.cumulative_logprob = cumulative_logprob
         self.stats = EngineStats()
         self.rows: list[Row] = []
-        self.executor: CpuExecutor | LibraryExecutor
         self.executor = LibraryExecutor(decoder) if decoder.stack is None else CpuExecutor(decoder)
         self._tickets = 0
         self._row_bytes: dict[tuple[int, int], int] = {}

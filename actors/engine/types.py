@@ -258,7 +258,6 @@ class EngineStats:
     padded_prompt_tokens: int = field(default=0, metadata={"unit": "tokens computed in prefill, padding included"})
     generated_tokens: int = field(default=0, metadata={"unit": "tokens"})
     decode_steps: int = field(default=0, metadata={"unit": "tokens that were an input to decode"})
-    idle_row_steps: int = field(default=0, metadata={"unit": "decode steps of rows that had ended"})
     layer_steps: int = field(default=0, metadata={"unit": "layers run over decode steps"})
     full_layer_steps: int = field(default=0, metadata={"unit": "layers full depth would have run"})
     prefill_seconds: float = field(default=0.0, metadata={"unit": "s"})

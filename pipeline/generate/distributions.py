@@ -26,13 +26,6 @@ def bins_of(values: np.ndarray) -> np.ndarray:
     return np.where(values < EXACT, values, EXACT + (octaves - 4) * PER_OCTAVE + within)
 
 
-def first_values(bins: int) -> np.ndarray:
-    """The least value of each of the first `bins` bins, which is one more than the largest of the bin before."""
-    place = np.arange(bins)
-    octave, within = np.divmod(np.maximum(place - EXACT, 0), PER_OCTAVE)
-    return np.where(place < EXACT, place, (PER_OCTAVE + within) << (octave + 1))
-
-
 def histogram(values: Sequence[int] | np.ndarray) -> list[int]:
     """How many of the values, which are at least 0, lie in each bin; without the empty bins at the end."""
     counts: list[int] = np.bincount(bins_of(np.asarray(values, dtype=np.int64))).tolist()

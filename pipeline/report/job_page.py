@@ -119,11 +119,14 @@ def _slowest(shards: pa.Table, manifest: Manifest) -> list[dict[str, Any]]:
 def _answers(folder: Folder, shards: pa.Table) -> list[dict[str, Any]]:
     """Return the first answers of the first committed part, cut to `ANSWER_CHARS`; none if it cannot be read."""
     try:
-        part = read_parquet(folder.read(part_name(min(shards["shard"].to_pylist()))))
+        rows = first_rows(folder, SHOWN_ANSWERS, min(shards["shard"].to_pylist()))
     except (OSError, ValueError):
         return []
     names = ["id", "generated_text", "finish_reason", "error"]
-    return [
-        {name: None if row[name] is None else str(row[name])[:ANSWER_CHARS] for name in names}
-        for row in part.select(names).slice(0, SHOWN_ANSWERS).to_pylist()
-    ]
+    return [{name: None if row[name] is None else str(row[name])[:ANSWER_CHARS] for name in names} for row in rows]
+
+
+def first_rows(folder: Folder, count: int, shard: int = 0) -> list[dict[str, Any]]:
+    """Return the first rows of a shard's part. Raises OSError or ValueError for a part that cannot be read."""
+    rows: list[dict[str, Any]] = read_parquet(folder.read(part_name(shard))).slice(0, count).to_pylist()
+    return rows

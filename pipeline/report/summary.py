@@ -21,7 +21,7 @@ from pipeline.messages import counted, parsed_control_tokens
 from pipeline.plan import plan_files
 from pipeline.plan.manifest import Manifest
 from pipeline.report.figures import clock_speedups, held_seconds
-from pipeline.report.job_page import REPORT
+from pipeline.report.job_page import REPORT, first_rows
 from pipeline.storage.folder import Folder
 from pipeline.storage.parquet import read_parquet
 
@@ -230,9 +230,3 @@ def _shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[di
                 if part.num_rows == shard.rows:  # one answer a row
                     shown.append((part.slice(place, 1).to_pylist()[0], example.text))
     return shown or [(row, None) for row in first_rows(folder, count)]
-
-
-def first_rows(folder: Folder, count: int) -> list[dict[str, Any]]:
-    """The first rows of the first part."""
-    rows: list[dict[str, Any]] = read_parquet(folder.read(part_name(0))).slice(0, count).to_pylist()
-    return rows

@@ -29,10 +29,11 @@ DONE = Completion((), FinishReason.STOP, None)
 class CountingEngine:
     """Rows that end after as many steps as their key says."""
 
-    grows = stepped = cumulative_logprob = False
+    cumulative_logprob = False
 
     def __init__(self) -> None:
         self.decoder = SimpleNamespace(context_length=2**20)
+        self.executor = SimpleNamespace(reserved_bytes=0)
         self.schedule = SimpleNamespace(num_layers=1, layer_steps=int)
         self.stats = EngineStats()
         self.rows: list[Any] = []
@@ -43,17 +44,11 @@ class CountingEngine:
         """See `Engine`, also for the methods below."""
         return prompt_tokens + max_new_tokens
 
-    def shared_tokens(self, prefix: Sequence[int]) -> int:
-        return 0
-
     def open(self, *shape: Any) -> None:
         pass
 
-    def widen(self, *shape: Any, allocates: bool = False) -> bool:
+    def widen(self, *shape: Any, **kinds: Any) -> bool:
         return True
-
-    def admission_estimate(self, requests: Sequence[Request], prefixes: Sequence[Sequence[int]] = ()) -> int:
-        return len(requests)
 
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
         first, self._tickets = self._tickets, self._tickets + len(requests)
@@ -70,12 +65,6 @@ class CountingEngine:
         ended = [row for row in self.rows if row.left <= 0]
         self.rows = [row for row in self.rows if row.left > 0]
         return [(row.ticket, DONE) for row in ended]
-
-    def take_preempted(self) -> list[int]:
-        return []
-
-    def generated(self) -> dict[int, list[int]]:
-        return {}
 
     def close(self) -> None:
         pass

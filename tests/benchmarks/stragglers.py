@@ -92,6 +92,7 @@ class Measured:
     retire: float
     steps: list[float]
     stats: EngineStats
+    idle_row_steps: int  # decode steps of rows that had ended
 
     @property
     def unpadded_prefill(self) -> float:
@@ -101,7 +102,7 @@ class Measured:
     @property
     def idle_share(self) -> float:
         """Of the rows of all steps."""
-        return self.stats.idle_row_steps / (self.stats.idle_row_steps + self.stats.decode_steps)
+        return self.idle_row_steps / (self.idle_row_steps + self.stats.decode_steps)
 
     @property
     def without_padding(self) -> float:
@@ -119,6 +120,7 @@ def medians(runs: Sequence[Measured]) -> Measured:
         middle(one.retire for one in runs),
         [middle(times) for times in zip(*(one.steps for one in runs), strict=True)],
         runs[0].stats,
+        runs[0].idle_row_steps,
     )
 
 
@@ -170,11 +172,10 @@ def run(decoder: Decoder, workload: Workload, speedup: float, horizon: int, way:
     stats = engine.take_stats()
     stats.generated_tokens -= idle
     stats.decode_steps -= idle
-    stats.idle_row_steps += idle
     assert stats.generated_tokens == workload.generated
     assert way.order is None or stats.batches == -(-len(requests) // size), "a batch did not fit the cache"
     return Measured(
-        seconds, stats.prefill_seconds, stats.decode_seconds, engine.retire_seconds, engine.step_seconds, stats
+        seconds, stats.prefill_seconds, stats.decode_seconds, engine.retire_seconds, engine.step_seconds, stats, idle
     )
 
 
@@ -219,7 +220,7 @@ def figures(one: Measured, full_rows: float) -> dict[str, float]:
         "decode_seconds": one.decode,
         "retire_seconds": one.retire,
         "padded_share": 1 - stats.prompt_tokens / stats.padded_prompt_tokens,
-        "idle_row_steps": stats.idle_row_steps,
+        "idle_row_steps": one.idle_row_steps,
         "idle_share": one.idle_share,
         "steps": len(one.steps),
         "mean_live_rows": stats.decode_steps / len(one.steps),

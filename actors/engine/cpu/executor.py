@@ -1,6 +1,6 @@
 """The executor over the CPU's kernels: one native call a decode step, prompts one behind another, memory that is kept.
 
-Its functions are those of `library.executor.LibraryExecutor`, which defines them.
+It differs from the library's executor, which defines the functions, in memory and passes.
 Shapes: R rows of a prefill, P prompts, B rows of a decode step, E hidden size, V vocabulary size.
 """
 
@@ -16,9 +16,10 @@ from actors.engine.cache import PrefixKeys, SkipCache, SlotShape
 from actors.engine.cpu.stack import NativeBuffers
 from actors.engine.decoder import Decoder
 from actors.engine.errors import is_out_of_memory
+from actors.engine.library.executor import LibraryExecutor
 
 
-class CpuExecutor:
+class CpuExecutor(LibraryExecutor):
     """Runs a decoder's stack over slots in one allocation, which is kept for the next `open`.
 
     Args:
@@ -30,13 +31,11 @@ class CpuExecutor:
 
     def __init__(self, decoder: Decoder) -> None:
         assert decoder.stack is not None
-        self.decoder, self.stack = decoder, decoder.stack
+        super().__init__(decoder)
+        self.stack = decoder.stack
         self._embeds = decoder.family.embeddings(decoder.model) is not None  # whether the stack takes tokens
-        self.cache: SkipCache | None = None
-        self.reserved_bytes = 0
         self._shape: SlotShape | None = None
         self._memory: Tensor | None = None
-        self._prefix: tuple[object, PrefixKeys] | None = None
 
     def open(self, shape: SlotShape, held: int = 0, *, allocates: bool = True) -> bool:
         need = shape.bytes(self.decoder.token_bytes)
@@ -111,17 +110,8 @@ class CpuExecutor:
             self.stack.prompts(layer, hidden, rotary[layer], starts, places, sources, buffers, prefix)
         return self.decoder.logits(hidden[0, starts[1:] - 1])
 
-    def _shared(self, prefix: tuple[int, ...], layers: Sequence[int]) -> tuple[PrefixKeys | None, int]:
-        if not prefix:
-            return None, 0
-        key = prefix, tuple(layers)
-        if self._prefix is not None and self._prefix[0] == key:
-            return self._prefix[1], 0
-        decoder = self.decoder
-        shared = PrefixKeys(decoder.kv_heads, len(prefix), decoder.head_dim, decoder.dtype)
+    def _compute_prefix(self, prefix: tuple[int, ...], layers: Sequence[int], shared: PrefixKeys) -> None:
         self._prompts([prefix], 0, torch.tensor([0, len(prefix)]), layers, shared)
-        self._prefix = key, shared
-        return shared, len(prefix)
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int], rows_per_layer: Sequence[int]) -> Tensor:
         cache = self.cache
@@ -135,20 +125,5 @@ class CpuExecutor:
         hidden, rotary = self.decoder.embed(ids, at)
         return self.stack.step(hidden[:, 0], rotary[0], rows_per_layer, places, slots, width, buffers)
 
-    def keep(self, order: Sequence[int]) -> None:
-        assert self.cache is not None
-        self.cache.arrange(order)
-
-    def free_layers(self, position: int) -> None:
-        assert self.cache is not None
-        self.cache.free(position)
-
-    def close(self) -> None:
-        self.cache = None
-
     def release_memory(self) -> None:
         self._memory = None
-
-    def used_bytes(self) -> int:
-        cache = self.cache
-        return 0 if cache is None else cache.bytes

@@ -88,13 +88,18 @@ class LibraryExecutor:
         key = prefix, tuple(layers)
         if self._prefix is not None and self._prefix[0] == key:
             return self._prefix[1], 0
-        decoder, device = self.decoder, self.decoder.device
+        decoder = self.decoder
         shared = PrefixKeys(decoder.kv_heads, len(prefix), decoder.head_dim, decoder.dtype)
-        positions = torch.arange(len(prefix), device=device)[None]
-        last = torch.tensor([len(prefix) - 1], device=device)
-        decoder.prefill(torch.tensor([prefix], device=device), positions, last, layers, shared)
+        self._compute_prefix(prefix, layers, shared)
         self._prefix = key, shared
         return shared, len(prefix)
+
+    def _compute_prefix(self, prefix: tuple[int, ...], layers: Sequence[int], shared: PrefixKeys) -> None:
+        """Run a prefix through `layers`, whose keys and values `shared` takes."""
+        device = self.decoder.device
+        positions = torch.arange(len(prefix), device=device)[None]
+        last = torch.tensor([len(prefix) - 1], device=device)
+        self.decoder.prefill(torch.tensor([prefix], device=device), positions, last, layers, shared)
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int], rows_per_layer: Sequence[int]) -> Tensor:
         """Run one token of each row; return hidden states [B, E] behind the last layer.

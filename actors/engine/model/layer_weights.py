@@ -5,7 +5,6 @@ Shapes: E hidden size, F feed-forward size, Q query heads, H key/value heads, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -154,11 +153,3 @@ class LayerWeights:
     def relu(self) -> bool:
         """Whether the activation can be part of the product before it."""
         return not self.gated and self.activation == "relu"
-
-    def activate(self) -> Callable[[Tensor], Tensor]:
-        """The activation [N, F] -> [N, F] of a feed-forward that is not gated."""
-        from transformers.activations import ACT2FN
-
-        assert not self.gated
-        function: Callable[[Tensor], Tensor] = ACT2FN[self.activation]
-        return function

@@ -13,15 +13,22 @@ from hypothesis import strategies as st
 from pipeline.generate.distributions import (
     EXACT,
     KINDS,
+    PER_OCTAVE,
     bins_of,
     depth_histogram,
     error_kinds,
-    first_values,
     histogram,
     kind_of,
 )
 
 VALUES = st.integers(0, 2**24)
+
+
+def first_values(bins: int) -> np.ndarray:
+    """The least value of each of the first `bins` bins, which is one more than the largest of the bin before."""
+    place = np.arange(bins)
+    octave, within = np.divmod(np.maximum(place - EXACT, 0), PER_OCTAVE)
+    return np.where(place < EXACT, place, (PER_OCTAVE + within) << (octave + 1))
 
 
 @given(VALUES)

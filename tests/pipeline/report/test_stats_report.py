@@ -41,8 +41,9 @@ from pipeline.prepare.prompts import (
     TOOLS,
 )
 from pipeline.report import progress
+from pipeline.report.job_page import first_rows
 from pipeline.report.progress import Rates, progress_line, rates
-from pipeline.report.summary import first_rows, print_report
+from pipeline.report.summary import print_report
 from pipeline.storage.folder import Folder, open_folder
 
 SHARDS = [Shard(0, "in/a.parquet", 0, 4), Shard(1, "in/a.parquet", 4, 5), Shard(2, "in/b.parquet", 0, 1)]
