@@ -73,7 +73,7 @@ class Call:
         return self.requests[0].schedule
 
     def shape(self, rows: Sequence[int]) -> tuple[int, int]:
-        """Return the longest prompt and the most new tokens of these rows."""
+        """Return the maximum prompt length and the maximum number of new tokens over these rows."""
         return max(self.lengths[row] for row in rows), max(self.limits[row] for row in rows)
 
     def left(self, run: Run) -> list[int]:

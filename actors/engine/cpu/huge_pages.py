@@ -40,7 +40,7 @@ def moved(tensor: Tensor) -> Tensor:
 
 
 def _region(like: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of these shapes, not initialized.
+    """Allocate tensors of these shapes, without setting their values.
 
     Raises:
         MemoryError: The system has no memory for them.

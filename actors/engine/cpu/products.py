@@ -144,7 +144,7 @@ class PackedLinear(nn.Module):
 
 
 def packed_linear(module: nn.Module, *, int8: bool = False) -> nn.Module:
-    """Return a linear layer with a packed weight, or the module where it is none or is faster as it is."""
+    """Return a linear layer with a packed weight, or the module if it is not linear or packing gains nothing."""
     if type(module) is nn.Linear:
         weight = module.weight.detach()
     elif type(module) is Conv1D:
