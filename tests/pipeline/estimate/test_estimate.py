@@ -184,8 +184,6 @@ def test_a_trained_checkpoint_is_planned_at_its_speeds(
         found["saves"]["device_hours"] * 2
     )
     assert {line["speed"] for line in found["speeds"]} >= {"1x", "2x"}
-    (kept,) = (tmp_path / "cache" / "plans").iterdir()  # for the job's report
-    assert json.loads(kept.read_text()).items() >= found.items()
 
 
 @pytest.fixture

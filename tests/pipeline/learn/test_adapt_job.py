@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from pipeline.cli.app import app
 from pipeline.config.load import dump_yaml
-from pipeline.learn.adapt import pairs
+from pipeline.learn.adapt import configs, pairs
 
 pytest.importorskip("pipeline.config.evaluate", reason="evaluate is not in yet")
 ROWS = 40
@@ -34,9 +34,16 @@ def prepared_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("weights", ["adapter", "full"])
 def test_from_a_job_to_a_faster_one(
-    in_process: None, tmp_path: Path, checkpoint: Path, weights: str, own_cache: Path, request: pytest.FixtureRequest
+    in_process: None,
+    tmp_path: Path,
+    checkpoint: Path,
+    weights: str,
+    own_cache: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With all weights by a measured order, of which the written job says nothing: the checkpoint has it."""
+    monkeypatch.setattr(configs, "PROMPT_SHARE", 2.0)  # else the clock decides whether `prompt: first` is tried
     if weights == "full":
         request.getfixturevalue("prepared_here")
     prompts: list[str | None] = [f"name[Zizzi], area[{row}]" for row in range(ROWS)]
