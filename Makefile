@@ -6,7 +6,7 @@ IDLE = tests/engine tests/serving tests/pipeline/learn
 RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline --include='test_*.py')
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo real real-model test test-vllm coverage test-slow test-mutations test-ceph lint bench bench-full bench-parts bench-scale bench-serve bench-stragglers peers soak clean evidence-e2e evidence-slots evidence-dense evidence-orders evidence-labels evidence-adapt evidence-real-text evidence-real-labels evidence-real-summaries
+.PHONY: demo real real-model wheel test test-vllm coverage test-slow test-mutations test-ceph lint bench bench-full bench-scale bench-serve peers soak clean evidence-e2e evidence-slots evidence-dense evidence-orders evidence-real-text evidence-real-labels evidence-real-summaries
 
 demo: .venv/installed
 	@echo "the demo's model is a toy of 9 million parameters, which knows nothing but such prompts"
@@ -65,23 +65,16 @@ lint: .venv/installed-dev
 # Speed of the engine against the machine's limits and against peers; half an hour.
 bench: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/speed.py --out work/speed.json
-	@.venv/bin/python tests/benchmarks/chart.py work/speed.json work/speed.png
 	.venv/bin/python tests/benchmarks/published.py --out work/published.json || test $$? -eq 3
 
 # The larger shapes and all workloads too; hours.
 bench-full: .venv/installed-dev peers
 	.venv/bin/python tests/benchmarks/speed.py --shapes demo,opt-125m,opt-350m,opt-1.3b,llama-3.2-1b \
 		--workloads prompt-heavy,decode-heavy,e2e,qmsum,long-tailed --rows 64 --schedulers lock_step,refill \
-		--peers transformers,static,continuous,vllm,ctranslate2,ctranslate2-int8 --out work/speed-full.json
-	@.venv/bin/python tests/benchmarks/chart.py work/speed-full.json work/speed-full.png
-
-# What rows of unequal lengths cost, and what gives it back; a quarter of an hour.
-bench-stragglers: .venv/installed-dev
-	.venv/bin/python tests/benchmarks/stragglers.py --workloads e2e
-	.venv/bin/python tests/benchmarks/stragglers.py --workloads qmsum --rows 32 --max-rows 8 --runs 1
+		--out work/speed-full.json
 
 # What the engine is compared with, in Pythons of their own.
-peers: work/peers/vllm/installed work/peers/ctranslate2/installed work/peers/llama-cpp/installed
+peers: work/peers/vllm/installed work/peers/llama-cpp/installed
 
 work/peers/vllm/installed:
 	$(PYTHON) -m venv $(@D)
@@ -95,24 +88,11 @@ work/peers/vllm/installed-dev: work/peers/vllm/installed
 	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # vLLM brings them again
 	touch $@
 
-work/peers/ctranslate2/installed:
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet ctranslate2==4.8.5 torch==2.13.0 transformers==5.23.0 sentencepiece==0.2.3
-	touch $@
-
 # Compiled here, for this processor: needs a C++ compiler.
 work/peers/llama-cpp/installed:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet llama-cpp-python==0.3.36
 	touch $@
-
-# What the pipeline costs on top of the engine, start-up, a prefix of all prompts, features, a training step.
-bench-parts: .venv/installed-dev
-	.venv/bin/python tests/benchmarks/pipeline_overhead.py
-	.venv/bin/python tests/benchmarks/startup.py
-	.venv/bin/python tests/benchmarks/prefix_speed.py
-	.venv/bin/python tests/benchmarks/features.py
-	.venv/bin/python tests/benchmarks/training_step.py
 
 # A server under 1, 8 and 32 clients on loopback, beside the bulk engine; a few minutes.
 bench-serve: .venv/installed-dev
@@ -126,11 +106,10 @@ bench-scale: .venv/installed-dev
 soak: .venv/installed-dev
 	.venv/bin/python tests/soak.py $(OPTIONS)
 
-# The tables of tests/benchmarks/README.md, from nothing but the data sets beside the repository; all but evidence-slots train for
-# half an hour to two hours.
-evidence-e2e: work/evidence/full-depth-2/tune.json
+# The tables of tests/benchmarks/README.md, from nothing but the data sets beside the repository; dense and orders
+# train for half an hour to two hours.
+evidence-e2e: .venv/installed
 	.venv/bin/skipdecode evaluate configs/demo/evaluate-test.yaml
-	.venv/bin/skipdecode evaluate configs/evidence/evaluate-e2e.yaml
 
 evidence-slots: .venv/installed-dev
 	@.venv/bin/python -m pipeline.demo_data work/demo/prompts
@@ -143,13 +122,6 @@ evidence-dense: work/evidence/dense-7/tune.json work/evidence/dense-5/tune.json
 
 evidence-orders: work/evidence/compare/tune.json
 	.venv/bin/skipdecode evaluate configs/evidence/evaluate-compare.yaml
-
-evidence-labels: work/evidence/banking77/tune.json
-	.venv/bin/skipdecode evaluate configs/evidence/evaluate-banking77-full.yaml
-	.venv/bin/skipdecode evaluate configs/evidence/evaluate-banking77-first.yaml
-
-evidence-adapt: work/evidence/half/tune.json
-	.venv/bin/skipdecode adapt configs/evidence/adapt-half.yaml
 
 # A published model, adapted: quality against clock. The same command goes on where it was stopped; OPTIONS="--rows 16
 # --steps 4 --sample 24" tries it.
@@ -164,26 +136,16 @@ work/demo-full-depth/tune.json: | .venv/installed-dev
 	.venv/bin/python configs/demo/new_model.py work/demo-new ../shared/data/e2e/train.parquet
 	.venv/bin/skipdecode tune configs/demo/tune-1-full-depth.yaml
 
-work/evidence/full-depth/tune.json work/evidence/compare/tune.json: work/demo-full-depth/tune.json
+work/evidence/compare/tune.json: work/demo-full-depth/tune.json
 
-work/evidence/full-depth-2/tune.json: work/evidence/full-depth/tune.json
-
-work/evidence/half/tune.json: work/evidence/halves/pairs.parquet | work/evidence/new/half
-work/evidence/banking77/tune.json: | work/evidence/new/banking77
 work/evidence/dense-5/tune.json: | work/evidence/new/dense-5
 work/evidence/dense-7/tune.json: | work/evidence/new/dense-7
 
 # models with random weights: data and options of configs/demo/new_model.py
-work/evidence/new/half: NEW = work/evidence/halves/pairs.parquet --seed 3
-work/evidence/new/half: work/evidence/halves/pairs.parquet
-work/evidence/new/banking77: NEW = ../shared/data/banking77/train.parquet
 work/evidence/new/dense-5: NEW = ../shared/data/e2e/train.parquet --layers 5
 work/evidence/new/dense-7: NEW = ../shared/data/e2e/train.parquet --layers 7
 work/evidence/new/%: | .venv/installed-dev
 	.venv/bin/python configs/demo/new_model.py $@ $(NEW)
-
-work/evidence/halves/pairs.parquet: | .venv/installed-dev
-	.venv/bin/python tests/benchmarks/e2e_halves.py
 
 work/evidence/%/tune.json: | .venv/installed-dev
 	.venv/bin/skipdecode tune configs/evidence/$*.yaml

@@ -1,7 +1,7 @@
 """The engine against its peers on a published model and real prompts: SmolLM2-135M-Instruct, E2E's facts in a chat.
 
     .venv/bin/python tests/benchmarks/published.py [--rows 300] [--max-rows 64] [--runs 3] [--threads 2] [--out FILE]
-        [--peers transformers,vllm,ctranslate2-int8,llama.cpp-q8_0,llama.cpp-q4_1]
+        [--peers vllm,llama.cpp-q8_0,llama.cpp-q4_1]
 
 The model of `make real-model`, E2E's test prompts after two examples, greedy. Every contestant answers the same prompts
 with as many new tokens each as the model's own answer at 1x has, in rounds taken in turn after one that only warms up;
@@ -51,13 +51,10 @@ NEW_TOKENS = 96  # at most, as configs/real/text.yaml has them
 LLAMA_CPP = ("peer_llama_cpp.py", INSTALLED / "llama-cpp/bin/python")
 GGUF_FILE = {"PEER_GGUF": str((ROOT / FOLDER / GGUF).absolute())}
 OF_REAL_WEIGHTS = {
-    **PEERS,
     "vllm": (*PEERS["vllm"][:2], {"PEER_LOAD_FORMAT": "auto", "PEER_PREFIX_CACHING": "1"}),
     "llama.cpp-q8_0": (*LLAMA_CPP, {**GGUF_FILE, "PEER_QUANTIZE": "Q8_0"}),
     "llama.cpp-q4_1": (*LLAMA_CPP, GGUF_FILE),
 }
-
-USUAL = ["transformers", "vllm", "ctranslate2-int8", "llama.cpp-q8_0", "llama.cpp-q4_1"]
 
 
 class Ours:
@@ -108,7 +105,7 @@ def main() -> None:
     parser.add_argument("--max-rows", type=int, default=64, help="in flight at once")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--peers", default=USUAL, type=lambda text: text.split(","))
+    parser.add_argument("--peers", default=list(OF_REAL_WEIGHTS), type=lambda text: text.split(","))
     parser.add_argument("--out", type=Path, help="also write the JSON there")
     options = parser.parse_args()
     make_model()

@@ -1,16 +1,13 @@
 """How fast the engine is at 1x ... 5x, against what the machine allows and against what else a user could pick.
 
     .venv/bin/python tests/benchmarks/speed.py [--shapes demo,opt-125m] [--workloads prompt-heavy,e2e] [--rows 32]
-        [--max-rows 32] [--speeds 1,2,3,5] [--peers transformers,static,continuous,vllm,ctranslate2,ctranslate2-int8]
-        [--runs 3] [--threads 2] [--schedulers lock_step] [--out FILE]
+        [--max-rows 32] [--speeds 1,2,3,5] [--peers vllm] [--runs 3] [--threads 2] [--schedulers lock_step] [--out FILE]
 
 Random weights at real shapes, bfloat16, greedy; every contestant answers the same prompts of random tokens with the
 same numbers of new tokens, in rounds taken in turn after one that only warms up; medians. A row's length is known
-beforehand to vLLM, CTranslate2 and transformers' continuous batching, which have no other way to be told; of a whole
-workload the engine knows the median (its horizon) and, as transformers, the longest. Peers in Pythons of their own
-(`make peers`) are passed by, with a line, where they are not installed, and any peer where it fails. A warm-up's
-seconds are told apart, for what compiles does so then, and vLLM besides as it starts. Peak memory: most bytes resident
-during an answer, the whole process counted. The machine's ceilings are measured first.
+beforehand to vLLM, which has no other way to be told; the engine knows the median of a workload (its horizon) and the
+longest. A peer in a Python of its own (`make peers`) is passed by, with a line, where it is not installed or fails.
+Peak memory: most bytes resident during an answer, the whole process counted. The machine's ceilings are measured first.
 The last line is one JSON object.
 """
 
@@ -43,12 +40,7 @@ from actors.engine.loop import SCHEDULERS  # noqa: E402
 
 INSTALLED = ROOT / "work" / "peers"
 PEERS: dict[str, tuple[str, Path, dict[str, str]]] = {  # script, Python, environment
-    "transformers": ("peer_transformers.py", Path(sys.executable), {"PEER_KIND": "dynamic"}),
-    "static": ("peer_transformers.py", Path(sys.executable), {"PEER_KIND": "static"}),
-    "continuous": ("peer_transformers.py", Path(sys.executable), {"PEER_KIND": "continuous"}),
     "vllm": ("peer_vllm.py", INSTALLED / "vllm/bin/python", {}),
-    "ctranslate2": ("peer_ctranslate2.py", INSTALLED / "ctranslate2/bin/python", {"PEER_COMPUTE_TYPE": "float32"}),
-    "ctranslate2-int8": ("peer_ctranslate2.py", INSTALLED / "ctranslate2/bin/python", {"PEER_COMPUTE_TYPE": "int8"}),
 }
 
 
@@ -193,7 +185,7 @@ def main() -> None:
     parser.add_argument("--max-rows", type=int, default=32, help="in flight at once")
     parser.add_argument("--speeds", default=[1.0, 2.0, 3.0, 5.0], type=lambda text: [float(x) for x in text.split(",")])
     parser.add_argument("--schedulers", default=["lock_step"], **listed)
-    parser.add_argument("--peers", default=["transformers", "vllm", "ctranslate2-int8"], **listed)
+    parser.add_argument("--peers", default=["vllm"], **listed)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, help="also write the JSON there")

@@ -44,16 +44,11 @@ def drawn(folder: str, most_prompt: int) -> Callable[[random.Random, int], list[
     """Rows of a data set's test split; lengths in words, taken as tokens."""
 
     def lengths(chance: random.Random, rows: int) -> list[tuple[int, int]]:
-        pairs = draw(folder, chance, rows)
+        table = pq.read_table(DATA / folder / "test.parquet", columns=["prompt", "references"]).to_pylist()
+        pairs = [(row["prompt"], chance.choice(row["references"])) for row in chance.choices(table, k=rows)]
         return [(min(tokens(prompt), most_prompt), tokens(answer)) for prompt, answer in pairs]
 
     return lengths
-
-
-def draw(folder: str, chance: random.Random, rows: int) -> list[tuple[str, str]]:
-    """Prompts of a data set's test split, each with one of its references."""
-    table = pq.read_table(DATA / folder / "test.parquet", columns=["prompt", "references"]).to_pylist()
-    return [(row["prompt"], chance.choice(row["references"])) for row in chance.choices(table, k=rows)]
 
 
 def tokens(text: str) -> int:
@@ -84,14 +79,9 @@ def available(kind: str) -> bool:
     return kind not in ("e2e", "qmsum") or (DATA / kind / "test.parquet").exists()
 
 
-def chance_of(kind: str) -> random.Random:
-    """What a workload is drawn with."""
-    return random.Random(f"{SEED} {kind}")
-
-
 def make(kind: str, rows: int, vocabulary: int, context: int) -> Workload:
     """The workload of so many rows, the same at every call; no prompt longer than half the context, no row than it."""
-    chance = chance_of(kind)
+    chance = random.Random(f"{SEED} {kind}")
     lengths = [(min(prompt, context // 2), new) for prompt, new in KINDS[kind](chance, rows)]
     new_tokens = [min(new, context - prompt) for prompt, new in lengths]
     prompts = [[chance.randrange(4, vocabulary) for _ in range(prompt)] for prompt, _ in lengths]
