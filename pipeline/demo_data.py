@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from importlib.metadata import files
 from pathlib import Path
 
 import pyarrow as pa
@@ -61,6 +62,21 @@ def write_prompts(folder: Path, rows: int, files: int, seed: int) -> None:
             temporary = path.with_suffix(".tmp")
             pq.write_table(pa.table({"id": ids, "prompt": prompts[first:end]}), temporary)
             temporary.replace(path)
+
+
+def write_demo(folder: Path, rows: int = 2000) -> Path:
+    """Write the demo's prompts and its job file, which names the checkpoint that comes along; return the job file."""
+    jobs = Path(__file__).parents[1] / "configs" / "demo.yaml"
+    checkpoint = jobs.parent / "demo" / "checkpoint"
+    if not jobs.is_file():  # installed from a wheel
+        jobs = next(Path(str(file.locate())) for file in files("skipdecode") or () if file.name == jobs.name).resolve()
+        checkpoint = jobs.parent / "checkpoint"
+    write_prompts(folder / "prompts", rows, 8, 0)
+    job = folder / jobs.name
+    job.write_text(
+        jobs.read_text().replace("work/demo", str(folder)).replace("configs/demo/checkpoint", str(checkpoint))
+    )
+    return job
 
 
 def main() -> None:

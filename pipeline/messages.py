@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -10,9 +11,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, distribution
 from os import getpid
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from actors.engine.errors import UserError, flat
 
@@ -66,6 +69,18 @@ def where_sought(path: str | Path) -> str:
     if os.path.isabs(path):
         return f"{host}; give a place that every node reaches, or a path below the folder that --working-dir uploads"
     return f"{host} in {os.getcwd()}, which holds what `ray job submit --working-dir` uploaded"
+
+
+def install_command(extras: str) -> str:
+    """The command that adds optional packages to this installation: to its folder, its wheel or its release."""
+    try:
+        origin = json.loads(distribution("skipdecode").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:  # run from a folder that is not installed
+        origin = {}
+    url, folder = origin.get("url", ""), origin.get("dir_info")
+    if folder is not None:
+        return f"pip install {'-e ' * folder.get('editable', False)}'{unquote(urlsplit(url).path)}[{extras}]'"
+    return f"pip install 'skipdecode[{extras}]{f' @ {url}' if url else ''}'"
 
 
 def counted(count: int, noun: str) -> str:

@@ -35,6 +35,7 @@ PROMPTS = ("prompt", "question", "instruction", "query", "request", "input")  # 
 TEXTS = ("text", "content", "body", "document", "article", "review", "sentence", "description", "title")
 REQUEST = {"custom_id", "method", "url", "body"}  # columns of an OpenAI batch
 SUMMARY = "\n\nSummary:"  # end of a template for a model that continues texts
+LABELS, LABEL_LENGTH = 12, 40  # values of a column of labels, and characters of one, at most
 LONG = 400  # characters from which a text is no id
 DEMO, PLACEHOLDER = "configs/demo/checkpoint", "owner/name@revision"
 SYSTEM = "You do what the user asks, and write nothing else."
@@ -51,10 +52,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Hold keys of section `input`, and a sentence about each choice."""
+    """Hold keys of section `input`, a sentence about each choice, and labels that the answers may be."""
 
     keys: dict[str, Any]
     notes: list[str]
+    labels: tuple[str, ...] = ()  # values of another column, which may be answers
 
 
 def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[Sample, Proposal]:
@@ -124,10 +126,21 @@ def _rows(url: str, kind: str, storage: StorageConfig) -> Iterator[dict[str, Any
 
 
 def propose(columns: Mapping[str, Sequence[Any]]) -> Proposal:
-    """Choose id and prompt among the columns. Raise UserError if no column can be a prompt.
+    """Choose id, prompt and labels among the columns. Raise UserError if no column can be a prompt.
 
     columns: Sampled values by name, None where a row has no value.
     """
+    found = _propose_input(columns)
+    for name, values in columns.items():
+        labels = tuple(sorted({value for value in values if isinstance(value, str)}))
+        few = 2 <= len(labels) <= LABELS and len(values) >= 3 * len(labels)
+        if few and _all(values, _is_label) and name not in str(found.keys):
+            note = f"{name} has {len(labels)} values: they stand as `choices`, in a comment."
+            return Proposal(found.keys, [*found.notes, note], labels)
+    return found
+
+
+def _propose_input(columns: Mapping[str, Sequence[Any]]) -> Proposal:
     if set(columns) >= REQUEST:
         return Proposal({"format": "openai_batch"}, ["Each line is a request with a custom_id: an OpenAI batch."])
     likely = [name for name in columns if name.lower() in IDS or name.lower().endswith(("_id", "-id"))]
@@ -181,6 +194,10 @@ def _all(values: Sequence[Any], fits: Any) -> bool:
     return bool(given) and all(map(fits, given))
 
 
+def _is_label(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable() and len(value) <= LABEL_LENGTH
+
+
 def _is_tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(entry) is int for entry in value)
 
@@ -214,7 +231,7 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
         "" if is_chat or "chat" in keys else "  # chat: true                      # for a model with a chat template\n"
     )
     edit = "  # replace it: a folder, s3://…, or a model on the hub\n" if model == PLACEHOLDER else ""
-    return f"""# Written by `skipdecode init {printable(path)}`. Every key: configs/README.md of the project.
+    return f"""# Written by `skipdecode init {printable(path)}`. Every key: `skipdecode keys`.
 #
 # skipdecode try THIS_FILE     answers five rows, and writes nothing
 # skipdecode plan THIS_FILE    predicts time and cost at each speed
@@ -231,13 +248,18 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
 sampling:
   max_new_tokens: 128               # tokens of an answer, at most
   temperature: 0.0                  # 0 is greedy
-# choices: [positive, negative]     # labels, one of which is each answer
+{_choices(proposal.labels)}
 actors:
   count: 1                          # processes that hold the model
   # gpus: 1                         # of each
 # price_per_hour: 2.5               # of a GPU, or of an actor on CPUs, for `plan`
 # budget: {{hours: 10}}               # device-hours after which the job stops
 """
+
+
+def _choices(labels: Sequence[str]) -> str:
+    line = dump_yaml({"choices": list(labels or ("positive", "negative"))}).replace("\n", "\n# ").rstrip("# \n")
+    return f"# labels, one of which is each answer:\n# {line}"
 
 
 def _has_chat_template(model: str) -> bool:

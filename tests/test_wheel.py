@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,8 +26,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     for name in PACKAGES:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    shutil.copytree(ROOT / "configs" / "demo", folder / "configs" / "demo")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "setup.py", "skipdecode.py"):
         shutil.copy(ROOT / name, folder)
+    shutil.copy(ROOT / "configs" / "demo.yaml", folder / "configs")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     # with the setuptools that is here: an environment of its own takes longer than the build
     subprocess.run(
@@ -46,17 +49,35 @@ def test_the_wheel_holds_every_module_kernel_source_and_template(wheel: Path) ->
     assert sources - set(zipfile.ZipFile(wheel).namelist()) == set()
 
 
-def test_try_answers_rows_from_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
-    """The environment holds this wheel alone; the dependencies are those of the environment of the tests. `try` does
-    not import ray."""
-    environment = tmp_path / "environment"
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment that holds this wheel alone; the dependencies are those of the environment of the tests."""
+    environment = tmp_path_factory.mktemp("environment") / "venv"
     venv.create(environment, with_pip=False)
-    python = environment / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--no-deps", "--no-compile", wheel], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", environment / "bin" / "python", "--quiet"]
+    subprocess.run([*pip, "install", "--no-deps", "--no-compile", "--disable-pip-version-check", wheel], check=True)
     (site,) = environment.glob("lib/python*/site-packages")
     dependencies = [path for path in sys.path if path.endswith("site-packages")]
     (site / "dependencies.pth").write_text("\n".join(dependencies) + "\n")  # .pth files in these folders are not read
+    return environment
+
+
+def installed(environment: Path, folder: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of the environment in a folder."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
+    program = [environment / "bin" / command[0], *command[1:]]
+    return subprocess.run(program, cwd=folder, env={**env, **more}, capture_output=True, text=True)
+
+
+def test_the_page_of_the_wheel_has_absolute_links(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    page = zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith("METADATA"))).decode()
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert len(links) > 5 and [link for link in links if not link.startswith(("https://", "#"))] == []
+
+
+def test_try_answers_rows_from_an_installed_wheel(environment: Path, tmp_path: Path) -> None:
+    """`try` does not import ray. The optional packages are named with the command that adds them to this wheel."""
     pq.write_table(
         pa.table({"prompt": ["name[Zizzi], food[Italian]", "name[Aromi], area[riverside]"]}), tmp_path / "in.parquet"
     )
@@ -68,22 +89,21 @@ def test_try_answers_rows_from_an_installed_wheel(wheel: Path, tmp_path: Path) -
         "sampling": {"max_new_tokens": 24},
     }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
-    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    where = subprocess.run(
-        [python, "-c", "import pipeline; print(pipeline.__file__)"],
-        cwd=tmp_path,
-        env=alone,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert where.stdout.startswith(str(site))
-    command = [environment / "bin" / "skipdecode", "try", "job.yaml", "--rows", "2"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**alone, "PYTHONPROFILEIMPORTTIME": "1"}, capture_output=True, text=True
-    )
+    asked = "import pipeline, pipeline.messages as m; print(pipeline.__file__, m.install_command('tune'))"
+    where = installed(environment, tmp_path, "python", "-c", asked).stdout
+    assert where.startswith(str(environment)) and "pip install 'skipdecode[tune] @ file:///" in where
+    done = installed(environment, tmp_path, "skipdecode", "try", "job.yaml", "--rows", "2", PYTHONPROFILEIMPORTTIME="1")
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert done.returncode == 0, done.stderr
     assert "torch" in imported and "ray" not in imported
     assert "name[Zizzi]" in done.stdout and "name[Aromi]" in done.stdout
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.ray
+def test_the_demo_runs_from_an_installed_wheel(environment: Path, tmp_path: Path) -> None:
+    """Prompts, job file and checkpoint come with the wheel."""
+    done = installed(environment, tmp_path, "skipdecode", "demo", "--rows", "24")
+    assert done.returncode == 0, done.stderr
+    assert "24 rows in " in done.stdout
+    assert str(environment) in (tmp_path / "demo" / "demo.yaml").read_text()

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import gc
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pipeline.cli.adapt import adapt
+from pipeline.cli.command import command
 from pipeline.cli.convert import convert
 from pipeline.cli.evaluate import evaluate
 from pipeline.cli.init import init
@@ -21,6 +23,28 @@ from pipeline.cli.run import run
 from pipeline.cli.serve import serve
 from pipeline.cli.try_rows import try_rows
 from pipeline.cli.tune import tune
+
+
+def demo(
+    folder: Annotated[Path, typer.Argument(help="A folder for prompts, job file and answers.")] = Path("demo"),
+    rows: Annotated[int, typer.Option(min=1, help="Prompts.")] = 2000,
+) -> None:
+    """Answer prompts about restaurants with a toy model that comes along, on a Ray of its own."""
+    from pipeline.demo_data import write_demo
+
+    typer.echo("the demo's model is a toy of 9 million parameters, which knows nothing but such prompts")
+    run(write_demo(folder, rows), show=5)
+
+
+def keys(
+    section: Annotated[str | None, typer.Argument(help="A section such as input, or a key; default all.")] = None,
+) -> None:
+    """Print every key of the configuration files with type, default and meaning, or those of a section."""
+    with command(verbose=False):
+        from pipeline.config.reference import described
+
+        typer.echo(described(section))
+
 
 app = typer.Typer(
     name="skipdecode",
@@ -46,8 +70,8 @@ def options(
     """Answer tables of prompts with fewer layers per token: SkipDecode bulk generation on Ray."""
 
 
-for command in (init, run, plan, adapt, tune, evaluate, report, convert, serve):
-    app.command()(command)
+for function in (demo, init, run, plan, adapt, tune, evaluate, report, convert, serve, keys):
+    app.command()(function)
 app.command("try")(try_rows)
 
 

@@ -16,7 +16,7 @@ import typer
 from pythonjsonlogger.json import JsonFormatter
 
 from actors.engine.errors import UserError, flat
-from pipeline.messages import without_secrets, write_log
+from pipeline.messages import install_command, without_secrets, write_log
 from pipeline.runtime.announce import EVENT, announce, announce_to_log
 
 if TYPE_CHECKING:
@@ -107,9 +107,7 @@ def _end(error: Exception, advice: Advice) -> typer.Exit:
         return stop(BAD_CONFIG, ": ".join(filter(None, (advice.file, str(wrong)))))
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in EXTRAS:
-        return stop(
-            BAD_CONFIG, f"{package} is not installed: pip install '.[{EXTRAS[package]}]' in skipdecode's folder"
-        )
+        return stop(BAD_CONFIG, f"{package} is not installed: {install_command(EXTRAS[package])}")
     if not isinstance(error, ImportError) and _is_held(error):
         return stop(LEASE, f"another run holds {advice.output}: {error}")
     clauses = [f"failed: {_described(error)}", advice.failed]

@@ -12,6 +12,7 @@ from actors.engine.machine import process_cpus, process_memory
 from actors.engine.model.loading import Checkpoint
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
+from pipeline.messages import install_command
 from pipeline.plan.hardware import Hardware
 
 log = logging.getLogger(__name__)
@@ -107,14 +108,14 @@ def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
     if engine == "auto" and stored is not None:
         engine = stored
     elif engine == "auto" and gpus and model.device != "cpu":
-        reason = "pip install 'skipdecode[vllm]' for a faster one" if find_spec("vllm") is None else not_in_vllm(config)
+        reason = f"{install_command('vllm')} for a faster one" if find_spec("vllm") is None else not_in_vllm(config)
         engine = "vllm" if reason is None else engine
         if reason is not None:
             log.warning("engine: library on the GPU; %s", reason)
     if engine != "vllm":
         return config.model_copy(update={"model": model.model_copy(update={"engine": engine})})
     if find_spec("vllm") is None:
-        raise UserError("model.engine: vllm is not installed here: pip install 'skipdecode[vllm]', or leave it out")
+        raise UserError(f"model.engine: vllm is not installed here: {install_command('vllm')}, or leave it out")
     if (reason := not_in_vllm(config)) is not None:
         raise UserError(f"model.engine: vllm: {reason}")
     workers = (model.vllm or {}).get("tensor_parallel_size", 1)

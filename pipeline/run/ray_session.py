@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -271,10 +272,16 @@ def _end(head: subprocess.Popen[str]) -> None:
 
 def _connect(address: str, verbose: bool) -> None:
     """Connect to the Ray at an address."""
+    command: Any = sys.modules.get("skipdecode")  # where this process is the command, not a program that imports a part
     on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init installs a handler of its own
     try:
         with _quiet_start() if QUIET in os.environ else nullcontext():
-            ray.init(address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
+            ray.init(
+                address=address,
+                log_to_driver=verbose,
+                logging_level=logging.INFO if verbose else logging.ERROR,
+                runtime_env=command.worker_environment() if command else None,
+            )
     except SystemExit:  # raised by Ray's handler of SIGTERM
         raise Interrupted("SIGTERM") from None
     except Exception as error:

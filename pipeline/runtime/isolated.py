@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+ROOT = str(Path(__file__).parents[2])
 CHILD = "from pipeline.runtime.isolated import answer_caller; answer_caller()"
 
 
@@ -37,15 +38,15 @@ def call_isolated(
         Died: the process died, was killed, or exceeded a limit.
         Exception: the function's own.
     """
-    question = pickle.dumps((list(sys.path), memory_bytes)) + pickle.dumps((function, arguments))
-    path = os.pathsep.join(entry for entry in sys.path if entry)
+    paths = [ROOT, *sys.path]  # a worker of Ray has its working directory first, which may hold a folder `pipeline`
+    question = pickle.dumps((paths, memory_bytes)) + pickle.dumps((function, arguments))
     try:
         process = subprocess.run(
-            [sys.executable, "-c", CHILD],
+            [sys.executable, "-P", "-c", CHILD],
             input=question,
             capture_output=True,
             timeout=seconds,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             check=False,
         )
     except subprocess.TimeoutExpired:

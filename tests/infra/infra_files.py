@@ -31,12 +31,12 @@ def document(name: str, kind: str, called: str | None = None) -> dict[str, Any]:
 
 
 def parse_run(line: str) -> dict[str, Any]:
-    """Options of a `python -m pipeline run ...` line, as the real command parses them; its error if it does not."""
+    """Options of a `skipdecode run ...` line, as the real command parses them; its error if it does not."""
     words = shlex.split(line)
-    assert words[:4] == ["python", "-m", "pipeline", "run"], line
+    assert words[:2] == ["skipdecode", "run"], line
     group = typer.main.get_command(app)
     assert isinstance(group, typer.core.TyperGroup)
-    context = group.commands["run"].make_context("run", words[4:])
+    context = group.commands["run"].make_context("run", words[2:])
     return dict(context.params)
 
 

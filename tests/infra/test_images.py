@@ -62,7 +62,10 @@ def test_what_is_copied_is_there_and_not_kept_from_the_build(name: str) -> None:
 
 def test_what_packaging_needs_is_copied() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    for name in (*re.findall(r'readme = "(.+)"', text), *re.findall(r'license-files = \["(.+)"\]', text)):
+    shipped = re.findall(r'^"share/skipdecode.*" = \["(.+?)(?:/\*)?"\]', text, re.M)
+    assert len(shipped) == 2
+    folders = [str(Path(name).parent) if "/checkpoint" in name else name for name in shipped]
+    for name in ("setup.py", "skipdecode.py", "README.md", *folders, *re.findall(r'license-files = \["(.+)"\]', text)):
         for dockerfile in DOCKERFILES:
             assert any(keyword == "COPY" and name in rest.split() for keyword, rest in instructions(dockerfile))
 

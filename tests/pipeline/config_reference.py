@@ -6,83 +6,14 @@
 from __future__ import annotations
 
 import re
-import types
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
-from pipeline.config.evaluate import EvalConfig
-from pipeline.config.job import JobConfig
-from pipeline.config.serve import ServeConfig
-from pipeline.config.tune import TuneConfig
+from pipeline.config.reference import FILES, default_of, in_list, kind_of, section_of
 
 README = Path(__file__).parents[2] / "configs" / "README.md"
 BETWEEN = re.compile(r"(?<=<!-- keys -->\n).*?(?=<!-- /keys -->)", re.S)
-FILES = {
-    "Job files: `run`, `try`, `plan`, `adapt`, `report`": JobConfig,
-    "Training files: `tune`": TuneConfig,
-    "Evaluation files: `evaluate`": EvalConfig,
-    "Serving files: `serve`": ServeConfig,
-}
-WORDS = {
-    "str": "text", "SecretStr": "text", "int": "whole number", "float": "number", "bool": "true or false",
-    "Any": "any value", "dict": "keys"
-}  # fmt: skip
-
-
-def parts(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, None left out; a type alone is one."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(entry for entry in get_args(annotation) if entry is not type(None))
-    return (annotation,)
-
-
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, alone or in a list."""
-    for part in parts(annotation):
-        for kind in (part, *get_args(part)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                return kind
-    return None
-
-
-def kind_of(annotation: Any) -> str:
-    """A type in words."""
-    names = []
-    for part in parts(annotation):
-        origin = get_origin(part)
-        if origin is Literal:
-            names += [str(value) for value in get_args(part)]
-        elif hasattr(part, "__metadata__"):  # Annotated
-            names.append(kind_of(part.__origin__))
-        elif origin in (list, tuple):
-            inner = kind_of(get_args(part)[0]) if get_args(part) else "any value"
-            names.append(f"list of {inner}")
-        elif origin is dict:
-            names.append("keys and values")
-        else:
-            name = getattr(part, "__name__", str(part))
-            names.append(WORDS.get(name, "keys and values" if name == "OutputFormat" else name))
-    return " or ".join(dict.fromkeys(names))
-
-
-def default_of(field: FieldInfo) -> str:
-    """A default as YAML would hold it; required without one."""
-    if field.is_required():
-        return "required"
-    value = field.default if field.default is not PydanticUndefined else field.get_default(call_default_factory=True)
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(str, value))}]"
-    if isinstance(value, dict):
-        return "{}" if not value else str(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def tables(model: type[BaseModel], seen: set[str], path: str = "") -> list[str]:
@@ -95,13 +26,13 @@ def tables(model: type[BaseModel], seen: set[str], path: str = "") -> list[str]:
         section = section_of(field.annotation)
         if section is not None:
             dotted = f"{path}{name}"
-            in_list = "[]" if any(get_origin(part) is list for part in parts(field.annotation)) else ""
+            mark = "[]" * in_list(field)
             purpose = field.description or (section.__doc__ or "").strip().partition("\n")[0]
             purpose = "" if section.__doc__ == BaseModel.__doc__ else purpose
             state = "required" if field.is_required() else "optional"
             sentence = f"{state.capitalize()}. {purpose[:1].upper()}{purpose[1:]}".strip()
-            below += ["", f"#### `{dotted}{in_list}`", "", sentence, ""]
-            below += tables(section, seen, f"{dotted}{in_list}.")
+            below += ["", f"#### `{dotted}{mark}`", "", sentence, ""]
+            below += tables(section, seen, f"{dotted}{mark}.")
             continue
         text = (field.description or "").replace("|", r"\|").replace("\n", " ")
         kind = kind_of(field.annotation).replace("|", r"\|")

@@ -14,6 +14,7 @@ from pipeline.config.adapt import LEARNING_RATE, LOSS, TRAINING, AdaptConfig
 from pipeline.config.job import JobConfig, JobScheduleConfig
 from pipeline.config.load import dump_yaml, validated
 from pipeline.config.tune import TuneConfig
+from pipeline.messages import install_command
 
 KEPT = (
     "horizon",
@@ -72,7 +73,7 @@ def check_installed(config: JobConfig) -> None:
     packages = ["sacrebleu", "rouge_score", "matplotlib", *(["peft"] if trains_adapter(config) else [])]
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        raise UserError(f"{missing[0]} is not installed: pip install '.[tune,eval]' in skipdecode's folder")
+        raise UserError(f"{missing[0]} is not installed: {install_command('tune,eval')}")
 
 
 def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -> JobConfig:

@@ -24,6 +24,7 @@ from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
 from pipeline.cli.app import app
 from pipeline.cli.command import Advice, cause_line, errors_as_exit_status
 from pipeline.config.job import JobConfig, ModelConfig, StorageConfig
+from pipeline.messages import install_command
 from pipeline.planned import planned_schedule
 from pipeline.storage.errors import StoreFailed
 
@@ -331,7 +332,7 @@ def test_a_log_file_that_cannot_be_written_changes_nothing_else(monkeypatch: pyt
 
 def test_an_import_error_names_the_package_or_the_conflict() -> None:
     missing = ModuleNotFoundError("No module named 'rouge_score'", name="rouge_score")
-    assert ended(missing) == (2, "rouge_score is not installed: pip install '.[eval]' in skipdecode's folder")
+    assert ended(missing) == (2, f"rouge_score is not installed: {install_command('eval')}")
     conflict = ImportError("cannot import name 'Foo' from 'peft' (peft 0.1)", name="peft")
     code, line = ended(conflict)
     assert code == 1 and line.startswith("failed: ImportError: cannot import name 'Foo' from 'peft' (peft 0.1); ")

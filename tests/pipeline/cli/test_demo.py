@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,8 @@ from shown_commands import ROOT
 from typer.testing import CliRunner
 
 from actors.engine.cpu.library import multiplies
-from pipeline import demo_data
 from pipeline.cli.app import app
+from pipeline.demo_data import write_demo
 
 pytestmark = [
     pytest.mark.usefixtures("in_process", "own_cache"),
@@ -33,21 +31,18 @@ def shown() -> list[str]:
 
 
 def demo(clone: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> list[str]:
-    """Run the commands of `make demo` in a folder that stands for a clone; the lines that they print."""
+    """Run the demo, with options of `run`, in a new folder; the lines that it prints."""
     clone.mkdir()
-    (clone / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(clone)
-    recipe = re.findall(r"^\t@\.venv/bin/(.*)$", re.search(r"^demo:.*?\n\n", MAKEFILE, re.S | re.M)[0], re.M)  # type: ignore[index]
-    (data, run) = [shlex.split(line) for line in recipe]
-    assert data[:3] == ["python", "-m", "pipeline.demo_data"] and run[:2] == ["skipdecode", "run"]
-    monkeypatch.setattr(sys, "argv", data[2:])
-    demo_data.main()
-    result = CliRunner().invoke(app, [*run[1:], *options], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["run", str(write_demo(Path("demo"))), "--show", "5", *options])
     assert result.exit_code == 0, result.output
     return result.stdout.splitlines()
 
 
-MAKEFILE = (ROOT / "Makefile").read_text()
+def test_make_runs_the_command() -> None:
+    assert "\ndemo: .venv/installed\n\t@.venv/bin/skipdecode demo work/demo\n" in (ROOT / "Makefile").read_text()
+    result = CliRunner().invoke(app, ["demo", "--help"])
+    assert result.exit_code == 0 and "toy model" in result.stdout
 
 
 def test_each_clone_prints_the_answers_that_readme_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ import config_reference
 import pytest
 from pydantic import BaseModel
 
+from actors.engine.errors import UserError
 from pipeline.config.load import load_values, parse_yaml
+from pipeline.config.reference import FILES, described, leaves
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -19,23 +21,23 @@ def test_the_readme_is_current() -> None:
     )
 
 
-def leaves(model: type[BaseModel], path: str = "") -> list[tuple[str, str | None]]:
-    found: list[tuple[str, str | None]] = []
-    for name, field in model.model_fields.items():
-        section = config_reference.section_of(field.annotation)
-        found += [(f"{path}{name}", field.description)] if section is None else leaves(section, f"{path}{name}.")
-    return found
-
-
-@pytest.mark.parametrize("model", config_reference.FILES.values(), ids=lambda model: model.__name__)
+@pytest.mark.parametrize("model", FILES.values(), ids=lambda model: model.__name__)
 def test_every_key_has_a_meaning(model: type[BaseModel]) -> None:
-    assert [path for path, description in leaves(model) if not description] == []
+    assert [key for key, field in leaves(model) if not field.description] == []
+
+
+def test_keys_shows_a_section_a_key_or_all_of_them() -> None:
+    assert described("schedule.speedup").startswith("schedule.speedup  (number)\n    nominal")
+    assert "input.examples[].user  (text)  required" in described("input")
+    assert described("price_per_hour") in described()
+    with pytest.raises(UserError, match=r"inputs: no such section or key; sections: actors, .*, input, "):
+        described("inputs")
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_every_file_has_known_keys(path: Path) -> None:
     values = load_values(path)
-    tops = [set(model.model_fields) for model in config_reference.FILES.values()]
+    tops = [set(model.model_fields) for model in FILES.values()]
     assert any(set(values) <= names for names in tops), set(values)
 
 

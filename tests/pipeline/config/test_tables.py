@@ -14,6 +14,7 @@ from actors.engine.errors import UserError
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config
+from pipeline.messages import install_command
 
 JOB: dict[str, dict[str, Any]] = {"input": {"path": "in"}, "output": {"path": "out"}, "model": {"path": "model"}}
 ICEBERG = {"path": "a.b", "format": "iceberg"}
@@ -88,4 +89,4 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, package, None)
     result = CliRunner().invoke(app, ["run", str(written(tmp_path, **sections))])
     assert result.exit_code == 2
-    assert result.stderr == f"skipdecode: {package} is not installed: pip install '.[tables]' in skipdecode's folder\n"
+    assert result.stderr == f"skipdecode: {package} is not installed: {install_command('tables')}\n"

@@ -94,6 +94,19 @@ def test_the_upload_is_small_and_whole(tmp_path: Path) -> None:
     assert not [name for name in names if name.startswith("configs/demo/checkpoint/")]
 
 
+def test_a_users_own_modules_beside_the_job_break_nothing(
+    cluster: LocalCluster, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Neither in the driver nor in the workers, which have the uploaded folder first on their path."""
+    (tmp_path / "pipeline").mkdir()
+    for module in ("pipeline/__init__.py", "actors.py"):
+        (tmp_path / module).write_text("raise SystemExit('the wrong module')\n")
+    write_job(tmp_path, checkpoint, 4)
+    done = cluster.job("submit", "--working-dir", str(tmp_path), "--", "skipdecode", "run", "job.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_every_row_once(tmp_path, 4)
+
+
 def test_a_cluster_with_a_token_refuses_who_has_none(cluster: LocalCluster) -> None:
     refused = requests.get(f"{cluster.url}/api/jobs/", timeout=30)
     assert refused.status_code == 401

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.cli.app import app
+from pipeline.messages import install_command
 
 
 @pytest.fixture
@@ -232,7 +233,7 @@ def test_a_text_metric_of_labels_is_refused_before_training(fakes: Fakes, comman
         (
             ModuleNotFoundError("no", name="peft"),
             2,
-            "peft is not installed: pip install '.[tune]' in skipdecode's folder",
+            f"peft is not installed: {install_command('tune')}",
         ),
         (RuntimeError("a worker\nended"), 1, "failed: ended; the same command goes on from the last stage"),
         (

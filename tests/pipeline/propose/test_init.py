@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,16 @@ def test_any_names_of_columns_make_a_valid_file(columns: dict[str, list[str]]) -
     text = job_text("in.parquet", Sample(1, None, dict(columns)), proposal, "m")
     config = validated(JobConfig, parse_yaml(text), "job.yaml")
     assert config.input.prompt in (None, *columns)
+
+
+def test_a_column_of_few_values_becomes_choices_in_a_comment() -> None:
+    columns = {
+        "id": list(range(12)),
+        "text": [f"ticket {row}" for row in range(12)],
+        "truth": ["bug", "a: b", "bug"] * 4,
+    }
+    found = propose(columns)
+    assert found.labels == ("a: b", "bug")
+    text = job_text("in.csv", Sample(1, None, columns), found, PLACEHOLDER)
+    assert parse_yaml(re.sub(r"^# (?=choices:|- )", "", text, flags=re.M))["choices"] == ["a: b", "bug"]
+    assert propose({**columns, "truth": [f"word {row % 6}" for row in range(12)]}).labels == ()

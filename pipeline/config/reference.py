@@ -1,0 +1,112 @@
+"""Every key of every configuration file in words: for `skipdecode keys`, and for configs/README.md."""
+
+from __future__ import annotations
+
+import textwrap
+import types
+from collections.abc import Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from actors.engine.errors import UserError
+from pipeline.config.evaluate import EvalConfig
+from pipeline.config.job import JobConfig
+from pipeline.config.serve import ServeConfig
+from pipeline.config.tune import TuneConfig
+
+FILES: dict[str, type[BaseModel]] = {
+    "Job files: `run`, `try`, `plan`, `adapt`, `report`": JobConfig,
+    "Training files: `tune`": TuneConfig,
+    "Evaluation files: `evaluate`": EvalConfig,
+    "Serving files: `serve`": ServeConfig,
+}
+WORDS = {
+    "str": "text", "SecretStr": "text", "int": "whole number", "float": "number", "bool": "true or false",
+    "Any": "any value", "dict": "keys", "OutputFormat": "keys and values"
+}  # fmt: skip
+
+
+def described(section: str | None = None) -> str:
+    """Return the keys of all files, or of one section such as `input`, or one key. Raise UserError if there is none."""
+    found: dict[str, str] = {}  # a key that several files have is listed once
+    for model in FILES.values():
+        for key, field in leaves(model):
+            if section is None or key == section or key.startswith((f"{section}.", f"{section}[].")):
+                default = default_of(field)
+                given = "" if default == "-" else f"  {default}" if default == "required" else f"  default {default}"
+                meaning = textwrap.indent(textwrap.fill(field.description or "", 100), "    ")
+                found.setdefault(key, f"{key}  ({kind_of(field.annotation)}){given}\n{meaning}")
+    if not found:
+        sections = sorted({key.partition(".")[0] for model in FILES.values() for key, _ in leaves(model) if "." in key})
+        raise UserError(f"{section}: no such section or key; sections: {', '.join(sections)}")
+    return "\n".join(found.values())
+
+
+def leaves(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted name and the field of every key of a model and of its sections."""
+    for name, field in model.model_fields.items():
+        section = section_of(field.annotation)
+        if section is None:
+            yield f"{path}{name}", field
+        else:
+            yield from leaves(section, f"{path}{name}{'[]' * in_list(field)}.")
+
+
+def in_list(field: FieldInfo) -> bool:
+    """Return whether a field holds a list."""
+    return any(get_origin(part) is list for part in parts(field.annotation))
+
+
+def parts(annotation: Any) -> tuple[Any, ...]:
+    """Return the alternatives of a union, None left out; a type alone is one."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(entry for entry in get_args(annotation) if entry is not type(None))
+    return (annotation,)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that a field holds, alone or in a list."""
+    for part in parts(annotation):
+        for kind in (part, *get_args(part)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                return kind
+    return None
+
+
+def kind_of(annotation: Any) -> str:
+    """Return a type in words."""
+    names = []
+    for part in parts(annotation):
+        origin = get_origin(part)
+        if origin is Literal:
+            names += [str(value) for value in get_args(part)]
+        elif hasattr(part, "__metadata__"):  # Annotated
+            names.append(kind_of(part.__origin__))
+        elif origin in (list, tuple):
+            inner = kind_of(get_args(part)[0]) if get_args(part) else "any value"
+            names.append(f"list of {inner}")
+        elif origin is dict:
+            names.append("keys and values")
+        else:
+            name = getattr(part, "__name__", str(part))
+            names.append(WORDS.get(name, name))
+    return " or ".join(dict.fromkeys(names))
+
+
+def default_of(field: FieldInfo) -> str:
+    """Return a default as YAML would hold it; `required` without one, `-` for none."""
+    if field.is_required():
+        return "required"
+    value = field.default if field.default is not PydanticUndefined else field.get_default(call_default_factory=True)
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(str, value))}]"
+    if isinstance(value, dict):
+        return "{}" if not value else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
