@@ -10,9 +10,9 @@ import heapq
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from actors.answers import Prompt
 from actors.engine.errors import UserError
@@ -84,90 +85,6 @@ class TimedCall:
     texts: list[str]
 
 
-@dataclass(frozen=True)
-class ActorSample:
-    """Hold an actor's measurements. loaded: s since 1970 when its model was ready. calls: by speed, without warm-up."""
-
-    loaded: float
-    calls: dict[str, list[TimedCall]]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Predict a whole run at one speed.
-
-    Args:
-        seconds: Wall clock with start-up.
-        low: 5th percentile of `seconds`.
-        high: 95th percentile of `seconds`.
-        busy_seconds: Seconds of all actors together.
-        prompt_tokens: Tokens of all prompts.
-        generated_tokens: Tokens of all answers.
-        cache_bytes: Key/value cache of the largest sampled batch.
-        layer_ratio: Layers of full depth divided by layers run, over decode steps; None without any.
-        speedup: Seconds a row at 1x divided by seconds a row at this speed; None if 1x was not timed.
-        ideal: The same if prefill and decode took time in proportion to the layers that they run.
-        sampled: Rows that were answered for it.
-    """
-
-    seconds: float
-    low: float
-    high: float
-    busy_seconds: float
-    prompt_tokens: int
-    generated_tokens: int
-    cache_bytes: int
-    layer_ratio: float | None
-    speedup: float | None
-    ideal: float | None
-    sampled: int
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Loss of a speed against full depth, in the metric's unit; a gain is negative. low: None if not recorded."""
-
-    metric: str
-    loss: float
-    low: float | None
-    high: float
-    source: str
-
-    def __str__(self) -> str:
-        low = "" if self.low is None else f"{self.low:.2g}, "
-        return f"loses {self.loss:.2g} [{low}{self.high:.2g}] {self.metric.replace('_', ' ')}"
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Hold the result of `skipdecode plan`.
-
-    Args:
-        left: Shards that are not committed.
-        prompt_tokens: Prompt lengths of the tokenized rows without an error.
-        bad: Number of tokenized rows with an error, and the first error.
-        startup: Seconds in which no actor answers: plan (from the start of the process), ray (to start or find it and
-            to leave it), load (until the last actor has its model), stages (before the first and after the last row).
-        chosen: Name of the job's own speed.
-        predictions: By speed, slowest first.
-        warnings: About the sampled answers at the job's speed.
-        sampled_rows: Rows that were answered at the job's speed.
-        sample_seconds: Seconds that actors were busy for the sample.
-    """
-
-    job: PlannedJob
-    left: list[Shard]
-    prompt_tokens: list[int]
-    bad: tuple[int, str]
-    startup: dict[str, float]
-    chosen: str
-    predictions: dict[str, Prediction]
-    losses: dict[str, Loss]
-    warnings: list[str]
-    sampled_rows: int
-    sample_seconds: float
-
-
 def estimate(
     config: JobConfig,
     *,
@@ -175,7 +92,7 @@ def estimate(
     backend: Backend | None = None,
     process_began: float | None = None,
     seconds: float = SAMPLE_SECONDS,
-) -> Estimate:
+) -> dict[str, Any]:
     """Plan a job and time a sample of its rows. Write no output.
 
     Args:
@@ -183,6 +100,11 @@ def estimate(
         backend: Where the job would run; Ray Data by default.
         process_began: s since 1970, for the start-up; now by default.
         seconds: Time for the sampled rows, all speeds together.
+
+    Returns:
+        Plain values; `chosen` is the line of `speeds` that the job runs. startup: seconds in which no actor answers:
+        plan (from the start of the process), ray (to start or find it and to leave it), load (until the last actor has
+        its model), stages (before the first and after the last row).
 
     Raises:
         UserError: `job.run` would refuse the job, or no sampled row can be answered.
@@ -193,19 +115,19 @@ def estimate(
     with interruptible():
         job, stored, left = _planned(config, limit, backend)
         planned = time.time() - began
-        log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
+        manifest, batching, rows_left = job.manifest, job.manifest.batching, sum(shard.rows for shard in left)
+        log_memory_estimate(config, job.checkpoint, batching, backend)
         if not left:
             raise NothingLeft(f"{config.output.path}: nothing left to do: every row is answered")
         places = sample_places(left)
-        spec = prompt_spec(job.config, job.checkpoint, job.manifest.batching.planned)
+        spec = prompt_spec(job.config, job.checkpoint, batching.planned)
         with announced(f"preparing {sum(place.rows for place in places):,} rows"):
-            found = backend.call_isolated(
-                read_prompts, places, job.manifest.files, job.manifest.schema, job.config.storage, spec
-            )
+            inputs = (places, manifest.files, manifest.schema, job.config.storage, spec)
+            found = backend.call_isolated(read_prompts, *inputs)
         good = [prompt for prompt in found if prompt.error is None]
-        bad = [prompt.error for prompt in found if prompt.error is not None]
+        errors = [prompt.error for prompt in found if prompt.error is not None]
         if not good:
-            raise UserError(f"none of {len(found):,} sampled rows can be answered; the first: {bad[0]}")
+            raise UserError(f"none of {len(found):,} sampled rows can be answered; the first: {errors[0]}")
         speeds, chosen = schedules(job), name_of(job.schedule)
         before = time.monotonic()
         with ExitStack() as stack:
@@ -214,38 +136,59 @@ def estimate(
             ray = time.monotonic() - before
             job = stack.enter_context(jobs.checked(job, stored, backend))
             asked = time.time()
-            samples = _sample(job, good, speeds, backend, seconds, sum(shard.rows for shard in left))
+            samples = _sample(job, good, speeds, backend, seconds, rows_left)
             before = time.monotonic()
         ray += time.monotonic() - before
-    load, crowd = max(one.loaded for one in samples) - asked, 1.0
+    load, crowd = max(loaded for loaded, _ in samples) - asked, 1.0
     if backend.on_this_machine and backend.starts_workers:  # a run starts a worker per core while the models load
         load += WORKER_SHARE * planned * min(process_cpus(), len(left)) / process_cpus()
         crowd = 1.0 if config.actors.gpus else CROWDED
     startup = {"plan": planned, "ray": ray, "load": load, "stages": STAGES_SECONDS}
+    startup["seconds"] = sum(startup.values())
     share = len(good) / len(found)
-    predictions = predict(
-        speeds,
-        calls := {name: [call for one in samples for call in one.calls[name]] for name in speeds},
-        rows=share * sum(shard.rows for shard in left),
-        longest=share * longest((shard.rows for shard in left), config.actors.most),
-        startup=sum(startup.values()),
-        crowd=crowd,
-    )
-    if chosen not in predictions:
+    calls = {name: [call for _, timed in samples for call in timed[name]] for name in speeds}
+    last = share * longest((shard.rows for shard in left), config.actors.most)
+    lines = predict(speeds, calls, rows=share * rows_left, longest=last, startup=startup["seconds"], crowd=crowd)
+    if chosen not in lines:
         raise UserError("no sampled row has an answer: `skipdecode try` shows why")
-    return Estimate(
-        job=job,
-        left=left,
-        prompt_tokens=[len(prompt.ids) for prompt in good],
-        bad=(len(bad), bad[0] if bad else ""),
-        startup=startup,
-        chosen=chosen,
-        predictions=predictions,
-        losses=losses(config, job.schedule.prompt),
-        warnings=warnings_of([text for call in calls[chosen] for text in call.texts]),
-        sampled_rows=sum(call.rows for call in calls[chosen]),
-        sample_seconds=sum(call.seconds for timed in calls.values() for call in timed),
-    )
+    known = losses(config, job.schedule.prompt)
+    for name, line in lines.items():
+        hours = line["seconds"] * config.devices / 3600
+        money = None if config.price_per_hour is None else config.price_per_hour * hours
+        line |= {"device_hours": hours, "money": money, "loss": known.get(name)}
+    saved = ("seconds", "device_hours", "money") if chosen != "1x" and "1x" in lines else ()
+    lengths = [len(prompt.ids) for prompt in good]
+    return {
+        "output": config.output.path,
+        "rows": manifest.rows,
+        "rows_left": rows_left,
+        "files": len(manifest.files),
+        "shards": len(manifest.shards),
+        "shards_left": len(left),
+        "prompt_tokens": {
+            "mean": float(np.mean(lengths)),
+            "median": float(np.median(lengths)),
+            "most": max(lengths),
+            "rows": len(lengths),
+            "shared_prefix": len(batching.prefix),
+        },
+        "row_errors": {"sampled": len(found), "errors": len(errors), "first": errors[0] if errors else ""},
+        "batching": {
+            name: getattr(batching, name) for name in ("scheduler", "max_batch", "shard_rows", "cache_bytes", "threads")
+        },
+        "actors": config.actors.most,
+        "devices": config.devices,
+        "price_per_hour": config.price_per_hour,
+        "sample": {
+            "rows": lines[chosen]["sampled"],
+            "actor_seconds": sum(call.seconds for timed in calls.values() for call in timed),
+        },
+        "warnings": warnings_of([text for call in calls[chosen] for text in call.texts]),
+        "startup": startup,
+        "speeds": list(lines.values()),
+        "chosen": lines[chosen],
+        "saves": {key: lines["1x"][key] - lines[chosen][key] for key in saved if lines["1x"][key] is not None} or None,
+    }
 
 
 def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[PlannedJob, Manifest | None, list[Shard]]:
@@ -253,8 +196,7 @@ def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[Pl
     if config.input.since is not None:
         if limit is not None:
             raise UserError("--limit: an incremental run has no limit; leave out --limit or input.since")
-        ledger = ledgers.read(open_folder(config.output.path, config.storage))
-        new = runs.new_input(config, ledger)
+        new = runs.new_input(config, ledgers.read(open_folder(config.output.path, config.storage)))
         if not new.files:
             raise NothingLeft(f"{config.output.path}: nothing left to do: no file is new")
         job = plan(new.config, None, backend, files=new.files)
@@ -299,7 +241,13 @@ def schedules(job: PlannedJob) -> dict[str, Schedule]:
     checkpoint = job.checkpoint.checkpoint
     kept = {key: value for key, value in job.config.schedule.changes().items() if key not in DEPTH_KEYS}
     found = {name_of(job.schedule): job.schedule}
-    for speed in _trained_speeds(job.config):
+    trained, record = list(OFFERED), _weights_folder(job.config) / "tune.json"
+    try:
+        recorded = json.loads(record.read_text())["config"]["schedule"]["speedups"]
+        trained = sorted(float(speed) for speed in recorded if speed > 1) or trained
+    except (OSError, LookupError, TypeError, ValueError):
+        pass
+    for speed in trained:
         try:
             schedule = checkpoint.schedule({**kept, "speedup": speed})
         except UserError:  # for example a horizon is missing
@@ -310,19 +258,15 @@ def schedules(job: PlannedJob) -> dict[str, Schedule]:
     return {**found, "1x": job.schedule if job.schedule.is_full_depth else checkpoint.schedule({"speedup": 1.0})}
 
 
-def _trained_speeds(config: JobConfig) -> list[float]:
-    folder = Path(config.model.speed_adapter or config.model.path)
-    try:
-        values = _json(folder / "tune.json", dict)["config"]["schedule"]["speedups"]
-        return sorted(float(value) for value in values if value > 1) or list(OFFERED)
-    except (LookupError, TypeError, ValueError):
-        return list(OFFERED)
+def _weights_folder(config: JobConfig) -> Path:
+    """Return the folder beside whose files the records of a training stand, if it is a local one."""
+    return Path(config.model.speed_adapter or config.model.path)
 
 
 def _sample(
     job: PlannedJob, good: Sequence[Prompt], speeds: dict[str, Schedule], backend: Backend, seconds: float, rows: int
-) -> list[ActorSample]:
-    """Let actors answer rows of their own at every speed, all at the same time."""
+) -> list[tuple[float, dict[str, list[TimedCall]]]]:
+    """Let actors answer rows of their own at every speed, all at the same time. Return what `time_speeds` returns."""
     actors, batching = job.config.actors, job.manifest.batching
     count = min(len(good), max(math.ceil(SAMPLE_SHARE * rows), max(2 * batching.max_batch, LEAST_ROWS) * actors.most))
     workers = min(actors.most, SAMPLED_ACTORS, count)
@@ -333,11 +277,8 @@ def _sample(
     )
     generator = {**generator_arguments(job), "speed_adapter": job.checkpoint.pinned_adapter()}
     size = min(batching.shard_rows, batching.max_batch * (4 if batching.scheduler == "refill" else 2))
-    calls = [
-        (spread[worker::workers], generator, batching.prefix, speeds, name_of(job.schedule), size, seconds)
-        for worker in range(workers)
-    ]
-    return backend.call_as_actors(actors, time_speeds, calls)
+    common = (generator, batching.prefix, speeds, name_of(job.schedule), size, seconds)
+    return backend.call_as_actors(actors, time_speeds, [(spread[first::workers], *common) for first in range(workers)])
 
 
 def time_speeds(
@@ -348,11 +289,8 @@ def time_speeds(
     chosen: str,
     size: int,
     seconds: float,
-) -> ActorSample:
+) -> tuple[float, dict[str, list[TimedCall]]]:
     """Answer rows at each speed, as many as the time allows, in a process of an actor.
-
-    Calls of all speeds alternate, so that machine drift affects them equally. The job's own speed and 1x are always
-    timed, others where the time allows a call of as many rows.
 
     Args:
         given: Rows.
@@ -360,49 +298,63 @@ def time_speeds(
             for schedules that skip layers.
         prefix: Token ids with which the prompts begin.
         speeds: Schedules by name.
-        chosen: Name of the job's own speed.
+        chosen: Name of the job's own speed. It and 1x are always timed, others where the time allows a whole call.
         size: Rows of a call at most.
         seconds: Time for all speeds after the first model is loaded. The first calls may exceed it.
+
+    Returns:
+        When the first model was ready, s since 1970, and the calls by speed, without warm-up.
     """
     from actors.generator import Generator
 
-    settings, began = fetched(generator), 0.0
-    adapter, loaded = settings["speed_adapter"], 0.0
-    calls: dict[str, list[TimedCall]] = {name: [] for name in speeds}
-    # of the speed adapter's weights; and vLLM captures CUDA graphs at full depth alone
+    settings, needed = fetched(generator), (chosen, "1x")
+    adapter = settings["speed_adapter"]
+    # a speed adapter's weights are merged; and vLLM captures CUDA graphs at full depth alone
     apart = adapter is not None or settings.get("vllm") is not None
-    skipping = [name for name, schedule in speeds.items() if apart and not schedule.is_full_depth]
-    groups = [names for names in (skipping, [name for name in speeds if name not in skipping]) if names]
-    one: Generator | None = None
-    at: dict[str, Generator] = {}
-    for number, names in enumerate(groups, 1):
-        if one is not None:
-            one.engine.close()
-        one, at = None, {}  # two models do not share the memory
-        gc.collect()
-        first = {"speed_adapter": adapter if names is skipping else None, "schedule": speeds[names[0]]}
+    skipping = {name: schedule for name, schedule in speeds.items() if apart and not schedule.is_full_depth}
+    groups = [group for group in (skipping, {n: s for n, s in speeds.items() if n not in skipping}) if group]
+    calls: dict[str, list[TimedCall]] = {name: [] for name in speeds}
+    loaded = began = 0.0
+    for number, group in enumerate(groups, 1):
+        first = {"speed_adapter": adapter if group is skipping else None, "schedule": next(iter(group.values()))}
         one = Generator(**{**settings, **first})
         loaded, began = loaded or time.time(), began or time.monotonic()
-        until = began + seconds * number / len(groups)
-        at = {name: one.at(speeds[name]) for name in names}
-        needed = [name for name in names if name in (chosen, "1x")]
-        parts = math.ceil(len(given) / size)
-        for part in range(parts):
-            rows = given[part::parts]  # spread over the input
-            for name in sorted(names, key=lambda name: name not in needed):
-                left = until - time.monotonic()
-                if calls[name]:
-                    second = calls[name][-1].seconds / calls[name][-1].rows
-                elif part:
-                    continue
-                else:
-                    warm_up = _timed(at[name], given[:WARM_UP_ROWS], prefix)
-                    second = warm_up.seconds / warm_up.rows / BATCH_GAIN
-                    left /= max(1, sum(not calls[other] for other in needed))
-                fits = int(left / second)
-                if fits >= len(rows) or (name in needed and not calls[name]):
-                    calls[name].append(_timed(at[name], rows[: max(fits, WARM_UP_ROWS)], prefix))
-    return ActorSample(loaded, calls)
+        ordered = sorted(group, key=lambda name: name not in needed)
+        generators = {name: one.at(group[name]) for name in ordered}
+        calls |= _in_turn(generators, given, prefix, needed, size, began + seconds * number / len(groups))
+        if number < len(groups):  # two models do not share the memory
+            one.engine.close()
+            del one, generators
+            gc.collect()
+    return loaded, calls
+
+
+def _in_turn(
+    generators: Mapping[str, Any],
+    given: Sequence[Prompt],
+    prefix: Sequence[int],
+    needed: Sequence[str],
+    size: int,
+    until: float,
+) -> dict[str, list[TimedCall]]:
+    """Time a call of each speed, then the next of each: machine drift affects all speeds equally."""
+    calls: dict[str, list[TimedCall]] = {name: [] for name in generators}
+    parts = math.ceil(len(given) / size)
+    for part in range(parts):
+        rows = given[part::parts]  # spread over the input
+        for name, generator in generators.items():
+            left = until - time.monotonic()
+            if part == 0:
+                warm_up = _timed(generator, given[:WARM_UP_ROWS], prefix)
+                fits = int(left * BATCH_GAIN * warm_up.rows / warm_up.seconds)
+                fits //= max(1, sum(name in needed and not timed for name, timed in calls.items()))
+            elif calls[name]:
+                fits = int(left * calls[name][-1].rows / calls[name][-1].seconds)
+            else:
+                continue
+            if fits >= len(rows) or (part == 0 and name in needed):
+                calls[name].append(_timed(generator, rows[: max(fits, WARM_UP_ROWS)], prefix))
+    return calls
 
 
 def _timed(generator: Any, rows: Sequence[Prompt], prefix: Sequence[int]) -> TimedCall:
@@ -429,8 +381,8 @@ def predict(
     longest: float,
     startup: float,
     crowd: float = 1.0,
-) -> dict[str, Prediction]:
-    """Return predictions by speed, slowest first, for speeds at which some row has an answer.
+) -> dict[str, dict[str, Any]]:
+    """Predict a whole run at each speed at which some row has an answer; slowest first.
 
     Args:
         speeds: Schedules by name.
@@ -439,38 +391,46 @@ def predict(
         longest: Rows of the actor that ends last.
         startup: Seconds of the run in which no actor answers.
         crowd: Seconds of an actor in the run divided by seconds for the same work in the sample.
+
+    Returns:
+        Values by speed. seconds, low, high: wall clock with start-up, and its 5th and 95th percentile. busy_seconds: of
+        all actors together. cache_bytes: of the largest sampled batch. layer_ratio: layers of full depth divided by
+        layers run, over decode steps. speedup: seconds a row at 1x divided by seconds a row; ideal: the same if
+        prefill and decode took time in proportion to the layers that they run; None where 1x was not timed.
     """
     random = np.random.default_rng(0)
-    totals = {
-        name: reduce(EngineStats.plus, (call.stats for call in timed), EngineStats()) for name, timed in calls.items()
-    }
-    second = {
-        name: crowd * sum(call.seconds for call in timed) / sum(call.rows for call in timed)
+    measured = {
+        name: np.array([[call.rows, crowd * call.seconds] for call in timed])
         for name, timed in calls.items()
         if any(call.texts for call in timed)
     }
+    second = {name: float(timed[:, 1].sum() / timed[:, 0].sum()) for name, timed in measured.items()}
+    totals = {name: reduce(EngineStats.plus, (call.stats for call in calls[name])) for name in measured}
     found = {}
     for name in sorted(second, key=lambda name: -second[name]):
-        stats, estimate = totals[name], startup + second[name] * longest
-        timed = np.array([[call.rows, crowd * call.seconds] for call in calls[name]])
+        timed, stats, seconds = measured[name], totals[name], startup + second[name] * longest
         drawn = timed[random.integers(len(timed), size=(REPLICATES, len(timed)))].sum(axis=1)
         spread = np.maximum(0.5, random.normal(1.0, [[SPREAD], [STARTUP_SPREAD]], size=(2, REPLICATES)))
-        runs = startup * spread[1] + drawn[:, 1] / drawn[:, 0] * spread[0] * longest
+        low, high = np.percentile(
+            startup * spread[1] + drawn[:, 1] / drawn[:, 0] * spread[0] * longest, [LOW, HIGH]
+        ).tolist()
         sampled = int(timed[:, 0].sum())
         ratio = stats.full_layer_steps / stats.layer_steps if stats.layer_steps else None
-        found[name] = Prediction(
-            seconds=estimate,
-            low=min(float(np.percentile(runs, LOW)), estimate),
-            high=max(float(np.percentile(runs, HIGH)), estimate),
-            busy_seconds=second[name] * rows,
-            prompt_tokens=round(sum(call.prompt_tokens for call in calls[name]) / sampled * rows),
-            generated_tokens=round(stats.generated_tokens / sampled * rows),
-            cache_bytes=stats.cache_bytes,
-            layer_ratio=ratio,
-            speedup=second["1x"] / second[name] if "1x" in second else None,
-            ideal=_ideal(totals["1x"], speeds[name], ratio or 1.0) if "1x" in second else None,
-            sampled=sampled,
-        )
+        found[name] = {
+            "speed": name,
+            "seconds": seconds,
+            "low": min(low, seconds),
+            "high": max(high, seconds),
+            "busy_seconds": second[name] * rows,
+            "prompt_tokens": round(sum(call.prompt_tokens for call in calls[name]) / sampled * rows),
+            "generated_tokens": round(stats.generated_tokens / sampled * rows),
+            "tokens_per_second": stats.generated_tokens / sampled * rows / seconds,
+            "cache_bytes": stats.cache_bytes,
+            "layer_ratio": ratio,
+            "speedup": second["1x"] / second[name] if "1x" in second else None,
+            "ideal": _ideal(totals["1x"], speeds[name], ratio or 1.0) if "1x" in second else None,
+            "sampled": sampled,
+        }
     return found
 
 
@@ -481,186 +441,118 @@ def _ideal(full: EngineStats, schedule: Schedule, layer_ratio: float) -> float |
     return seconds / (prefill + full.decode_seconds / layer_ratio) if seconds else None
 
 
-def losses(config: JobConfig, prompt: str) -> dict[str, Loss]:
-    """Return recorded losses by speed; {} without a record of evaluate or adapt beside the checkpoint or adapter.
+def losses(config: JobConfig, prompt: str) -> dict[str, dict[str, Any]]:
+    """Return recorded losses against full depth by speed: metric, loss (a gain is negative), low, high and source.
 
-    Args:
-        config: The job's config.
-        prompt: The job's prompt policy.
+    Empty without a record of evaluate or adapt beside the checkpoint or adapter. prompt: The job's prompt policy.
     """
-    folder = Path(config.model.speed_adapter or config.model.path)
+    folder = _weights_folder(config)
     for place in (folder, folder / "evaluate", folder.parent) if folder.is_dir() else ():
-        found = _table_losses(place / "table.json", prompt) or _adapt_losses(place / "adapt.json", prompt)
-        if found:
-            return found
+        for path in (place / "table.json", place / "adapt.json"):
+            found: dict[str, dict[str, Any]] = {}
+            try:
+                for nominal, policy, scores in _recorded(json.loads(path.read_text())):
+                    metric = next((name for name in METRICS if name in scores), None)
+                    if metric is not None and nominal is not None and policy == prompt:
+                        loss, low, high = scores[metric]
+                        line = {"metric": metric, "loss": loss, "low": low, "high": high, "source": str(path)}
+                        found.setdefault(f"{nominal:g}x", line)
+            except (OSError, AttributeError, LookupError, TypeError, ValueError):  # no record, or another program's
+                continue
+            if found:
+                return found
     return {}
 
 
-def _table_losses(path: Path, prompt: str) -> dict[str, Loss]:
-    found: dict[str, Loss] = {}
-    for line in _json(path, list):
-        if not isinstance(line, dict) or line.get("nominal") is None or line.get("prompt") != prompt:
-            continue
-        metric = next((name for name in METRICS if line.get(f"{name}_loss") is not None), None)
-        if metric is not None and line.get("group") in ("speed", "prompt"):
-            values = (line[f"{metric}_loss"], line[f"{metric}_loss_low"], line[f"{metric}_loss_high"])
-            found.setdefault(f"{line['nominal']:g}x", Loss(metric, *values, str(path)))
-    return found
+def _recorded(record: Any) -> Iterator[tuple[float | None, str, dict[str, tuple[Any, ...]]]]:
+    """Yield nominal speed, prompt policy, and loss with its interval by metric, of each line of a record."""
+    if isinstance(record, list):  # table.json of evaluate
+        for line in record:
+            if line.get("group") in ("speed", "prompt"):
+                known = [name for name in METRICS if line.get(f"{name}_loss") is not None]
+                ends = ("loss", "loss_low", "loss_high")
+                yield line["nominal"], line["prompt"], {n: tuple(line[f"{n}_{end}"] for end in ends) for n in known}
+    else:
+        for line in record["done"]["after"]["result"]["lines"]:
+            scores = {name: (score["loss"], None, score["loss_high"]) for name, score in line["scores"].items()}
+            yield line["nominal"], line["prompt"], scores
 
 
-def _adapt_losses(path: Path, prompt: str) -> dict[str, Loss]:
-    found = {}
-    try:
-        for line in _json(path, dict)["done"]["after"]["result"]["lines"]:
-            metric = next((name for name in METRICS if name in line["scores"]), None)
-            if metric is not None and line["nominal"] is not None and line["prompt"] == prompt:
-                score = line["scores"][metric]
-                found[f"{line['nominal']:g}x"] = Loss(metric, score["loss"], None, score["loss_high"], str(path))
-    except (LookupError, TypeError, ValueError):
-        return {}
-    return found
-
-
-def _json(path: Path, kind: type) -> Any:
-    """Return the value of a JSON file; an empty one if the file is missing or holds another type."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return kind()
-    return value if isinstance(value, kind) else kind()
-
-
-def to_dict(found: Estimate) -> dict[str, Any]:
-    """Return plain values. `chosen` is the line of `speeds` that the job runs."""
-    config, manifest, batching = found.job.config, found.job.manifest, found.job.manifest.batching
-    speeds = {name: _line(config, name, one, found) for name, one in found.predictions.items()}
-    chosen, full = speeds[found.chosen], speeds.get("1x")
-    saves = None
-    if full is not None and found.chosen != "1x":
-        saves = {name: full[name] - chosen[name] for name in ("seconds", "device_hours", "money") if full[name]}
-    return {
-        "output": config.output.path,
-        "rows": manifest.rows,
-        "rows_left": sum(shard.rows for shard in found.left),
-        "files": len(manifest.files),
-        "shards": len(manifest.shards),
-        "shards_left": len(found.left),
-        "prompt_tokens": {
-            "mean": float(np.mean(found.prompt_tokens)),
-            "median": float(np.median(found.prompt_tokens)),
-            "most": max(found.prompt_tokens),
-            "rows": len(found.prompt_tokens),
-            "shared_prefix": len(batching.prefix),
-        },
-        "row_errors": {
-            "sampled": len(found.prompt_tokens) + found.bad[0],
-            "errors": found.bad[0],
-            "first": found.bad[1],
-        },
-        "batching": {
-            name: getattr(batching, name) for name in ("scheduler", "max_batch", "shard_rows", "cache_bytes", "threads")
-        },
-        "actors": config.actors.most,
-        "devices": config.devices,
-        "price_per_hour": config.price_per_hour,
-        "sample": {"rows": found.sampled_rows, "actor_seconds": found.sample_seconds},
-        "warnings": found.warnings,
-        "startup": {**found.startup, "seconds": sum(found.startup.values())},
-        "speeds": list(speeds.values()),
-        "chosen": chosen,
-        "saves": saves,
-    }
-
-
-def _line(config: JobConfig, name: str, one: Prediction, found: Estimate) -> dict[str, Any]:
-    loss, tokens = found.losses.get(name), max(one.generated_tokens, 1)
-    price = None if config.price_per_hour is None else config.devices / 3600 * config.price_per_hour
-    return {
-        "speed": name,
-        **asdict(one),
-        "tokens_per_second": one.generated_tokens / one.seconds,
-        "device_seconds_per_million_tokens": {
-            "at_work": 1e6 * one.busy_seconds * (config.actors.gpus or 1) / tokens,
-            "with_start_up_and_idle": 1e6 * one.seconds * config.devices / tokens,
-        },
-        "device_hours": one.seconds * config.devices / 3600,
-        "money": None if price is None else price * one.seconds,
-        "money_low": None if price is None else price * one.low,
-        "money_high": None if price is None else price * one.high,
-        "loss": None if loss is None else asdict(loss),
-    }
-
-
-def print_estimate(console: Console, found: Estimate) -> None:
+def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]) -> None:
     """Print rows, prompts, batches, the table of speeds, and the savings and loss of the job's speed."""
     console = wide(console, 150)
-    values = to_dict(found)
-    config, tokens, batching = found.job.config, values["prompt_tokens"], values["batching"]
-    left = "" if values["rows_left"] == values["rows"] else f", {values['rows_left']:,} rows left"
-    rows, files, shards = (counted(values[f"{noun}s"], noun) for noun in ("row", "file", "shard"))
-    console.print(f"{rows} in {files}, {shards}{left}")
-    console.print(
+    tokens, batching, errors, chosen = (found[name] for name in ("prompt_tokens", "batching", "row_errors", "chosen"))
+    left = "" if found["rows_left"] == found["rows"] else f", {found['rows_left']:,} rows left"
+    rows, files, shards = (counted(found[f"{noun}s"], noun) for noun in ("row", "file", "shard"))
+    prefix = tokens["shared_prefix"]
+
+    def say(line: str) -> None:
+        console.print(line, markup=False)
+
+    say(f"{rows} in {files}, {shards}{left}")
+    say(
         f"prompts: {tokens['mean']:,.0f} tokens on average, {tokens['most']:,} at most, of {tokens['rows']:,} rows"
-        + (f"; all begin with the same {tokens['shared_prefix']:,}" if tokens["shared_prefix"] else ""),
+        + (f"; all begin with the same {prefix:,}" if prefix else "")
     )
-    if found.bad[0]:
-        console.print(f"rows with an error in the sample: {found.bad[0]:,}; the first: {found.bad[1]}", markup=False)
-    console.print(
+    if errors["errors"]:
+        say(f"rows with an error in the sample: {errors['errors']:,}; the first: {errors['first']}")
+    say(
         f"batches: {batching['scheduler']}, at most {batching['max_batch']:,} rows in flight and "
-        f"{batching['cache_bytes'] / 2**20:,.0f} MiB of cache an actor; {counted(values['actors'], 'actor')}\n"
+        f"{batching['cache_bytes'] / 2**20:,.0f} MiB of cache an actor; {counted(found['actors'], 'actor')}\n"
     )
-    console.print(_table(found, values))
-    actors = "an actor" if values["actors"] == 1 else "actors"
-    console.print(
-        f"\nwall clock with {values['startup']['seconds']:.0f} s of start-up, in brackets a 90% interval; from "
-        f"{values['sample']['rows']:,} rows that {actors} answered here; ideal: if time shrank with the layers run"
+    console.print(_table(found))
+    say(
+        f"\nwall clock with {found['startup']['seconds']:.0f} s of start-up, in brackets a 90% interval; from "
+        f"{found['sample']['rows']:,} rows that {'an actor' if found['actors'] == 1 else 'actors'} answered here; "
+        "ideal: if time shrank with the layers run"
     )
-    cost = values["chosen"]["device_seconds_per_million_tokens"]
-    console.print(
-        f"cost at work: {cost['at_work']:,.0f} device-seconds for a million generated tokens; with start-up and idle: "
-        f"{cost['with_start_up_and_idle']:,.0f}"
-    )
-    if values["saves"] is not None:
-        console.print(_saves(found, values["saves"]), markup=False)
-    for line in found.warnings:
-        console.print(f"warning: in the sample, {line}", markup=False)
+    if saves := found["saves"]:
+        money = f"{saves['money']:,.2f} and " if "money" in saves else ""
+        source = "no evaluate or adapt record beside the checkpoint says what it loses"
+        if loss := chosen["loss"]:
+            source = f"{_loss(loss)} ({loss['source']})"
+        verb = "saves" if saves["seconds"] >= 0 else "costs"
+        say(f"{chosen['speed']} {verb} {money}{duration(abs(saves['seconds']))} against 1x; {source}")
+    for line in found["warnings"]:
+        say(f"warning: in the sample, {line}")
     if config.budget is not None:
-        chosen = values["chosen"]
         needed = {"hours": chosen["device_hours"], "money": chosen["money"], "tokens": chosen["generated_tokens"]}
         limits = config.budget.model_dump(exclude_none=True).items()
         over = [f"{name} {needed[name]:,.4g} of {limit:,.4g}" for name, limit in limits if needed[name] > limit]
-        console.print(f"budget: not enough, the job would stop: {', '.join(over)}" if over else "budget: enough")
+        say(f"budget: not enough, the job would stop: {', '.join(over)}" if over else "budget: enough")
 
 
-def _table(found: Estimate, values: dict[str, Any]) -> Table:
+def _loss(loss: Mapping[str, Any]) -> str:
+    low = "" if loss["low"] is None else f"{loss['low']:.2g}, "
+    return f"loses {loss['loss']:.2g} [{low}{loss['high']:.2g}] {loss['metric'].replace('_', ' ')}"
+
+
+def _table(found: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    priced = found.job.config.price_per_hour is not None
-    names = ["speed", "wall clock", "", "tokens/s", "new tokens", "layer ratio", "speed-up", "ideal", "cache MiB"]
-    for name in [*names, "device-hours", *(["money"] if priced else []), *(["loss"] if found.losses else [])]:
+    lines = [
+        {
+            "speed": line["speed"] + (" *" if line is found["chosen"] else ""),
+            "wall clock": duration(line["seconds"]),
+            "": f"[{duration(line['low'])}, {duration(line['high'])}]",
+            "tokens/s": f"{line['tokens_per_second']:,.0f}",
+            "new tokens": f"{line['generated_tokens']:,}",
+            "layer ratio": _ratio(line["layer_ratio"]),
+            "speed-up": _ratio(line["speedup"]),
+            "ideal": _ratio(line["ideal"]),
+            "cache MiB": f"{line['cache_bytes'] / 2**20:,.1f}",
+            "device-hours": f"{line['device_hours']:.3g}",
+            "money": "" if line["money"] is None else f"{line['money']:,.2f}",
+            "loss": _loss(line["loss"]) if line["loss"] else "",
+        }
+        for line in found["speeds"]
+    ]
+    names = [name for name in lines[0] if any(line[name] for line in lines)]
+    for name in names:
         table.add_column(name, justify="left" if name == "loss" else "right", no_wrap=True)
-    for line in values["speeds"]:
-        cells = [
-            line["speed"] + (" *" if line["speed"] == found.chosen else ""),
-            duration(line["seconds"]),
-            f"[{duration(line['low'])}, {duration(line['high'])}]".replace("[", r"\["),
-            f"{line['tokens_per_second']:,.0f}",
-            f"{line['generated_tokens']:,}",
-            *("-" if line[key] is None else f"{line[key]:.2f}x" for key in ("layer_ratio", "speedup", "ideal")),
-            f"{line['cache_bytes'] / 2**20:,.1f}",
-            f"{line['device_hours']:.3g}",
-        ]
-        cells += [f"{line['money']:,.2f}"] if priced else []
-        cells += [str(found.losses.get(line["speed"], "-")).replace("[", r"\[")] if found.losses else []
-        table.add_row(*cells)
+    for line in lines:
+        table.add_row(*(Text(line[name] or "-") for name in names))
     return table
 
 
-def _saves(found: Estimate, saves: Mapping[str, Any]) -> str:
-    """Return a line such as: 2x saves 41.00 and 5.2 h against 1x; loses 0.3 [-0.5, 1.1] bleu (table.json)."""
-    parts = [f"{saves['money']:,.2f}"] if saves.get("money") is not None else []
-    parts.append(duration(abs(saves["seconds"])))
-    verb, loss = "saves" if saves["seconds"] >= 0 else "costs", found.losses.get(found.chosen)
-    known = (
-        f"{loss} ({loss.source})" if loss else "no evaluate or adapt record beside the checkpoint says what it loses"
-    )
-    return f"{found.chosen} {verb} {' and '.join(parts)} against 1x; {known}"
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"

@@ -33,7 +33,7 @@ def plan(
         with announced("loading libraries"):
             from rich.console import Console
 
-            from pipeline.estimate import NothingLeft, estimate, print_estimate, to_dict
+            from pipeline.estimate import NothingLeft, estimate, print_estimate
 
         began = psutil.Process().create_time()
         try:
@@ -41,8 +41,7 @@ def plan(
         except NothingLeft as nothing:
             typer.echo(json.dumps({"output": config.output.path, "rows_left": 0}) if as_json else str(nothing))
             return
-        values = to_dict(found)
         if as_json:
-            typer.echo(json.dumps(values))
+            typer.echo(json.dumps(found))
         else:
-            print_estimate(Console(soft_wrap=True), found)
+            print_estimate(Console(soft_wrap=True), config, found)

@@ -127,21 +127,21 @@ def by_processor(name: str, folder: Path, limit: int) -> dict[str, Any]:
     began = time.perf_counter()
     found = estimate(config, limit=limit, backend=InProcess())
     seconds = time.perf_counter() - began
-    chosen = found.predictions[found.chosen]
+    chosen = found["chosen"]
     totals = jobs.run(config, limit=limit, overwrite=True, backend=InProcess()).totals
-    startup = sum(found.startup.values())
+    startup = found["startup"]["seconds"]
     return {
         "job": name,
         "plan_seconds": seconds,
-        "predicted": chosen.busy_seconds,
-        "low": chosen.low - startup,
-        "high": chosen.high - startup,
+        "predicted": chosen["busy_seconds"],
+        "low": chosen["low"] - startup,
+        "high": chosen["high"] - startup,
         "measured": totals.generate_seconds,
-        "error": chosen.busy_seconds / totals.generate_seconds - 1,
+        "error": chosen["busy_seconds"] / totals.generate_seconds - 1,
         "eta_errors": [],
-        "predicted_busy": chosen.busy_seconds,
+        "predicted_busy": chosen["busy_seconds"],
         "measured_busy": totals.generate_seconds,
-        "predicted_tokens": chosen.generated_tokens,
+        "predicted_tokens": chosen["generated_tokens"],
         "measured_tokens": totals.generated_tokens,
         "predicted_startup": startup,
     }

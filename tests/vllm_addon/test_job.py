@@ -144,7 +144,7 @@ def test_plan_times_plain_vllm_and_skipped_layers(inputs: dict[str, Any]) -> Non
     speeds = {"2x": ScheduleSpec(speedup=2, horizon=8), "1x": ScheduleSpec()}
     schedules = {name: spec.build(cases.LAYERS) for name, spec in speeds.items()}
     prompts = [Prompt([7 + row, 8], "x", row) for row in range(12)]
-    calls = time_speeds(prompts, generator, [], schedules, "2x", 12, 1e6).calls
+    _, calls = time_speeds(prompts, generator, [], schedules, "2x", 12, 1e6)
     for name, timed in calls.items():
         assert [call.rows for call in timed] == [12]
         mean = timed[0].stats.layer_steps / timed[0].stats.decode_steps

@@ -21,7 +21,7 @@ from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import EngineStats
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
-from pipeline.estimate import TimedCall, estimate, longest, losses, predict, sample_places, time_speeds, to_dict
+from pipeline.estimate import TimedCall, estimate, longest, losses, predict, sample_places, time_speeds
 from pipeline.input.shards import Shard
 from pipeline.run.in_process import InProcess
 
@@ -75,21 +75,21 @@ def test_a_job_takes_its_rows_times_the_seconds_of_a_sampled_row(
     found = predict(speeds, timed, rows=rows, longest=rows / 2, startup=startup, crowd=1.5)
     assert list(found) == ["1x", "2x"]
     full, fast = found.values()
-    assert full.seconds == pytest.approx(startup + 1.5 * second * rows / 2)
-    assert full.busy_seconds == pytest.approx(1.5 * second * rows)
-    assert (full.prompt_tokens, full.generated_tokens) == (round(7 * rows), round(3 * rows))
-    assert (fast.cache_bytes, fast.sampled, fast.layer_ratio) == (max(calls), sum(calls), 2)
-    assert fast.speedup == pytest.approx(2) and fast.ideal == pytest.approx(3 / (1 + 2 / 2))
+    assert full["seconds"] == pytest.approx(startup + 1.5 * second * rows / 2)
+    assert full["busy_seconds"] == pytest.approx(1.5 * second * rows)
+    assert (full["prompt_tokens"], full["generated_tokens"]) == (round(7 * rows), round(3 * rows))
+    assert (fast["cache_bytes"], fast["sampled"], fast["layer_ratio"]) == (max(calls), sum(calls), 2)
+    assert fast["speedup"] == pytest.approx(2) and fast["ideal"] == pytest.approx(3 / (1 + 2 / 2))
     for one in (full, fast):
-        assert one.low <= one.seconds <= one.high
-        assert one.high - one.low > 0.1 * (one.seconds - startup)
+        assert one["low"] <= one["seconds"] <= one["high"]
+        assert one["high"] - one["low"] > 0.1 * (one["seconds"] - startup)
 
 
 def test_the_interval_holds_what_batches_differ_in() -> None:
     """Nine batches of 1 s and one of 11 s: the mean of ten drawn ones lies between 1 s and 5 s, nine times of ten."""
     calls = {"1x": [TimedCall(1, 1, 11.0 if number == 0 else 1.0, EngineStats(), ["text"]) for number in range(10)]}
     found = predict({"1x": ScheduleSpec().build(12)}, calls, rows=1, longest=1, startup=0)["1x"]
-    assert found.seconds == pytest.approx(2) and found.low < 1.1 and 3.5 < found.high < 6
+    assert found["seconds"] == pytest.approx(2) and found["low"] < 1.1 and 3.5 < found["high"] < 6
     assert predict({"1x": ScheduleSpec().build(12)}, {"1x": []}, rows=1, longest=1, startup=0) == {}
 
 
@@ -114,14 +114,14 @@ def test_an_actor_times_every_speed_in_turn(checkpoint: Path) -> None:
     speeds = {"2x": inspected.schedule({"speedup": 2.0, "horizon": 3}), "1x": inspected.schedule({"speedup": 1.0})}
     others = {"1.5x": inspected.schedule({"speedup": 1.5, "horizon": 3})}
     prompts = [Prompt([7 + row, 8], "x", row) for row in range(40)]
-    calls = time_speeds(prompts, generator, [], speeds, "2x", 16, 60.0).calls
+    _, calls = time_speeds(prompts, generator, [], speeds, "2x", 16, 60.0)
     for timed in calls.values():
         assert [call.rows for call in timed] == [14, 13, 13]
         assert all(call.seconds > 0 and call.prompt_tokens == 2 * call.rows for call in timed)
         assert all(call.stats.generated_tokens >= len(call.texts) == call.rows for call in timed)
     layers = [call.stats.layer_steps for timed in calls.values() for call in timed]
     assert sum(layers[:3]) < sum(layers[3:])
-    hurried = time_speeds(prompts, generator, [], speeds | others, "2x", 16, 0.0).calls
+    _, hurried = time_speeds(prompts, generator, [], speeds | others, "2x", 16, 0.0)
     assert [[call.rows for call in timed] for timed in hurried.values()] == [[8], [8], []]
 
 
@@ -136,7 +136,7 @@ def test_the_sample_is_spread_over_the_shards() -> None:
 def test_the_estimate_counts_rows_and_writes_nothing(values: dict[str, Any], tmp_path: Path) -> None:
     config = JobConfig.model_validate({**values, "price_per_hour": 3.0})
     before = sorted(tmp_path.rglob("*"))
-    found = to_dict(estimate(config, backend=InProcess(), seconds=20))
+    found = estimate(config, backend=InProcess(), seconds=20)
     assert sorted(tmp_path.rglob("*")) == before
     assert (found["rows"], found["rows_left"], found["row_errors"]["errors"]) == (60, 60, 1)
     chosen = found["chosen"]
@@ -204,7 +204,8 @@ def test_what_an_adaptation_recorded_is_found(values: dict[str, Any], trained: P
     record = {"done": {"after": {"result": {"lines": [line, {**line, "nominal": None}]}}}}
     (trained.parent / "adapt.json").write_text(json.dumps(record))
     config = JobConfig.model_validate({**values, "model": {"path": str(trained)}})
-    assert str(losses(config, "full")["2x"]) == "loses 1.5 [2.5] fidelity"
+    loss = losses(config, "full")["2x"]
+    assert (loss["metric"], loss["loss"], loss["low"], loss["high"]) == ("fidelity", 1.5, None, 2.5)
     assert losses(config, "first") == {}
     (trained.parent / "adapt.json").write_text("{")
     assert losses(config, "full") == {}

@@ -12,7 +12,7 @@ import pytest
 from pipeline import job as jobs
 from pipeline.commit.budget import BudgetSpent
 from pipeline.config.job import JobConfig
-from pipeline.estimate import estimate, to_dict
+from pipeline.estimate import estimate
 
 ROWS = 240
 
@@ -33,7 +33,7 @@ def values(checkpoint: Path, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_actors_measure_at_the_same_time(own_ray: None, values: dict[str, Any], tmp_path: Path) -> None:
-    found = to_dict(estimate(JobConfig.model_validate(values), seconds=5))
+    found = estimate(JobConfig.model_validate(values), seconds=5)
     assert found["chosen"]["generated_tokens"] == 4 * ROWS
     assert 0 < found["sample"]["rows"] <= 2 * 64
     assert found["startup"]["load"] > 0 and not (tmp_path / "out").exists()
@@ -43,7 +43,7 @@ def test_actors_measure_at_the_same_time(own_ray: None, values: dict[str, Any], 
 def test_a_job_stops_at_its_budget_and_its_rest_is_planned(ray_to_be_left: None, values: dict[str, Any]) -> None:
     with pytest.raises(BudgetSpent, match=r"budget\.tokens"):
         jobs.run(JobConfig.model_validate({**values, "budget": {"tokens": 8}}))
-    rest = to_dict(estimate(JobConfig.model_validate(values), seconds=5))
+    rest = estimate(JobConfig.model_validate(values), seconds=5)
     assert 0 < rest["rows_left"] < ROWS == rest["rows"]
     result = jobs.run(JobConfig.model_validate({**values, "budget": {"tokens": 4 * ROWS}}))
     assert result.totals.rows == ROWS and result.fresh_rows == rest["rows_left"]
