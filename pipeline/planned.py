@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
 from pipeline.commit.duplicates import count_repeated, repeated_error
@@ -17,7 +18,9 @@ from pipeline.generate.output import PartSpec, part_table
 from pipeline.generate.settings import generator_settings
 from pipeline.input.files import Files
 from pipeline.input.rows import read_shards
+from pipeline.input.schema import ERROR
 from pipeline.input.shards import Shard
+from pipeline.messages import counted
 from pipeline.plan import manifest as manifests
 from pipeline.plan.batching import with_engine
 from pipeline.plan.columns import kept_columns, optional_columns, parsed_column
@@ -49,11 +52,13 @@ def plan(
     *,
     limit: int | None = None,
     files: Files | None = None,
+    preview: bool = False,
 ) -> PlannedJob:
     """Plan a new job, or the continuation of the stored one, which keeps its pinned values.
 
     Args:
         files: to plan over, in place of everything in `input.path`.
+        preview: see `plan_job`; ids are not compared.
 
     Raises:
         UserError: checkpoint, prompt settings or input are wrong, or the input is not the stored job's.
@@ -70,26 +75,37 @@ def plan(
     check_generation(config, checkpoint)
     check_spec(prompt_spec(config, checkpoint, time.time()))
     marks_of_thinking(config, checkpoint)  # refused before a model is loaded
-    manifest = manifests.plan_job(config, checkpoint, schedule, limit, stored, files, hardware=hardware)
+    manifest = manifests.plan_job(
+        config, checkpoint, schedule, limit, stored, files, hardware=hardware, preview=preview
+    )
     actors = config.actors.model_copy(update={"threads": manifest.batching.threads})
     config = config.model_copy(update={"actors": actors})
-    if stored is None and config.input.duplicate_ids == "error":
+    if stored is None and not preview:
         _check_ids(config, manifest)
     return PlannedJob(config, checkpoint, schedule, manifest, began)
 
 
 def _check_ids(config: JobConfig, manifest: Manifest) -> None:
-    """Raise UserError if an id of Parquet files repeats; other formats would be parsed whole for it."""
-    column = config.input.id_column
-    if column is None or any(file.format != "parquet" for file in manifest.files):
+    """Raise UserError if an id repeats, of requests or, where asked, of Parquet files; others would be parsed whole."""
+    column, is_batch = config.input.id_column, config.input.is_batch
+    is_parquet = all(file.format == "parquet" for file in manifest.files)
+    if column is None or not (is_batch or (is_parquet and config.input.duplicate_ids == "error")):
         return
 
     def read(shards: Sequence[Shard]) -> Iterator[pa.ChunkedArray]:
         schema = pa.schema([manifest.schema.field(column)])
-        return (table[column] for _, table in read_shards(manifest.files, shards, schema, config.storage))
+        for shard, table in read_shards(manifest.files, shards, schema, config.storage):
+            ids = table[column]
+            if is_batch:  # a row without an id is that row's error
+                rows = enumerate(zip(ids.to_pylist(), table[ERROR].to_pylist(), strict=True), shard.first_row)
+                ids = pa.chunked_array([[f"\0{row}" if one is None or error else one for row, (one, error) in rows]])
+            yield ids
 
     with announced("looking for repeated ids"):
         found, examples = count_repeated(read(manifest.shards), manifest.shards, lambda shard: next(read([shard])))
+    if found and is_batch:
+        repeated = counted(found, "row")
+        raise UserError(f"custom_id repeats in {repeated}, such as {'; '.join(examples)}; make it unique")
     if found:
         raise repeated_error(found, examples)
 

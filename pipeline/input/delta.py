@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
@@ -29,10 +29,13 @@ from pipeline.messages import listed
 from pipeline.storage.folder import open_folder
 
 MAPPING = "delta.columnMapping.mode"
+COMPACT = "rewrite it (OPTIMIZE, or REORG TABLE ... APPLY (PURGE)) and read the new version"
+FINGERPRINT = "skipdecode.fingerprint"  # in a commit's metadata
+RULES = ("delta.constraints.", "delta.invariants")  # configuration by which writers must check each row
 
 
 def store_options(url: str, storage: StorageConfig) -> dict[str, str]:
-    """The library's storage options of a table; credentials are those of the environment."""
+    """Return deltalake's storage options of a table; credentials are those of the environment."""
     if not url.startswith("s3://"):
         return {}
     options = {"aws_conditional_put": "etag"}
@@ -45,18 +48,15 @@ def store_options(url: str, storage: StorageConfig) -> dict[str, str]:
 
 
 def read_commit(url: str, storage: StorageConfig, version: int) -> bytes:
-    """The log of one version: actions as lines of JSON. Raises FileNotFoundError if the log no longer reaches so far.
+    """Return the log of one version: actions as lines of JSON. Raises FileNotFoundError if it is gone.
 
-    The library's own history holds the interpreter's lock while it waits for the store, so that no lease is renewed.
+    deltalake's own history holds the interpreter's lock while it waits for the store, so that no lease is renewed.
     """
     return open_folder(f"{url}/_delta_log", storage).read(f"{version:020}.json")
 
 
 def find_table(url: str, storage: StorageConfig, version: int | None = None) -> DeltaTable | None:
-    """The table in a folder, by default as it is now; None if there is none.
-
-    Raises UserError if it cannot be read, or not at this version.
-    """
+    """Return the table in a folder, by default as it is now; None if there is none. UserError if it is unreadable."""
     try:
         table = DeltaTable(url, version=version, storage_options=store_options(url, storage))
     except TableNotFoundError:
@@ -68,9 +68,6 @@ def find_table(url: str, storage: StorageConfig, version: int | None = None) -> 
     if mode != "none":
         raise UserError(f"{url}: the table's columns have other names in its files ({MAPPING} = {mode}), not supported")
     return table
-
-
-COMPACT = "rewrite it (OPTIMIZE, or REORG TABLE ... APPLY (PURGE)) and read the new version"
 
 
 class DeltaInput:
@@ -94,18 +91,26 @@ class DeltaInput:
         return self._files(zip(actions["path"].to_pylist(), actions["size_bytes"].to_pylist(), strict=True))
 
     def appended(self, after: int, until: int) -> dict[str, int]:
+        answered = f"since version {after}, which the last success has answered"
         if until < after:
             raise UserError(f"{self.root}: version {after}, which the last success has answered, is newer than {until}")
         added: list[tuple[str, int]] = []
         for version in range(after + 1, until + 1):
-            operation = "unknown"
-            for action in self._actions(version, after):
-                operation = action.get("commitInfo", {}).get("operation", operation)
+            try:
+                text = read_commit(self.root, self.storage, version)
+            except FileNotFoundError:
+                raise UserError(
+                    f"{self.root}: the log of version {version} is gone, and with it what was added {answered}; "
+                    "answer the whole table into another output.path"
+                ) from None
+            actions = [json.loads(line) for line in text.splitlines() if line.strip()]
+            operation = next((one["commitInfo"].get("operation") for one in actions if "commitInfo" in one), "unknown")
+            for action in actions:
                 add, remove = action.get("add"), action.get("remove")
                 if remove is not None and remove["dataChange"]:
                     raise UserError(
-                        f"{self.root}: version {version} ({operation}) changed or deleted rows since version {after}, "
-                        "which the last success has answered; answer the whole table into another output.path"
+                        f"{self.root}: version {version} ({operation}) changed or deleted rows {answered}; answer the "
+                        "whole table into another output.path"
                     )
                 if add is not None and add["dataChange"]:
                     if add.get("deletionVector") is not None:
@@ -133,18 +138,6 @@ class DeltaInput:
             raise UserError(f"input.path: {self.root} holds no Delta table")
         return table
 
-    def _actions(self, version: int, after: int) -> Iterator[dict[str, Any]]:
-        """The actions of a commit, its `commitInfo` first."""
-        try:
-            text = read_commit(self.root, self.storage, version)
-        except FileNotFoundError:
-            raise UserError(
-                f"{self.root}: the log of version {version} is gone, and with it what was added since version {after}, "
-                "which the last success has answered; answer the whole table into another output.path"
-            ) from None
-        actions = [json.loads(line) for line in text.splitlines() if line.strip()]
-        yield from sorted(actions, key=lambda action: "commitInfo" not in action)
-
     def _files(self, listed: Any) -> dict[str, int]:
         located = []
         for path, size in ((unquote(path), size) for path, size in listed):
@@ -154,10 +147,6 @@ class DeltaInput:
 
     def _deleted(self, path: str) -> UserError:
         return UserError(f"{path}: rows of this data file of {self.root} were deleted by a deletion vector; {COMPACT}")
-
-
-FINGERPRINT = "skipdecode.fingerprint"  # in a commit's metadata
-RULES = ("delta.constraints.", "delta.invariants")  # configuration by which writers must check each row
 
 
 class DeltaOutput:
@@ -187,9 +176,8 @@ class DeltaOutput:
     def append(self, parts: Sequence[PartFile], schema: pa.Schema, fingerprint: str) -> int:
         table = find_table(self.url, self.storage) or self._created(schema)
         self._check_table(table, schema)
-        if (
-            table.transaction_version(f"skipdecode-{fingerprint}") is not None
-        ):  # the library compares later commits only
+        # deltalake compares later commits only
+        if table.transaction_version(f"skipdecode-{fingerprint}") is not None:
             raise CommitConflict(f"{self.url} has this job's commit by now")
         application = Transaction(f"skipdecode-{fingerprint}", table.version())
         properties = CommitProperties(custom_metadata={FINGERPRINT: fingerprint}, app_transactions=[application])

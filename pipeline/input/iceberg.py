@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
-from pyarrow import types
 from pyiceberg.catalog import LOCATION, WAREHOUSE_LOCATION, Catalog, MetastoreCatalog, load_catalog
 from pyiceberg.exceptions import (
     CommitFailedException,
@@ -25,11 +23,10 @@ from pyiceberg.exceptions import (
 )
 from pyiceberg.io import PY_IO_IMPL, FileIO, InputFile, OutputFile
 from pyiceberg.io.fsspec import FsspecInputFile, FsspecOutputFile
-from pyiceberg.io.pyarrow import parquet_file_to_data_file, pyarrow_to_schema
-from pyiceberg.manifest import FileFormat, ManifestContent, ManifestFile
+from pyiceberg.io.pyarrow import pyarrow_to_schema
+from pyiceberg.manifest import FileFormat
 from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, Table, TableProperties
-from pyiceberg.table.name_mapping import MappedField, NameMapping
 from pyiceberg.table.snapshots import Operation, Snapshot, ancestors_between_ids
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import Properties
@@ -37,23 +34,23 @@ from requests import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 
 from actors.engine.errors import UserError, flat
-from pipeline.config.job import CatalogConfig, StorageConfig
+from pipeline.config.job import StorageConfig
 from pipeline.input.table import CommitConflict, PartFile, TablePin, check_columns, check_types, store_url
 from pipeline.messages import listed
-from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import filesystem
 
-STORAGE = "skipdecode.storage"  # property with the job's storage section as JSON, without its catalog
-
-
-def storage_property(storage: StorageConfig) -> Mapping[str, str]:
-    """The property by which a `StoreFileIO` finds its store."""
-    return {STORAGE: storage.model_dump_json(exclude={"catalog"})}
+STORAGE = "skipdecode.storage"  # property of a catalog: the job's storage section as JSON, without its catalog
+FINGERPRINT = "skipdecode.fingerprint"  # in a snapshot's summary
+HELD = (pa.time64("us"),)  # types besides those of every table
+WRITABLE = (1, 2)  # format versions
+COMPACT = "compact the table (rewrite_data_files) and read the new snapshot"
+KEEPS_ROWS = (Operation.APPEND, Operation.REPLACE)  # replace: a compaction
+log = logging.getLogger(__name__)
 
 
 class StoreFileIO(FileIO):
-    """Files of an Iceberg table. pyiceberg builds it with the catalog's properties."""
+    """Files of an Iceberg table in the job's store. pyiceberg builds it with the catalog's properties."""
 
     def __init__(self, properties: Properties) -> None:
         super().__init__(properties)
@@ -76,31 +73,26 @@ class StoreFileIO(FileIO):
 
 
 def open_catalog(storage: StorageConfig, *, create: bool) -> Catalog:
-    """The job's catalog.
+    """Return the job's catalog. create: make the tables of a new SQL catalog.
 
-    Args:
-        create: make the tables of a new SQL catalog.
-
-    Raises:
-        UserError: its settings are wrong.
-        StoreFailed: it does not answer.
+    Raises UserError if its settings are wrong, StoreFailed if it does not answer.
     """
     properties = {
         **storage.catalog.properties(),
-        **_warehouse(storage.catalog),
         PY_IO_IMPL: f"{StoreFileIO.__module__}.{StoreFileIO.__qualname__}",
-        **storage_property(storage),
+        STORAGE: storage.model_dump_json(exclude={"catalog"}),
         "init_catalog_tables": str(create).lower(),
     }
+    place = storage.catalog.warehouse
+    is_folder = storage.catalog.type != "rest" and not str(storage.catalog.uri).startswith("http")
+    if place is not None and "://" not in place and is_folder:  # it stands in the metadata of new tables
+        properties["warehouse"] = os.path.abspath(place)
     with _one_line(storage):
         return load_catalog(storage.catalog.name, **properties)
 
 
 def find_table(catalog: Catalog, name: str, storage: StorageConfig) -> Table | None:
-    """A table of the catalog as it is now; None if it does not exist. Raises as `open_catalog`.
-
-    name: namespace.table.
-    """
+    """Return a table of the catalog as it is now; None if it does not exist. Raises as `open_catalog`."""
     if not all(name.split(".")) or "." not in name:
         raise UserError(f"{name}: a table of a catalog is named namespace.table")
     with _one_line(storage):
@@ -108,14 +100,6 @@ def find_table(catalog: Catalog, name: str, storage: StorageConfig) -> Table | N
             return catalog.load_table(name)
         except NoSuchTableError:
             return None
-
-
-def _warehouse(catalog: CatalogConfig) -> dict[str, str]:
-    """The folder of new tables, absolute: it stands in their metadata. Of a REST catalog it is a name."""
-    place = catalog.warehouse
-    if place is None or "://" in place or catalog.type == "rest" or str(catalog.uri).startswith("http"):
-        return {}
-    return {"warehouse": os.path.abspath(place)}
 
 
 @contextmanager
@@ -130,51 +114,6 @@ def _one_line(storage: StorageConfig) -> Iterator[None]:
         raise UserError(f"{name}: {flat(error)}") from None
     except (RESTError, RequestException) as error:
         raise StoreFailed(f"{name}: {flat(error)}") from None
-
-
-ID = b"PARQUET:field_id"
-
-
-def file_field_ids(schema: pa.Schema, mapping: NameMapping | None) -> dict[str, int]:
-    """Dotted name -> field id of every column and nested field of a file.
-
-    Of a file without ids the table's name mapping gives them; a field without one is left out.
-    """
-    fields = {path: field for column in schema for path, field in _paths(column.name, column)}
-    ids = {path: int(field.metadata[ID]) for path, field in fields.items() if ID in (field.metadata or {})}
-    if ids or mapping is None:
-        return ids
-    mapped = dict(_mapped(mapping, ""))
-    return {path: mapped[path] for path in fields if path in mapped}
-
-
-def _mapped(fields: Iterable[MappedField], prefix: str) -> Iterator[tuple[str, int]]:
-    """Dotted name and id of each field of a name mapping; a field has several names once it was renamed."""
-    for field in fields:
-        for name in field.names:
-            if field.field_id is not None:
-                yield f"{prefix}{name}", field.field_id
-            yield from _mapped(field.fields, f"{prefix}{name}.")
-
-
-def _paths(path: str, field: pa.Field) -> Iterator[tuple[str, pa.Field]]:
-    """A field and the fields in it, under Iceberg's dotted names."""
-    yield path, field
-    kind = field.type
-    if types.is_struct(kind):
-        children = [(child.name, child) for child in kind]
-    elif types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        children = [("element", kind.value_field)]
-    elif types.is_map(kind):
-        children = [("key", kind.key_field), ("value", kind.item_field)]
-    else:
-        children = []
-    for name, child in children:
-        yield from _paths(f"{path}.{name}", child)
-
-
-COMPACT = "compact the table (rewrite_data_files) and read the new snapshot"
-KEEPS_ROWS = (Operation.APPEND, Operation.REPLACE)  # replace: a compaction
 
 
 class IcebergInput:
@@ -226,7 +165,7 @@ class IcebergInput:
         return self._files(tasks)
 
     def as_shown(self, snapshot: int, url: str, schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
-        shown, held = self._schema(snapshot), file_field_ids(schema, self.table.name_mapping())
+        shown, held = self._schema(snapshot), self._field_ids(url, schema)
         by_id = {number: name for name, number in held.items()}
         for name in names:
             if name not in shown.column_names:
@@ -241,15 +180,26 @@ class IcebergInput:
                     raise UserError(f"{url}: its column {name!r} has no field id of the table's: {COMPACT}")
                 continue
             if field.field_id in by_id:
-                raise UserError(
-                    f"{url}: holds column {name!r} as {by_id[field.field_id]!r}, its earlier name; {COMPACT}"
-                )
+                earlier = by_id[field.field_id]
+                raise UserError(f"{url}: holds column {name!r} as {earlier!r}, its earlier name; {COMPACT}")
             if self._is_partition(field.field_id):
                 raise UserError(f"{url}: lacks the partition column {name!r}; {COMPACT}, or leave the column out")
             if field.initial_default is not None:
                 raise UserError(f"{url}: lacks column {name!r}, which has a default; {COMPACT}")
             schema = schema.append(pa.field(name, pa.null()))
         return schema
+
+    def _field_ids(self, url: str, schema: pa.Schema) -> dict[str, int]:
+        """Return dotted name -> field id of a file's columns and nested fields; of a file without ids, those of the
+        table's name mapping, or none."""
+        mapping = self.table.name_mapping()
+        try:
+            held = pyarrow_to_schema(schema, mapping, downcast_ns_timestamp_to_us=True)
+        except (ValueError, TypeError) as error:
+            if mapping is None:
+                return {}
+            raise UserError(f"{url}: its columns have no field ids of the table's: {flat(error)}; {COMPACT}") from None
+        return {name: held.find_field(name).field_id for name in held.column_names}
 
     def _snapshot(self, number: int) -> Snapshot:
         found = self.table.snapshot_by_id(number)
@@ -281,12 +231,6 @@ class IcebergInput:
         return dict(sorted(files.items()))
 
 
-log = logging.getLogger(__name__)
-FINGERPRINT = "skipdecode.fingerprint"  # in a snapshot's summary
-HELD = (pa.time64("us"),)  # types besides those of every table
-WRITABLE = (1, 2)  # format versions
-
-
 class IcebergOutput:
     """See `OutputTable`."""
 
@@ -315,13 +259,14 @@ class IcebergOutput:
         # the library would repeat a commit that lost against another without looking for this job's snapshot
         table.properties[TableProperties.COMMIT_NUM_RETRIES] = "0"
         urls = [part.url if "://" in part.url else f"file://{part.url}" for part in parts]
-        if _refers_to(table, urls):
+        try:
+            table.add_files(urls, {FINGERPRINT: fingerprint})
+        except CommitFailedException as error:
+            raise CommitConflict(flat(error)) from None
+        except ValueError as error:
+            if "already referenced" not in str(error):
+                raise
             log.warning("%s: has the parts of this job already, from a snapshot that has expired", self.name)
-        else:
-            try:
-                _add_files(table, urls, fingerprint)
-            except CommitFailedException as error:
-                raise CommitConflict(flat(error)) from None
         snapshot = table.current_snapshot()
         assert snapshot is not None
         return snapshot.snapshot_id
@@ -362,29 +307,6 @@ class IcebergOutput:
             raise UserError(f"output.table: {self.name} does not allow null in {required!r}, which an answer may be")
         there = {field.name: str(field.field_type) for field in table.schema().fields}
         check_columns(self.name, there, {field.name: _type_in(table, field) for field in schema})
-
-
-def _add_files(table: Table, urls: Sequence[str], fingerprint: str) -> None:
-    """`Table.add_files`, which reads one footer after the other, with the footers read in parallel."""
-    read = partial(parquet_file_to_data_file, table.io, table.metadata)
-    with table.transaction() as transaction:
-        if table.name_mapping() is None:
-            mapping = table.schema().name_mapping.model_dump_json()
-            transaction.set_properties({TableProperties.DEFAULT_NAME_MAPPING: mapping})
-        with transaction.update_snapshot(snapshot_properties={FINGERPRINT: fingerprint}).fast_append() as update:
-            for data_file in in_parallel(read, urls):
-                update.append_data_file(data_file)
-
-
-def _refers_to(table: Table, urls: Sequence[str]) -> bool:
-    """Whether a data file of the table is one of these."""
-    snapshot, wanted = table.current_snapshot(), set(urls)
-
-    def refers(manifest: ManifestFile) -> bool:
-        return any(entry.data_file.file_path in wanted for entry in manifest.fetch_manifest_entry(table.io))
-
-    manifests = [] if snapshot is None else snapshot.manifests(table.io)
-    return any(in_parallel(refers, [one for one in manifests if one.content == ManifestContent.DATA]))
 
 
 def _snapshot_of(table: Table, fingerprint: str) -> int | None:

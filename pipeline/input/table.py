@@ -47,32 +47,23 @@ class InputTable(Protocol):
     root: str
 
     def newest(self) -> TablePin | None:
-        """The newest snapshot; None of a table that has none yet."""
-        ...
+        """Return the newest snapshot; None of a table that has none yet."""
 
     def data_files(self, snapshot: int) -> dict[str, int]:
         """Return bytes by URL of the data files at a snapshot; refuse deleted rows, and formats but Parquet."""
-        ...
 
     def appended(self, after: int, until: int) -> dict[str, int]:
         """Return bytes by URL of the data files with the rows appended after one snapshot and up to another.
 
-        A compaction changes no rows and adds none: the files are those that the appends wrote. Refuses a snapshot in
-        between that changed or deleted rows, and one that is no successor.
+        A compaction changes no rows. Refuses a snapshot in between that changed or deleted rows, or is no successor.
         """
-        ...
 
     def as_shown(self, snapshot: int, url: str, schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
-        """A data file's schema with the columns that the table shows at a snapshot.
+        """Return a data file's schema with the columns `names` that the table shows at a snapshot.
 
-        A column that the table got after the file was written is null there: it has the type null. Refuses a column
-        that the table has not, and one that the file holds under another name or as a partition.
-
-        Args:
-            schema: the file's.
-            names: columns that the job reads.
+        A column that the table got after the file was written has the type null. Refuses a column that the table has
+        not, and one that the file holds under another name or as a partition.
         """
-        ...
 
 
 class OutputTable(Protocol):
@@ -80,19 +71,15 @@ class OutputTable(Protocol):
 
     def check(self, schema: pa.Schema) -> None:
         """Refuse a table that cannot hold files of this schema: other columns, partitions, types that it lacks."""
-        ...
 
     def snapshot_of(self, fingerprint: str) -> int | None:
-        """The snapshot that a job with this fingerprint has committed; None if there is none."""
-        ...
+        """Return the snapshot that a job with this fingerprint has committed; None if there is none."""
 
     def append(self, parts: Sequence[PartFile], schema: pa.Schema, fingerprint: str) -> int:
-        """Add the parts as one snapshot that bears the fingerprint; creates the table if it does not exist.
+        """Add the parts as one snapshot that bears the fingerprint, which is returned; create a missing table.
 
-        Returns the snapshot. Raises CommitConflict, with nothing added, if another writer was faster, perhaps one with
-        the same fingerprint.
+        Raises CommitConflict, with nothing added, if another writer was faster, perhaps one with this fingerprint.
         """
-        ...
 
 
 def input_table(section: InputConfig, storage: StorageConfig) -> InputTable:
@@ -138,20 +125,8 @@ def real_url(location: str) -> str:
 
 
 _HELD = {  # types that tables hold as Parquet stores them
-    pa.bool_(),
-    pa.int8(),
-    pa.int16(),
-    pa.int32(),
-    pa.int64(),
-    pa.float32(),
-    pa.float64(),
-    pa.string(),
-    pa.large_string(),
-    pa.binary(),
-    pa.large_binary(),
-    pa.date32(),
-    pa.timestamp("us"),
-    pa.timestamp("us", "UTC"),
+    *(pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.date32()),
+    *(pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.timestamp("us"), pa.timestamp("us", "UTC")),
 }
 
 
@@ -180,22 +155,14 @@ def _unheld(kind: pa.DataType, more: Collection[pa.DataType]) -> pa.DataType | N
 
 
 def check_columns(table: str, there: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    """Raise UserError that names the first column in which a table and the job's answers differ.
-
-    Args:
-        there, ours: type by name.
-    """
-    problem = None
-    for name, kind in ours.items():
+    """Raise UserError that names the first column in which a table and the job's answers differ; types by name."""
+    for name in [*ours, *there]:
         if name not in there:
-            problem = f"has no column {name!r}, which the job writes ({kind})"
-        elif there[name] != kind:
-            problem = f"has column {name!r} as {there[name]}, the job writes {kind}"
-        if problem is not None:
-            break
-    else:
-        surplus = next((name for name in there if name not in ours), None)
-        if surplus is not None:
-            problem = f"has a column {surplus!r}, which the job does not write"
-    if problem is not None:
+            problem = f"has no column {name!r}, which the job writes ({ours[name]})"
+        elif name not in ours:
+            problem = f"has a column {name!r}, which the job does not write"
+        elif there[name] != ours[name]:
+            problem = f"has column {name!r} as {there[name]}, the job writes {ours[name]}"
+        else:
+            continue
         raise UserError(f"output.table: {table} {problem}; choose another table, or change output.keep")

@@ -23,7 +23,7 @@ from actors.engine.errors import UserError, flat
 from pipeline.config.input import LONGEST_RECORD
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import InputFile
-from pipeline.input.schema import ERROR, common, conform, is_text
+from pipeline.input.schema import ERROR, common, conform, is_text, rebuilt, split_errors
 from pipeline.input.shards import Shard
 from pipeline.input.text_lines import (
     GZIP_ERRORS,
@@ -40,7 +40,12 @@ from pipeline.messages import counted, is_unicode, one_line, printable
 
 AS_JSON = {b"skipdecode.json": b"1"}  # metadata of a string field that holds the JSON of values other than strings
 _NAMES = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
-_SCALARS = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64(), type(None): pa.null()}
+_NOT_ARROW = (pa.ArrowException, ValueError, OverflowError)  # errors of values that Arrow cannot hold
+GROUP_ROWS, GROUP_BYTES = 1024, 4 * 2**20  # of a group at most, but for one longer row
+TYPED_ROWS = 10_000  # rows at the beginning of a file whose types are taken
+TYPED_BLOCKS = 64  # of the later blocks, one in 64 is typed too
+
+Row = TypeVar("Row", bytes, CsvRow)
 
 
 def is_json(field: pa.Field) -> bool:
@@ -79,9 +84,8 @@ def parsed(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
 class JsonTypes:
     """Types of columns, from the rows added: of each column the type of most rows, where they differ.
 
-    Nothing is converted: a value has a column's type, or is its row's error. Arrow's own inference does not serve here:
-    it reads [1, "a"] as integers, true as 1, 1.5 as the integer 1, and text that looks like a date as a time.
-    Integers and floats are one kind, numbers. Of lists, or objects, without a common type, the first decide.
+    Nothing is converted: a value has a column's type, or is its row's error. Integers and floats are one kind, numbers.
+    Of lists, or objects, without a common type, the first decide.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -97,23 +101,20 @@ class JsonTypes:
             self._seen.update(dict.fromkeys(values))
         for column, kinds in self._columns.items():
             for value in (values[column] for values in rows if values.get(column) is not None):
-                name, kind = _NAMES[type(value)], value_type(value)
-                count, known = kinds.get(name, (0, pa.null()))
-                kinds[name] = count + 1, (None if kind is None else common(known, kind)) or known
+                count, known = kinds.get(_NAMES[type(value)], (0, pa.null()))
+                kinds[_NAMES[type(value)]] = count + 1, common(known, _type_of(value)) or known
 
     def lack(self, block: bytes) -> bool:
-        """Whether some lines may hold a value of a column that had none so far."""
-        lacking = (
-            name for name, kinds in self._columns.items() if all(types.is_null(kind) for _, kind in kinds.values())
-        )
-        for column in lacking:
-            for key in {json.dumps(column, ensure_ascii=ascii).encode() for ascii in (True, False)}:
-                if key in block and re.search(re.escape(key) + rb"\s*+:\s*+(?!null)", block):
-                    return True
+        """Tell whether some lines may hold a value of a column that had none so far."""
+        for column, kinds in self._columns.items():
+            if all(types.is_null(kind) for _, kind in kinds.values()):
+                for key in {json.dumps(column, ensure_ascii=ascii).encode() for ascii in (True, False)}:
+                    if key in block and re.search(re.escape(key) + rb"\s*+:\s*+(?!null)", block):
+                        return True
         return False
 
     def schema(self, as_json: frozenset[str]) -> pa.Schema:
-        """All columns seen, null where the type is not asked for. Raises Unreadable if no row was a JSON object."""
+        """Return all columns seen, null where the type is not asked for. Unreadable if no row was a JSON object."""
         if self._columns and self._lines and not self._seen:
             raise Unreadable(f"{counted(self._lines, 'line')} read, and none holds a JSON object")
         fields = []
@@ -125,71 +126,68 @@ class JsonTypes:
         return pa.schema(fields)
 
 
-def value_type(value: Any) -> pa.DataType | None:
-    """A JSON value's type; None if a list in it mixes types. An object without fields has the type null."""
-    if isinstance(value, list):
-        kinds = set(map(type, value))
-        items = map(value_type, value) if kinds & {list, dict} else map(_SCALARS.get, kinds)
-        found: pa.DataType | None = pa.null()
-        for item in items:
-            found = None if found is None or item is None else common(found, item)
-        return None if found is None else pa.list_(found)
-    if isinstance(value, dict):
-        fields = [(name, value_type(each)) for name, each in value.items()]
-        if not all(kind is not None and is_unicode(name) for name, kind in fields):
-            return None
-        return pa.struct(fields) if fields else pa.null()
-    return _SCALARS[type(value)]
+def _type_of(value: Any) -> pa.DataType:
+    """Return a JSON value's type; null of a value that mixes types. An object without fields has the type null."""
+    try:
+        kind = _without_empty(pa.infer_type([value]))
+    except _NOT_ARROW:
+        return pa.null()
+    return kind if _fits(value, kind) else pa.null()
+
+
+def _without_empty(kind: pa.DataType) -> pa.DataType:
+    return pa.null() if types.is_struct(kind) and not kind.num_fields else rebuilt(kind, _without_empty)
+
+
+def _fits(value: Any, kind: pa.DataType) -> bool:
+    """Tell whether a value has a type as it is: Arrow would read true as 1, 1.5 as 1, and drop unknown fields."""
+    if value is None or (value == {} and types.is_null(kind)):
+        return True
+    if types.is_struct(kind):
+        known = {field.name: field.type for field in kind}
+        return isinstance(value, dict) and all(name in known and _fits(one, known[name]) for name, one in value.items())
+    if types.is_list(kind) or types.is_large_list(kind):
+        return isinstance(value, list) and all(_fits(one, kind.value_type) for one in value)
+    if is_text(kind):
+        return type(value) is str
+    if types.is_boolean(kind):
+        return type(value) is bool
+    return type(value) is int or (type(value) is float and types.is_floating(kind))
 
 
 def json_array(values: Sequence[Any], field: pa.Field) -> tuple[pa.Array, dict[int, str]]:
-    """The values as an array of the field's type, and the errors by position.
+    """Return the values as an array of the field's type, and the errors by position.
 
     A value of another type becomes null, in a column of text its JSON.
     """
+    kind, errors = field.type, dict[int, str]()
     if is_json(field):
         values = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
-    try:
-        return _array(values, field.type), {}
-    except (pa.ArrowException, ValueError, OverflowError):
-        pass  # the rows are found below
-    arrays, errors = [], {}
-    for position, value in enumerate(values):
-        array, error = _one(value, field.type)
-        arrays.append(array)
-        if error is not None:
-            errors[position] = f"column {printable(field.name)}: {error}"
-    return pa.concat_arrays(arrays), errors
 
-
-def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """The values as an array. Raises ValueError, OverflowError or ArrowException if one does not fit."""
-    found = value_type(list(values))
-    if found is None or common(kind, found.value_type) != kind:
-        raise ValueError
-    return pa.array(values, kind)
-
-
-def _one(value: Any, kind: pa.DataType) -> tuple[pa.Array, str | None]:
-    if value == {} and not types.is_struct(kind):  # an object without fields has the type null
-        return pa.nulls(1, kind), None
-    shown = json.dumps(value)
-    try:
-        return _array([value], kind), None
-    except UnicodeEncodeError:
-        reason = "text is not valid Unicode: it holds a lone surrogate"
-        shown = value.encode(errors="replace").decode() if isinstance(value, str) else shown
-    except (pa.ArrowException, ValueError, OverflowError):
+    def fitting(position: int, value: Any) -> Any:
+        try:
+            if _fits(value, kind):
+                pa.array([value], kind)
+                return value
+            reason = None
+        except UnicodeEncodeError:
+            reason = "text is not valid Unicode: it holds a lone surrogate"
+        except _NOT_ARROW:
+            reason = None
+        if value == {}:  # an object without fields is null
+            return None
+        shown = value.encode(errors="replace").decode() if reason and isinstance(value, str) else json.dumps(value)
         cut = f"{shown[:80]}{'…' * (len(shown) > 80)}"
-        reason = f"{_NAMES[type(value)]} that does not fit {printable(kind)}: {cut}"
-    return pa.array([shown], kind) if is_text(kind) else pa.nulls(1, kind), reason
+        reason = reason or f"{_NAMES[type(value)]} that does not fit {printable(kind)}: {cut}"
+        errors[position] = f"column {printable(field.name)}: {reason}"
+        return shown if is_text(kind) else None
 
-
-GROUP_ROWS, GROUP_BYTES = 1024, 4 * 2**20  # of a group at most, but for one longer row
-TYPED_ROWS = 10_000  # rows at the beginning of a file whose types are taken
-TYPED_BLOCKS = 64  # of the later blocks, one in 64 is typed too
-
-Row = TypeVar("Row", bytes, CsvRow)
+    try:
+        if all(_fits(value, kind) for value in values):
+            return pa.array(values, kind), {}
+    except _NOT_ARROW:
+        pass  # the rows are found below
+    return pa.array([fitting(position, value) for position, value in enumerate(values)], kind), errors
 
 
 @dataclass(frozen=True)
@@ -218,18 +216,16 @@ def scan_text(
     columns: TextColumns,
     limit: int | None = None,
 ) -> tuple[InputFile, pa.Schema]:
-    """The pinned file and its schema, from one pass that finds the ends of all rows and parses some of them.
+    """Return the pinned file and its schema, from one pass that finds the ends of all rows and parses some of them.
 
     Args:
         url, size, version: as listed.
         kind: jsonl or csv.
-        columns: whose types are wanted. Those of JSON Lines are in the schema if a parsed row has them, or no row is
-            there.
+        columns: whose types are wanted. Those of JSON Lines are in the schema if a parsed row has them, or there is no
+            row.
         limit: rows to read, for a look at the file's beginning; None is all.
 
-    Raises:
-        UserError: the file is no text of this kind, or gone.
-        StoreFailed, OSError: the store or the disk fails.
+    Raises UserError if the file is no text of this kind; errors of the store and the disk pass.
     """
     types = JsonTypes(columns.names)
     try:
@@ -242,10 +238,6 @@ def scan_text(
                 schema = pa.schema([(name, columns.numbers.get(name, pa.string())) for name in header])
             else:
                 schema = types.schema(columns.as_json)
-    except FileNotFoundError:
-        raise UserError(f"{url}: no such file") from None
-    except PermissionError as error:
-        raise UserError(f"{url}: cannot be read: {flat(error)}") from None
     except GZIP_ERRORS as error:
         raise UserError(f"{url}: not readable as gzip: {flat(error)}") from None
     except Unreadable as error:
@@ -368,15 +360,10 @@ def _csv_table(records: Sequence[CsvRow], header: Sequence[str], schema: pa.Sche
         rows.append(fields if error is None else [None] * len(header))
     columns = []
     for column in schema:
-        place = header.index(column.name)
-        values: list[str | None] = [row[place] for row in rows]
-        if is_json(column) or not is_text(column.type):  # no text is no value
-            values = [value or None for value in values]
-        columns.append(pa.array(values, pa.string()))
-    table = conform(pa.table(columns, names=schema.names), schema)
-    later = table[ERROR].to_pylist()
-    found = {row: error for row, error in enumerate(later) if error is not None} | errors
-    return _with_errors(table.drop_columns(ERROR), found)
+        place, keeps_empty = header.index(column.name), is_text(column.type) and not is_json(column)
+        columns.append(pa.array([row[place] if keeps_empty else row[place] or None for row in rows], pa.string()))
+    table, later = split_errors(conform(pa.table(columns, names=schema.names), schema))
+    return _with_errors(table, {row: error for row, error in enumerate(later) if error is not None} | errors)
 
 
 def _with_errors(table: pa.Table, errors: Mapping[int, str]) -> pa.Table:

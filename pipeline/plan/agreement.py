@@ -40,7 +40,7 @@ def can_gain(schedule: Schedule, spec: PromptSpec) -> bool:
         return True
     if schedule.is_full_depth:
         return False
-    if spec.choices_column is not None or spec.sampling_columns or spec.is_batch:
+    if spec.input.choices is not None or spec.input.sampling or spec.input.is_batch:
         return True  # by row
     if not spec.choices:
         return spec.sampling.max_new_tokens > 1

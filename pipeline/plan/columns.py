@@ -20,19 +20,7 @@ from pipeline.prepare.prompts import ADDED
 
 def needed_columns(config: JobConfig) -> list[str]:
     """Input columns that the job reads, each once. Raises UserError if a template does not parse."""
-    section = config.input
-    prompt = read_names(
-        section.prompt_column,
-        section.template,
-        section.messages,
-        section.sampling,
-        section.choices,
-        section.is_batch,
-        section.output_format,
-        section.tools,
-        section.chat_texts,
-    )
-    names = [section.id_column, *prompt, *kept_columns(config)]
+    names = [config.input.id_column, *read_names(config.input), *kept_columns(config)]
     return list(dict.fromkeys(name for name in names if name is not None))
 
 

@@ -4,45 +4,36 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import logging
 import os
 import re
-from array import array
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
 from actors.engine.errors import UserError
 from pipeline.config.job import RESULT_NAMES, JobConfig, StorageConfig
-from pipeline.input.files import Files, InputFile
-from pipeline.input.text_files import parsed
-from pipeline.input.text_lines import json_lines, open_text, records
+from pipeline.input.files import Files, InputFile, fixed_part
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import filesystem
 
 log = logging.getLogger(__name__)
 DIGEST_BYTES = 4 * 2**30  # local files together; above it, their modification times alone decide
-DIGEST_THREADS = 8
 RUN_FOLDER = "2026-01-31T00-00-00Z"  # an example of the dated folders of incremental runs
 
 
 def check_output_disjoint(
     config: JobConfig, listed: Collection[str] = (), key: str = "output.path", output: str = ""
 ) -> None:
-    """Check that an output folder neither holds input files nor is read as input. Compares real paths.
+    """Raise UserError if an output folder holds input files, or is read as input. Compares real paths.
 
     Args:
         listed: URLs of the input files, where they are listed already.
         key: the folder's key in the job file, for the message.
         output: the folder; default `output.path`.
-
-    Raises:
-        UserError: names the input and the remedy.
     """
     shown = output or config.output.path
     folder = _real(shown, config.storage)
@@ -80,17 +71,15 @@ def with_digests(files: Sequence[InputFile]) -> list[InputFile]:
     None is recorded if the local files are larger than `DIGEST_BYTES` together: planning never hashes for long. A
     store's own version, the ETag, needs no digest.
     """
-    if sum(file.size for file in files if _is_local(file.url)) > DIGEST_BYTES:
+    local = [file for file in files if _is_local(file.url)]
+    if sum(file.size for file in local) > DIGEST_BYTES:
         return list(files)
-
-    def digest(file: InputFile) -> InputFile:
-        return replace(file, digest=_digest(file.url, file.version)) if _is_local(file.url) else file
-
-    return list(in_parallel(digest, files, DIGEST_THREADS))
+    found = dict(zip(local, in_parallel(lambda file: _digest(file.url, file.version), local), strict=True))
+    return [replace(file, digest=found.get(file, "")) for file in files]
 
 
 def has_same_content(url: str, digest: str, version: str) -> bool:
-    """Whether a local file, modified at `version`, still has the content of a recorded digest; "" is never the same."""
+    """Tell whether a local file, modified at `version`, has the content of a recorded digest; "" is never the same."""
     return bool(digest) and _is_local(url) and _digest(url, version) == digest
 
 
@@ -105,17 +94,16 @@ def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFil
         if file.url not in listed:
             raise UserError(f"{file.url}: gone since the job began; put it back, or start again with --overwrite")
         size, version = listed[file.url]
-        if (size, version) != (file.size, file.version):
-            if size != file.size or not has_same_content(file.url, file.digest, version):
-                sizes = f"{file.size} bytes then, {size} now"
-                if size == file.size and _is_local(file.url):
-                    sizes = "same size, other content" if file.digest else "same size, no digest of its content"
-                raise UserError(
-                    f"{file.url}: changed since the job began ({sizes}); put the old file back, or start again with "
-                    "--overwrite"
-                )
-            file = replace(file, version=version)
-        files.append(file)
+        is_same = (size, version) == (file.size, file.version)
+        if not is_same and not (size == file.size and has_same_content(file.url, file.digest, version)):
+            sizes = f"{file.size} bytes then, {size} now"
+            if size == file.size and _is_local(file.url):
+                sizes = "same size, other content" if file.digest else "same size, no digest of its content"
+            raise UserError(
+                f"{file.url}: changed since the job began ({sizes}); put the old file back, or start again with "
+                "--overwrite"
+            )
+        files.append(replace(file, version=version))
     new = sorted(set(listed) - {file.url for file in pinned})
     if new:
         log.warning("%d input files are newer than the job and not part of it, the first: %s", len(new), new[0])
@@ -123,12 +111,11 @@ def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFil
 
 
 def _future_names(config: JobConfig) -> Iterator[str]:
-    """Names of files that the job may write into its output."""
+    """Yield names of files that the job may write into its output."""
     results = RESULT_NAMES if config.result_format in ("jsonl", "openai_batch") else ()
-    names = [*(f"part-{index:06d}.parquet" for index in range(1000)), *(f"{kind}.jsonl" for kind in results)]
-    yield from names
-    if config.input.since:
-        yield from (f"{RUN_FOLDER}/{name}" for name in names)
+    for folder in ("", f"{RUN_FOLDER}/") if config.input.since else ("",):
+        yield from (f"{folder}part-{index:06d}.parquet" for index in range(1000))
+        yield from (f"{folder}{kind}.jsonl" for kind in results)
 
 
 def _is_local(url: str) -> bool:
@@ -142,9 +129,7 @@ def _real(url: str, storage: StorageConfig) -> str:
         return f"s3/{path}"
     if os.path.lexists(path):
         return os.path.realpath(path)
-    fixed = path
-    while glob.has_magic(fixed):
-        fixed = os.path.dirname(fixed)
+    fixed = fixed_part(path)
     return os.path.realpath(fixed).rstrip("/") + path[len(fixed.rstrip("/")) :]
 
 
@@ -157,46 +142,3 @@ def _digest(url: str, version: str) -> str:
     except FileNotFoundError:
         return ""
     return digest if same else ""
-
-
-ID = "custom_id"
-_ID = re.compile(rb'"custom_id"\s*+:\s*+("(?:[^"\\]++|\\.)*+")')
-
-
-def check_unique_ids(files: Sequence[InputFile], storage: StorageConfig) -> None:
-    """Raise UserError that names the first id which two rows share.
-
-    Takes 8 bytes a row. Lines are parsed only if two may share an id, as two keys of that name in one line do too.
-    """
-    hashes = array("q", (hash(value) for file in files for value in _likely_ids(file, storage)))
-    values, counts = np.unique(np.frombuffer(hashes, np.int64), return_counts=True)
-    suspects = set(values[counts > 1].tolist())
-    seen: dict[str, tuple[str, int]] = {}
-    for url, row, value in _ids(files, storage) if suspects else ():
-        if hash(value) in suspects:
-            if value in seen:
-                first, at = seen[value]
-                where = f"row {at}" if first == url else f"row {at} of {first}"
-                raise UserError(f"{url}: custom_id {value!r} of row {row} is also that of {where}; make it unique")
-            seen[value] = url, row
-
-
-def _likely_ids(file: InputFile, storage: StorageConfig) -> Iterator[str]:
-    """The texts after each key of the ids' name, also in damaged lines and nested objects."""
-    with open_text(file.url, storage) as stream:
-        for block, *_ in records(stream, "jsonl"):
-            for text in _ID.findall(block):
-                try:
-                    yield json.loads(text) if b"\\" in text else text[1:-1].decode()
-                except ValueError:
-                    continue
-
-
-def _ids(files: Sequence[InputFile], storage: StorageConfig) -> Iterator[tuple[str, int, str]]:
-    """File, row number from 0, and id of the rows that have one."""
-    for file in files:
-        with open_text(file.url, storage) as stream:
-            lines = (line for block, *_ in records(stream, "jsonl") for line in json_lines(block))
-            for row, (values, _) in enumerate(map(parsed, lines)):
-                if values is not None and isinstance(values.get(ID), str):
-                    yield file.url, row, values[ID]

@@ -31,7 +31,7 @@ from pipeline.input.text_files import with_json_fields
 from pipeline.plan.batching import Batching, plan_batching
 from pipeline.plan.columns import check_type, text_columns
 from pipeline.plan.hardware import Hardware
-from pipeline.plan.inputs import check_output_disjoint, check_unique_ids, unchanged_files, with_digests
+from pipeline.plan.inputs import check_output_disjoint, unchanged_files, with_digests
 from pipeline.plan.shared_prefix import sampled_prefix
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.templates import is_template
@@ -83,6 +83,7 @@ def plan_job(
     files: Files | None = None,
     *,
     hardware: Hardware | None = None,
+    preview: bool = False,
 ) -> Manifest:
     """Plan a new job, or the continuation of a stored one with its pinned files and batching.
 
@@ -92,6 +93,7 @@ def plan_job(
         stored: the job in the output folder.
         files: to plan over; default all files of `input.path`.
         hardware: asked for what a new job's threads and cache depend on; default this process.
+        preview: plan for a look at the first `limit` rows: nothing behind them is read, and no prefix is shared.
 
     Raises:
         UserError: input is missing, unreadable, of the wrong type, or changed since the stored job began.
@@ -105,19 +107,18 @@ def plan_job(
         listed = list_pinned(config.input, config.storage, stored.files)
     check_output_disjoint(config, listed)
     if stored is None:
-        pinned, schema = read_footers(config, listed)
-        pinned = with_digests(pinned)
+        first = _first_files(config, listed, limit) if preview and limit else listed
+        pinned, schema = read_footers(config, first, limit if preview else None)
         rows = sum(file.rows for file in pinned)
         if rows == 0:
             raise NoRows(f"{config.input.path[0]}: no rows in {len(pinned)} files")
-        if config.input.is_batch:
-            with announced("reading the custom_id of every request"):
-                check_unique_ids(pinned, config.storage)
+        if not preview:
+            pinned = with_digests(pinned)
         batching = plan_batching(config, resolved, min(rows, limit or rows), hardware)
         shards = limited(cut_shards(pinned, batching.shard_rows, batching.shard_bytes), limit)
         root = input_root(config.input, config.storage, listed)
         batching = replace(batching, planned=float(int(time.time())), root=root)
-        if config.shared_prefix:
+        if config.shared_prefix and not preview:
             spec = prompt_spec(config, resolved, batching.planned)
             prefix = sampled_prefix(pinned, shards, schema, config.storage, spec, hardware or Hardware())
             batching = replace(batching, prefix=tuple(prefix))
@@ -136,6 +137,17 @@ def plan_job(
         fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     agreement = None if stored is None else stored.agreement
     return Manifest(fingerprint, identity, batching, pinned, shards, schema, agreement)
+
+
+def _first_files(config: JobConfig, listed: Files, rows: int) -> Files:
+    """Return the files that hold the first rows; those behind them are not opened."""
+    found: dict[str, tuple[int, str]] = {}
+    for url, entry in listed.items():
+        found[url] = entry
+        rows -= sum(file.rows for file in read_footers(config, {url: entry}, rows)[0])
+        if rows <= 0:
+            break
+    return found
 
 
 def difference(stored: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:

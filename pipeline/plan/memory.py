@@ -16,13 +16,11 @@ from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import ActorsConfig, JobConfig, ModelConfig
 from pipeline.plan.batching import Batching
 from pipeline.plan.hardware import Hardware
-from pipeline.runtime.isolated import call_isolated
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
-CHECK_SECONDS = 300.0  # for the comparison of weights and config in a process of its own
 
 
 def log_memory_estimate(
@@ -51,34 +49,22 @@ def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedChe
         log.info("model: %s weights%s", stored.kind, lacking if runs else f", expanded to {model.dtype}")
     tensors = checkpoint.tensors()
     check_weights(checkpoint.checkpoint.config, tensors, model.path)
-    return memory_needed(
-        checkpoint.checkpoint,
-        model.dtype,
-        batching.cache_bytes,
-        tensors,
-        on_gpu=on_gpu,
-    )
+    return memory_needed(checkpoint.checkpoint, model.dtype, batching.cache_bytes, tensors, on_gpu=on_gpu)
 
 
 def check_weights(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], name: str) -> None:
     """Raise UserError if tensors of these shapes are not the weights of a model of this config.
 
-    What fits is recorded in this machine's cache, as the check builds a model: in another process, where this one has
-    hidden torch from the library.
+    What fits is recorded in this machine's cache, as the check builds a model.
     """
     from transformers import __version__
-    from transformers.utils import import_utils
 
     record = cache_record(
         None, "tensors", [__version__, config.to_json_string(), [(key, one.shape) for key, one in tensors.items()]]
     )
-    if record.is_file():
-        return
-    if import_utils.is_torch_available():
+    if not record.is_file():
         check_tensors(config, tensors, name)
-    else:
-        call_isolated(check_tensors, config, tensors, name, seconds=CHECK_SECONDS)
-    write_record(record, {})
+        write_record(record, {})
 
 
 def describe(need: Need, dtype: str, actors: ActorsConfig) -> str:

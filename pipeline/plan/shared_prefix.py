@@ -69,9 +69,10 @@ def _differ(table: pa.Table, spec: PromptSpec) -> bool:
 
     A token holds at least one byte. Saves the process that tokenizes.
     """
-    if spec.column is None or spec.chat is not None or not is_text(table.schema.field(spec.column).type):
+    column = spec.input.prompt_column
+    if column is None or spec.chat is not None or not is_text(table.schema.field(column).type):
         return False
-    texts = [text for text in table[spec.column].cast(pa.binary()).to_pylist() if text]
+    texts = [text for text in table[column].cast(pa.binary()).to_pylist() if text]
     return len({text[: SHORTEST_PREFIX - SPECIAL_TOKENS] for text in texts}) > 1
 
 

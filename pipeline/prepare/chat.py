@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import jinja2
 from actors.control_tokens import control_tokens
 from actors.engine.errors import UserError
 from pipeline.messages import one_line
+from pipeline.prepare.row_settings import from_json
 from pipeline.prepare.templates import TEMPLATE_ERRORS, is_template, render
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -69,22 +69,19 @@ def conversation(chat: Chat, messages: Sequence[Mapping[str, Any]]) -> list[Mapp
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
-    """A row's messages from a list of objects with role and content, or from JSON of such a list.
+    """Return a row's messages from a list of objects with role and content, or from JSON of such a list.
 
     Text parts of a content become lines; null fields are dropped. Raises UserError that names the wrong message.
     """
     if value is None:
         raise UserError("messages is null")
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"messages: not JSON: {one_line(error)}") from None
+        value = from_json(value, "messages")
     if not isinstance(value, list):
         raise UserError(f"messages is a {type(value).__name__}; it must be a list")
     if not value:
         raise UserError("messages is empty")
-    return [_message(number, message) for number, message in enumerate(value, 1)]
+    return [_message(f"message {number}", message) for number, message in enumerate(value, 1)]
 
 
 def ends_with_assistant(value: Any) -> bool:
@@ -95,57 +92,48 @@ def ends_with_assistant(value: Any) -> bool:
         return False
 
 
-def _message(number: int, message: Any) -> dict[str, Any]:
+def _message(name: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise UserError(f"message {number} is {'null' if message is None else 'not an object'}")
-    fields = {name: value for name, value in message.items() if value is not None}
-    role = fields.get("role")
+        raise UserError(f"{name} is {'null' if message is None else 'not an object'}")
+    fields = {key: value for key, value in message.items() if value is not None}
+    role, content, calls = (fields.get(key) for key in ("role", "content", "tool_calls"))
     if role is None:
-        raise UserError(f"message {number} has no role")
+        raise UserError(f"{name} has no role")
     if role not in ROLES:
-        raise UserError(f"message {number} has role {role!r}; known: {', '.join(ROLES)}")
-    content = fields.get("content")
+        raise UserError(f"{name} has role {role!r}; known: {', '.join(ROLES)}")
     if isinstance(content, list):
-        content = "\n".join(_part(number, part) for part in content)
-    if "tool_calls" in fields:
-        fields["tool_calls"] = [_call(number, call) for call in _listed(number, fields["tool_calls"])]
+        content = "\n".join(_part(name, part) for part in content)
+    if calls is not None:
+        if not isinstance(calls, list):
+            raise UserError(f"{name}: tool_calls is of type {type(calls).__name__}; it must be a list")
+        fields["tool_calls"] = [_call(name, call) for call in calls]
         content = "" if content is None else content
     if content is None:
-        raise UserError(f"message {number} ({role}) has no content")
+        raise UserError(f"{name} ({role}) has no content")
     if not isinstance(content, str):
-        raise UserError(f"message {number} ({role}): content must be text or a list of parts of text")
+        raise UserError(f"{name} ({role}): content must be text or a list of parts of text")
     if role == "user" and not content.strip():
-        raise UserError(f"message {number} ({role}) is empty")
+        raise UserError(f"{name} ({role}) is empty")
     return {**fields, "content": content}
 
 
-def _listed(number: int, calls: Any) -> list[Any]:
-    if not isinstance(calls, list):
-        raise UserError(f"message {number}: tool_calls is of type {type(calls).__name__}; it must be a list")
-    return calls
-
-
-def _call(number: int, call: Any) -> dict[str, Any]:
-    """A call of a tool with its arguments as an object, as chat templates read it; OpenAI writes them as JSON."""
+def _call(name: str, call: Any) -> dict[str, Any]:
+    """Return a call of a tool with its arguments as an object, as chat templates read it; OpenAI writes JSON."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
-        raise UserError(f"message {number}: a tool call must be {{function: {{name, arguments}}}}")
+        raise UserError(f"{name}: a tool call must be {{function: {{name, arguments}}}}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"message {number}: arguments of a tool call: not JSON: {one_line(error)}") from None
+        arguments = from_json(arguments, f"{name}: arguments of a tool call")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _part(number: int, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
+def _part(name: str, part: Any) -> str:
+    kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
     if kind != "text":
-        raise UserError(f"message {number} has a part of type {kind!r}; only text is answered")
-    text = part.get("text")
+        raise UserError(f"{name} has a part of type {kind!r}; only text is answered")
     if not isinstance(text, str):
-        raise UserError(f"message {number} has a part without text")
+        raise UserError(f"{name} has a part without text")
     return text
 
 
@@ -200,21 +188,13 @@ def render_chat(
 ) -> tuple[str, int]:
     """The prompt, up to the beginning of the answer, and how many control tokens messages and tools spell.
 
-    Args:
-        tokenizer: the checkpoint's.
-        chat: the job's system message, examples and template values.
-        messages: of the row.
-        tools: those that the model may call.
-        parse: see `ControlTokens.prompt`.
+    tools: those that the model may call. parse: see `ControlTokens.prompt`.
 
     Raises UserError if the chat template refuses the messages.
     """
-
-    def render(values: tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]) -> str:
-        return _apply(tokenizer, chat, *values)
-
+    values = (conversation(chat, messages), list(tools))
     try:
-        return control_tokens(tokenizer).prompt(render, (conversation(chat, messages), list(tools)), parse=parse)
+        return control_tokens(tokenizer).prompt(lambda both: _apply(tokenizer, chat, *both), values, parse=parse)
     except UserError:
         raise
     except TEMPLATE_ERRORS as error:
@@ -222,15 +202,9 @@ def render_chat(
 
 
 def check_chat(tokenizer: Any, chat: Chat, path: object) -> None:
-    """Render a trial conversation.
+    """Render a trial conversation. path: the checkpoint, for messages.
 
-    Args:
-        tokenizer: the checkpoint's.
-        chat: the job's system message, examples and template values.
-        path: the checkpoint, for messages.
-
-    Raises:
-        UserError: there is no chat template, it does not compile, or it refuses the job's system message or examples.
+    Raises UserError if there is no chat template, or it does not compile or refuses the job's system or examples.
     """
     signature = inspect.signature(tokenizer.apply_chat_template)
     reserved = sorted({*signature.parameters, "messages"} & set(chat.values))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 
 from actors.engine.constraints.grammar import GrammarCompiler
 from actors.engine.constraints.label_trie import ChoiceTrie
@@ -15,9 +15,10 @@ from actors.engine.model.end_tokens import end_tokens, settings_not_followed
 from actors.engine.types import SamplingParams
 from actors.tool_calls import form_of
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
+from pipeline.config.input import InputConfig
 from pipeline.config.job import JobConfig
-from pipeline.prepare.batch_requests import COLUMNS
 from pipeline.prepare.chat import Chat, check_chat
+from pipeline.prepare.row_settings import BATCH_COLUMNS
 from pipeline.prepare.templates import is_template, template_columns
 from pipeline.prepare.tokenizer import Source, known_tokenizer, longest, shown_path, tokenize_labels, tokenizer_of
 
@@ -26,91 +27,64 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PromptSpec:
-    """How a row becomes a prompt, and which columns hold its own settings. One of column, template, messages and
-    is_batch is set.
+    """How a row becomes a prompt.
 
     Args:
         checkpoint: where the tokenizer is.
         vocab_size: tokens of the model's vocabulary.
         context_length: tokens of prompt and answer.
-        column: column of prompts, text or token ids.
-        template: Jinja template over the row's columns.
-        messages: column of chat messages.
-        chat: what a chat adds to the messages; None for plain text.
+        input: which columns hold the prompt and the row's own settings, which override the job's.
         sampling: the job's parameters.
-        sampling_columns: a column of parameters, or parameter -> column; they override the job's.
         choices: the job's labels; () for free text.
-        choices_column: column of the row's own labels, which override the job's.
-        is_batch: rows are requests of an OpenAI batch file.
         output_format: form of the job's answers; None for free text.
-        format_column: kind of form -> column of the row's own, which overrides the job's.
-        tools: column of the tools that a chat offers; None for none.
-        too_long: `error`, or `truncate_left`, which leaves room for the answer.
-        special_tokens: whether control tokens that the input spells are text or parsed; None: parsed in prompts that
-            come whole, of a column or a request, and text in chats and templates.
+        now: when the job was planned, seconds since 1970; chat templates read it as the time.
     """
 
     checkpoint: Source
     vocab_size: int
     context_length: int
-    column: str | None = None
-    template: str | None = None
-    messages: str | None = None
-    chat: Chat | None = None
+    input: InputConfig
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    sampling_columns: str | Mapping[str, str] = field(default_factory=dict)
     choices: tuple[str, ...] = ()
-    choices_column: str | None = None
-    is_batch: bool = False
     output_format: OutputFormat | None = None
-    format_column: Mapping[str, str] = field(default_factory=dict)
-    tools: str | None = None
-    too_long: str = "error"
-    special_tokens: str | None = None
+    now: float = 0.0
+
+    @cached_property
+    def chat(self) -> Chat | None:
+        """What a chat adds to a row's messages; None for plain text."""
+        section = self.input
+        examples = tuple((example.user, example.assistant) for example in section.examples)
+        chat = Chat(section.system, examples, section.chat_template_kwargs, section.continue_final, self.now)
+        return chat if section.is_chat else None
 
 
 def prompt_spec(config: JobConfig, resolved: ResolvedCheckpoint, planned: float) -> PromptSpec:
-    """The spec of a job. planned: when the job was planned, seconds since 1970; chat templates read it as the time."""
-    inputs, checkpoint = config.input, resolved.checkpoint
-    examples = tuple((example.user, example.assistant) for example in inputs.examples)
+    """Return the spec of a job. planned: when the job was planned, seconds since 1970."""
     return PromptSpec(
         checkpoint=known_tokenizer(resolved),
-        vocab_size=checkpoint.config.vocab_size,
-        context_length=checkpoint.context_length,
-        column=inputs.prompt_column,
-        template=inputs.template,
-        messages=inputs.messages,
-        chat=Chat(inputs.system, examples, inputs.chat_template_kwargs, inputs.continue_final, planned)
-        if inputs.is_chat
-        else None,
+        vocab_size=resolved.checkpoint.config.vocab_size,
+        context_length=resolved.checkpoint.context_length,
+        input=config.input,
         sampling=config.sampling.params(),
-        sampling_columns=inputs.sampling or {},
         choices=config.choices or (),
-        choices_column=inputs.choices,
-        is_batch=inputs.is_batch,
         output_format=config.output_format,
-        format_column=inputs.output_format or {},
-        tools=inputs.tools,
-        too_long=inputs.too_long,
-        special_tokens=inputs.special_tokens,
+        now=planned,
     )
 
 
 def check_spec(spec: PromptSpec) -> None:
     """Raise UserError for a chat template, labels or lengths that would fail every row of the job."""
-    if spec.chat is not None and not (spec.is_batch and tokenizer_of(spec.checkpoint).chat_template is None):
-        check_chat(tokenizer_of(spec.checkpoint), spec.chat, shown_path(spec.checkpoint))
-    if spec.tools is not None:
-        form_of(tokenizer_of(spec.checkpoint))
+    tokenizer, context = tokenizer_of(spec.checkpoint), spec.context_length
+    if spec.chat is not None and not (spec.input.is_batch and tokenizer.chat_template is None):
+        check_chat(tokenizer, spec.chat, shown_path(spec.checkpoint))
+    if spec.input.tools is not None:
+        form_of(tokenizer)
     outside = [token for token in spec.sampling.stop_token_ids if token >= spec.vocab_size]
     if outside:
         raise UserError(f"sampling.stop_token_ids: {outside[0]} lies outside the vocabulary of {spec.vocab_size}")
-    context = spec.context_length
     if spec.output_format is not None:
-        tokenizer = tokenizer_of(spec.checkpoint)
         GrammarCompiler(tokenizer, spec.vocab_size, [tokenizer.eos_token_id or 0]).compile(spec.output_format)
     if spec.choices:
-        tokenizer = tokenizer_of(spec.checkpoint)
         ids = tokenize_labels(tokenizer, spec.choices)
         most = longest(spec.choices, ids)
         try:
@@ -119,7 +93,7 @@ def check_spec(spec: PromptSpec) -> None:
             raise UserError(f"choices: {error} (counted from 0)") from None
         if most + 1 >= context:
             raise UserError(f"choices: a label of {most} tokens leaves prompts no room in a context of {context}")
-    elif spec.too_long == "truncate_left" and spec.sampling.max_new_tokens >= context:
+    elif spec.input.too_long == "truncate_left" and spec.sampling.max_new_tokens >= context:
         raise UserError(
             f"sampling.max_new_tokens = {spec.sampling.max_new_tokens} leaves truncated prompts no room in a context "
             f"of {context}: lower it, or set input.too_long: error"
@@ -127,7 +101,7 @@ def check_spec(spec: PromptSpec) -> None:
 
 
 def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
-    """Name once what the checkpoint's generation config asks for and the job does not follow.
+    """Log once which settings of the checkpoint's generation config the job does not follow.
 
     Raises UserError for an end token outside the vocabulary.
     """
@@ -139,35 +113,27 @@ def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
         log.warning("generation_config.json asks for what the job does not follow, see its sampling: %s", asked)
 
 
-def read_names(
-    column: str | None,
-    template: str | None,
-    messages: str | None,
-    sampling: str | Mapping[str, str] | None,
-    choices: str | None,
-    is_batch: bool = False,
-    output_format: Mapping[str, str] | None = None,
-    tools: str | None = None,
-    texts: Sequence[str] = (),
-) -> list[str]:
-    """Columns that a row's prompt, sampling and form come from, each once.
+def read_names(section: InputConfig) -> list[str]:
+    """Return the columns that a row's prompt, sampling and form come from, each once.
 
-    texts: that may be templates, see `Chat`. Raises UserError, which names the text, for a wrong template.
+    Raises UserError, which names the text, for a wrong template.
     """
-    prompt = [column, messages]
-    for text, name in ((template, "template"), *((text, "system, examples") for text in texts if is_template(text))):
+    names = [section.prompt_column, section.messages]
+    texts = [("system, examples", text) for text in section.chat_texts if is_template(text)]
+    for key, text in [("template", section.template or ""), *texts]:
         try:
-            prompt += [] if text is None else template_columns(text)
+            names += template_columns(text)
         except UserError as error:
-            raise UserError(f"input.{name}: {error}") from None
-    own = [sampling] if isinstance(sampling, str) else list((sampling or {}).values())
-    requests = COLUMNS if is_batch else ()
-    names = [*prompt, *own, choices, *(output_format or {}).values(), tools, *requests]
+            raise UserError(f"input.{key}: {error}") from None
+    own = section.sampling or {}
+    names += [own] if isinstance(own, str) else own.values()
+    names += [section.choices, *(section.output_format or {}).values(), section.tools]
+    names += BATCH_COLUMNS if section.is_batch else ()
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
 def marks_of_thinking(config: JobConfig, resolved: ResolvedCheckpoint) -> dict[str, str] | None:
-    """The job's marks by the names of `Reasoning`; None for none. `auto` takes those of the checkpoint's chat template.
+    """Return the job's marks by the names of `Reasoning`, if any; `auto` takes those of the chat template.
 
     Raises UserError for a mark that is a special token.
     """

@@ -7,10 +7,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from prompt_specs import spec_of
 
 from actors.engine.model.loading import load_tokenizer
 from actors.engine.types import SamplingParams
-from pipeline.prepare.prompt_spec import PromptSpec, check_spec
+from pipeline.prepare.prompt_spec import check_spec
 from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.tokenizer import longest, tokenize_labels
 
@@ -19,9 +20,9 @@ LABELS = pa.list_(pa.string())
 
 def prepared(checkpoint: Path, labels: list[Any], **changes: Any) -> tuple[list[Any], list[Any], list[Any]]:
     """Prompt ids, choices and errors."""
-    values = {"column": "prompt", "choices_column": "c", **changes}
-    table = pa.table({"prompt": values.pop("prompts", ["hi"] * len(labels)), "c": pa.array(labels, LABELS)})
-    done = prepare_table(table, PromptSpec(str(checkpoint), 300, 64, **values))
+    prompts = changes.pop("prompts", ["hi"] * len(labels))
+    table = pa.table({"prompt": prompts, "c": pa.array(labels, LABELS)})
+    done = prepare_table(table, spec_of(checkpoint, own_choices="c", **changes))
     return done[PROMPT_IDS].to_pylist(), done[CHOICES].to_pylist(), done[ERROR].to_pylist()
 
 
@@ -55,9 +56,9 @@ def test_labels_with_the_same_tokens_are_a_row_error(
 def test_settings_that_end_a_label_early_are_refused(checkpoint: Path, params: dict[str, Any]) -> None:
     (name,) = params
     error = f"choices do not go with sampling.{name}: a label ends where it ends"
-    assert prepared(checkpoint, [["a"]], sampling=SamplingParams(**params))[2] == [error]
+    assert prepared(checkpoint, [["a"]], params=SamplingParams(**params))[2] == [error]
     table = pa.table({"prompt": ["hi"] * 2, "own": [params, dict.fromkeys(params)]})
-    spec = PromptSpec(str(checkpoint), 300, 64, column="prompt", choices=("a",), sampling_columns="own")
+    spec = spec_of(checkpoint, choices=("a",), sampling="own")
     assert prepare_table(table, spec)[ERROR].to_pylist() == [error, None]
 
 
@@ -80,7 +81,7 @@ def test_a_prompt_leaves_room_for_the_longest_label(checkpoint: Path) -> None:
 
 def test_labels_of_the_job_are_checked_before_it_runs(checkpoint: Path) -> None:
     def check(*labels: str) -> None:
-        check_spec(PromptSpec(str(checkpoint), 300, 64, column="prompt", choices=labels, too_long="truncate_left"))
+        check_spec(spec_of(checkpoint, choices=labels, too_long="truncate_left"))
 
     check("yes", "yesterday")
     for labels, said in (

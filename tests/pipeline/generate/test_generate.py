@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from part_builders import LAYERS, Commits, part_spec
+from prompt_specs import spec_of
 
 from actors.answers import Answer, Prompt
 from actors.generator import Generator, RowsAtWork
@@ -22,7 +23,6 @@ from pipeline.commit.records import CommitRecord, decode_record, encode_record
 from pipeline.generate import stage as generate
 from pipeline.generate.stats import ShardStats
 from pipeline.input.rows import to_ipc
-from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
 
 
@@ -55,7 +55,7 @@ def committed(checkpoint: Path, **columns: Any) -> Commits:
     """A shard of three rows, the second with an error, answered and committed."""
     rows = pa.table({"prompt": ["alpha", None, "beta"], "id": ["a", "b", "c"], **columns})
     column = np.empty(1, dtype=object)
-    column[0] = to_ipc(prepare_table(rows, PromptSpec(str(checkpoint), 300, 64, column="prompt")))
+    column[0] = to_ipc(prepare_table(rows, spec_of(checkpoint)))
     commits = Commits()
     batch = {"shard": np.array([3]), "url": np.array(["in/a.parquet"], dtype=object), "first_row": np.array([30])}
     generate.ShardGenerator({"checkpoint": str(checkpoint), **SETTINGS}, part_spec(), commits)(

@@ -14,6 +14,7 @@ import pytest
 from memory_folder import MemoryFolder
 from part_builders import Commits, part_spec
 from poison_stages import KILLER
+from prompt_specs import spec_of
 
 from actors.engine.engine import Engine
 from pipeline.generate.stage import ShardGenerator
@@ -34,7 +35,7 @@ class Death(BaseException):
 
 @pytest.fixture
 def spec(checkpoint: Path) -> PromptSpec:
-    return PromptSpec(str(checkpoint), 300, 64, column="prompt")
+    return spec_of(checkpoint)
 
 
 def table() -> pa.Table:

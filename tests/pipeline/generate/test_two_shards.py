@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from memory_folder import MemoryFolder
 from part_builders import Commits, part_spec
+from prompt_specs import spec_of
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
@@ -22,7 +23,6 @@ from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import ShardStats
 from pipeline.input.rows import to_ipc
 from pipeline.input.shards import Shard
-from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
 from pipeline.runtime.quarantine import Quarantine, marker_name
 
@@ -31,7 +31,7 @@ ROWS = 24
 
 @pytest.fixture
 def shards(checkpoint: Path) -> list[dict[str, Any]]:
-    spec = PromptSpec(str(checkpoint), 300, 64, column="prompt")
+    spec = spec_of(checkpoint)
     batches = []
     for shard in range(3):
         words = [" ".join(["cheap"] * (1 + (row + shard) % 4)) for row in range(ROWS)]

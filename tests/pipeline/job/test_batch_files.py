@@ -22,8 +22,6 @@ from actors.engine.errors import UserError
 from actors.openai_requests import CHAT, TEXT
 from pipeline.commit.results import RECORD, recorded, result_problems
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.input.files import InputFile
-from pipeline.plan.inputs import check_unique_ids
 from pipeline.storage.folder import open_folder
 
 
@@ -121,28 +119,18 @@ def test_an_answer_has_the_form_that_its_request_asks_for(tmp_path: Path, chat_c
 
 
 def test_a_custom_id_that_two_rows_share_is_refused(tmp_path: Path, chat_checkpoint: Path) -> None:
+    """Ids are compared as values of their rows, not as JSON spells them; a row without one shares none."""
     (tmp_path / "in").mkdir()
     write(tmp_path / "in" / "a.jsonl", REQUESTS[:3])
-    write(tmp_path / "in" / "b.jsonl", [REQUESTS[4], REQUESTS[1]])
+    damaged = '{"custom_id": "request-0"\n' * 2 + '{"body": {"custom_id": "request-0"}}\n'
+    spelled = json.dumps(REQUESTS[1]).replace("request-1", "request\\u002d1")
+    (tmp_path / "in" / "b.jsonl").write_text(f"{damaged}{spelled}\n")
     job = config(tmp_path / "in", tmp_path / "out", chat_checkpoint)
     with pytest.raises(UserError) as refused:
         run_in_process(job)
-    shared = f"custom_id 'request-1' of row 1 is also that of row 1 of {tmp_path}/in/a.jsonl; make it unique"
-    assert str(refused.value) == f"{tmp_path}/in/b.jsonl: {shared}"
+    where = f"row 1 of {tmp_path}/in/a.jsonl and row 3 of {tmp_path}/in/b.jsonl"
+    assert str(refused.value) == f"custom_id repeats in 1 row, such as 'request-1': {where}; make it unique"
     assert not (tmp_path / "out").exists()
-
-
-def test_custom_ids_are_compared_as_values_of_their_rows(tmp_path: Path) -> None:
-    """Not as JSON spells them, nor as an inner object or a damaged line has them."""
-    path = tmp_path / "in.jsonl"
-    file = InputFile(str(path), 0, "", (), (), format="jsonl")
-    path.write_text(
-        '{"custom_id": "a/b"}\n{"body": {"custom_id": "a/b"}}\n{"custom_id": "a/b"\n{"x": "\\"custom_id\\": 1"}\n'
-    )
-    check_unique_ids([file], StorageConfig())
-    path.write_text('{"custom_id": "a/b"}\n\n{"custom_id" : "\\u0061\\/b"}\n')
-    with pytest.raises(UserError, match=r"custom_id 'a/b' of row 1 is also that of row 0; make it unique"):
-        check_unique_ids([file], StorageConfig())
 
 
 def test_a_request_is_whole(tmp_path: Path, chat_checkpoint: Path) -> None:

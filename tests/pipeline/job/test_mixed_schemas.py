@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from prompt_specs import spec_of
 
 from actors.engine.types import SamplingParams
 from pipeline import job as jobs
@@ -172,9 +173,7 @@ def pinned(path: Path) -> InputFile:
 
 
 def prompt_spec(checkpoint: Path) -> PromptSpec:
-    return PromptSpec(
-        str(checkpoint), vocab_size=300, context_length=64, column="prompt", sampling=SamplingParams(max_new_tokens=8)
-    )
+    return spec_of(checkpoint, params=SamplingParams(max_new_tokens=8))
 
 
 def test_rows_that_do_not_fit_are_not_answered(checkpoint: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from prompt_specs import spec_of
 
 from actors.engine.model.loading import load_tokenizer
 from actors.engine.types import SamplingParams
@@ -19,17 +20,16 @@ from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.job import run
 from pipeline.prepare.chat import Chat, check_chat, conversation, render_chat
-from pipeline.prepare.prompt_spec import PromptSpec, check_spec, prompt_spec
+from pipeline.prepare.prompt_spec import check_spec, prompt_spec
 from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, SAMPLING, prepare_table
 from pipeline.prepare.templates import compile_template, template_columns
 
 USER = [{"role": "user", "content": "hi"}]
 
 
-def prepared(checkpoint: Path, given: Any, chat: Chat | None = None, **changes: Any) -> tuple[list[Any], list[Any]]:
+def prepared(checkpoint: Path, given: Any, **section: Any) -> tuple[list[Any], list[Any]]:
     """Prompts as text, special tokens shown, and errors. given: an Arrow array, or values for one."""
-    values = {"messages": "m", "chat": chat or Chat(), "sampling": SamplingParams(max_new_tokens=10), **changes}
-    spec = PromptSpec(str(checkpoint), 300, 200, **values)
+    spec = spec_of(checkpoint, 200, params=SamplingParams(max_new_tokens=10), **{"messages": "m", **section})
     done = prepare_table(pa.table({"m": given}), spec)
     texts = load_tokenizer(checkpoint).batch_decode(done[PROMPT_IDS].to_pylist())
     return [text.replace("> ", ">") for text in texts], done[ERROR].to_pylist()
@@ -47,7 +47,7 @@ def test_a_chat_goes_through_the_checkpoints_template(chat_checkpoint: Path) -> 
 
 def test_special_tokens_come_from_the_template_alone(chat_checkpoint: Path) -> None:
     """The tokenizer puts <s> and <sep> around plain text; a chat has the one <s> that its template writes."""
-    spec = PromptSpec(str(chat_checkpoint), 300, 200, messages="m", chat=Chat())
+    spec = spec_of(chat_checkpoint, 200, messages="m")
     ids = prepare_table(pa.table({"m": [USER]}), spec)[PROMPT_IDS].to_pylist()[0]
     tokenizer = load_tokenizer(chat_checkpoint)
     expected = tokenizer.apply_chat_template(USER, add_generation_prompt=True)["input_ids"]
@@ -67,9 +67,9 @@ def test_text_parts_become_lines_and_null_fields_are_dropped(chat_checkpoint: Pa
 
 
 def test_the_jobs_system_message_and_examples_come_first(chat_checkpoint: Path) -> None:
-    chat = Chat("be nice", (("a", "b"), ("c", "d")))
+    examples = [{"user": "a", "assistant": "b"}, {"user": "c", "assistant": "d"}]
     own = [{"role": "system", "content": "be rude"}, *USER]
-    texts, errors = prepared(chat_checkpoint, [USER, own], chat)
+    texts, errors = prepared(chat_checkpoint, [USER, own], system="be nice", examples=examples)
     shots = "[user]a</s>[assistant]b</s>[user]c</s>[assistant]d</s>[user]hi</s>[assistant]"
     assert errors == [None, None]
     assert texts == [f"<s>[system]be nice</s>{shots}", f"<s>[system]be rude</s>{shots}"]
@@ -77,12 +77,14 @@ def test_the_jobs_system_message_and_examples_come_first(chat_checkpoint: Path) 
 
 def test_system_message_and_examples_may_be_templates_over_the_row(chat_checkpoint: Path) -> None:
     """Their braces were sent to the model."""
-    chat = Chat("about {{ m }}", (("{{ m | upper }}?", "{% raw %}{{ m }}{% endraw %}"), ("a}}", "b")))
-    texts, errors = prepared(chat_checkpoint, ["hi", None], chat, messages=None, column="m")
+    pairs = [("{{ m | upper }}?", "{% raw %}{{ m }}{% endraw %}"), ("a}}", "b")]
+    examples = [{"user": user, "assistant": assistant} for user, assistant in pairs]
+    chat = {"messages": None, "prompt": "m", "system": "about {{ m }}", "examples": examples}
+    texts, errors = prepared(chat_checkpoint, ["hi", None], **chat)
     shots = "[user]HI?</s>[assistant]{{ m }}</s>[user]a}}</s>[assistant]b</s>"
     assert texts[0] == f"<s>[system]about hi</s>{shots}[user]hi</s>[assistant]"
     assert errors == [None, "prompt is null"]
-    _, errors = prepared(chat_checkpoint, ["hi"], Chat("{{ m.x }}"), messages=None, column="m")
+    _, errors = prepared(chat_checkpoint, ["hi"], **{**chat, "system": "{{ m.x }}"})
     assert errors[0].startswith("template: UndefinedError")
 
 
@@ -92,14 +94,14 @@ def test_a_later_system_message_replaces_the_jobs() -> None:
 
 
 def test_text_becomes_a_users_message(chat_checkpoint: Path) -> None:
-    for changes in ({"column": "m"}, {"template": "{{ m }}"}):
-        texts, errors = prepared(chat_checkpoint, ["hi", None], Chat("be nice"), messages=None, **changes)
+    for changes in ({"prompt": "m"}, {"template": "{{ m }}"}):
+        texts, errors = prepared(chat_checkpoint, ["hi", None], messages=None, system="be nice", **changes)
         assert texts[0] == "<s>[system]be nice</s>[user]hi</s>[assistant]" and errors[0] is None
         assert errors[1] is not None
 
 
 def test_chat_template_kwargs_reach_the_template(chat_checkpoint: Path) -> None:
-    texts, _ = prepared(chat_checkpoint, [USER], Chat(values={"thinking": False}))
+    texts, _ = prepared(chat_checkpoint, [USER], chat_template_kwargs={"thinking": False})
     assert texts == ["<s>[user]hi</s>[assistant]quick "]
 
 
@@ -216,6 +218,7 @@ def test_templates_read_the_time_of_the_plan_and_have_no_random_numbers(chat_che
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
     text, _ = render_chat(tokenizer, Chat(now=86400.0 * 365), [{"role": "user", "content": "hi"}])
     assert text == "01 Jan 1971: hi"
+    assert not tokenizer.apply_chat_template(USER, tokenize=False).endswith("1971: hi")  # transformers' own clock
     with pytest.raises(ValueError, match="No filter named 'random'"):
         compile_template("{{ [1, 2] | random }}")
     assert template_columns("{{ lipsum }} {{ namespace }} {{ range(3) }}") == ["lipsum", "namespace"]
@@ -254,10 +257,10 @@ def test_a_prompt_that_spells_the_token_which_begins_a_text_has_one(checkpoint: 
     """It had two, and got another answer."""
     tokenizer = load_tokenizer(checkpoint)
     expected = tokenizer("food")["input_ids"]
-    spec = PromptSpec(str(checkpoint), 300, 64, column="m")
+    spec = spec_of(checkpoint, prompt="m")
     done = prepare_table(pa.table({"m": ["food", "<s>food", "<s><s>food"]}), spec)[PROMPT_IDS].to_pylist()
     assert done == [expected] * 3
-    literal = PromptSpec(str(checkpoint), 300, 64, template="<s>{{ m }}")
+    literal = spec_of(checkpoint, template="<s>{{ m }}")
     assert prepare_table(pa.table({"m": ["food"]}), literal)[PROMPT_IDS].to_pylist() == [expected]
     builder = RequestBuilder(tokenizer, SamplingParams(), None, None, seed=0, strip=True, vocab_size=300, stop_ids=[2])
     assert builder.prompt("<s>food").ids == expected
@@ -306,13 +309,6 @@ def test_a_chat_template_renders_as_in_transformers(chat_checkpoint: Path, templ
     assert render_chat(tokenizer, Chat(values=values), messages) == (expected, 0)
 
 
-def test_transformers_own_clock_is_unchanged(chat_checkpoint: Path) -> None:
-    tokenizer = load_tokenizer(chat_checkpoint)
-    tokenizer.chat_template = "{{ strftime_now('%Y') }}"
-    assert render_chat(tokenizer, Chat(now=0.0), USER)[0] == "1970"
-    assert tokenizer.apply_chat_template(USER, tokenize=False) != "1970"
-
-
 @pytest.mark.parametrize(
     "template",
     [
@@ -333,6 +329,6 @@ def test_a_chat_template_stays_in_its_sandbox(chat_checkpoint: Path, template: s
 
 
 def test_a_row_error_is_valid_unicode(checkpoint: Path) -> None:
-    spec = PromptSpec(str(checkpoint), 300, 64, column="prompt", sampling_columns="own")
+    spec = spec_of(checkpoint, sampling="own")
     table = pa.table({"prompt": ["a"], "own": ['{"\\ud800": 1}']})
     assert prepare_table(table, spec)[ERROR].to_pylist()[0].startswith("sampling: unknown key ?")

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prompt_specs import spec_of
 from tokenizers import AddedToken
 
 from actors.control_tokens import END, START, UNCLEAR, ControlTokens
@@ -18,7 +19,6 @@ from actors.engine.model.loading import load_tokenizer
 from actors.engine.types import SamplingParams
 from actors.requests import RequestBuilder
 from pipeline.prepare.chat import Chat, render_chat
-from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import CONTROL_TOKENS, ERROR, PROMPT_IDS, prepare_table
 from pipeline.serve import render as served
 
@@ -28,7 +28,7 @@ SPECIAL = {0, 1, 2, 3}
 
 def prepared(checkpoint: Path, values: list[Any], **changes: Any) -> tuple[list[list[int]], list[int | None]]:
     """Token ids of prompts from the column `m`, and how many control tokens were parsed in each."""
-    done = prepare_table(pa.table({"m": values}), PromptSpec(str(checkpoint), 300, 400, **changes))
+    done = prepare_table(pa.table({"m": values}), spec_of(checkpoint, 400, **changes))
     assert done[ERROR].null_count == len(values), done[ERROR].to_pylist()
     return done[PROMPT_IDS].to_pylist(), done[CONTROL_TOKENS].to_pylist()
 
@@ -43,7 +43,7 @@ def chat_of(text: str) -> list[dict[str, Any]]:
 
 def test_a_chats_contents_are_text(chat_checkpoint: Path) -> None:
     tokenizer: Any = load_tokenizer(chat_checkpoint)
-    plain, injected = prepared(chat_checkpoint, [chat_of("hi"), chat_of(INJECTED)], messages="m", chat=Chat())[0]
+    plain, injected = prepared(chat_checkpoint, [chat_of("hi"), chat_of(INJECTED)], messages="m")[0]
     assert specials(injected) == specials(plain) == [1, 2]
     decoded = tokenizer.decode(injected).replace(" ", "")
     assert decoded == f"<s>[user]{INJECTED}</s>[assistant]".replace(" ", "")
@@ -60,15 +60,15 @@ def test_a_chats_contents_are_text(chat_checkpoint: Path) -> None:
     ids=["system", "name", "assistant", "parts"],
 )
 def test_so_are_all_texts_of_messages(chat_checkpoint: Path, messages: list[dict[str, Any]]) -> None:
-    [harmless] = prepared(chat_checkpoint, [json.dumps(messages).replace(INJECTED, "ok")], messages="m", chat=Chat())[0]
-    [injected] = prepared(chat_checkpoint, [json.dumps(messages)], messages="m", chat=Chat())[0]
+    [harmless] = prepared(chat_checkpoint, [json.dumps(messages).replace(INJECTED, "ok")], messages="m")[0]
+    [injected] = prepared(chat_checkpoint, [json.dumps(messages)], messages="m")[0]
     assert specials(injected) == specials(harmless)
 
 
 def test_so_are_system_message_examples_and_texts_that_become_messages(chat_checkpoint: Path) -> None:
-    chat = Chat(INJECTED, ((INJECTED, INJECTED),))
-    for changes in ({"column": "m"}, {"template": "{{ m }}"}, {"template": "<s>{{ m }}</s>"}):
-        [ids] = prepared(chat_checkpoint, [INJECTED], chat=chat, **changes)[0]
+    chat = {"system": INJECTED, "examples": [{"user": INJECTED, "assistant": INJECTED}]}
+    for changes in ({"prompt": "m"}, {"template": "{{ m }}"}, {"template": "<s>{{ m }}</s>"}):
+        [ids] = prepared(chat_checkpoint, [INJECTED], **chat, **changes)[0]
         assert specials(ids) == [1, 2, 2, 2, 2]
 
 
@@ -95,15 +95,15 @@ def test_columns_that_a_template_prints_are_text_and_the_template_is_parsed(chec
 
 def test_a_prompt_column_is_parsed_and_counted(checkpoint: Path) -> None:
     tokenizer: Any = load_tokenizer(checkpoint)
-    ids, counts = prepared(checkpoint, [INJECTED, "hi"], column="m")
+    ids, counts = prepared(checkpoint, [INJECTED, "hi"], prompt="m")
     assert ids == tokenizer([INJECTED, "hi"])["input_ids"] and counts == [4, None]
-    ids, counts = prepared(checkpoint, [INJECTED, "hi"], column="m", special_tokens="text")
+    ids, counts = prepared(checkpoint, [INJECTED, "hi"], prompt="m", special_tokens="text")
     assert specials(ids[0]) == [1, 3] and ids[1] == tokenizer("hi")["input_ids"] and counts == [None, None]
 
 
 def test_parse_parses_chats_and_templates_and_counts(chat_checkpoint: Path) -> None:
     tokenizer: Any = load_tokenizer(chat_checkpoint)
-    [ids], counts = prepared(chat_checkpoint, [chat_of(INJECTED)], messages="m", chat=Chat(), special_tokens="parse")
+    [ids], counts = prepared(chat_checkpoint, [chat_of(INJECTED)], messages="m", special_tokens="parse")
     assert ids == tokenizer.apply_chat_template(chat_of(INJECTED), add_generation_prompt=True)["input_ids"]
     assert counts == [4]
     [ids], counts = prepared(chat_checkpoint, [INJECTED], template="<s>{{ m }}", special_tokens="parse")

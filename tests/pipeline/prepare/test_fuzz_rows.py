@@ -200,17 +200,7 @@ def through(config: JobConfig, checkpoint: Path) -> list[tuple[str, int, int, pa
         assert len(refusal.splitlines()) == 1, refusal
         return None
     given = config.input
-    spec = PromptSpec(
-        checkpoint=str(checkpoint),
-        vocab_size=300,
-        context_length=64,
-        column=given.prompt_column,
-        template=given.template,
-        messages=given.messages,
-        sampling=SamplingParams(max_new_tokens=4),
-        sampling_columns=given.sampling or {},
-        choices_column=given.choices,
-    )
+    spec = PromptSpec(str(checkpoint), 300, 64, given, SamplingParams(max_new_tokens=4))
     out = part_spec(id_column=given.id, keep=tuple(config.output.keep))
     done = []
     for file in files:

@@ -1,4 +1,7 @@
-"""A row's own sampling parameters: from one column (a struct, a map or JSON), or from a column per parameter."""
+"""A row's own settings: sampling parameters from columns, and requests of an OpenAI batch file.
+
+Source of batch files: https://platform.openai.com/docs/guides/batch
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,38 @@ from typing import Any
 
 from actors.engine.errors import UserError, flat
 from actors.engine.types import SamplingParams
+from actors.openai_requests import CompletionRequest, read_request
 from pipeline.messages import is_unicode, one_line
 
+BATCH_COLUMNS = ("custom_id", "method", "url", "body")
 _LARGEST = 2**31 - 1  # of integers, except the seed: fits into any tensor type
 
 
+def from_json(text: str, name: str) -> Any:
+    """Return the value of a JSON text. Raises UserError that names the text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name}: not JSON: {one_line(error)}") from None
+
+
+def read_batch_row(values: Mapping[str, Any]) -> CompletionRequest:
+    """Return the request of a row of a batch file. Raises UserError with the row's error."""
+    for name in BATCH_COLUMNS:
+        if values[name] is None:
+            raise UserError(f"{name} is missing")
+    if values["method"] != "POST":
+        raise UserError(f"method is {values['method']!r}; it must be POST")
+    body = from_json(values["body"], "body")
+    if not isinstance(body, dict):
+        raise UserError(f"body is a {type(body).__name__}; it must be an object")
+    return read_request(values["url"], body)
+
+
 def read_overrides(value: Any) -> dict[str, Any]:
-    """Parameters in a column's value: a struct, a map (pairs), or a JSON object; {} for null."""
+    """Return the parameters in a column's value: a struct, a map (pairs), or a JSON object; {} for null."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"sampling: not JSON: {one_line(error)}") from None
+        value = from_json(value, "sampling")
     if value is None:
         return {}
     if isinstance(value, list) and all(isinstance(item, tuple) for item in value):
@@ -30,7 +53,7 @@ def read_overrides(value: Any) -> dict[str, Any]:
 
 
 def own_sampling(base: SamplingParams, changes: Mapping[str, Any]) -> tuple[SamplingParams, str | None]:
-    """The row's parameters, and the values that it overrides as canonical JSON, None without any.
+    """Return the row's parameters, and the values that it overrides as canonical JSON, None without any.
 
     Raises UserError for unknown names and impossible values.
     """

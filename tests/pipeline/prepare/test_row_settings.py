@@ -1,0 +1,271 @@
+"""A row's own settings: sampling parameters, whose only valid values reach the actor, and OpenAI requests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prompt_specs import spec_of
+
+from actors.engine.constraints.output_format import OutputFormat
+from actors.engine.errors import UserError
+from actors.engine.types import SamplingParams
+from actors.openai_requests import CHAT, TEXT, read_request
+from pipeline.prepare.prompts import ERROR, PROMPT_IDS, SAMPLING, prepare_table
+from pipeline.prepare.row_settings import BATCH_COLUMNS, own_sampling, read_overrides
+
+BASE = SamplingParams(max_new_tokens=10)
+
+
+def prepared(checkpoint: Path, columns: dict[str, Any], **changes: Any) -> tuple[list[Any], list[Any]]:
+    """Overrides, parsed, and errors."""
+    rows = len(next(iter(columns.values())))
+    spec = spec_of(checkpoint, params=BASE, **{"sampling": "s", **changes})
+    done = prepare_table(pa.table({"prompt": ["hi"] * rows, **columns}), spec)
+    errors = done[ERROR].to_pylist()
+    assert [bool(ids) for ids in done[PROMPT_IDS].to_pylist()] == [error is None for error in errors]
+    return [text and json.loads(text) for text in done[SAMPLING].to_pylist()], errors
+
+
+def test_overrides_from_a_struct_a_map_json_and_columns_agree(checkpoint: Path) -> None:
+    struct = [{"temperature": 0.5, "max_new_tokens": 5, "stop": None}, None, {"temperature": None, "top_k": 3}]
+    expected = [{"temperature": 0.5, "max_new_tokens": 5}, None, {"top_k": 3}]
+    assert prepared(checkpoint, {"s": struct}) == (expected, [None] * 3)
+    text = [one and json.dumps(one) for one in struct]
+    assert prepared(checkpoint, {"s": text}) == (expected, [None] * 3)
+    pairs = [one and list(one.items()) for one in expected]
+    assert prepared(checkpoint, {"s": pa.array(pairs, pa.map_(pa.string(), pa.float64()))}) == (expected, [None] * 3)
+    columns = {"t": [0.5, None, None], "limit": [5, None, None], "k": [None, None, 3]}
+    mapping = {"temperature": "t", "max_new_tokens": "limit", "top_k": "k"}
+    assert prepared(checkpoint, columns, sampling=mapping) == (expected, [None] * 3)
+
+
+def test_lists_of_stops(checkpoint: Path) -> None:
+    columns = {"stops": [["a", "b"], [], None], "ids": [[1], None, None]}
+    found, errors = prepared(checkpoint, columns, sampling={"stop": "stops", "stop_token_ids": "ids"})
+    assert found == [{"stop": ["a", "b"], "stop_token_ids": [1]}, {"stop": []}, None] and errors == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ('{"temprature": 1}', "sampling: unknown key temprature; did you mean temperature?"),
+        ('{"temperature": NaN}', "sampling: temperature = nan: "),
+        ('{"temperature": Infinity}', "sampling: temperature = inf: "),
+        ('{"temperature": 1e999}', "sampling: temperature = inf: "),
+        (f'{{"temperature": {10**400}}}', "sampling: temperature = 1000"),
+        ('{"max_new_tokens": true}', "sampling: max_new_tokens = True: must be a whole number"),
+        ('{"max_new_tokens": "5"}', "sampling: max_new_tokens = '5': must be a whole number"),
+        ('{"max_new_tokens": 0}', "sampling: max_new_tokens = 0: must be at least 1"),
+        ('{"max_new_tokens": -Infinity}', "sampling: max_new_tokens = -inf: must be a whole number"),
+        ('{"top_k": 1e30}', "sampling: top_k = 1000000000000000019884624838656: must be at most 2147483647"),
+        ('{"stop_token_ids": [99999999999]}', "sampling: stop_token_ids = (99999999999,): must be at most"),
+        ('{"stop": ""}', "sampling: stop = "),
+        ('{"stop": ["a", null]}', "sampling: stop = "),
+        ('{"stop": "\\ud800"}', "sampling: stop is not valid Unicode"),
+        ('{"min_new_tokens": 11}', "sampling: min_new_tokens = 11: must be 0 to max_new_tokens"),
+        ('{"n": 2}', "sampling: n = 2: needs a temperature above 0"),
+        ('{"seed": -1}', "sampling: seed = -1: "),
+        ('{"a\\nb": 1}', "sampling: unknown key a b; known: "),
+        ("{", "sampling: not JSON: JSONDecodeError: "),
+        ("[1]", "sampling is a list; it must be an object"),
+        ("7", "sampling is a int; it must be an object"),
+    ],
+)
+def test_invalid_overrides_are_a_row_error(checkpoint: Path, value: str, error: str) -> None:
+    found, errors = prepared(checkpoint, {"s": ['{"top_k": 2}', value, "null", "{}", None]})
+    assert found == [{"top_k": 2}, None, None, None, None]
+    assert errors[0] is None and errors[2:] == [None] * 3
+    assert errors[1].startswith(error) and "\n" not in errors[1]
+
+
+def test_an_unknown_field_of_a_struct_is_an_error_where_it_is_set(checkpoint: Path) -> None:
+    struct = [{"temp": 1.0, "top_p": None}, {"temp": None, "top_p": 0.5}]
+    found, errors = prepared(checkpoint, {"s": struct})
+    assert errors == ["sampling: unknown key temp; did you mean temperature?", None]
+    assert found == [None, {"top_p": 0.5}]
+
+
+def test_truncation_uses_the_rows_own_limit(checkpoint: Path) -> None:
+    columns = {"prompt": ["a " * 200] * 3, "limit": [None, 40, 64]}
+    own = {"max_new_tokens": "limit"}
+    done = prepare_table(pa.table(columns), spec_of(checkpoint, params=BASE, too_long="truncate_left", sampling=own))
+    assert [len(ids) for ids in done[PROMPT_IDS].to_pylist()] == [54, 24, 0]
+    error = done[ERROR].to_pylist()[2]
+    assert error is not None and error.endswith("64 new ones leave it no room in a context of 64")
+
+
+CHANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_new_tokens": st.integers(-1, 100) | st.floats() | st.none(),
+        "temperature": st.floats() | st.integers(0, 2) | st.none(),
+        "top_p": st.floats(0, 1),
+        "presence_penalty": st.floats(-3, 3),
+        "stop": st.lists(st.text(max_size=3), max_size=2) | st.text(max_size=3),
+        "ignore_eos": st.booleans() | st.integers(0, 1),
+        "seed": st.integers(-1, 2**64),
+        "tempo": st.none() | st.integers(),
+    },
+)
+
+
+@given(CHANGES)
+@settings(max_examples=60, deadline=None)
+def test_the_overrides_written_for_the_actor_are_those_checked(changes: dict[str, Any]) -> None:
+    said = ""
+    try:
+        merged, text = own_sampling(BASE, changes)
+    except ValueError as error:
+        said = str(error)
+    if said:
+        assert said.startswith("sampling: ") and "\n" not in said
+        return
+    assert merged == BASE.merged(changes)
+    if text is None:
+        assert all(value is None for value in changes.values())
+    else:
+        values = json.loads(text)
+        assert BASE.merged(read_overrides(text)) == merged == BASE.merged(values)
+        assert text == json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+MESSAGES = [{"role": "user", "content": "alpha"}]
+
+
+def test_parameters_have_the_names_of_this_program() -> None:
+    body = {
+        "model": "any",
+        "user": "someone",
+        "messages": MESSAGES,
+        "max_completion_tokens": 5,
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "stop": ["x"],
+        "logprobs": True,
+        "top_logprobs": 2,
+        "n": None,
+        "stream": False,
+        "response_format": {"type": "text"},
+    }
+    request = read_request(CHAT, body)
+    assert request.messages == MESSAGES and request.prompt is None
+    assert request.sampling == {"max_new_tokens": 5, "temperature": 0.5, "stop": ["x"], "logprobs": 2}
+    assert read_request(CHAT, {"messages": MESSAGES, "logprobs": True}).sampling == {"logprobs": 0}
+    assert read_request(CHAT, {"messages": MESSAGES, "logprobs": False}).sampling == {}
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    form = read_request(CHAT, {"messages": MESSAGES, "response_format": named}).output_format
+    assert form == OutputFormat("json_schema", json.dumps(schema))
+    text = read_request(TEXT, {"prompt": ["a"], "logprobs": 3, "min_tokens": 2, "echo": False, "best_of": 1})
+    assert (text.prompt, text.sampling) == ("a", {"min_new_tokens": 2, "logprobs": 3})
+    assert read_request(TEXT, {"prompt": [1, 2]}).prompt == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "refusal"),
+    [
+        ("/v1/embeddings", {}, "url '/v1/embeddings' is not supported; known: /v1/chat/completions, /v1/completions"),
+        (CHAT, {"messages": MESSAGES, "max_token": 3}, "body: max_token is not supported; did you mean max_tokens?"),
+        (CHAT, {"messages": MESSAGES, "stream": True}, "body: stream = True is not supported"),
+        (CHAT, {"messages": MESSAGES, "stream": 0}, "body: stream = 0 is not supported"),
+        (CHAT, {"messages": MESSAGES, "prompt": "a"}, "body: prompt is not supported"),
+        (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "body: tool_choice = 'required' needs tools"),
+        (CHAT, {"messages": MESSAGES, "logprobs": 1}, "body: logprobs = 1: must be true or false in a chat"),
+        (CHAT, {"messages": MESSAGES, "top_logprobs": 1}, "body: top_logprobs needs logprobs: true"),
+        (CHAT, {"messages": MESSAGES, "model": 1}, "body: model must be text"),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 2}, "body: max_tokens and max_comp"),
+        (CHAT, {}, "body: messages is missing"),
+        (CHAT, {"messages": [], "response_format": {"type": "xml"}}, "body: response_format.type must be text, json_o"),
+        (CHAT, {"messages": [], "response_format": []}, "body: response_format.type must be text, json_object or"),
+        (CHAT, {"messages": [], "response_format": {"type": "json_schema"}}, "body: response_format.json_schema."),
+        (TEXT, {"prompt": "a", "response_format": {"type": "text"}}, "body: response_format is not supported"),
+        (TEXT, {}, "body: prompt is missing"),
+        (TEXT, {"prompt": ["a", "b"]}, "body: prompt must be one text or one list of token ids"),
+        (TEXT, {"prompt": [1, True]}, "body: prompt must be one text or one list of token ids"),
+        (TEXT, {"prompt": "a", "messages": MESSAGES}, "body: messages is not supported"),
+        (TEXT, {"prompt": "a", "best_of": 2}, "body: best_of = 2 is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_named(url: str, body: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read_request(url, body)
+    assert str(refused.value).startswith(refusal)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = [*("messages", "prompt", "max_tokens", "temperature", "n", "stop", "logprobs"), "response_format", "seed", "x"]
+
+
+@given(st.sampled_from([CHAT, TEXT, ""]), st.dictionaries(st.sampled_from(KEYS), JSON))
+def test_any_body_is_a_request_or_a_refusal(url: str, body: dict[str, Any]) -> None:
+    try:
+        request = read_request(url, body)
+    except UserError:
+        return
+    assert (request.prompt is None) == (url == CHAT)
+
+
+def requested(checkpoint: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    columns = {name: pa.array([row.get(name) for row in rows], pa.string()) for name in BATCH_COLUMNS}
+    done = prepare_table(pa.table(columns), spec_of(checkpoint, format="openai_batch"))
+    return list(done.to_pylist())
+
+
+def line(url: str, body: Any, **changes: Any) -> dict[str, Any]:
+    return {"custom_id": "a", "method": "POST", "url": url, "body": json.dumps(body), **changes}
+
+
+def test_rows_become_prompts(chat_checkpoint: Path) -> None:
+    """A chat's special tokens are the template's; those of a text the tokenizer's, as for a prompt column."""
+    rows = [
+        line(CHAT, {"messages": MESSAGES, "max_tokens": 3}),
+        line(TEXT, {"prompt": "alpha bravo"}),
+        line(TEXT, {"prompt": [5, 6]}),
+        line(CHAT, {"messages": [{"role": "user", "content": "bravo"}]}),
+        line(TEXT, {"prompt": [5, 300]}),
+        line(CHAT, {"messages": MESSAGES, "temperature": 300}),
+        line(CHAT, {"messages": [{"role": "x"}]}),
+        line(CHAT, [], custom_id=None),
+        line(CHAT, [], method="GET"),
+        line(CHAT, []),
+        {**line(CHAT, {}), "body": "{"},
+        line(TEXT, {"prompt": "  "}),
+    ]
+    found = requested(chat_checkpoint, rows)
+    texts = pa.table({"prompt": ["alpha bravo"]})
+    plain = prepare_table(texts, spec_of(chat_checkpoint)).to_pylist()
+    chats = pa.table({"m": [json.dumps(MESSAGES), json.dumps([{"role": "user", "content": "bravo"}])]})
+    spoken = prepare_table(chats, spec_of(chat_checkpoint, messages="m")).to_pylist()
+    assert [row[PROMPT_IDS] for row in found[:4]] == [
+        spoken[0][PROMPT_IDS],
+        plain[0][PROMPT_IDS],
+        [5, 6],
+        spoken[1][PROMPT_IDS],
+    ]
+    assert found[0][SAMPLING] == '{"max_new_tokens":3}'
+    assert [row[ERROR] for row in found] == [
+        *[None] * 4,
+        "prompt: token 1 is 300; the vocabulary is 0 to 299",
+        "sampling: temperature = 300.0: must be 0 (greedy), or 0.01 to 100.0",
+        "message 1 has role 'x'; known: system, user, assistant, tool",
+        "custom_id is missing",
+        "method is 'GET'; it must be POST",
+        "body is a list; it must be an object",
+        "body: not JSON: JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+        "prompt is empty",
+    ]
+
+
+def test_a_checkpoint_without_chat_template_answers_texts(checkpoint: Path) -> None:
+    chat, text = requested(checkpoint, [line(CHAT, {"messages": MESSAGES}), line(TEXT, {"prompt": "alpha"})])
+    assert chat[ERROR].startswith("chat template: ") and text[ERROR] is None
