@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import keyword
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
 from actors.engine.errors import UserError
 from pipeline.config.input import InputFormat
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.config.load import dump_yaml, parse_yaml, validated
 from pipeline.input.files import file_format, list_files
-from pipeline.input.rows import path_values
-from pipeline.input.text_files import parsed
-from pipeline.input.text_lines import GZIP_ERRORS, csv_header, csv_rows, json_lines, open_text, records
-from pipeline.messages import listed, one_line, printable
+from pipeline.input.rows import common_schema, path_values, read_layout, read_shards
+from pipeline.input.schema import ERROR
+from pipeline.input.shards import cut_shards
+from pipeline.input.text_files import TextColumns
+from pipeline.messages import listed, printable
 from pipeline.plan.columns import check_columns
 from pipeline.prepare.chat import Chat, check_chat
 from pipeline.prepare.tokenizer import tokenizer_of
-from pipeline.storage.folder import filesystem
 
-ROWS = 200  # rows of the first file to look at
+ROWS, SAMPLE_BYTES = 200, 2**26  # rows of the first file to look at, and their bytes at most
 IDS = ("id", "uuid", "key", "row_id", "custom_id", "index", "name")
 CHATS = ("messages", "conversation", "conversations", "chat")
 PROMPTS = ("prompt", "question", "instruction", "query", "request", "input")  # columns that say what to do
@@ -89,40 +87,24 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
     first: UserError | None = None
     for given in (None, "jsonl", "csv"):  # a folder's format cannot be told from its name
         try:
-            urls = list(list_files([path], storage, given))
+            listed_files = list_files([path], storage, given)
             break
         except UserError as error:
             first = first or error
     else:
         assert first is not None
         raise first
-    kind = file_format(urls[0], given)
-    try:
-        rows = [path_values(urls[0]) | row for row in itertools.islice(_rows(urls[0], kind, storage), ROWS)]
-    except (pa.ArrowException, ValueError, *GZIP_ERRORS) as error:
-        raise UserError(f"{urls[0]}: cannot be read as {kind}: {one_line(error)}") from None
-    if not rows:
-        raise UserError(f"{urls[0]}: no row that can be read as {kind}")
-    names = dict.fromkeys(name for row in rows for name in row)
-    return Sample(len(urls), given, {name: [row.get(name) for row in rows] for name in names})
-
-
-def _rows(url: str, kind: str, storage: StorageConfig) -> Iterator[dict[str, Any]]:
-    if kind == "parquet":
-        fs, inside = filesystem(url, storage)
-        with fs.open(inside, "rb") as opened:
-            for batch in pq.ParquetFile(opened).iter_batches(ROWS, use_threads=False):
-                yield from batch.to_pylist()
-        return
-    with open_text(url, storage) as stream:
-        if kind == "jsonl":  # lines that are no objects are errors of their rows when the job runs
-            for block, *_ in records(stream, "jsonl"):
-                yield from (values for values, _ in map(parsed, json_lines(block)) if values is not None)
-            return
-        names = csv_header(stream)
-        stream.seek(0)
-        lines = itertools.chain.from_iterable(csv_rows(block) for block, *_ in records(stream, "csv"))
-        yield from (dict(zip(names, fields, strict=False)) for fields, _ in itertools.islice(lines, 1, None))
+    url, entry = next(iter(listed_files.items()))
+    names: list[str] = [""]  # of no column: a first look finds the names, a second one their types
+    for _ in range(2):
+        file, schema = read_layout(url, *entry, storage, file_format(url, given), TextColumns(names), ROWS)
+        names = schema.names
+    schema = common_schema([(file, schema)], list(dict.fromkeys([*path_values(url), *names])), storage)
+    shards = cut_shards([file], ROWS, SAMPLE_BYTES)[:1]
+    tables = [table.filter(pc.field(ERROR).is_null()) for _, table in read_shards([file], shards, schema, storage)]
+    if not tables or not tables[0].num_rows:
+        raise UserError(f"{url}: no row that can be read")
+    return Sample(len(listed_files), given, tables[0].select(schema.names).to_pydict())
 
 
 def propose(columns: Mapping[str, Sequence[Any]]) -> Proposal:
@@ -227,9 +209,8 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
             keys["template"] = keys["template"].removesuffix(SUMMARY)
     name = path.rstrip("/").rpartition("/")[2].partition(".")[0].replace("*", "") or "answers"
     notes = "".join(f"# {printable(line)}\n" for line in (f"Columns: {listed(sample.columns)}", *proposal.notes))
-    hint = (
-        "" if is_chat or "chat" in keys else "  # chat: true                      # for a model with a chat template\n"
-    )
+    chat = "  # chat: true                      # for a model with a chat template\n"
+    hint = "" if is_chat or "chat" in keys else chat
     edit = "  # replace it: a folder, s3://…, or a model on the hub\n" if model == PLACEHOLDER else ""
     return f"""# Written by `skipdecode init {printable(path)}`. Every key: `skipdecode keys`.
 #

@@ -255,28 +255,18 @@ def _version(entry: dict[str, Any], fs: fsspec.AbstractFileSystem, name: str) ->
 
 
 def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tuple[InputFile, pa.Schema]:
-    """The pinned file and its schema.
-
-    Raises:
-        UserError: the file is not Parquet, is damaged, gone, or access is refused.
-        StoreFailed, OSError: the store or the disk fails.
-    """
+    """Return the pinned file and its schema. Raises UserError if it is not Parquet or damaged."""
     fs, path = filesystem(url, storage)
-    try:
-        with fs.open(path, "rb") as file:
-            try:
-                parquet = pq.ParquetFile(file)
-                groups = [parquet.metadata.row_group(number) for number in range(parquet.metadata.num_row_groups)]
-                schema = parquet.schema_arrow
-            except (pa.ArrowException, OSError) as error:
-                if isinstance(error, pa.ArrowException) or (type(error) is OSError and error.errno is None):
-                    file.seek(0)
-                    raise UserError(_not_parquet(url, file.read(4096), error)) from None
-                raise
-    except FileNotFoundError:
-        raise UserError(f"{url}: no such file") from None
-    except PermissionError as error:
-        raise UserError(f"{url}: cannot be read: {flat(error)}") from None
+    with fs.open(path, "rb") as file:
+        try:
+            parquet = pq.ParquetFile(file)
+            groups = [parquet.metadata.row_group(number) for number in range(parquet.metadata.num_row_groups)]
+            schema = parquet.schema_arrow
+        except (pa.ArrowException, OSError) as error:
+            if isinstance(error, pa.ArrowException) or (type(error) is OSError and error.errno is None):
+                file.seek(0)
+                raise UserError(_not_parquet(url, file.read(4096), error)) from None
+            raise
     rows = tuple(group.num_rows for group in groups)
     return InputFile(url, size, version, rows, tuple(group.total_byte_size for group in groups)), schema
 

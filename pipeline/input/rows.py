@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import InputFile, check_unchanged, file_format, list_files, read_footer
 from pipeline.input.schema import ERROR, conform, one_schema, with_all
@@ -35,10 +35,15 @@ def read_layout(
     columns: TextColumns | None = None,
     limit: int | None = None,
 ) -> tuple[InputFile, pa.Schema]:
-    """The pinned file and its schema: from a Parquet footer, or from a pass over a text. As `scan_text`."""
-    if kind == "parquet":
-        return read_footer(url, size, version, storage)
-    return scan_text(url, size, version, storage, kind, columns or TextColumns(()), limit)
+    """Return the pinned file and its schema: from a Parquet footer, or from a pass over a text. As `scan_text`."""
+    try:
+        if kind == "parquet":
+            return read_footer(url, size, version, storage)
+        return scan_text(url, size, version, storage, kind, columns or TextColumns(()), limit)
+    except FileNotFoundError:
+        raise UserError(f"{url}: no such file") from None
+    except PermissionError as error:
+        raise UserError(f"{url}: cannot be read: {flat(error)}") from None
 
 
 def read_shards(

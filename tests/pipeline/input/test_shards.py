@@ -13,7 +13,7 @@ from input_files import write_rows
 
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import InputFile, list_files, read_footer
-from pipeline.input.rows import from_ipc, to_ipc
+from pipeline.input.rows import from_ipc
 from pipeline.input.shards import Shard, cut_shards, group_shards, read_groups
 from pipeline.run.source import ShardSource
 
@@ -159,22 +159,3 @@ def test_a_shard_longer_than_its_file_is_an_error(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.parquet", [3])
     with pytest.raises(OSError, match=r"a\.parquet: cannot be read, .* fewer rows than when the job was planned"):
         list(read_groups([Shard(0, f"{tmp_path}/a.parquet", 0, 4)], ["id"], LOCAL))
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.none() | st.text(max_size=5),
-            st.none() | st.lists(st.integers(-(2**31), 2**31 - 1)),
-            st.binary(max_size=4),
-        ),
-        max_size=9,
-    )
-)
-@settings(deadline=None)
-def test_ipc_keeps_a_table(rows: list[tuple[str | None, list[int] | None, bytes]]) -> None:
-    schema = pa.schema([("a", pa.string()), ("b", pa.list_(pa.int32())), ("c", pa.large_binary())])
-    columns = [[row[place] for row in rows] for place in range(3)]
-    table = pa.table([pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)], schema)
-    assert from_ipc(to_ipc(table)).equals(table)
-    assert from_ipc(to_ipc(table.select([]))).num_rows == len(rows)

@@ -152,10 +152,10 @@ def test_each_run_takes_what_was_appended_since(tables: Tables, checkpoint: Path
 def test_plan_estimates_what_was_appended_since(tables: Tables, checkpoint: Path) -> None:
     job = job_over(tables, checkpoint)
     tables.append(NAME, prompts(0, 3))
-    assert sum(shard.rows for shard in estimate(job, backend=InProcess(), seconds=0.1).left) == 3
+    assert estimate(job, backend=InProcess(), seconds=0.1)["rows_left"] == 3
     run(job)
     tables.append(NAME, prompts(3, 2))
-    assert sum(shard.rows for shard in estimate(job, backend=InProcess(), seconds=0.1).left) == 2
+    assert estimate(job, backend=InProcess(), seconds=0.1)["rows_left"] == 2
     run(job)
     with pytest.raises(NothingLeft, match="no file is new"):
         estimate(job, backend=InProcess())

@@ -27,7 +27,6 @@ from pipeline.config.adapt import AdaptConfig
 from pipeline.config.job import JobConfig
 from pipeline.input.files import list_input
 from pipeline.input.rows import read_rows
-from pipeline.input.shards import cut_shards
 from pipeline.learn.adapt.configs import full_depth_job
 from pipeline.learn.adapt.sample import layout, write_sample
 from pipeline.plan.manifest import Manifest, pinned_snapshot, with_snapshot
@@ -323,9 +322,3 @@ def test_a_catalog_that_cannot_be_opened_is_one_line(checkpoint: Path, tmp_path:
         job = job_over(tables, checkpoint, tmp_path).model_copy(update={"storage": LOCAL.model_validate(storage)})
         line = refusal(job)
         assert line.startswith("storage.catalog 'prod': ") and said in line
-
-
-def test_shards_of_a_table_are_those_of_its_files(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
-    tables.append(NAME, prompts(0, 5))
-    manifest = planned(job_over(tables, checkpoint, tmp_path))
-    assert [(shard.first_row, shard.rows) for shard in cut_shards(manifest.files, 2, 2**20)] == [(0, 2), (2, 2), (4, 1)]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from pipeline.config.job import JobConfig
+from pipeline.generate.output import ANSWER_FIELDS, OPTIONAL_FIELDS
 from pipeline.input.schema import plain
-from pipeline.plan.columns import check_type, needed_columns
+from pipeline.plan.columns import check_columns, check_type, needed_columns
+from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS
 
 TEXT = pa.string()
 MESSAGE = pa.struct([("role", TEXT), ("content", TEXT)])
 
 
-def job(**given: Any) -> JobConfig:
-    return JobConfig.model_validate({"input": {"path": "in", **given}, "output": {"path": "o"}, "model": {"path": "m"}})
+def job(keep: Sequence[str] = (), **given: Any) -> JobConfig:
+    output = {"path": "o", "keep": list(keep)}
+    return JobConfig.model_validate({"input": {"path": "in", **given}, "output": output, "model": {"path": "m"}})
 
 
 @pytest.mark.parametrize(
@@ -54,6 +58,8 @@ def test_types_that_fit(given: dict[str, Any], kind: pa.DataType) -> None:
         ({"sampling": "x"}, pa.map_(pa.int32(), TEXT), "sampling must be"),
         ({"choices": "x"}, TEXT, "choices must be a list of strings"),
         ({"choices": "x"}, pa.list_(pa.int32()), "choices must be"),
+        ({"id": "x"}, MESSAGE, "an id must be one plain value"),
+        ({"prompt": "x"}, pa.binary(), "a prompt must be string, or a list of token ids"),
     ],
 )
 def test_types_that_do_not_fit_are_refused(given: dict[str, Any], kind: pa.DataType, said: str) -> None:
@@ -63,6 +69,10 @@ def test_types_that_do_not_fit_are_refused(given: dict[str, Any], kind: pa.DataT
 
 
 def test_columns_of_a_job_with_everything() -> None:
+    assert needed_columns(job()) == ["prompt"]
+    assert needed_columns(job(["b"], template="{{ b }} {{ a }} {{ b }}")) == ["a", "b"]
+    with pytest.raises(ValueError, match=r"^input\.template: line 1: "):
+        needed_columns(job(template="{{ b"))
     exchange = {"user": "{{ u }}", "assistant": "{{ v }} {{ u }}"}
     assert needed_columns(job(messages="m", system="{{ s }}", examples=[exchange])) == ["m", "s", "u", "v"]
     with pytest.raises(ValueError, match=r"^input\.system, examples: line 1: "):
@@ -70,3 +80,25 @@ def test_columns_of_a_job_with_everything() -> None:
     assert needed_columns(job(messages="m", sampling="s", choices="c", id="i")) == ["i", "m", "s", "c"]
     columns = {"temperature": "t", "seed": "i"}
     assert needed_columns(job(template="{{ a.b }} {{ t }}", sampling=columns, id="i")) == ["i", "a", "t"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "given", "said"),
+    [
+        *(
+            (["topic", name], {}, rf"^output\.keep: {name} is the name of")
+            for name in [*(field.name for field in [*ANSWER_FIELDS, *OPTIONAL_FIELDS.values()]), *ADDED]
+        ),
+        (["id"], {}, r"^output\.keep: id is written by the job"),
+        (["id"], {"id": "key"}, r"^output\.keep: id is written by the job"),
+        (["topic", "topic"], {}, r"^output\.keep: topic"),  # many readers refuse two columns of one name
+        ([], {"prompt": ERROR}, "__"),
+        ([], {"id": PROMPT_IDS}, "__"),
+        ([], {"template": "{{ __error }}"}, "__"),
+    ],
+)
+def test_columns_that_would_collide_are_refused(keep: list[str], given: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        check_columns(job(keep, **given))
+    assert "\n" not in str(caught.value)
+    check_columns(job(["id", "topic"], id="id"))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import decimal
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from arrow_values import values_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from part_builders import part_spec
@@ -65,49 +65,6 @@ NAMES = st.one_of(
     ),
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4),
 )
-TEXTS = st.one_of(
-    st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
-    st.sampled_from(["../../etc", "{{ 7*7 }}", "\0", "{}", "[]", '{"seed": 1}', '{"temperature": 1e999}', "[" * 2000]),
-)
-
-
-def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
-    """Values of a type, null among them; what Arrow can hold and Python cannot come as whole numbers, cast."""
-    found: st.SearchStrategy[Any] = st.none()
-    if pa.types.is_integer(kind):
-        bits, signed = kind.bit_width, pa.types.is_signed_integer(kind)
-        found = st.integers(-(2 ** (bits - 1)) if signed else 0, 2 ** (bits - signed) - 1) | st.integers(0, 100)
-    elif pa.types.is_boolean(kind):
-        found = st.booleans()
-    elif pa.types.is_floating(kind):
-        found = st.floats(width=kind.bit_width)
-    elif pa.types.is_decimal(kind):
-        found = (
-            st.integers(-99, 99).map(decimal.Decimal)
-            if kind.precision - kind.scale > 1
-            else st.just(decimal.Decimal(1))
-        )
-    elif pa.types.is_fixed_size_binary(kind):
-        found = st.binary(min_size=kind.byte_width, max_size=kind.byte_width)
-    elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
-        found = st.binary(max_size=6)
-    elif pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
-        found = TEXTS
-    elif pa.types.is_date(kind):
-        found = st.dates()
-    elif pa.types.is_time(kind):
-        found = st.times().map(lambda time: time.replace(microsecond=0))
-    elif pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
-        found = st.integers(-(2**62), 2**62) | st.integers(0, 10**9)
-    elif pa.types.is_map(kind):
-        found = st.lists(st.tuples(st.text("abc", min_size=1, max_size=2), values_of(kind.item_type)), max_size=2)
-    elif pa.types.is_struct(kind):
-        found = st.fixed_dictionaries({child.name: values_of(child.type) for child in kind})
-    elif pa.types.is_fixed_size_list(kind):
-        found = st.lists(values_of(kind.value_type), min_size=2, max_size=2)
-    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        found = st.lists(values_of(kind.value_type), max_size=3)
-    return st.none() | found
 
 
 def column(kind: pa.DataType, values: list[Any]) -> pa.Array | None:

@@ -113,7 +113,7 @@ def test_an_input_without_prompts_is_refused_in_one_line(tmp_path: Path) -> None
     assert done.exit_code == 2 and "no such file" in done.stderr
     (tmp_path / "bad.jsonl").write_text("{\n")
     done, _ = written(tmp_path, str(tmp_path / "bad.jsonl"))
-    assert done.exit_code == 2 and "no row that can be read as jsonl" in done.stderr
+    assert done.exit_code == 2 and "none holds a JSON object" in done.stderr
 
 
 def test_a_folder_of_json_lines_has_its_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
