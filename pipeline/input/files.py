@@ -20,7 +20,7 @@ from actors.engine.errors import UserError, flat
 from pipeline.config.input import InputConfig, InputFormat
 from pipeline.config.job import StorageConfig
 from pipeline.input.table import input_table
-from pipeline.messages import where_sought
+from pipeline.messages import is_unicode, where_sought
 from pipeline.runtime.announce import announced
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.errors import NoSuchBucket
@@ -32,6 +32,7 @@ SUFFIXES = {
     "jsonl": (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"),
     "csv": (".csv", ".csv.gz"),
 }
+HIDDEN = re.compile(r"[_.]")
 DELTA_LOG = "_delta_log"
 _TABLE_FILE = re.compile(rf"(?P<folder>.+?)/((?P<delta>{DELTA_LOG})/|metadata/[^/]+\.metadata\.json/?$)")
 _MAGIC = {  # first bytes of formats that are often mistaken for Parquet
@@ -47,25 +48,15 @@ _MAGIC = {  # first bytes of formats that are often mistaken for Parquet
 
 @dataclass(frozen=True)
 class InputFile:
-    """A pinned input file.
+    """A pinned input file. The row groups of a text file are ranges of its lines."""
 
-    Args:
-        url: absolute path or s3:// URL.
-        size: bytes.
-        version: etag, or modification time in ns of a local file.
-        group_rows: rows of each row group.
-        group_bytes: uncompressed bytes of each row group.
-        digest: SHA-256 of a local file, "" if none is recorded.
-        format: parquet, jsonl or csv; the groups of a text file are ranges of its lines.
-    """
-
-    url: str
-    size: int
-    version: str
+    url: str  # absolute path or s3:// URL
+    size: int  # bytes
+    version: str  # etag, or modification time in ns of a local file
     group_rows: tuple[int, ...]
-    group_bytes: tuple[int, ...]
-    digest: str = ""
-    format: str = "parquet"
+    group_bytes: tuple[int, ...]  # uncompressed
+    digest: str = ""  # SHA-256 of a local file, "" if none is recorded
+    format: str = "parquet"  # or jsonl, csv
 
     @property
     def rows(self) -> int:
@@ -73,7 +64,7 @@ class InputFile:
 
 
 def file_format(url: str, given: InputFormat | None) -> str:
-    """How a file is read: as `input.format` says, else by its suffix, as Parquet if it has no known one."""
+    """Return how a file is read: as `input.format` says, else by its suffix, as Parquet if it has no known one."""
     if given is not None:
         return {"openai_batch": "jsonl", "iceberg": "parquet", "delta": "parquet"}.get(given, given)
     return next((kind for kind, suffixes in SUFFIXES.items() if url.endswith(suffixes)), "parquet")
@@ -82,20 +73,16 @@ def file_format(url: str, given: InputFormat | None) -> str:
 def list_files(
     paths: Sequence[str], storage: StorageConfig, given: InputFormat | None = None, *, may_be_empty: bool = False
 ) -> dict[str, tuple[int, str]]:
-    """URL -> (bytes, version) of every input file: paths in order, the files of a folder or glob sorted by name.
+    """Return URL -> (bytes, version) of every input file: paths in order, files of a folder or glob sorted by name.
 
     Links are followed. Of a folder or glob, names that begin with `_` or `.` are no input, nor is what they hold.
 
     Args:
         paths: files, folders or globs, local or s3://. The file or folder of that very name comes before the glob.
-        storage: the job's storage settings.
         given: `input.format`; of a folder, the files with its suffixes are listed, of Parquet by default.
         may_be_empty: accept folders and globs without files; a folder of a bucket disappears with its last file.
 
-    Raises:
-        UserError: a path matches nothing, is not readable, is a broken link or a table without its format, or a file
-            name is not UTF-8.
-        StoreFailed: the store does not answer.
+    Raises UserError if a path matches nothing, is not readable, a broken link or a table without its format.
     """
     files: dict[str, tuple[int, str]] = {}
     for path in paths:
@@ -114,16 +101,17 @@ def list_files(
         if not found and not may_be_empty:
             raise UserError(nothing)
         for name in sorted(found):
-            url = name if is_local else f"s3://{name}"
-            _check_name(url)
-            files[url] = found[name]
+            if not is_unicode(name):
+                shown = os.fsencode(name).decode(errors="replace")
+                raise UserError(f"{shown}: the file name is not UTF-8; rename the file")
+            files[name if is_local else f"s3://{name}"] = found[name]
     return files
 
 
 def _named(
     path: str, fs: fsspec.AbstractFileSystem, inside: str, given: InputFormat | None
 ) -> tuple[dict[str, tuple[int, str]], str]:
-    """Name -> (bytes, version) of the files that a path names, and the error message if there is none."""
+    """Return name -> (bytes, version) of the files that a path names, and the error message if there is none."""
     if isinstance(fs, LocalFileSystem) and os.path.islink(inside) and not os.path.exists(inside):
         raise _broken_link(inside)
     is_glob = glob.has_magic(inside)
@@ -151,7 +139,7 @@ def _named(
 
 
 def fixed_part(pattern: str) -> str:
-    """The folder of a glob before its first wildcard."""
+    """Return the folder of a glob before its first wildcard."""
     while glob.has_magic(pattern):
         pattern = os.path.dirname(pattern)
     return pattern
@@ -160,7 +148,7 @@ def fixed_part(pattern: str) -> str:
 def _files_below(
     fs: fsspec.AbstractFileSystem, folder: str, pattern: str | None, given: InputFormat | None
 ) -> dict[str, tuple[int, str]]:
-    """Name -> (bytes, version) of the files below a folder that match a glob, or all of them."""
+    """Return name -> (bytes, version) of the files below a folder that match a glob, or all of them."""
     if isinstance(fs, LocalFileSystem):
         return _local_files(fs, folder, pattern, given) if os.path.isdir(folder) else {}
     entries = fs.find(folder, detail=True) if pattern is None else fs.glob(pattern, detail=True)
@@ -170,7 +158,7 @@ def _files_below(
     return {
         name: (int(entry["size"]), _version(entry, fs, name))
         for name, entry in entries.items()
-        if entry["type"] == "file" and not any(map(_is_hidden, name[len(folder) :].split("/")))
+        if entry["type"] == "file" and not any(map(HIDDEN.match, name[len(folder) :].split("/")))
     }
 
 
@@ -192,7 +180,7 @@ def _local_files(
             for entry in entries:
                 if given is None:
                     _refuse_table(f"{entry.path}/", fs)
-                if _is_hidden(entry.name):
+                if HIDDEN.match(entry.name):
                     continue
                 if entry.is_symlink() and not os.path.exists(entry.path):
                     if matches(entry.path):
@@ -205,19 +193,12 @@ def _local_files(
     return found
 
 
-def _is_hidden(name: str) -> bool:
-    return name.startswith(("_", "."))
-
-
 def _broken_link(path: str) -> UserError:
     return UserError(f"{path}: broken link to {os.readlink(path)}: restore the file there, or remove the link")
 
 
 def _check_no_table(fs: fsspec.AbstractFileSystem, folder: str) -> None:
-    """Raise UserError if a folder, or one whose partition it is, is a table: its files may hold rows it no longer has.
-
-    folder: holds the files, or is the fixed part of a glob.
-    """
+    """Raise UserError if a folder, or one whose partition it is, is a table: files may hold rows it no longer has."""
     while "=" in os.path.basename(folder):
         folder = os.path.dirname(folder)
     if fs.isdir(f"{folder}/{DELTA_LOG}"):
@@ -238,14 +219,6 @@ def _refuse_table(name: str, fs: fsspec.AbstractFileSystem) -> None:
     if not table["delta"]:
         kind, remedy = "an Iceberg table", "set input.format: iceberg, and input.path to its name in storage.catalog"
     raise UserError(f"{url}: {kind}, so that some of its files may hold rows that it no longer has; {remedy}")
-
-
-def _check_name(url: str) -> None:
-    try:
-        url.encode()
-    except UnicodeEncodeError:
-        shown = os.fsencode(url).decode(errors="replace")
-        raise UserError(f"{shown}: the file name is not UTF-8; rename the file") from None
 
 
 def _version(entry: dict[str, Any], fs: fsspec.AbstractFileSystem, name: str) -> str:
@@ -272,7 +245,7 @@ def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tu
 
 
 def _not_parquet(url: str, head: bytes, error: Exception) -> str:
-    """The message for a file that Arrow refuses; names the format where the file's first bytes show another."""
+    """Return the message for a file that Arrow refuses; it names another format that the first bytes show."""
     kind = _other_format(head)
     remedy = {"JSON": "set input.format: jsonl", "CSV": "set input.format: csv"}.get(str(kind), "convert it to Parquet")
     reason = flat(error) if kind is None else f"the file is {kind}; {remedy}"
@@ -302,7 +275,7 @@ def check_unchanged(file: InputFile, storage: StorageConfig) -> None:
 
 
 def stat(url: str, storage: StorageConfig) -> tuple[int, str] | None:
-    """Bytes and version of a file; None if there is none."""
+    """Return bytes and version of a file; None if there is none."""
     fs, path = filesystem(url, storage)
     try:
         entry = fs.info(path)
@@ -314,18 +287,20 @@ def stat(url: str, storage: StorageConfig) -> tuple[int, str] | None:
 def list_input(
     section: InputConfig, storage: StorageConfig, *, may_be_empty: bool = False, after: int | None = None
 ) -> Files:
-    """The input files, as `list_files`; of a table the data files at `input.snapshot`, by default the newest.
+    """Return the input files, as `list_files`; of a table the data files at `input.snapshot`, by default the newest.
 
-    Args:
-        may_be_empty: accept an input without files.
-        after: a snapshot; only the data files that were appended after it.
+    after: a snapshot; only the data files that were appended after it.
 
     Raises UserError as `list_files`, and for a table whose rows are not those of its data files.
     """
     if not section.is_table:
         return list_files(section.path, storage, section.format, may_be_empty=may_be_empty)
     with announced("reading the table's list of data files"):
-        files = _data_files(section, storage, after)
+        table, snapshot, files = input_table(section, storage), section.snapshot, dict[str, int]()
+        if snapshot is None and (newest := table.newest()) is not None:
+            snapshot = newest.snapshot
+        if snapshot is not None:
+            files = table.data_files(snapshot) if after is None else table.appended(after, snapshot)
         present = _present(files, storage)
     if not files and not may_be_empty:
         raise UserError(f"{section.path[0]}: the table has no rows")
@@ -338,10 +313,7 @@ def list_input(
 
 
 def input_root(section: InputConfig, storage: StorageConfig, urls: Collection[str]) -> str:
-    """The folder below which made-up ids name the files: it holds all paths, or a table's files.
-
-    urls: of the input files.
-    """
+    """Return the folder below which made-up ids name the files `urls`: it holds all paths, or a table's files."""
     if section.is_table:
         return input_table(section, storage).root
     folders = []
@@ -352,21 +324,10 @@ def input_root(section: InputConfig, storage: StorageConfig, urls: Collection[st
     return "/".join(os.path.commonprefix(folders))  # noqa: RUF071 (of lists it compares their components)
 
 
-def _data_files(section: InputConfig, storage: StorageConfig, after: int | None) -> dict[str, int]:
-    table = input_table(section, storage)
-    snapshot = section.snapshot
-    if snapshot is None:
-        pin = table.newest()
-        if pin is None:
-            return {}
-        snapshot = pin.snapshot
-    return table.data_files(snapshot) if after is None else table.appended(after, snapshot)
-
-
 def list_pinned(
     section: InputConfig, storage: StorageConfig, pinned: Sequence[InputFile], *, may_be_empty: bool = False
 ) -> Files:
-    """The input again, for a job whose files are pinned; of a table those of its data files that are still there."""
+    """Return the input again, for a job whose files are pinned; of a table the data files that are still there."""
     if section.is_table:
         return _present((file.url for file in pinned), storage)
     return list_files(section.path, storage, section.format, may_be_empty=may_be_empty)

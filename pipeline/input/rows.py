@@ -49,7 +49,8 @@ def read_layout(
 def read_shards(
     files: Sequence[InputFile], shards: Iterable[Shard], schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[tuple[Shard, pa.Table]]:
-    """Each shard with its rows in the job's schema and the column `ERROR`; neighbours of one file are read in one go.
+    """Yield each shard with its rows in the job's schema and the column `ERROR`; neighbours of one file are read in one
+    go.
 
     files: the pinned files, at least those of the shards.
 
@@ -70,7 +71,7 @@ def read_shards(
 def read_rows(
     shards: Sequence[Shard], file: InputFile, schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[pa.Table]:
-    """Tables of shards of one file, in order, with the column `ERROR`. Raises as `read_groups` and `read_text`."""
+    """Yield tables of shards of one file, in order, with the column `ERROR`."""
     values = path_values(file.url)
     of_path = [field for field in schema if field.name in values and field.metadata == OF_PATH]
     own = pa.schema([field for field in schema if field not in of_path])
@@ -87,7 +88,7 @@ def read_rows(
 
 
 def path_values(url: str) -> dict[str, str | None]:
-    """Values of the folders `name=value` in a path."""
+    """Return the values of the folders `name=value` in a path."""
     pairs = [folder.split("=", 1) for folder in url.split("/")[:-1] if "=" in folder[1:]]
     return {unquote(name): None if value == HIVE_NULL else unquote(value) for name, value in pairs}
 
@@ -95,27 +96,29 @@ def path_values(url: str) -> dict[str, str | None]:
 def common_schema(
     footers: Sequence[tuple[InputFile, pa.Schema]], names: Sequence[str], storage: StorageConfig
 ) -> pa.Schema:
-    """`one_schema` of files that are no table's; a column that a file lacks may stand in its path.
+    """Return `one_schema` of files that are no table's; a column that a file lacks may stand in its path.
 
     Raises UserError, too, if a file has a column with another value than its path.
     """
-    schemas, columns_of_paths = {}, {name for file, _ in footers for name in path_values(file.url)}.intersection(names)
+    schemas, of_paths = {}, {name for file, _ in footers for name in path_values(file.url)}.intersection(names)
     for file, schema in footers:
-        for name in columns_of_paths.intersection(path_values(file.url)).difference(schema.names):
+        for name in of_paths.intersection(path_values(file.url)).difference(schema.names):
             schema = schema.append(pa.field(name, pa.string()))
         schemas[file.url] = schema
     common = one_schema(names, schemas)
-    held = [(file, common.field(name)) for file, own in footers for name in columns_of_paths.intersection(own.names)]
-    for _ in in_parallel(lambda both: _check_path_value(*both, storage), held):
+    both = [
+        (file, common.field(name))
+        for file, own in footers
+        for name in of_paths.intersection(own.names).intersection(path_values(file.url))
+    ]
+    for _ in in_parallel(lambda pair: _check_path_value(*pair, storage), both):
         pass
-    return pa.schema([field.with_metadata(OF_PATH) if field.name in columns_of_paths else field for field in common])
+    return pa.schema([field.with_metadata(OF_PATH) if field.name in of_paths else field for field in common])
 
 
 def _check_path_value(file: InputFile, field: pa.Field, storage: StorageConfig) -> None:
     """Raise UserError if a column of a file, in a row that can be read, has not the value in the file's path."""
     values = path_values(file.url)
-    if field.name not in values:
-        return
     try:
         value = pa.scalar(values[field.name], pa.string()).cast(field.type).as_py()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
@@ -134,7 +137,7 @@ def _check_path_value(file: InputFile, field: pa.Field, storage: StorageConfig) 
 def read_columns(
     path: str, columns: Sequence[str], storage: StorageConfig, limit: int | None = None, optional: Sequence[str] = ()
 ) -> dict[str, list[Any]]:
-    """Values of the columns of a file, folder or glob, by name; of its first `limit` rows.
+    """Return the values of the columns of a file, folder or glob, by name; of its first `limit` rows.
 
     optional: columns that the files may lack; they are then absent.
 
@@ -175,21 +178,15 @@ def read_columns(
 def read_blocks(
     files: Sequence[InputFile], shards: Iterable[Shard], schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[pa.Table]:
-    """A table of one row for each shard: `shard` (its index), `url`, `first_row`, and `rows`, the shard's
-    rows as IPC bytes in the job's schema. One row, so that no splitting of blocks tears the unit of commit apart."""
+    """Yield a table of one row for each shard: `shard` (its index), `url`, `first_row`, and `rows`, the shard's rows as
+    IPC bytes in the job's schema. One row, so that no splitting of blocks tears the unit of commit apart."""
     for shard, table in read_shards(files, shards, schema, storage):
-        yield pa.table(
-            {
-                "shard": pa.array([shard.index], pa.int64()),
-                "url": [shard.url],
-                "first_row": pa.array([shard.first_row], pa.int64()),
-                "rows": pa.array([to_ipc(table)], pa.large_binary()),
-            }
-        )
+        rows = pa.array([to_ipc(table)], pa.large_binary())
+        yield pa.table({"shard": [shard.index], "url": [shard.url], "first_row": [shard.first_row], "rows": rows})
 
 
 def to_ipc(table: pa.Table) -> bytes:
-    """A table as one Arrow IPC stream."""
+    """Return a table as one Arrow IPC stream."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -198,5 +195,5 @@ def to_ipc(table: pa.Table) -> bytes:
 
 
 def from_ipc(data: bytes) -> pa.Table:
-    """The table that `to_ipc` wrote."""
+    """Return the table that `to_ipc` wrote."""
     return pa.ipc.open_stream(data).read_all()

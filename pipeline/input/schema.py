@@ -20,7 +20,7 @@ ERROR = "__error"  # column of row errors, null for good rows; planning refuses 
 
 
 def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Schema:
-    """The common type of each column over all files (URL -> schema), nullable and without metadata.
+    """Return the common type of each column over all files (URL -> schema), nullable and without metadata.
 
     A column, or a nested field, that is null in every file becomes a string. Raises UserError that names file, column
     and types that have no common type.
@@ -28,16 +28,15 @@ def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Sch
     fields = []
     for name in columns:
         kind, where = pa.null(), ""
-        for url, schema in files.items():
-            here = _column(name, url, schema)
+        kinds = {url: _column(name, url, schema) for url, schema in files.items()}
+        for url, here in kinds.items():
             both = common(kind, plain(here))
             if both is None:
                 raise UserError(f"{url}: column {name!r} is {printable(here)}, but {printable(kind)} in {where}")
             if both != kind:
                 kind, where = both, url
         field = pa.field(name, _settled(kind))
-        for url, schema in files.items():
-            here = _column(name, url, schema)
+        for url, here in kinds.items():
             if not _holds(here, field):
                 shown = printable(here), printable(field.type)
                 raise UserError(f"{url}: column {name!r} is {shown[0]}, which cannot be read and written as {shown[1]}")
@@ -63,7 +62,7 @@ def _column(name: str, url: str, schema: pa.Schema) -> pa.DataType:
 
 
 def _holds(here: pa.DataType, field: pa.Field) -> bool:
-    """Whether Arrow can cast to the field's type, and Parquet can store it."""
+    """Tell whether Arrow can cast to the field's type, and Parquet can store it."""
     try:
         pa.nulls(0, here).cast(field.type)
         pq.write_table(pa.schema([field]).empty_table(), pa.BufferOutputStream())
@@ -73,7 +72,7 @@ def _holds(here: pa.DataType, field: pa.Field) -> bool:
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """The logical type: without dictionaries, string views, extensions, and the names and metadata of children."""
+    """Return the logical type: without dictionaries, views, extensions, and the names and metadata of children."""
     if isinstance(kind, pa.BaseExtensionType):
         return plain(kind.storage_type)
     if types.is_dictionary(kind):
@@ -86,12 +85,12 @@ def plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _settled(kind: pa.DataType) -> pa.DataType:
-    """A plain type with string for null, at any depth: Arrow's casts between lists of nulls are unreliable."""
+    """Return a plain type with string for null, at any depth: Arrow's casts between lists of nulls are unreliable."""
     return pa.string() if types.is_null(kind) else rebuilt(kind, _settled)
 
 
 def rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """A nested type with changed children, without their names and metadata; any other type unchanged."""
+    """Return a nested type with changed children, without their names and metadata; any other type unchanged."""
     if types.is_list(kind):
         return pa.list_(change(kind.value_type))
     if types.is_large_list(kind):
@@ -138,12 +137,12 @@ def _is_binary(kind: pa.DataType) -> bool:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether a plain type is string or large_string."""
+    """Tell whether a plain type is string or large_string."""
     return bool(types.is_string(kind) or types.is_large_string(kind))
 
 
 def with_all(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The table with nulls for each column of the schema that its file lacks, as an older data file of a table may."""
+    """Return the table with nulls for each column of the schema that it lacks, as an older data file of a table may."""
     for field in schema:
         if field.name not in table.column_names:
             table = table.append_column(field.name, pa.nulls(table.num_rows, field.type))
@@ -151,7 +150,7 @@ def with_all(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The table's columns cast to the schema, and a column `ERROR` for rows with a value that does not fit.
+    """Return the columns cast to the schema, and a column `ERROR` for rows with a value that does not fit.
 
     Checks that text is UTF-8, which Arrow does not do on reading. Invalid bytes of text become U+FFFD; any other value
     that does not fit becomes null.
@@ -176,7 +175,7 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """The array in another type. Raises ArrowInvalid if a value does not fit."""
+    """Return the array in another type. Raises ArrowInvalid if a value does not fit."""
     try:
         cast = values.cast(kind)
     except pa.ArrowIndexError:  # Arrow looks up nulls too, and fails in an empty dictionary
@@ -186,7 +185,7 @@ def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _cast_value(values: pa.Array, row: int, field: pa.Field) -> tuple[pa.Array, str | None]:
-    """One value as an array of the field's type, and its error."""
+    """Return one value as an array of the field's type, and its error."""
     value = pa.concat_arrays([values.slice(row, 1)])  # a copy: a slice of a list keeps all its children
     try:
         return _cast(value, field.type), None
@@ -204,7 +203,7 @@ def _storage(value: pa.Array) -> pa.Array:
 
 
 def split_errors(table: pa.Table) -> tuple[pa.Table, list[str | None]]:
-    """A table without its column of errors, and the errors; none for a table that `conform` has not made."""
+    """Return a table without its column of errors, and the errors; none for a table that `conform` has not made."""
     if ERROR not in table.column_names:
         return table, [None] * table.num_rows
     return table.drop_columns(ERROR), table[ERROR].to_pylist()

@@ -31,7 +31,7 @@ class Shard:
 
 
 def cut_shards(files: Iterable[InputFile], shard_rows: int, shard_bytes: int) -> list[Shard]:
-    """Shards of all files, in order: whole row groups while they fit the limits; a larger row group is cut.
+    """Return the shards of all files, in order: whole row groups while they fit the limits; a larger one is cut.
 
     A text file's groups are no unit of reading: its shards have `shard_rows` rows, or as many as have `shard_bytes`.
     """
@@ -64,7 +64,7 @@ def cut_shards(files: Iterable[InputFile], shard_rows: int, shard_bytes: int) ->
 
 
 def _even_cuts(file: InputFile, shard_rows: int, shard_bytes: int) -> Iterator[tuple[int, int]]:
-    """First and last row + 1 of shards; a group's rows count as equally large."""
+    """Yield first row and last row + 1 of shards; a group's rows count as equally large."""
     start, size, first = 0, 0.0, 0
     for rows, group_bytes in zip(file.group_rows, file.group_bytes, strict=True):
         for row in range(first, first + rows):
@@ -79,18 +79,15 @@ def _even_cuts(file: InputFile, shard_rows: int, shard_bytes: int) -> Iterator[t
 
 
 def read_groups(shards: Sequence[Shard], columns: Sequence[str], storage: StorageConfig) -> Iterator[pa.Table]:
-    """Tables of shards of one file, in order. A row group is read once, in batches, and no further than needed.
+    """Yield tables of shards of one file, in order. A row group is read once, in batches, and no further than needed.
 
-    Raises:
-        OSError: the file is damaged or has fewer rows than planned; one line that names the file.
-        StoreFailed: the store fails.
+    Raises OSError of one line that names the file, if it is damaged or has fewer rows than planned.
     """
     try:
         yield from _tables(shards, columns, storage)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, pa.ArrowException) or type(error) is OSError:  # subclasses name their own cause
-            text = flat(error)
-            raise OSError(f"{shards[0].url}: cannot be read, damaged or cut short: {text}") from None
+            raise OSError(f"{shards[0].url}: cannot be read, damaged or cut short: {flat(error)}") from None
         raise
 
 
@@ -133,7 +130,7 @@ def _next(batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch:
 def group_shards(
     shards: Iterable[Shard], files: Iterable[InputFile], task_rows: int, task_bytes: int
 ) -> list[list[Shard]]:
-    """Shards of each read task: consecutive shards of one file, within both limits.
+    """Return the shards of each read task: consecutive shards of one file, within both limits.
 
     All shards of one row group stay together, above the limits if need be: the row group is read once. So do all of a
     gzip file, which can only be read from its start.
@@ -155,7 +152,7 @@ def group_shards(
 
 
 def _locate(shard: Shard, file: InputFile, starts: Sequence[int]) -> tuple[int | None, float]:
-    """The row group of which the shard is a part, None if it holds whole row groups; and its bytes."""
+    """Return the row group of which the shard is a part, None if it holds whole row groups; and its bytes."""
     end = shard.first_row + shard.rows
     number = bisect_right(starts, shard.first_row) - 1
     size = 0.0
@@ -170,29 +167,25 @@ SCANNED_ROWS, SCANNED_BYTES = 4096, 16 * 2**20  # of a row group, at most; a lat
 
 
 def spread_rows(files: Sequence[InputFile], shards: Sequence[Shard], count: int) -> list[Shard]:
-    """At most `count` rows of the shards, as shards of one row, in order and evenly spaced.
+    """Return at most `count` rows of the shards, as shards of one row, in order and evenly spaced.
 
     Only rows near the beginning of a row group are taken.
     """
-    ends: dict[str, int] = {}  # by file; the shards of a file cover its first rows
-    for shard in shards:
-        ends[shard.url] = shard.first_row + shard.rows
+    ends = {shard.url: shard.first_row + shard.rows for shard in shards}  # the shards of a file cover its first rows
     begins: list[tuple[str, int]] = []
-    lengths: list[int] = []
+    starts = [0]  # of the rows from each beginning on, among all rows that may be taken
     for file in files:
         first = 0
         for rows, size in zip(file.group_rows, file.group_bytes, strict=True):
             near = min(rows, SCANNED_ROWS, max(1, rows * SCANNED_BYTES // max(size, 1)), ends.get(file.url, 0) - first)
             if near > 0:
                 begins.append((file.url, first))
-                lengths.append(near)
+                starts.append(starts[-1] + near)
             first += rows
-    starts = list(accumulate(lengths, initial=0))
-    total = starts[-1]
-    chosen: list[Shard] = []
-    for number in range(min(count, total)):
-        place = number * total // min(count, total)
-        group = bisect_right(starts, place) - 1
-        url, first = begins[group]
-        chosen.append(Shard(number, url, first + place - starts[group], 1))
-    return chosen
+    taken = min(count, starts[-1])
+    places = [number * starts[-1] // taken for number in range(taken)]
+    groups = [bisect_right(starts, place) - 1 for place in places]
+    return [
+        Shard(number, begins[group][0], begins[group][1] + place - starts[group], 1)
+        for number, (place, group) in enumerate(zip(places, groups, strict=True))
+    ]

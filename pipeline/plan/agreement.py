@@ -32,9 +32,9 @@ LITTLE = 0.1  # share of layer runs; a schedule that skips more of answers, but 
 
 
 def can_gain(schedule: Schedule, spec: PromptSpec) -> bool:
-    """Whether some token of the job can run fewer layers than at full depth.
+    """Tell whether some token of the job can run fewer layers than at full depth.
 
-    Not if every answer has one token: the prompt's pass predicts it.
+    None can if every answer has one token: the prompt's pass predicts it.
     """
     if len(schedule.prompt_layers) < schedule.num_layers:
         return True
@@ -59,7 +59,7 @@ def announce_no_gain(schedule: Schedule, spec: PromptSpec) -> None:
 
 
 def is_measured(config: JobConfig, schedule: Schedule, spec: PromptSpec) -> bool:
-    """Whether a new job measures its agreement.
+    """Tell whether a new job measures its agreement.
 
     The library engine measures it, so that a model which vLLM's workers share, or quantize, has none.
     """
@@ -76,15 +76,10 @@ def with_agreement(
     generator: Mapping[str, Any],
     hardware: Hardware,
 ) -> Manifest:
-    """The plan of a new job with its agreement, which is printed.
+    """Return the plan of a new job with its agreement, which is printed. spec, generator: as the stages take them.
 
-    Args:
-        spec, generator: as the stages take them.
-        hardware: measures where an actor would run. If that process dies, there is a warning and no agreement; the
-            quarantine finds the row that killed it.
-
-    Raises:
-        UserError: the agreement is below `schedule.min_agreement`.
+    It is measured where an actor would run. If that process dies, there is a warning and no agreement; the quarantine
+    finds the row that killed it. Raises UserError if the agreement is below `schedule.min_agreement`.
     """
     on_vllm = generator["vllm"] is not None
     if on_vllm:

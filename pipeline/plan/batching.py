@@ -23,35 +23,22 @@ FEW_ROWS = 16  # rows of a batch, up to which a step takes about as long with fe
 
 @dataclass(frozen=True)
 class Batching:
-    """Values that shape batches, fixed when the job is first planned.
+    """Values that shape batches, fixed when the job is first planned."""
 
-    Args:
-        shard_rows: rows of a shard, at most.
-        shard_bytes: uncompressed bytes of a shard's row groups, at most.
-        cache_bytes: key-value cache of an actor.
-        max_batch: rows of a batch, at most.
-        threads: torch threads of an actor.
-        prefix: token ids that all prompts begin with, computed once per actor; () for none.
-        planned: time of planning, seconds since 1970; the present time for chat templates.
-        scheduler: name in actors.engine.loop.
-        root: see `PartSpec`; None in a job that an earlier version planned.
-        retries: the shards hold only rows that had an error in an earlier incremental run.
-    """
-
-    shard_rows: int
-    shard_bytes: int
-    cache_bytes: int
-    max_batch: int
-    threads: int
-    prefix: tuple[int, ...] = ()
-    planned: float = 0.0
+    shard_rows: int  # of a shard, at most
+    shard_bytes: int  # uncompressed, of a shard's row groups, at most
+    cache_bytes: int  # key-value cache of an actor
+    max_batch: int  # rows of a batch, at most
+    threads: int  # torch threads of an actor
+    prefix: tuple[int, ...] = ()  # token ids that all prompts begin with, computed once per actor
+    planned: float = 0.0  # time of planning, s since 1970; the present time for chat templates
     scheduler: str = "lock_step"
-    root: str | None = None
-    retries: bool = False
+    root: str | None = None  # see `PartSpec`; None in a job that an earlier version planned
+    retries: bool = False  # the shards hold only rows that had an error in an earlier incremental run
 
 
 def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, hardware: Hardware | None) -> Batching:
-    """Batching of a new job over `rows` rows, without a shared prefix. hardware: as for `plan_job`."""
+    """Return the batching of a new job over `rows` rows, without a shared prefix. hardware: as for `plan_job`."""
     actors = config.actors
     cpus, memory, nodes = process_cpus(), process_memory(), 1
     if hardware is not None and not actors.gpus and None in (actors.threads, actors.cache_bytes):
@@ -71,7 +58,7 @@ def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, ha
 
 
 def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
-    """`actors.scheduler`, else lock_step for answers of similar length, else refill.
+    """Return `actors.scheduler`, else lock_step for answers of similar length, else refill.
 
     Labels have similar lengths; so have answers that end only at their limit. Other answers have if the limit is at
     most SPREAD times their median length (the schedule's horizon) and batches hold more than FEW_ROWS rows, unless

@@ -49,25 +49,15 @@ class NoRows(UserError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """A planned job.
+    """A planned job."""
 
-    Args:
-        fingerprint: SHA-256 of the identity.
-        identity: everything that can change an answer.
-        batching: see `Batching`.
-        files: the pinned input files.
-        shards: in order of index, which is their position.
-        schema: of the columns that the job reads, one for all files.
-        agreement: of the schedule with full depth, measured before the job began; None if it was not measured.
-    """
-
-    fingerprint: str
-    identity: dict[str, Any]
+    fingerprint: str  # SHA-256 of the identity
+    identity: dict[str, Any]  # everything that can change an answer
     batching: Batching
-    files: list[InputFile]
-    shards: list[Shard]
-    schema: pa.Schema
-    agreement: Agreement | None = None
+    files: list[InputFile]  # pinned
+    shards: list[Shard]  # in order of index, which is their position
+    schema: pa.Schema  # of the columns that the job reads, one for all files
+    agreement: Agreement | None = None  # of the schedule with full depth, if it was measured before the job began
 
     @property
     def rows(self) -> int:
@@ -151,7 +141,7 @@ def _first_files(config: JobConfig, listed: Files, rows: int) -> Files:
 
 
 def difference(stored: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
-    """Dotted names of the values in which two identities differ."""
+    """Return dotted names of the values in which two identities differ."""
     names: list[str] = []
     for key in sorted({*stored, *now}):
         old, new = stored.get(key), now.get(key)
@@ -163,7 +153,7 @@ def difference(stored: Mapping[str, Any], now: Mapping[str, Any], path: str = ""
 
 
 def coverage_problems(manifest: Manifest) -> list[str]:
-    """One line for each gap, overlap or unknown file: shards must cover the rows of every file once, in order."""
+    """Return a line for each gap, overlap or unknown file: shards must cover the rows of every file once, in order."""
     rows = {file.url: file.rows for file in manifest.files}
     covered = dict.fromkeys(rows, 0)
     problems = []
@@ -192,20 +182,19 @@ def coverage_problems(manifest: Manifest) -> list[str]:
 
 
 def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> tuple[list[InputFile], pa.Schema]:
-    """The pinned files, and one schema of the needed columns for all. UserError as for `plan_job`.
+    """Return the pinned files, and one schema of the needed columns for all. UserError as for `plan_job`.
 
     With `input.unreadable: later` files that cannot be read are left out, with a warning each.
 
     limit: rows to read of each text file; None is all.
     """
     text = text_columns(config)
-    kinds = {url: file_format(url, config.input.format) for url in listed}
-
     table = input_table(config.input, config.storage) if config.input.is_table else None
 
     def layout(url: str) -> list[tuple[InputFile, pa.Schema]]:
         try:
-            file, schema = read_layout(url, *listed[url], config.storage, kinds[url], text, limit)
+            kind = file_format(url, config.input.format)
+            file, schema = read_layout(url, *listed[url], config.storage, kind, text, limit)
             if config.input.unreadable == "later":
                 common_schema([(file, schema)], text.names, config.storage)
         except UserError as error:
@@ -240,15 +229,13 @@ def _identity(
     inputs = hashlib.sha256()
     for file in files:
         inputs.update(f"{file.url}\0{file.size}\0{file.version}\n".encode())
+    sections = {"sampling", "choices", "reasoning", "output_format"}
     return {
         "input": {**_input_identity(config), "files": inputs.hexdigest()},
         "output": config.output.model_dump(exclude={"path", "format", "table"}),
         "model": {**_model_values(config.model), **resolved.identity(), **_other_ends(resolved)},
         "schedule": {"speedup": schedule.speedup, **schedule.to_dict()},
-        "sampling": config.sampling.model_dump(mode="json"),
-        "choices": config.model_dump(mode="json")["choices"],
-        "reasoning": config.model_dump(mode="json")["reasoning"],
-        "output_format": config.model_dump(mode="json")["output_format"],
+        **config.model_dump(mode="json", include=sections),
         "shared_prefix": config.shared_prefix,
         "shard_rows": config.shard_rows or batching.shard_rows,
         "shard_bytes": config.shard_bytes,
@@ -258,13 +245,13 @@ def _identity(
 
 
 def _model_values(model: ModelConfig) -> dict[str, Any]:
-    """Keys of `model` that can change an answer; a job planned before two of them existed has none."""
+    """Return keys of `model` that can change an answer; a job planned before two of them existed has none."""
     values = model.model_dump(exclude={"path", "cache", "speed_adapter"})
     return {name: value for name, value in values.items() if value is not None or name not in ("weights", "vllm")}
 
 
 def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
-    """End tokens where a job planned before their union had others."""
+    """Return the end tokens where a job planned before their union had others."""
     checkpoint, tokenizer = resolved.checkpoint, tokenizer_of(known_tokenizer(resolved))
     ends = set(end_tokens(checkpoint.path, tokenizer, checkpoint.config.vocab_size))
     same = ends == ends_before_the_union(checkpoint.path, tokenizer, checkpoint.config)
@@ -272,7 +259,7 @@ def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
 
 
 def _input_identity(config: JobConfig) -> dict[str, Any]:
-    """Keys of `input` that can change an answer; a job planned before two of them existed has none."""
+    """Return keys of `input` that can change an answer; a job planned before two of them existed has none."""
     left_out = {"since", "changed", "unreadable", "retry", "csv_field_bytes", "duplicate_ids"}
     values = config.input.model_dump(mode="json", exclude=left_out)
     if not config.input.is_table:
@@ -286,7 +273,7 @@ def _input_identity(config: JobConfig) -> dict[str, Any]:
 
 
 def limited(shards: Sequence[Shard], limit: int | None) -> list[Shard]:
-    """The shards of the first `limit` rows; None is all."""
+    """Return the shards of the first `limit` rows; None is all."""
     if limit is None:
         return list(shards)
     kept: list[Shard] = []
@@ -299,12 +286,12 @@ def limited(shards: Sequence[Shard], limit: int | None) -> list[Shard]:
 
 
 def newest(config: JobConfig) -> TablePin | None:
-    """The newest snapshot of the job's input; None for files, and for a table that has none yet."""
+    """Return the newest snapshot of the job's input; None for files, and for a table that has none yet."""
     return input_table(config.input, config.storage).newest() if config.input.is_table else None
 
 
 def pinned_snapshot(config: JobConfig, stored: Manifest | None) -> int | None:
-    """The snapshot that the job file names, else that of the stored job, else the newest one; None as for `newest`."""
+    """Return the snapshot that the job file names, else that of the stored job, else the newest, as `newest`."""
     if not config.input.is_table or config.input.snapshot is not None:
         return config.input.snapshot
     if stored is not None:
@@ -315,5 +302,5 @@ def pinned_snapshot(config: JobConfig, stored: Manifest | None) -> int | None:
 
 
 def with_snapshot(config: JobConfig, snapshot: int | None) -> JobConfig:
-    """The job file with `input.snapshot` set."""
+    """Return the job file with `input.snapshot` set."""
     return config.model_copy(update={"input": config.input.model_copy(update={"snapshot": snapshot})})

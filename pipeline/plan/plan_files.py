@@ -56,10 +56,9 @@ def save(folder: Folder, manifest: Manifest) -> None:
 
 
 def load(folder: Folder) -> Manifest | None:
-    """The plan in an output folder; None if there is none.
+    """Return the plan in an output folder; None if there is none.
 
-    Raises:
-        UserError: a file is damaged or missing, or of another format; names the file and the remedy.
+    Raises UserError that names the file and the remedy, if one is damaged or missing, or of another format.
     """
     try:
         text = folder.read(JOB)
@@ -99,12 +98,12 @@ _REMEDY = "restore the file from a copy, or start again with --overwrite"
 
 
 def _with_check(text: bytes) -> bytes:
-    """A JSON object without its last brace, completed by the digest of these bytes."""
+    """Complete a JSON object without its last brace by the digest of these bytes."""
     return text + CHECK.encode() + _sha256(text).encode() + b'"\n}\n'
 
 
 def _job_values(name: str, text: bytes) -> dict[str, Any]:
-    """Values of a job.json. UserError if it is damaged or of another format."""
+    """Return the values of a job.json. UserError if it is damaged or of another format."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -122,22 +121,18 @@ def _job_values(name: str, text: bytes) -> dict[str, Any]:
 
 _FILES = pa.schema(
     [
-        ("url", pa.string()),
-        ("size", pa.int64()),
-        ("version", pa.string()),
-        ("group_rows", pa.list_(pa.int64())),
-        ("group_bytes", pa.list_(pa.int64())),
-        ("digest", pa.string()),
-        ("format", pa.string()),
+        *(("url", pa.string()), ("size", pa.int64()), ("version", pa.string())),
+        *(("group_rows", pa.list_(pa.int64())), ("group_bytes", pa.list_(pa.int64()))),
+        *(("digest", pa.string()), ("format", pa.string())),
     ]
 )
 _SHARDS = pa.schema([("index", pa.int64()), ("url", pa.string()), ("first_row", pa.int64()), ("rows", pa.int64())])
 
 
 def _shards(table: pa.Table) -> list[Shard]:
-    """Shards of a plan; shards of one file share the string of its URL."""
+    """Return the shards of a plan; shards of one file share the string of its URL."""
     urls: dict[str, str] = {}
-    indices, files, firsts, rows = (table[name].to_pylist() for name in ("index", "url", "first_row", "rows"))
+    indices, files, firsts, rows = (table[name].to_pylist() for name in _SHARDS.names)
     shared = [urls.setdefault(url, url) for url in files]
     return [Shard(*values) for values in zip(indices, shared, firsts, rows, strict=True)]
 

@@ -36,16 +36,15 @@ def sampled_prefix(
     spec: PromptSpec,
     hardware: Hardware,
 ) -> list[int]:
-    """Token ids that good rows near the start of the first, the middle and the last shard begin with; [] for none.
+    """Return token ids that good rows near the start of the first, the middle and the last shard begin with.
 
-    Args:
-        hardware: prepares the rows where a row that kills its process does no harm; there is then no prefix, and the
-            quarantine finds the row when its shard runs.
+    hardware: prepares the rows where a row that kills its process does no harm; there is then no prefix, and the
+    quarantine finds the row when its shard runs.
     """
-    sampled = sorted({0, len(shards) // 2, len(shards) - 1}) if shards else []
+    sampled = [shards[place] for place in sorted({0, len(shards) // 2, len(shards) - 1})] if shards else []
     by_url = {file.url: file for file in files}
     readable = []
-    for place in dict.fromkeys(_beginning(by_url[shards[place].url], shards[place]) for place in sampled):
+    for place in dict.fromkeys(_beginning(by_url[shard.url], shard) for shard in sampled):
         with suppress(*STORE_ERRORS, pa.ArrowException):  # the read task of the shard reports them
             readable += [table for _, table in read_shards(files, [place], schema, storage)]
     if any(_differ(table, spec) for table in readable):
@@ -59,13 +58,13 @@ def sampled_prefix(
 
 
 def prompt_ids(tables: Sequence[bytes], spec: PromptSpec) -> list[list[int]]:
-    """Token ids of the good rows of tables in IPC format."""
+    """Return token ids of the good rows of tables in IPC format."""
     prepared = [prepare_table(from_ipc(table), spec)[PROMPT_IDS].to_pylist() for table in tables]
     return [ids for ids in itertools.chain.from_iterable(prepared) if ids]
 
 
 def _differ(table: pa.Table, spec: PromptSpec) -> bool:
-    """Whether plain texts of a column differ so early that they cannot share `SHORTEST_PREFIX` tokens.
+    """Tell whether plain texts of a column differ so early that they cannot share `SHORTEST_PREFIX` tokens.
 
     A token holds at least one byte. Saves the process that tokenizes.
     """
@@ -77,7 +76,7 @@ def _differ(table: pa.Table, spec: PromptSpec) -> bool:
 
 
 def _beginning(file: InputFile, shard: Shard) -> Shard:
-    """The first rows of the row group in which the shard begins: later ones would cost all rows before them."""
+    """Return the first rows of the row group in which the shard begins: later ones would cost all rows before them."""
     if file.format != "parquet":
         return replace(shard, rows=min(shard.rows, SAMPLE_ROWS))
     starts = list(itertools.accumulate(file.group_rows, initial=0))

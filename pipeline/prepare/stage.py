@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,19 +23,12 @@ from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 DEADLINE_SECONDS, SECONDS_PER_ROW, BYTES_PER_SECOND = 20.0, 0.05, 1e5
 
 
-def prepare(
-    batch: Mapping[str, Any],
-    spec: PromptSpec,
-    quarantine: Quarantine | None = None,
-) -> dict[str, Any]:
-    """Add the columns of `ADDED` to the rows of shards.
+def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine | None = None) -> dict[str, Any]:
+    """Add the columns of `ADDED` to the rows of shards; return the columns of `batch`, and prepare_seconds.
 
     Args:
         batch: columns shard, url, first_row and rows (IPC bytes).
         quarantine: of the run. None retries a row that kills this process for ever: Ray Data retries without limit.
-
-    Returns:
-        The columns of `batch`, and prepare_seconds.
     """
     if quarantine is not None:  # in a worker process; Ray runs several of them on one machine
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -46,9 +39,11 @@ def prepare(
     ]
     seconds = time.perf_counter() - began
     metrics.add("seconds", seconds, part="prepare")
+    rows = np.empty(len(tables), dtype=object)
+    rows[:] = [to_ipc(table) for table in tables]
     return {
         **{name: batch[name] for name in ("shard", "url", "first_row")},
-        "rows": _binary([to_ipc(table) for table in tables]),
+        "rows": rows,
         "prepare_seconds": np.full(len(tables), seconds / max(len(tables), 1)),
     }
 
@@ -87,9 +82,3 @@ def prepare_isolated(table: pa.Table, spec: PromptSpec, attempt: ShardAttempt) -
         order += group
     attempt.enter(())
     return pa.concat_tables(tables).take(np.argsort(order))
-
-
-def _binary(values: Sequence[bytes]) -> np.ndarray:
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column

@@ -15,16 +15,9 @@ from pipeline.messages import one_line
 
 # errors that an expression over a row's values may raise
 TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
+    *(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError),
+    *(MemoryError, RecursionError, TypeError, ValueError),
 )
-
 # errors of compiling a template that parses: nested too deeply, a lone surrogate
 NOT_COMPILED = (SyntaxError, RecursionError, MemoryError, ValueError, OverflowError)
 
@@ -46,7 +39,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 @lru_cache(maxsize=16)
 def compile_template(text: str) -> jinja2.Template:
-    """A sandboxed template that refuses undefined columns and fields. Raises UserError if the text does not compile."""
+    """Return a sandboxed template that refuses undefined columns and fields. UserError if it does not compile."""
     environment = _Environment(undefined=jinja2.StrictUndefined, autoescape=False, finalize=_no_null)
     try:
         return environment.from_string(text)
@@ -68,14 +61,14 @@ def is_template(text: str) -> bool:
 
 
 def template_columns(text: str) -> list[str]:
-    """Names that a template reads, sorted. Raises UserError if the text does not compile."""
+    """Return names that a template reads, sorted. Raises UserError if the text does not compile."""
     compile_template(text)
     environment = _Environment()
     return sorted(jinja2.meta.find_undeclared_variables(environment.parse(text)))
 
 
 def render(text: str, row: Mapping[str, Any]) -> str:
-    """The template over one row. Raises UserError with the reason if it fails."""
+    """Return the template over one row. Raises UserError with the reason if it fails."""
     try:
         return compile_template(text).render(row)
     except TEMPLATE_ERRORS as error:

@@ -30,7 +30,7 @@ SHORT_CHARACTERS = 2**16  # such texts are tokenized in any case
 
 @lru_cache(maxsize=2)
 def tokenizer_of(checkpoint: Source) -> Any:
-    """The checkpoint's tokenizer. Raises UserError if it is damaged."""
+    """Return the checkpoint's tokenizer. Raises UserError if it is damaged."""
     try:
         if isinstance(checkpoint, KnownTokenizer):
             return load_tokenizer(fetch(checkpoint.checkpoint, weights=False), checkpoint.class_name)
@@ -40,13 +40,13 @@ def tokenizer_of(checkpoint: Source) -> Any:
 
 
 def known_tokenizer(checkpoint: ResolvedCheckpoint) -> KnownTokenizer:
-    """The tokenizer for other processes, loaded here once, for its class too. Raises UserError if it is damaged."""
+    """Return the tokenizer for other processes, loaded here once, for its class too. UserError if it is damaged."""
     unknown = KnownTokenizer(checkpoint.pinned())
     return replace(unknown, class_name=tokenizer_class_name(tokenizer_of(unknown)))
 
 
 def shown_path(checkpoint: Source) -> str:
-    """A checkpoint as messages name it."""
+    """Return a checkpoint as messages name it."""
     if isinstance(checkpoint, KnownTokenizer):
         checkpoint = checkpoint.checkpoint
     return checkpoint if isinstance(checkpoint, str) else checkpoint.path
@@ -54,22 +54,19 @@ def shown_path(checkpoint: Source) -> str:
 
 @lru_cache(maxsize=2)
 def _longest_token(checkpoint: Source) -> int:
-    """Characters of the longest token."""
+    """Return the characters of the longest token."""
     return max(map(len, tokenizer_of(checkpoint).get_vocab()))
 
 
 def fewest_tokens(checkpoint: Source, text: str) -> int:
-    """Tokens that a long text has at least, if each is the longest; 0 for a text that is short."""
+    """Return the tokens that a long text has at least, if each is the longest; 0 for a text that is short."""
     return 0 if len(text) <= SHORT_CHARACTERS else -(-len(text) // _longest_token(checkpoint))
 
 
 def tokenize(checkpoint: Source, texts: Sequence[str], special_tokens: bool) -> Iterator[list[int]]:
-    """Token ids of each text, in batches of `BATCH_CHARACTERS`; never two tokens that begin a sequence.
+    """Yield the token ids of each text, in batches of `BATCH_CHARACTERS`; never two tokens that begin a sequence.
 
-    Args:
-        checkpoint: whose tokenizer.
-        texts: in the order of the result.
-        special_tokens: add the tokenizer's own; a chat template writes them itself.
+    special_tokens: add the tokenizer's own; a chat template writes them itself.
     """
     first = size = 0
     for end, text in enumerate(texts, 1):
@@ -84,7 +81,7 @@ def tokenize(checkpoint: Source, texts: Sequence[str], special_tokens: bool) -> 
 
 
 def tokenize_labels(tokenizer: Any, labels: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Label -> token ids without special tokens. Labels that are not valid Unicode are missing."""
+    """Return label -> token ids without special tokens. Labels that are not valid Unicode are missing."""
     valid = [label for label in dict.fromkeys(labels) if is_unicode(label)]
     if not valid:
         return {}
@@ -93,7 +90,7 @@ def tokenize_labels(tokenizer: Any, labels: Iterable[str]) -> dict[str, tuple[in
 
 
 def longest(labels: Sequence[str], ids: Mapping[str, Sequence[int]]) -> int:
-    """Tokens of the longest label. Raises UserError if a label has no tokens, or two labels have the same."""
+    """Return the tokens of the longest label. Raises UserError if a label has none, or two labels have the same."""
     seen: dict[tuple[int, ...], str] = {}
     for label in labels:
         tokens = tuple(ids.get(label, ()))

@@ -60,7 +60,8 @@ def test_prompts_answers_and_row_errors_are_printed_and_nothing_is_written(
     assert tree(tmp_path) == before
     shown = [block.splitlines() for block in result.stdout.strip().split("\n\n")[1:]]
     assert [block[0] for block in shown] == ["[0-0]", "[0-1]", "[0-2]", "[1-0]"]
-    assert "prompt: " in shown[0][1] and "alpha" in shown[0][1] and shown[0][2].startswith("  answer")
+    assert shown[0][1].startswith("  prompt: <s>") and shown[0][1].endswith("<sep>")  # special tokens are shown
+    assert "alpha" in shown[0][1] and shown[0][2].startswith("  answer")
     assert shown[1][1:] == ["  error: prompt is null"]
 
 
@@ -123,9 +124,12 @@ def test_end_tokens_and_settings_that_are_not_followed_are_named(
     (model / "generation_config.json").write_text('{"eos_token_id": 0, "suppress_tokens": [5], "top_k": 20}')
     values["model"]["path"] = str(model)
     job = job_file(tmp_path, values)
-    result = CliRunner().invoke(app, ["try", job, "--rows", "1"])
+    stops = ["--set", "sampling.stop=[pub]", "--set", "sampling.stop_token_ids=[3]"]
+    result = CliRunner().invoke(app, ["try", job, "--rows", "1", *stops])
     assert result.exit_code == 0, result.output
-    assert "answers end at '<pad>' (generation_config.json), '</s>' (config.json, the tokenizer)" in result.stdout
+    own = "'<sep>' (sampling.stop_token_ids), 'pub' (sampling.stop)"
+    named = f"'<pad>' (generation_config.json), '</s>' (config.json, the tokenizer), {own}"
+    assert f"answers end at {named}" in result.stdout
     assert "does not follow, see its sampling: top_k: 20, suppress_tokens: [5]" in caplog.text
     assert "top_k" not in caplog.text.replace("top_k: 20", "")
     (model / "generation_config.json").write_text('{"eos_token_id": 4000}')

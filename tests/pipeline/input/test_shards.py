@@ -58,18 +58,6 @@ def test_shards_hold_every_row_once(files: list[InputFile], shard_rows: int, sha
             assert shard.rows == 1 or sum(bytes_a_row[first:end]) <= shard_bytes + 1e-6
 
 
-def test_small_row_groups_share_a_shard() -> None:
-    file = InputFile("f", 1, "v", (2, 2, 2, 9, 1, 1), (2, 2, 2, 9, 1, 1))
-    assert [(shard.first_row, shard.rows) for shard in cut_shards([file], 4, 100)] == [
-        (0, 4),
-        (4, 2),
-        (6, 4),
-        (10, 4),
-        (14, 1),
-        (15, 2),
-    ]
-
-
 @given(
     st.lists(st.integers(0, 12), min_size=1, max_size=5),
     st.integers(1, 15),

@@ -8,8 +8,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from prompt_specs import spec_of
 
 from actors.engine.constraints.output_format import OutputFormat
@@ -17,7 +15,7 @@ from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
 from actors.openai_requests import CHAT, TEXT, read_request
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, SAMPLING, prepare_table
-from pipeline.prepare.row_settings import BATCH_COLUMNS, own_sampling, read_overrides
+from pipeline.prepare.row_settings import BATCH_COLUMNS
 
 BASE = SamplingParams(max_new_tokens=10)
 
@@ -100,41 +98,6 @@ def test_truncation_uses_the_rows_own_limit(checkpoint: Path) -> None:
     assert error is not None and error.endswith("64 new ones leave it no room in a context of 64")
 
 
-CHANGES = st.fixed_dictionaries(
-    {},
-    optional={
-        "max_new_tokens": st.integers(-1, 100) | st.floats() | st.none(),
-        "temperature": st.floats() | st.integers(0, 2) | st.none(),
-        "top_p": st.floats(0, 1),
-        "presence_penalty": st.floats(-3, 3),
-        "stop": st.lists(st.text(max_size=3), max_size=2) | st.text(max_size=3),
-        "ignore_eos": st.booleans() | st.integers(0, 1),
-        "seed": st.integers(-1, 2**64),
-        "tempo": st.none() | st.integers(),
-    },
-)
-
-
-@given(CHANGES)
-@settings(max_examples=60, deadline=None)
-def test_the_overrides_written_for_the_actor_are_those_checked(changes: dict[str, Any]) -> None:
-    said = ""
-    try:
-        merged, text = own_sampling(BASE, changes)
-    except ValueError as error:
-        said = str(error)
-    if said:
-        assert said.startswith("sampling: ") and "\n" not in said
-        return
-    assert merged == BASE.merged(changes)
-    if text is None:
-        assert all(value is None for value in changes.values())
-    else:
-        values = json.loads(text)
-        assert BASE.merged(read_overrides(text)) == merged == BASE.merged(values)
-        assert text == json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
 MESSAGES = [{"role": "user", "content": "alpha"}]
 
 
@@ -196,23 +159,6 @@ def test_what_is_not_supported_is_named(url: str, body: dict[str, Any], refusal:
     with pytest.raises(UserError) as refused:
         read_request(url, body)
     assert str(refused.value).startswith(refusal)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False) | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)
-KEYS = [*("messages", "prompt", "max_tokens", "temperature", "n", "stop", "logprobs"), "response_format", "seed", "x"]
-
-
-@given(st.sampled_from([CHAT, TEXT, ""]), st.dictionaries(st.sampled_from(KEYS), JSON))
-def test_any_body_is_a_request_or_a_refusal(url: str, body: dict[str, Any]) -> None:
-    try:
-        request = read_request(url, body)
-    except UserError:
-        return
-    assert (request.prompt is None) == (url == CHAT)
 
 
 def requested(checkpoint: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
