@@ -101,10 +101,9 @@ def estimate(
         process_began: s since 1970, for the start-up; now by default.
         seconds: Time for the sampled rows, all speeds together.
 
-    Returns:
-        Plain values; `chosen` is the line of `speeds` that the job runs. startup: seconds in which no actor answers:
-        plan (from the start of the process), ray (to start or find it and to leave it), load (until the last actor has
-        its model), stages (before the first and after the last row).
+    Return plain values; `chosen` is the line of `speeds` that the job runs. startup: seconds in which no actor answers:
+    plan (from the start of the process), ray (to start or find it and to leave it), load (until the last actor has its
+    model), stages (before the first and after the last row).
 
     Raises:
         UserError: `job.run` would refuse the job, or no sampled row can be answered.
@@ -293,17 +292,14 @@ def time_speeds(
     """Answer rows at each speed, as many as the time allows, in a process of an actor.
 
     Args:
-        given: Rows.
         generator: Arguments of `Generator`, checkpoint and speed adapter as `fetch` takes them; the adapter is merged
             for schedules that skip layers.
         prefix: Token ids with which the prompts begin.
-        speeds: Schedules by name.
-        chosen: Name of the job's own speed. It and 1x are always timed, others where the time allows a whole call.
+        chosen: The job's own speed. It and 1x are always timed, others where the time allows a whole call.
         size: Rows of a call at most.
         seconds: Time for all speeds after the first model is loaded. The first calls may exceed it.
 
-    Returns:
-        When the first model was ready, s since 1970, and the calls by speed, without warm-up.
+    Return when the first model was ready, s since 1970, and the calls by speed, without warm-up.
     """
     from actors.generator import Generator
 
@@ -385,18 +381,14 @@ def predict(
     """Predict a whole run at each speed at which some row has an answer; slowest first.
 
     Args:
-        speeds: Schedules by name.
-        calls: Measurements by name.
         rows: Rows to answer, without those that are expected to fail in preparation.
         longest: Rows of the actor that ends last.
         startup: Seconds of the run in which no actor answers.
         crowd: Seconds of an actor in the run divided by seconds for the same work in the sample.
 
-    Returns:
-        Values by speed. seconds, low, high: wall clock with start-up, and its 5th and 95th percentile. busy_seconds: of
-        all actors together. cache_bytes: of the largest sampled batch. layer_ratio: layers of full depth divided by
-        layers run, over decode steps. speedup: seconds a row at 1x divided by seconds a row; ideal: the same if
-        prefill and decode took time in proportion to the layers that they run; None where 1x was not timed.
+    Return values by speed. seconds, low, high: wall clock with start-up, and its 5th and 95th percentile. busy_seconds:
+    of all actors. layer_ratio: layers of full depth divided by layers run, over decode steps. speedup: seconds a row at
+    1x divided by seconds a row. ideal: the same if prefill and decode shrank with the layers run.
     """
     random = np.random.default_rng(0)
     measured = {
