@@ -340,6 +340,8 @@ def _in_turn(
         rows = given[part::parts]  # spread over the input
         for name, generator in generators.items():
             left = until - time.monotonic()
+            if part == 0 and left <= 0 and name not in needed:
+                continue
             if part == 0:
                 warm_up = _timed(generator, given[:WARM_UP_ROWS], prefix)
                 fits = int(left * BATCH_GAIN * warm_up.rows / warm_up.seconds)

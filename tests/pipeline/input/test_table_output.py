@@ -105,16 +105,23 @@ def test_real_answers_from_a_table_in_a_bucket_into_another(in_bucket: Tables, c
 
 
 def test_a_finished_job_is_one_snapshot_and_a_second_job_one_more(
-    tables: Tables, checkpoint: Path, tmp_path: Path
+    tables: Tables, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where the table is asked for later; run again, or in another folder, the job adds nothing."""
     first, second = (job_into(tables, checkpoint, tmp_path, run) for run in ("run 1", "run%2"))
-    assert made_up(first) == 6
+    plain = first.model_copy(update={"output": first.output.model_copy(update={"format": None, "table": None})})
+    assert made_up(plain) == 6
+    assert made_up(first) == 0  # it gets the parts without answering again
     (snapshot,) = tables.snapshots(NAME)
     (record,) = recorded(folder_of(first)).values()
     assert (record.table, record.snapshot) == (tables.path(NAME), snapshot)
-    assert made_up(first) == 0 and tables.snapshots(NAME) == [snapshot]
+    elsewhere = first.output.model_copy(update={"path": f"{tables.root}/out/answers/elsewhere"})
+    assert made_up(first.model_copy(update={"output": elsewhere})) == 6
+    assert tables.snapshots(NAME) == [snapshot] and table_rows(tables) == part_rows(first)
     assert made_up(second) == 6 and len(tables.snapshots(NAME)) == 2
     assert table_rows(tables) == part_rows(first, second)
+    monkeypatch.setattr(commit_tables, "output_table", None)  # a finished job asks no catalog
+    assert made_up(first) == made_up(plain) == 0
 
 
 @pytest.mark.parametrize("moment", ["before the snapshot", "after the snapshot", "before _SUCCESS"])
@@ -206,35 +213,6 @@ def test_appends_of_one_job_at_once_are_one_snapshot(tables: Tables, checkpoint:
         thread.join()
     assert not errors
     assert len(tables.snapshots(NAME)) == 1 and table_rows(tables) == part_rows(wanted)
-
-
-def test_a_table_asked_for_later_gets_the_parts_without_answering_again(
-    tables: Tables, checkpoint: Path, tmp_path: Path
-) -> None:
-    job = job_into(tables, checkpoint, tmp_path)
-    plain = job.model_copy(update={"output": job.output.model_copy(update={"format": None, "table": None})})
-    assert made_up(plain) == 6
-    assert made_up(job) == 0
-    assert len(tables.snapshots(NAME)) == 1 and table_rows(tables) == part_rows(job)
-    assert made_up(plain) == made_up(job) == 0
-
-
-def test_a_finished_job_asks_no_catalog_and_a_changed_table_does_not_matter(
-    tables: Tables, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = job_into(tables, checkpoint, tmp_path)
-    made_up(job)
-    monkeypatch.setattr(commit_tables, "output_table", None)
-    assert made_up(job) == 0
-
-
-def test_the_same_job_in_another_folder_adds_nothing(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
-    job = job_into(tables, checkpoint, tmp_path)
-    made_up(job)
-    elsewhere = f"{tables.root}/out/answers/elsewhere"
-    again = job.model_copy(update={"output": job.output.model_copy(update={"path": elsewhere})})
-    assert made_up(again) == 6
-    assert len(tables.snapshots(NAME)) == 1 and table_rows(tables) == part_rows(job)
 
 
 def test_a_lost_part_that_is_answered_with_other_bytes_is_named(

@@ -36,26 +36,17 @@ def prepared(checkpoint: Path, given: Any, **section: Any) -> tuple[list[Any], l
 
 
 def test_a_chat_goes_through_the_checkpoints_template(chat_checkpoint: Path) -> None:
+    """As it is, or as JSON. The tokenizer puts <s> and <sep> around plain text; a chat has what its template writes."""
     chat = [{"role": "system", "content": "be nice"}, *USER, {"role": "assistant", "content": "yes?"}, *USER]
     texts, errors = prepared(chat_checkpoint, [chat, USER])
     assert errors == [None, None]
+    assert prepared(chat_checkpoint, [json.dumps(chat), json.dumps(USER)]) == (texts, errors)
+    [ids] = prepare_table(pa.table({"m": [USER]}), spec_of(chat_checkpoint, messages="m"))[PROMPT_IDS].to_pylist()
+    assert ids == load_tokenizer(chat_checkpoint).apply_chat_template(USER, add_generation_prompt=True)["input_ids"]
     assert texts == [
         "<s>[system]be nice</s>[user]hi</s>[assistant]yes?</s>[user]hi</s>[assistant]",
         "<s>[user]hi</s>[assistant]",
     ]
-
-
-def test_special_tokens_come_from_the_template_alone(chat_checkpoint: Path) -> None:
-    """The tokenizer puts <s> and <sep> around plain text; a chat has the one <s> that its template writes."""
-    spec = spec_of(chat_checkpoint, 200, messages="m")
-    ids = prepare_table(pa.table({"m": [USER]}), spec)[PROMPT_IDS].to_pylist()[0]
-    tokenizer = load_tokenizer(chat_checkpoint)
-    expected = tokenizer.apply_chat_template(USER, add_generation_prompt=True)["input_ids"]
-    assert ids == expected and ids.count(tokenizer.bos_token_id) == 1 and tokenizer.sep_token_id not in ids
-
-
-def test_messages_as_json(chat_checkpoint: Path) -> None:
-    assert prepared(chat_checkpoint, [json.dumps(USER)]) == prepared(chat_checkpoint, [USER])
 
 
 def test_text_parts_become_lines_and_null_fields_are_dropped(chat_checkpoint: Path) -> None:
