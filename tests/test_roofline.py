@@ -9,6 +9,7 @@ import torch
 from roofline import Ceilings, Counter, least
 from tiny_models import LAYERS, VOCAB, tiny_model
 
+from actors.engine.cpu.executor import fastest_decoder
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.loop import generate
@@ -26,7 +27,7 @@ def test_what_is_counted_is_what_the_schedule_says(speedup: float, dtype: torch.
     counter = Counter(Ceilings(flops=100.0, bandwidth=7.0))
     counter.watch(decoder)
     if dtype == torch.bfloat16:
-        decoder.prepare_for_cpu()
+        decoder = fastest_decoder(decoder.model)
     schedule = ScheduleSpec(speedup=speedup, horizon=6).build(LAYERS)
     rows = [Request([5 + row] * PROMPT, SamplingParams(max_new_tokens=NEW), row) for row in range(ROWS)]
     engine = Engine(decoder, schedule, (), cumulative_logprob=logprob)

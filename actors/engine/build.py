@@ -77,6 +77,7 @@ def build_engine(
     import torch
 
     from actors.engine.cpu import library
+    from actors.engine.cpu.executor import fastest_decoder
     from actors.engine.engine import Engine
 
     place = resolve_device(device)
@@ -94,11 +95,10 @@ def build_engine(
         stored.kind == "int8" if int8 else stored.run(dtype, on_gpu=on_gpu) and library.quantizes(torch.bfloat16, place)
     )
     with quiet_transformers(), current_device(place):
-        decoder = load_decoder(checkpoint.path, getattr(torch, dtype), place, keep_codes=keep_codes)
+        model = load_decoder(checkpoint.path, getattr(torch, dtype), place, keep_codes=keep_codes).model
         if adapter is not None:
-            merge(decoder.model, adapter)
-        decoder.keep_tokens(max(tokenizer.get_vocab().values()) + 1)
-        decoder.prepare_for_cpu(int8=int8)
+            merge(model, adapter)
+        decoder = fastest_decoder(model, max(tokenizer.get_vocab().values()) + 1, int8=int8)
         ends = end_tokens(checkpoint.path, tokenizer, checkpoint.config.vocab_size)
         return Engine(decoder, schedule, ends, cumulative_logprob=cumulative_logprob)
 

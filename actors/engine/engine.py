@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from actors.engine.cache import SlotShape, cache_bytes_per_row, compaction
-from actors.engine.cpu.executor import CpuExecutor
+from actors.engine.cpu.executor import CpuExecutor, StackDecoder
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
 from actors.engine.library.executor import LibraryExecutor
@@ -66,8 +66,9 @@ class Engine:
         self.cumulative_logprob = cumulative_logprob
         self.stats = EngineStats()
         self.rows: list[Row] = []
-        self.executor = LibraryExecutor(decoder) if decoder.stack is None else CpuExecutor(decoder)
+        self.executor = CpuExecutor(decoder) if isinstance(decoder, StackDecoder) else LibraryExecutor(decoder)
         self._tickets = 0
+        self._free: list[int] = []  # slots, the next one last
         self._row_bytes: dict[tuple[int, int], int] = {}
         self._shape = SlotShape(schedule, 0, 0, 0)
 
@@ -93,7 +94,7 @@ class Engine:
         return Engine(self.decoder, schedule, self.stop_ids, cumulative_logprob=self.cumulative_logprob)
 
     def used_cache_bytes(self) -> int:
-        """Return the bytes of the slots, less those of freed layers."""
+        """Return the bytes of the slots of rows in flight."""
         return self.executor.used_bytes()
 
     def take_stats(self) -> EngineStats:
@@ -107,10 +108,18 @@ class Engine:
         schedule: At least as deep as those of the rows at every position, in their keep order; None: the engine's.
         """
         assert not self.rows, "rows are in flight"
-        self._shape = SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens)
-        self.executor.open(self._shape)
+        self._resize(SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens), allocates=True)
         self.stats.batches += 1
-        self.stats.cache_bytes = max(self.stats.cache_bytes, self.executor.used_bytes())
+
+    def _resize(self, shape: SlotShape, *, allocates: bool) -> bool:
+        """Make slots of another shape, the first of which the rows in flight take; see `widen`."""
+        if not self.executor.open(shape, [row.slot for row in self.rows], allocates=allocates):
+            return False
+        self._shape, self._free = shape, [*reversed(range(shape.rows))]
+        for row in self.rows:
+            row.slot = self._free.pop()
+        self.stats.cache_bytes = max(self.stats.cache_bytes, shape.bytes(self.decoder.token_bytes))
+        return True
 
     def widen(
         self,
@@ -134,13 +143,7 @@ class Engine:
         """
         shape = SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens)
         assert rows >= len(self.rows)
-        if self._shape.holds(shape):
-            return True
-        if not self.executor.open(shape, len(self.rows), allocates=allocates):
-            return False
-        self._shape = shape
-        self.stats.cache_bytes = max(self.stats.cache_bytes, self.executor.used_bytes())
-        return True
+        return self._shape.holds(shape) or self._resize(shape, allocates=allocates)
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
@@ -160,8 +163,10 @@ class Engine:
         lengths = [len(prompt) for prompt in prompts]
         assert max(lengths) <= shape.prompt_tokens, "a longer prompt than open() allocated for"
         assert max(row.limit for row in newcomers) <= shape.max_new_tokens, "more new tokens than open() allocated for"
-        place = len(self.rows)  # of the first newcomer
-        logits, computed, of_prefix = self.executor.prefill(prompts, sources, tuple(prefix), layers, place)
+        for row in newcomers:
+            row.slot = self._free.pop()
+        slots = [row.slot for row in newcomers]
+        logits, computed, of_prefix = self.executor.prefill(prompts, sources, slots, tuple(prefix), layers)
         sample_rows(newcomers, logits, logprobs=self.cumulative_logprob)
         self.rows += newcomers
         own = sum(lengths) - len(prefix) * len(prompts)
@@ -175,8 +180,14 @@ class Engine:
         """Drop the rows in flight; the counts of their steps are taken back. The cache's memory stays."""
         for row in self.rows:
             self.stats.add_steps(row.schedule, -max(len(row.tokens) - 1, 0))
+        self._leave(self.rows)
         self.rows = []
-        self.executor.close()
+
+    def _leave(self, rows: Sequence[Row]) -> None:
+        """Free the slots of rows that leave."""
+        slots = [row.slot for row in rows]
+        self._free += slots
+        self.executor.free(slots)
 
     def cancel(self, tickets: Collection[int]) -> None:
         """Remove rows from flight, whatever they have generated."""
@@ -185,35 +196,29 @@ class Engine:
 
     def release_memory(self) -> None:
         """Free the memory that is kept for the next `open`."""
-        self.executor.release_memory()
+        self.executor.open(None)
 
     @torch.inference_mode()
-    def step(self, *, last: bool = False) -> Ended:
-        """Generate one token for every row in flight; returns the rows that have ended.
-
-        last: no row will be admitted any more, so that layers which no row will run again free their cache.
-        """
+    def step(self) -> Ended:
+        """Generate one token for every row in flight; returns the rows that have ended."""
         began = time.perf_counter()
         ended = self.retire()
         if self.rows:
             depths = self._sort_by_depth()
-            record(self.rows, self._sampled(rows_per_layer(depths, self.schedule), last))
+            record(self.rows, self._sampled(rows_per_layer(depths, self.schedule)))
             self._count_step(depths)
             ended += self.retire()
         self.stats.decode_seconds += time.perf_counter() - began
         return ended
 
-    def _sampled(self, per_layer: Sequence[int], last: bool) -> Drawn:
+    def _sampled(self, per_layer: Sequence[int]) -> Drawn:
         """The rows' next tokens; per_layer: how many youngest rows each layer runs for."""
-        decoder, rows = self.decoder, self.rows
-        if last:
-            self.executor.free_layers(min(row.position for row in rows))
+        rows, samplings = self.rows, [row.sampling for row in self.rows]
+        tokens, slots = [row.tokens[-1] for row in rows], [row.slot for row in rows]
         positions = [len(row.request.prompt_ids) + row.position for row in rows]
-        hidden = self.executor.decode([row.tokens[-1] for row in rows], positions, per_layer)
-        samplings = [row.sampling for row in rows]
-        if is_greedy(samplings, logprobs=self.cumulative_logprob):
-            return greedy(decoder.likeliest(hidden))
-        return sample(decoder.logits(hidden), samplings, logprobs=self.cumulative_logprob)
+        argmax = is_greedy(samplings, logprobs=self.cumulative_logprob)
+        found = self.executor.decode(tokens, positions, slots, per_layer, greedy=argmax)
+        return greedy(found.tolist()) if argmax else sample(found, samplings, logprobs=self.cumulative_logprob)
 
     def _count_step(self, depths: Sequence[int]) -> None:
         """After the step: one that ran out of memory counts nothing."""
@@ -231,7 +236,9 @@ class Engine:
         if all(alive):
             return []
         left = [row for row, kept in zip(self.rows, alive, strict=True) if not kept]
-        self._arrange(compaction([(id(row.schedule), row.position) for row in self.rows], alive))
+        self._leave(left)
+        order = compaction([(id(row.schedule), row.position) for row in self.rows], alive)
+        self.rows = [self.rows[index] for index in order]
         self.stats.generated_tokens += sum(len(row.tokens) for row in left)
         return left
 
@@ -241,13 +248,8 @@ class Engine:
         order = depth_order(depths)
         if order is None:
             return depths
-        self._arrange(order)
-        return [depths[row] for row in order]
-
-    def _arrange(self, order: Sequence[int]) -> None:
-        """Give the rows, and their keys and values, a new order, as old row numbers."""
-        self.executor.keep(order)
         self.rows = [self.rows[index] for index in order]
+        return [depths[row] for row in order]
 
     def _begin(self, request: Request) -> Row:
         """A row before its first token, with a new ticket."""

@@ -405,7 +405,7 @@ class Loop:
 
     def _decode(self, flight: _Flight) -> Ended:
         before = self.engine.stats.decode_seconds
-        ended = self.engine.step(last=not flight.waiting and not self._may_join(flight))
+        ended = self.engine.step()
         self._begun[0].stats.decode_seconds += self.engine.stats.decode_seconds - before  # of joined calls, the older's
         return ended
 

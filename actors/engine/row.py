@@ -28,6 +28,7 @@ class Row:
         progress: Place that the tokens have reached in the request's constraint.
         position: t of the token that the next step takes as input, -1 before the first token.
         finish: Why the row has ended; None while it runs.
+        slot: Number of the row's keys and values in the executor.
         has_no_token: Whether it ended as the logits of its next token were not numbers.
     """
 
@@ -44,6 +45,7 @@ class Row:
     choice_logprob: float = 0.0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
+    slot: int = -1
     has_no_token: bool = False
 
     def completion(self, cumulative_logprob: bool) -> Completion:

@@ -22,6 +22,7 @@ from actors.engine.cpu.executor import CpuExecutor
 from actors.engine.cpu.library import multiplies
 from actors.engine.cpu.products import LibraryProduct, PanelProduct, packs
 from actors.engine.decoder import Decoder
+from actors.engine.library.executor import LibraryExecutor
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,12 @@ class Counter:
     parts: dict[str, Part] = field(default_factory=lambda: defaultdict(Part))
 
     def watch(self, decoder: Decoder) -> None:
-        """Count this decoder's passes; before its layers are packed, for packed ones tell no sizes."""
-        item = decoder.dtype.itemsize
+        """Count the passes of this decoder's model; before its layers are packed, for packed ones tell no sizes."""
+        model, item = decoder.model, decoder.dtype.itemsize
         weights = [sum(one.numel() for one in block.parameters() if one.dim() == 2) for block in decoder.blocks]
-        head = decoder.model.get_output_embeddings().weight.numel()
-        config = decoder.model.config
-        width = config.num_attention_heads * decoder.head_dim
+        head = model.get_output_embeddings().weight.numel()
+        width = model.config.num_attention_heads * decoder.head_dim
         stored = 2 * decoder.kv_heads * decoder.head_dim * item
-        prefill, step = decoder.prefill, decoder.step
 
         def layer(stage: str, number: int, tokens: int, pairs: int, read: int) -> None:
             """pairs: of queries and keys. read: keys."""
@@ -93,47 +92,46 @@ class Counter:
             self._add(f"{stage} linear", 2 * tokens * count, count * item)
             self._add(f"{stage} attention", 4 * pairs * width, read * stored)
 
-        def counted_prefill(
-            ids: Tensor, positions: Tensor, last: Tensor, layers: Sequence[int], *rest: Any, **more: Any
-        ) -> Tensor:
-            rows, columns = ids.shape
-            before = int(more.get("prefix_columns", 0))
-            for number in layers:
-                pairs = rows * (columns * before + columns * (columns + 1) // 2)
-                layer("prefill", number, rows * columns, pairs, rows * (before + columns))
-            self._add("prefill head", 2 * len(last) * head, head * item)
-            return prefill(ids, positions, last, layers, *rest, **more)
+        def prefill(
+            run: Decoder, ids: Tensor, positions: Tensor, last: Tensor, layers: Any, *rest: Any, **more: Any
+        ) -> Any:
+            if run.model is model:
+                rows, columns = ids.shape
+                before = int(more.get("prefix_columns", 0))
+                for number in layers:
+                    pairs = rows * (columns * before + columns * (columns + 1) // 2)
+                    layer("prefill", number, rows * columns, pairs, rows * (before + columns))
+                self._add("prefill head", 2 * len(last) * head, head * item)
+            return prefill_(run, ids, positions, last, layers, *rest, **more)
 
-        def counted_step(tokens: Sequence[int], places: Sequence[int], rows_per_layer: Sequence[int]) -> None:
-            live = [place + 1 for place in places]
-            for number, rows in enumerate(rows_per_layer):
-                if rows:
-                    seen = sum(live[-rows:])
-                    layer("decode", number, rows, seen, seen)
-            self._add("decode head", 2 * len(places) * head, head * item)
-
-        def prompts_counted(run: CpuExecutor, texts: Any, begins: int, starts: Tensor, layers: Any, rest: Any) -> Any:
-            if run.decoder is decoder:
-                lengths = starts.diff()
-                pairs, tokens = int((lengths * (lengths + 1) // 2 + lengths * begins).sum()), int(starts[-1])
+        def prompts(
+            run: CpuExecutor, texts: Sequence[Any], begins: int, sources: Any, slots: Any, layers: Any, *rest: Any
+        ) -> Any:
+            if run.decoder.model is model:
+                lengths = [len(text) for text in texts]
+                pairs, tokens = sum(one * (one + 1) // 2 + one * begins for one in lengths), sum(lengths)
                 for number in layers:
                     layer("prefill", number, tokens, pairs, tokens + begins)
                 self._add("prefill head", 2 * len(lengths) * head, head * item)
-            return prompts_(run, texts, begins, starts, layers, rest)
+            return prompts_(run, texts, begins, sources, slots, layers, *rest)
 
-        def decode_counted(run: CpuExecutor, *given: Any) -> Any:
-            if run.decoder is decoder:
-                counted_step(*given)
-            return decode_(run, *given)
+        def decode(
+            run: LibraryExecutor, tokens: Any, places: Sequence[int], slots: Any, per_layer: Any, **more: Any
+        ) -> Any:
+            if run.decoder.model is model:
+                live = [place + 1 for place in places]
+                for number, rows in enumerate(per_layer):
+                    if rows:
+                        seen = sum(live[-rows:])
+                        layer("decode", number, rows, seen, seen)
+                self._add("decode head", 2 * len(places) * head, head * item)
+            by_library = type(run) is LibraryExecutor
+            return (library_ if by_library else decode_)(run, tokens, places, slots, per_layer, **more)
 
-        def step_counted(*given: Any) -> Any:
-            counted_step(*given[:3])
-            return step(*given)
-
-        prompts_, decode_ = CpuExecutor._prompts, CpuExecutor.decode
-        CpuExecutor._prompts, CpuExecutor.decode = prompts_counted, decode_counted  # type: ignore[method-assign]
-        decoder.prefill = counted_prefill  # type: ignore[method-assign]
-        decoder.step = step_counted  # type: ignore[method-assign]
+        prefill_, prompts_ = Decoder.prefill, CpuExecutor._prompts
+        library_, decode_ = LibraryExecutor.decode, CpuExecutor.decode
+        Decoder.prefill, CpuExecutor._prompts = prefill, prompts  # type: ignore[method-assign, assignment]
+        LibraryExecutor.decode = CpuExecutor.decode = decode  # type: ignore[method-assign, assignment]
 
     def _add(self, name: str, flops: float, moved: float) -> None:
         part = self.parts[name]

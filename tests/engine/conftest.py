@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from tiny_models import MODELS, tiny_model
 
+from actors.engine.cpu.executor import fastest_decoder
 from actors.engine.decoder import Decoder
 
 
@@ -15,8 +16,7 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def decoder(family: str) -> Decoder:
     """As an actor on a CPU has it."""
-    decoder = Decoder(tiny_model(family))
-    decoder.prepare_for_cpu()
+    decoder = fastest_decoder(tiny_model(family))
     return decoder
 
 

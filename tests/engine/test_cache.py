@@ -4,25 +4,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.cache import SkipCache, cache_bytes_per_row, cache_slots, compaction
-from actors.engine.cpu.stack import NativeBuffers
-from actors.engine.schedule.schedule import ScheduleSpec
+from actors.engine.cache import SkipCache, SlotShape, cache_bytes_per_row, cache_slots, compaction
+from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 
 SCHEDULE = ScheduleSpec(max_depth=4, min_depth=2, horizon=3).build(6)  # depths 4, 3, 2; order 0 5 4 3 2 1
 
 
-def make(rows: int = 3, prompt_slots: int = 5, max_new_tokens: int = 8, has_places: bool = False) -> SkipCache:
-    return SkipCache(
-        SCHEDULE,
-        rows,
-        prompt_slots,
-        max_new_tokens,
-        kv_heads=2,
-        head_dim=4,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-        kernels=NativeBuffers() if has_places else None,
-    )
+def make(shape: SlotShape, windows: list[int | None]) -> SkipCache:
+    return SkipCache(shape, kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"), windows=windows)
 
 
 def test_slots_follow_the_schedule() -> None:
@@ -33,19 +22,10 @@ def test_slots_follow_the_schedule() -> None:
 
 @given(st.integers(1, 9), st.integers(1, 30), st.integers(1, 30))
 def test_bytes_are_known_beforehand(rows: int, prompt_slots: int, max_new_tokens: int) -> None:
-    assert make(rows, prompt_slots, max_new_tokens).bytes == rows * cache_bytes_per_row(
-        SCHEDULE, prompt_slots, max_new_tokens, token_bytes=2 * 2 * 4 * 2
-    )
-
-
-def test_layers_are_freed_after_their_last_use() -> None:
-    cache = make()
-    held = [cache.bytes]
-    for position in (0, 1, 2):
-        cache.free(position)
-        held.append(cache.bytes)
-    slots = [37, 37, 31, 24]
-    assert held == [3 * 2 * 4 * 2 * 2 * count for count in slots]
+    shape, token_bytes = SlotShape(SCHEDULE, rows, prompt_slots, max_new_tokens), 2 * 2 * 4 * 4
+    held = sum(keys.nbytes + values.nbytes for keys, values in filter(None, make(shape, [None] * 6).buffers))
+    assert held == shape.bytes(token_bytes)
+    assert held == rows * cache_bytes_per_row(SCHEDULE, prompt_slots, max_new_tokens, token_bytes)
 
 
 @st.composite
@@ -68,69 +48,31 @@ def test_compaction_keeps_live_rows_oldest_first_and_moves_few(flight: tuple[lis
         assert moved <= alive.count(False)
 
 
-def test_moving_rows_takes_their_keys_along() -> None:
-    cache = make(rows=4)
-    cache.begin_prefill(0, range(4))
+def test_moved_and_copied_rows_take_their_keys_along() -> None:
+    shape = SlotShape(SCHEDULE, 4, 5, 8)
+    cache, other = (make(one, [None] * 6) for one in (shape, shape._replace(rows=2)))
+    cache.begin_prefill((2, 0, 1, 3), range(4))
     keys = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 2, 5, 4)
     cache.update(keys, -keys, 5)
     cache.arrange((3, 1, 0))
-    assert cache.buffers[5] is not None
-    stored = cache.buffers[5][0][:3, 0, 0, 0].tolist(), cache.buffers[5][1][:3, 1, 4, 3].tolist()
-    assert stored == ([3, 1, 0], [-3, -1, 0])
-
-
-@given(st.data())
-def test_rows_with_places_are_where_rows_without_would_be(data: st.DataObject) -> None:
-    plain, placed = make(rows=5), make(rows=5, has_places=True)
-    live: list[int] = []
-    for number in range(data.draw(st.integers(1, 6))):
-        new = data.draw(st.integers(0, 5 - len(live)))
-        if new:
-            keys = torch.arange(10.0 * number, 10.0 * number + new).view(-1, 1, 1, 1).expand(-1, 2, 5, 4).bfloat16()
-            plain.begin_prefill(len(live), range(new))
-            plain.update(keys, -keys, 5)
-            placed.begin_prefill(len(live), range(new), starts=5 * torch.arange(new + 1))
-            buffers, places, _, _ = placed.joined_prompts(5)
-            assert buffers is not None
-            for buffer, states in zip(buffers, (keys, -keys), strict=True):
-                buffer[places, :, :5] = states
-        live += [10 * number + row for row in range(new)]
-        order = data.draw(st.permutations(range(len(live))))[: data.draw(st.integers(0, len(live)))]
-        plain.arrange(order)
-        placed.arrange(order)
-        live = [live[row] for row in order]
-        if live:
-            placed.begin_step([5] * len(live), torch.device("cpu"))
-            places, *_ = placed.step_slots()
-            assert plain.buffers[5] is not None and placed.buffers[5] is not None
-            assert plain.buffers[5][0][: len(live), 1, 4, 3].tolist() == live
-            assert placed.buffers[5][0][places, 1, 4, 3].tolist() == live
-    grown = make(rows=5, has_places=True)
-    grown.copy_rows(placed, len(live))
-    assert grown.buffers[5] is not None and grown.buffers[5][0][: len(live), 0, 0, 0].tolist() == live
+    other.copy_rows(cache, (2, 0))
+    for one, want in ((cache, [3, 2, 1]), (other, [1, 3])):
+        assert one.buffers[5] is not None
+        keys, values = one.buffers[5]
+        stored = [keys[: len(want), 0, 0, 3].tolist(), values[: len(want), 1, 4, 3].tolist()]
+        assert stored == [want, [-value for value in want]]
 
 
 @given(st.lists(st.integers(0, 11), min_size=1, max_size=5), st.integers(1, 14), st.integers(0, 11))
 def test_a_step_sees_the_window_before_its_own_place(places: list[int], window: int, filled: int) -> None:
     """Keys hold their slot's number, so that what is returned tells which slots a row attends to."""
-    schedule = ScheduleSpec().build(2)
-    cache = SkipCache(
-        schedule,
-        5,
-        4,
-        9,
-        kv_heads=1,
-        head_dim=1,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        windows=[None, window],
-    )
+    cache = make(SlotShape(Schedule(2, (2,), (0, 1)), 5, 4, 9), [None, window])
     for place in range(max(filled, *places) + 1):  # a step may come after longer ones
-        cache.begin_step([place] * 5, torch.device("cpu"))
+        cache.begin_step([place] * 5)
         for layer in range(2):
-            cache.update(torch.full((5, 1, 1, 1), float(place)), torch.zeros(5, 1, 1, 1), layer)
-    cache.begin_step(places, torch.device("cpu"))
-    own = torch.tensor(places, dtype=torch.float32).view(-1, 1, 1, 1)
+            cache.update(torch.full((5, 2, 1, 4), float(place)), torch.zeros(5, 2, 1, 4), layer)
+    cache.begin_step(places)
+    own = torch.tensor(places, dtype=torch.float32).view(-1, 1, 1, 1).expand(-1, 2, 1, 4)
     for layer, reach in enumerate((12, window)):
         for rows in range(1, len(places) + 1):
             keys, _ = cache.update(own[-rows:], own[-rows:], layer)

@@ -21,6 +21,7 @@ from tiny_checkpoint import LAYERS, tiny_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from actors.engine.cpu import library
+from actors.engine.cpu.executor import StackDecoder
 from actors.engine.cpu.products import PackedLinear, QuantizedProduct, quantize_weight
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
@@ -158,7 +159,7 @@ def test_codes_are_found_again_in_expanded_weights(
 
 def products(decoder: Decoder) -> list[bool]:
     """Return whether each product of the layers has 8 bits: of a stack four a layer, else seven."""
-    if decoder.stack is not None:
+    if isinstance(decoder, StackDecoder):
         return [isinstance(one, QuantizedProduct) for _, parts, _ in decoder.stack._held[0] for one in parts]
     linear = [one for block in decoder.blocks for one in block.modules() if isinstance(one, PackedLinear)]
     return [isinstance(one.product, QuantizedProduct) for one in linear]
@@ -175,10 +176,10 @@ def test_int8_runs_in_8_bits_on_a_cpu(made: Callable[..., Path], way: str) -> No
     folder = made("int8", **WAYS[way])
     own = generator(folder).engine.decoder
     if way == "some layers":  # not q of a layer, which a stack has as one product with k and v
-        assert own.stack is None
+        assert not isinstance(own, StackDecoder)
         assert products(own) == [False] * (7 + 1) + [True] * (7 * LAYERS - 8)
     else:
-        assert own.stack is not None and products(own) == [True] * 4 * LAYERS
+        assert isinstance(own, StackDecoder) and products(own) == [True] * 4 * LAYERS
     assert isinstance(own.head, PackedLinear)
     assert isinstance(own.head.product, QuantizedProduct) == (way == "all layers")
     stored = load_decoder(folder, torch.bfloat16, CPU, keep_codes=True)
@@ -201,7 +202,7 @@ def test_layers_of_both_kinds_are_one_stack(made: Callable[..., Path]) -> None:
     """A plain first layer, and codes in the others: steps of many rows, more than their prompt has tokens."""
     folder = made("int8", **WAYS["all but the first layer"])
     own = generator(folder, sampling={"max_new_tokens": 4, "n": 64, "temperature": 1.0})
-    assert own.engine.decoder.stack is not None
+    assert isinstance(own.engine.decoder, StackDecoder)
     assert products(own.engine.decoder) == [False] * 4 + [True] * 4 * (LAYERS - 1)
     answers = own({"prompt": np.array(PROMPTS[-1:])})
     assert len(answers["generated_text"]) == 64
@@ -286,7 +287,7 @@ def test_a_speed_adapter_is_merged_into_expanded_weights(
 
     (adapter / "speed_adapter.json").write_text(json.dumps({**record, "base": base_digest(folder)}))
     fast = generator(folder, speed_adapter=str(adapter)).engine.decoder
-    assert all(products(fast)) and fast.stack is not None
+    assert all(products(fast)) and isinstance(fast, StackDecoder)
     plain = generator(folder, speed_adapter=str(adapter), dtype="float32").engine.decoder
     error = (logits(fast) - logits(plain)).abs() / logits(plain).std()
     assert 0 < error.mean() < 0.15

@@ -23,6 +23,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from actors.engine.cpu import library
+from actors.engine.cpu.executor import StackDecoder, fastest_decoder
 from actors.engine.cpu.products import LibraryProduct, PackedLinear, PanelProduct, pack_linears, packs
 from actors.engine.cpu.stack import StackedLayer, normalize
 from actors.engine.decoder import Decoder
@@ -43,8 +44,7 @@ HALVED = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
 
 
 def prepared(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Decoder:
-    decoder = Decoder(tiny_model(family, **changes).to(dtype))
-    decoder.prepare_for_cpu()
+    decoder = fastest_decoder(tiny_model(family, **changes).to(dtype))
     return decoder
 
 
@@ -141,7 +141,7 @@ def test_norms_are_the_librarys(dtype: torch.dtype, bias: bool) -> None:
 def test_rows_have_the_librarys_tokens(family: str) -> None:
     """All schedules; greedy and sampled rows; prompts that share a prefix; lock step and refill."""
     own, theirs = prepared(family), Decoder(tiny_model(family))
-    assert own.stack is not None
+    assert isinstance(own, StackDecoder)
     for number, spec in enumerate(SPECS):
         if family not in ("llama", "opt", "mistral") and number % 3 != OWN.index(family) % 3:
             continue
@@ -203,8 +203,8 @@ def test_layers_of_any_shape_are_the_librarys(
     changes |= {"max_position_embeddings": 256, "initializer_range": 0.1}
     model = tiny_model(family, **changes).to(dtype)
     theirs, own = Decoder(model.float()), Decoder(tiny_model(family, **changes).to(dtype))
-    own.prepare_for_cpu()
-    assert own.stack is not None
+    own = fastest_decoder(own.model)
+    assert isinstance(own, StackDecoder)
     chance, schedule = torch.Generator().manual_seed(seed), ScheduleSpec().build(2)
     prefix = torch.randint(3, 97, (before,), generator=chance).tolist()
     prompts = [prefix + torch.randint(3, 97, (length,), generator=chance).tolist() for length in lengths]
@@ -294,7 +294,7 @@ def test_a_layer_with_other_attention_is_the_layer(dtype: torch.dtype, family: s
 def test_layers_of_ones_own_are_taken_where_there_are_some(family: str, changes: dict[str, Any], own: bool) -> None:
     """Rows of unequal lengths have the library's tokens in every configuration."""
     made = [prepared(family, **changes), Decoder(tiny_model(family, **changes))]
-    assert (made[0].stack is not None) == own == isinstance(made[0].blocks[0], StackedLayer)
+    assert isinstance(made[0], StackDecoder) == own == isinstance(made[0].blocks[0], StackedLayer)
     assert list(made[0].family.layers(made[0].model)) == made[0].blocks
     rows = [Request([5 + row, *range(7, 8 + row)], SamplingParams(max_new_tokens=9)) for row in range(4)]
     answers = [generate(Engine(one, HALVED, ()), rows, budget_bytes=2**40, max_rows=4) for one in made]
@@ -307,9 +307,13 @@ def test_a_head_that_the_screen_does_not_decide_changes_no_answer(monkeypatch: p
     undecided, rows = prepared("llama", BF16), requests(6, seed=4, most_new=12)
     rows = [replace(row, sampling=replace(row.sampling, temperature=0.0)) for row in rows]
     want = [one.token_ids for one in answer(Engine(undecided, HALVED, STOP), rows)]
-    monkeypatch.setattr("actors.engine.cpu.screen.UNDECIDED", 10**9)  # no candidate may be left
+    monkeypatch.setattr("actors.engine.cpu.executor.UNDECIDED", 10**9)  # no candidate may be left
     assert [one.token_ids for one in answer(Engine(undecided, HALVED, STOP, cumulative_logprob=False), rows)] == want
-    assert undecided.screen is not None and undecided.screen.undecided == undecided.screen.rows > 0
+    assert (
+        isinstance(undecided, StackDecoder)
+        and undecided.screen is not None
+        and undecided.screen.undecided == undecided.screen.rows > 0
+    )
 
 
 @builds
@@ -321,14 +325,14 @@ def test_a_token_or_slot_outside_is_refused() -> None:
     engine.admit([Request([5, 6], SamplingParams(max_new_tokens=2), key=0)])
     for token, place in ((decoder.vocab_size, 2), (-1, 2), (5, 7)):
         with pytest.raises(AssertionError, match="outside"):
-            engine.executor.decode([token], [place], [1] * LAYERS)
+            engine.executor.decode([token], [place], [0], [1] * LAYERS)
 
 
 def test_where_the_kernels_do_not_multiply_the_librarys_products_run() -> None:
     """A CPU with AMX, say: the library's layers, with packed products if there are such."""
     with mock.patch.object(library, "library", return_value=None):
         decoder = prepared("llama", BF16)
-    assert decoder.stack is None and isinstance(decoder.head, PackedLinear) == packs(BF16, CPU)
+    assert not isinstance(decoder, StackDecoder) and isinstance(decoder.head, PackedLinear) == packs(BF16, CPU)
     engine = Engine(decoder, ScheduleSpec().build(LAYERS), frozenset())
     rows = [Request([5, 6, 7], SamplingParams(max_new_tokens=4))]
     [got] = generate(engine, rows, budget_bytes=2**40, max_rows=4)
@@ -348,7 +352,7 @@ def test_without_a_compiler_the_librarys_layers_are_run(
     library.library.cache_clear()
     try:
         decoder = prepared("llama")
-        assert decoder.stack is None and type(decoder.blocks[0]).__name__ == "LlamaDecoderLayer"
+        assert not isinstance(decoder, StackDecoder) and type(decoder.blocks[0]).__name__ == "LlamaDecoderLayer"
         (said,) = [record.getMessage() for record in caplog.records]
         assert compiler.split()[0] in said and "\n" not in said
     finally:
@@ -379,8 +383,7 @@ from actors.engine.sampling.state import RowSampling
 from actors.engine.types import SamplingParams
 
 torch.set_num_threads(2)
-decoder = Decoder(tiny_model("llama", max_position_embeddings=2**18))
-decoder.prepare_for_cpu()
+decoder = fastest_decoder(tiny_model("llama", max_position_embeddings=2**18))
 hidden, rotary = decoder.embed(torch.full((1, 2**18), 5), torch.arange(2**18)[None])
 logits, nothing = torch.zeros(2, 2**24), torch.zeros(1, dtype=torch.int64)
 calls = {

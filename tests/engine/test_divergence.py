@@ -10,6 +10,7 @@ import torch
 from oracle import oracle_logits_each
 from tiny_models import LAYERS, VOCAB, tiny_model
 
+from actors.engine.cpu.executor import fastest_decoder
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.library import divergence
@@ -113,7 +114,7 @@ def test_neither_batches_nor_a_padded_vocabulary_change_scores(monkeypatch: pyte
 def test_layers_for_inference_give_the_same_scores(family: str) -> None:
     rows = pairs(5)
     plain, fast = (Decoder(tiny_model(family)) for _ in range(2))
-    fast.prepare_for_cpu()
+    fast = fastest_decoder(fast.model)
     line = SPECS[1].build(LAYERS)
     [want] = teacher_forced(Model(plain, FULL), [Model(plain, line)], rows)
     [found] = teacher_forced(Model(fast, FULL), [Model(fast, line)], rows)

@@ -16,6 +16,7 @@ from oracle import oracle, oracle_answers, oracle_logits
 from tiny_models import CONTEXT, LAYERS, tiny_model
 
 from actors.engine.cpu import products
+from actors.engine.cpu.executor import StackDecoder, fastest_decoder
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
@@ -130,12 +131,12 @@ def test_layers_counted_are_layers_run(decoder: Decoder, monkeypatch: pytest.Mon
     schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
     rows = requests(10, seed=8)
     run: list[int] = []
-    if decoder.stack is not None:
+    if isinstance(decoder, StackDecoder):
         step = decoder.stack.step
 
-        def counting_rows(tokens: Any, rotary: Any, per_layer: Sequence[int], *rest: Any) -> torch.Tensor:
+        def counting_rows(tokens: Any, per_layer: Sequence[int], *rest: Any) -> torch.Tensor:
             run.extend(per_layer)
-            return step(tokens, rotary, per_layer, *rest)
+            return step(tokens, per_layer, *rest)
 
         monkeypatch.setattr(decoder.stack, "step", counting_rows)
     else:
@@ -164,19 +165,19 @@ def test_bf16_logits_stay_near_the_fp32_oracle(library: Decoder, prepared: bool)
     rows = [Request(row.prompt_ids, SamplingParams(max_new_tokens=12)) for row in requests(4, seed=9)]
     half = Decoder(copy.deepcopy(library.model).to(torch.bfloat16))
     if prepared:
-        half.prepare_for_cpu()
+        half = fastest_decoder(half.model)
         packs = any(can(half.dtype, half.device) for can in (products.packs, products.multiplies))
         assert isinstance(half.head, products.PackedLinear) == packs
     seen: list[torch.Tensor] = []
-    plain = half.step
+    engine = Engine(half, schedule, set())
+    plain = engine.executor.decode
 
-    def watching(*given: Any) -> torch.Tensor:
-        hidden = plain(*given)
-        seen.append(half.logits(hidden))
-        return hidden
+    def watching(*given: Any, greedy: bool) -> torch.Tensor:
+        seen.append(plain(*given))
+        return seen[-1]
 
-    half.step = watching  # type: ignore[method-assign]
-    answers = answer(Engine(half, schedule, set()), rows)
+    engine.executor.decode = watching  # type: ignore[method-assign]
+    answers = answer(engine, rows)
     order = sorted(range(len(rows)), key=lambda row: -len(rows[row].prompt_ids))
     for step, logits in enumerate(seen):
         for place, row in enumerate(order):
@@ -186,18 +187,14 @@ def test_bf16_logits_stay_near_the_fp32_oracle(library: Decoder, prepared: bool)
             assert error.mean() < 0.15 and error.max() < 0.5
 
 
-def test_used_cache_is_that_of_rows_in_flight(decoder: Decoder) -> None:
-    """Layers that no row will run again give theirs back; a batch that is over has none."""
-    schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
-    engine, rows = Engine(decoder, schedule, STOP), requests(3, seed=1)
+def test_used_cache_is_that_of_the_slots(decoder: Decoder) -> None:
+    """A batch that is over has none."""
+    engine = Engine(decoder, ScheduleSpec(speedup=2, horizon=6).build(LAYERS), STOP)
     assert engine.used_cache_bytes() == 0
     engine.open(3, 20, 14)
-    engine.admit(rows)
-    used = [engine.used_cache_bytes()]
-    while engine.rows:
-        engine.step(last=True)
-        used.append(engine.used_cache_bytes())
-    assert used[0] == 3 * engine.row_bytes(20, 14) and used == sorted(used, reverse=True)
+    engine.admit(requests(3, seed=1))
+    engine.step()
+    assert engine.used_cache_bytes() == 3 * engine.row_bytes(20, 14)
     engine.close()
     assert engine.used_cache_bytes() == 0
 
@@ -217,7 +214,7 @@ def test_a_row_whose_logits_are_not_numbers_ends_with_an_error(
     def answers() -> list[Completion]:
         decoder = Decoder(model)
         if for_cpu:
-            decoder.prepare_for_cpu()
+            decoder = fastest_decoder(decoder.model)
         engine = Engine(decoder, ScheduleSpec(speedup=2, horizon=6).build(LAYERS), (), cumulative_logprob=False)
         return answer(engine, rows)
 

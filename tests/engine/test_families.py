@@ -30,9 +30,6 @@ class Recorder:
     def __init__(self) -> None:
         self.held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def mask(self, layer: int, rows: int) -> None:
-        raise AssertionError("no step is made")
-
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tiny_models import LAYERS, tiny_model
 
 from actors.engine.cpu import library
+from actors.engine.cpu.executor import fastest_decoder
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.loop import Call, Loop, generate
@@ -31,15 +32,9 @@ class Counting(Engine):
 
     steps = idle = 0
 
-    def step(self, *, last: bool = False) -> list[tuple[int, Completion]]:
+    def step(self) -> list[tuple[int, Completion]]:
         self.steps, self.idle = self.steps + 1, self.idle + self._shape.rows - len(self.rows)
-        return super().step(last=last)
-
-
-def prepared(dtype: torch.dtype = torch.float32) -> Decoder:
-    decoder = Decoder(tiny_model("llama").to(dtype))
-    decoder.prepare_for_cpu()
-    return decoder
+        return super().step()
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +44,12 @@ def plain() -> Decoder:
 
 @pytest.fixture(scope="module")
 def kernels() -> Decoder:
-    return prepared()
+    return fastest_decoder(tiny_model("llama"))
 
 
 @pytest.fixture(scope="module")
 def half() -> Decoder:
-    return prepared(torch.bfloat16)
+    return fastest_decoder(tiny_model("llama").bfloat16())
 
 
 def answer(
@@ -180,12 +175,12 @@ def test_memory_that_runs_out_in_joined_calls_costs_no_answer(
     step = Engine.step
     keys = {row.key: number for number, rows in enumerate(calls) for row in rows}
 
-    def failing(self: Engine, *, last: bool = False) -> list[tuple[int, Completion]]:
+    def failing(self: Engine) -> list[tuple[int, Completion]]:
         calls_in_flight = {keys[row.request.key] for row in self.rows}
         if len(calls_in_flight) == 2:
             failed.append(calls_in_flight)
             raise torch.OutOfMemoryError("both")
-        return step(self, last=last)
+        return step(self)
 
     monkeypatch.setattr(Engine, "step", failing)
     got, done = answer(engine, calls)

@@ -103,20 +103,21 @@ def test_every_way_through_the_trie_ends_at_its_label(labels: list[tuple[int, ..
     trie = ChoiceTrie(labels, END)
     reached = []
 
-    def walk(node: object, drawn: tuple[int, ...]) -> None:
+    def walk(drawn: tuple[int, ...]) -> None:
         assert len(drawn) <= trie.most_tokens
-        for token in trie.allowed(node):  # type: ignore[arg-type]
-            below, label = trie.follow(node, token)  # type: ignore[arg-type]
-            if label is None:
-                walk(below, (*drawn, token))
-            else:
-                reached.append(label)
+        for token in range(7):
+            progress = trie.begin()
+            assert not any(progress.advance(one) for one in drawn)
+            if progress.allows(token) and not progress.advance(token):
+                walk((*drawn, token))
+            elif progress.label is not None:
+                reached.append(progress.label)
                 tokens = drawn if token == END else (*drawn, token)
-                assert labels[label][: len(tokens)] == tokens
-                others = [one for one in labels if one[: len(tokens)] == tokens and one != labels[label]]
+                assert labels[progress.label][: len(tokens)] == tokens
+                others = [one for one in labels if one[: len(tokens)] == tokens and one != labels[progress.label]]
                 assert not others or token == END
 
-    walk(trie.root, ())
+    walk(())
     if len(labels) > 1:
         assert sorted(reached) == list(range(len(labels)))
 

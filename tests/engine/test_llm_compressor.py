@@ -17,6 +17,7 @@ from tiny_checkpoint import SENTENCES, tiny_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.engine.cpu import library
+from actors.engine.cpu.executor import StackDecoder
 from actors.engine.errors import UserError
 from actors.engine.model.loading import inspect, load_decoder
 from actors.generator import Generator
@@ -121,7 +122,7 @@ def products_have_eight_bits(folder: Path) -> bool:
     from actors.engine.cpu.products import QuantizedProduct
 
     decoder = Generator(str(folder), device="cpu", schedule={"speedup": 1.0}).engine.decoder
-    held = () if decoder.stack is None else decoder.stack._held[0]
+    held = decoder.stack._held[0] if isinstance(decoder, StackDecoder) else ()
     return bool(held) and all(isinstance(one, QuantizedProduct) for _, products, _ in held for one in products)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracle import oracle
 from tiny_models import LAYERS, tiny_model
 
-from actors.engine.cache import cache_bytes_per_row
+from actors.engine.cpu.executor import fastest_decoder
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.loop import SCHEDULERS, generate
@@ -56,9 +56,9 @@ class Watched(Engine):
         self.admitted.append([one.key for one in requests])
         return super().admit(requests, prefix)
 
-    def step(self, *, last: bool = False) -> list[tuple[int, Completion]]:
+    def step(self) -> list[tuple[int, Completion]]:
         self.look()
-        return super().step(last=last)
+        return super().step()
 
 
 @pytest.fixture(scope="module")
@@ -186,42 +186,21 @@ def test_what_has_ended_is_kept_when_memory_runs_out(llama: Decoder, monkeypatch
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_row_that_overflows_leaves_nothing_to_its_successor(prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its keys are no numbers; a row that takes its place must not be changed by them, though they are masked."""
-    llama = Decoder(tiny_model("llama"))
-    if prepared:
-        llama.prepare_for_cpu()
+    llama = (fastest_decoder if prepared else Decoder)(tiny_model("llama"))
     sampling = SamplingParams(max_new_tokens=8)
     rows = [Request([5] * 8, sampling, 0), *(Request([9 + row] * 5, sampling, row) for row in range(1, 6))]
     want = [generate(Engine(llama, SCHEDULE, ()), [row], budget_bytes=2**40, max_rows=1)[0] for row in rows]
     engine = Engine(llama, SCHEDULE, ())
     plain = engine.executor.decode
 
-    def overflowing(*given: Any) -> torch.Tensor:
-        hidden, cache = plain(*given), engine.executor.cache
-        if engine.rows[0].request.key == 0 and cache is not None:
-            for buffer in (one for pair in cache.buffers if pair for one in pair):
-                buffer[0] = torch.nan
-        return hidden
+    def overflowing(*given: Any, **more: Any) -> torch.Tensor:
+        found, cache = plain(*given, **more), engine.executor._cache
+        if engine.rows[0].request.key == 0:
+            for both in filter(lambda one: one is not None, cache.layers if prepared else cache.buffers):
+                both[0][0] = both[1][0] = torch.nan
+        return found
 
     monkeypatch.setattr(engine.executor, "decode", overflowing)
     got = generate(engine, rows, budget_bytes=2**40, max_rows=1, scheduler="refill")
     assert engine.stats.batches == 1
     assert [one.token_ids for one in got[1:]] == [one.token_ids for one in want[1:]]
-
-
-def test_cache_bytes_of_a_row_are_computed_once_for_each_pair_of_lengths(
-    llama: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, seen = cache_bytes_per_row, list[tuple[int, int]]()
-
-    def counting(schedule: Any, prompt: int, new: int, token_bytes: int) -> int:
-        seen.append((prompt, new))
-        return plain(schedule, prompt, new, token_bytes)
-
-    monkeypatch.setattr("actors.engine.engine.cache_bytes_per_row", counting)
-    rows = [Request([5] * (1 + row % 3), SamplingParams(max_new_tokens=2), row) for row in range(30)]
-    engine = Engine(llama, SCHEDULE, ())
-    for _ in range(2):
-        generate(engine, rows, budget_bytes=2**30, max_rows=4, scheduler="refill")
-    assert sorted(seen) == sorted(set(seen))
-    for prompt, new in seen:
-        assert engine.row_bytes(prompt, new) == plain(SCHEDULE, prompt, new, 2 * llama.kv_heads * llama.head_dim * 4)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save, save_file
 from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from actors.engine.cpu.executor import fastest_decoder
 from actors.engine.errors import UserError
 from actors.engine.model.fitting import check_tensors
 from actors.engine.model.loading import inspect, load_decoder, memory_needed
@@ -258,9 +259,9 @@ def test_weights_are_loaded_in_their_dtype_without_a_copy_between(tmp_path: Path
     gc.collect()  # a model is part of a cycle: freed while the next one is loaded, it would hide that one's memory
     with own_memory() as sampled:
         threading.Event().wait(0.05)
-        decoder = load_decoder(tmp_path, torch.bfloat16, torch.device("cpu"))
-        assert {(one.dtype, one.device.type) for one in decoder.model.parameters()} == {(torch.bfloat16, "cpu")}
-        decoder.prepare_for_cpu()
+        model = load_decoder(tmp_path, torch.bfloat16, torch.device("cpu")).model
+        assert {(one.dtype, one.device.type) for one in model.parameters()} == {(torch.bfloat16, "cpu")}
+        decoder = fastest_decoder(model)
     assert decoder.dtype == torch.bfloat16
     grown = max(sampled) - sampled[0]
     assert grown < 1.5 * weights, f"{grown / weights:.2f} times the weights"

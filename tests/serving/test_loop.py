@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from oracle import oracle
 from tiny_models import LAYERS, tiny_model
 
+from actors.engine.cpu.executor import fastest_decoder
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.errors import UserError
@@ -141,7 +142,7 @@ def test_rows_of_different_speeds_share_steps(
 ) -> None:
     decoder = Decoder(tiny_model("llama"))
     if prepared:
-        decoder.prepare_for_cpu()
+        decoder = fastest_decoder(decoder.model)
     rows = [
         Request(row.prompt_ids, row.sampling, row.key, schedule=speed)
         for row, speed in zip(requests(9, seed, sampled=True), speeds, strict=True)
@@ -252,10 +253,10 @@ class Failing(Engine):
             raise MemoryError("as asked")
         return super().admit(requests, prefix)
 
-    def step(self, *, last: bool = False) -> list[tuple[int, Completion]]:
+    def step(self) -> list[tuple[int, Completion]]:
         if len(self.rows) > self.most:
             raise self.error("as asked")
-        return super().step(last=last)
+        return super().step()
 
 
 def test_rows_run_again_in_smaller_groups_after_memory_has_run_out(llama: Decoder) -> None:

@@ -22,61 +22,51 @@ def words_of(vocabulary: int) -> int:
 
 
 class AllowedTokens(Protocol):
-    """The place that one row's tokens have reached in its constraint."""
+    """The place that one row's tokens have reached in its constraint.
+
+    scored: whether the tokens' log-probabilities among the allowed ones are wanted. label: number of the label that the
+    answer is, once it is decided; None for a grammar. error: why the constraint can be followed no further.
+    """
 
     @property
-    def scored(self) -> bool:
-        """Whether the tokens' log-probabilities among the allowed ones are wanted."""
-        ...
+    def scored(self) -> bool: ...
 
     @property
-    def label(self) -> int | None:
-        """Number of the label that the answer is, once it is decided; None for a grammar."""
-        ...
+    def label(self) -> int | None: ...
 
     @property
-    def error(self) -> str | None:
-        """Why the constraint can be followed no further."""
-        ...
+    def error(self) -> str | None: ...
 
     def allows(self, token: int) -> bool:
         """Whether `token` may come next; usually faster than a mask."""
-        ...
 
     def prepare(self) -> None:
         """Start to compute the mask that `write` is asked for next, in another thread if that is worth it."""
-        ...
 
     def write(self, bits: Bits) -> None:
         """Set exactly the bits of the tokens that may come next."""
-        ...
 
     def advance(self, token: int) -> bool:
         """Follow an allowed token; whether the answer ends with it, because nothing is left to be decided."""
-        ...
 
     def is_complete(self) -> bool:
         """Whether the tokens so far are a whole answer."""
-        ...
 
 
 class Constraint(Protocol):
-    """A compiled form, shared by all rows that have it."""
+    """A compiled form, shared by all rows that have it.
+
+    name: key of a job file that gives it. most_tokens: tokens of the longest answer; None: of any length.
+    """
 
     @property
-    def name(self) -> str:
-        """Key of a job file that gives it."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def most_tokens(self) -> int | None:
-        """Tokens of the longest answer; None: an answer may be of any length."""
-        ...
+    def most_tokens(self) -> int | None: ...
 
     def begin(self) -> AllowedTokens:
         """The place before the first token."""
-        ...
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:
         """The text of an answer's tokens, without the one that ended it; label: see `AllowedTokens`."""
-        ...

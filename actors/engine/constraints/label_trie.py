@@ -77,21 +77,6 @@ class ChoiceTrie:
             deepest[id(node)] = 0 if node.only is not None else max(below, 1)
         return deepest[id(self.root)]
 
-    def allowed(self, node: Node) -> Collection[int]:
-        """Tokens that are allowed next."""
-        if node.label is None:
-            return node.children.keys()
-        assert self.end_id is not None
-        return [*node.children, self.end_id]
-
-    def follow(self, node: Node, token: int) -> tuple[Node, int | None]:
-        """The node after an allowed token, and the label if it is decided there."""
-        if token == self.end_id:
-            assert node.label is not None
-            return node, node.label
-        below = node.children[token]
-        return below, below.only
-
     def begin(self) -> LabelProgress:
         """A row before its first token."""
         return LabelProgress(self)
@@ -112,8 +97,12 @@ class LabelProgress:
         self.trie, self.node = trie, trie.root
         self.label: int | None = None
 
+    def _allowed(self) -> Collection[int]:
+        node, end_id = self.node, self.trie.end_id
+        return node.children.keys() if node.label is None or end_id is None else [*node.children, end_id]
+
     def allows(self, token: int) -> bool:
-        return token in self.trie.allowed(self.node)
+        return token in self._allowed()
 
     def prepare(self) -> None:
         """Nothing: the tokens of a node are known."""
@@ -121,11 +110,15 @@ class LabelProgress:
     def write(self, bits: Bits) -> None:
         bits[:] = 0
         masks = bits.view("uint32")
-        for token in self.trie.allowed(self.node):
+        for token in self._allowed():
             masks[token // 32] |= 1 << token % 32
 
     def advance(self, token: int) -> bool:
-        self.node, self.label = self.trie.follow(self.node, token)
+        if token == self.trie.end_id:
+            self.label = self.node.label
+        else:
+            self.node = self.node.children[token]
+            self.label = self.node.only
         return self.label is not None
 
     def is_complete(self) -> bool:

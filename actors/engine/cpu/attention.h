@@ -184,28 +184,18 @@ inline void pack_keys(const T* keys, int64_t key_token, int64_t tokens, int64_t 
 }
 
 // Values [tokens, size] -> [size / 48 rounded up, even / FACTORS, 48, FACTORS], with zeros behind the last of `even` tokens.
-inline void pack_values(const float* values, int64_t value_token, int64_t tokens, int64_t size, int64_t even, float* packed) {
+template <class T>
+inline void pack_values(const T* values, int64_t value_token, int64_t tokens, int64_t size, int64_t even, T* packed) {
+    constexpr int64_t FEW = FACTORS<T>;
+    static constexpr T NONE[PANEL] = {};
     for (int64_t d = 0; d < size; d += PANEL)
-        for (int64_t token = 0; token < even; token++, packed += PANEL)
+        for (int64_t token = 0; token < even; token += FEW, packed += PANEL * FEW) {
+            const T* from[FEW];
+            for (int64_t f = 0; f < FEW; f++) from[f] = token + f < tokens ? values + (token + f) * value_token + d : NONE;
             for (int64_t i = 0; i < std::min(PANEL, size - d); i++)
-                packed[i] = token < tokens ? values[token * value_token + d + i] : 0;
-}
-
-#if CAN_MULTIPLY
-inline void pack_values(const BFloat16* values, int64_t value_token, int64_t tokens, int64_t size, int64_t even,
-                        BFloat16* packed) {
-    for (int64_t token = 0; token < even; token += 2)
-        for (int64_t d = 0; d < size; d += LANES) {
-            const BFloat16* from = values + token * value_token + d;
-            const __mmask16 all = first_lanes(size - d), some = token < tokens ? all : 0;
-            const __mmask16 other = token + 1 < tokens ? all : 0;
-            const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, from));
-            const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(other, from + value_token));
-            BFloat16* to = packed + ((d / PANEL * even / 2 + token / 2) * PANEL + d % PANEL) * 2;
-            _mm512_store_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+                for (int64_t f = 0; f < FEW; f++) packed[i * FEW + f] = from[f][i];
         }
 }
-#endif
 
 // Keys and values [heads, tokens, size], contiguous, of a shared prefix; `packed` holds zeros.
 template <class T>
@@ -219,29 +209,24 @@ inline void pack_prefix(const T* keys, const T* values, int64_t tokens, int64_t 
 }
 
 // Weights of `width` scores, in the numbers of the values that they multiply: their own memory, or `memory`.
-inline const float* weights_of(const float* scores, float* memory, int64_t width) { return scores; }
-
-// (sums + before) / total of `count` numbers; before: null for 0.
-inline void write_mean(const float* sums, const float* before, float total, int64_t count, float* out) {
-    for (int64_t d = 0; d < count; d++) out[d] = (before ? sums[d] + before[d] : sums[d]) / total;
-}
-
-#if CAN_MULTIPLY
-inline const BFloat16* weights_of(const float* scores, BFloat16* memory, int64_t width) {
-    for (int64_t k = 0; k < width; k += LANES)
-        _mm256_storeu_si256((__m256i*)(memory + k), (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(scores + k)));
-    return memory;
-}
-
-inline void write_mean(const float* sums, const float* before, float total, int64_t count, BFloat16* out) {
-    for (int64_t d = 0; d < count; d += LANES) {
-        __m512 sum = _mm512_load_ps(sums + d);
-        if (before) sum = _mm512_add_ps(sum, _mm512_load_ps(before + d));
-        const __m256i mean = (__m256i)_mm512_cvtneps_pbh(_mm512_div_ps(sum, _mm512_set1_ps(total)));
-        _mm256_mask_storeu_epi16(out + d, first_lanes(count - d), mean);
+template <class T>
+inline const T* weights_of(const float* scores, T* memory, int64_t width) {
+    if constexpr (std::is_same_v<T, float>) {
+        return scores;
+    } else {
+        for (int64_t k = 0; k < width; k += LANES) store_vector(memory + k, load_vector(scores + k, LANES), LANES);
+        return memory;
     }
 }
-#endif
+
+// (sums + before) / total of `count` numbers; before: null for 0.
+template <class T>
+inline void write_mean(const float* sums, const float* before, float total, int64_t count, T* out) {
+    for (int64_t d = 0; d < count; d += LANES) {
+        const Floats sum = load_vector(sums + d, count - d);
+        store_vector(out + d, (before ? sum + load_vector(before + d, count - d) : sum) / total, count - d);
+    }
+}
 
 // A thread's memory for prompts of up to `longest` tokens; without memory, its size.
 template <class T>

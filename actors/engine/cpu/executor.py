@@ -1,69 +1,250 @@
-"""The executor over the CPU's kernels: one native call a decode step, prompts one behind another, memory that is kept.
+"""The decoder and the executor of the CPU's kernels: one native call a decode step, prompts one behind another.
 
-It differs from the library's executor, which defines the functions, in memory and passes.
-Shapes: R rows of a prefill, P prompts, B rows of a decode step, E hidden size, V vocabulary size.
+Shapes: R rows of a prefill, P prompts, B rows of a decode step, N tokens or hidden states, H key/value heads, K slots,
+D head size, E hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from actors.engine.cache import PrefixKeys, SkipCache, SlotShape
-from actors.engine.cpu.stack import NativeBuffers
+from actors.engine.cache import SlotShape
+from actors.engine.cpu.library import PANEL, kernel, quantizes, structure
+from actors.engine.cpu.products import (
+    PackedLinear,
+    PanelProduct,
+    give_memory_back,
+    pack_codes,
+    pack_linears,
+    packed_linear,
+    quantize_weight,
+    to_huge_pages,
+)
+from actors.engine.cpu.stack import Embedding, PackedPrefix, Stack, buffer_table, can_stack, normalize
 from actors.engine.decoder import Decoder
 from actors.engine.errors import is_out_of_memory
 from actors.engine.library.executor import LibraryExecutor
+from actors.engine.model.families import Rotary, context_length, family_of, has_weights, layer_weights
+from actors.engine.model.layer_weights import NormWeights
+from actors.engine.sampling.sampler import argmax
+
+PANELS_AT_ONCE = 64  # whose numbers exist in float64
+UNDECIDED = 8  # a row with more candidates than 1/8 of the vocabulary takes the whole head
+
+_Screen = structure("norm norm_bias weight packed norms", "inputs outputs most", "epsilon")
+
+
+def fastest_decoder(model: PreTrainedModel, tokens: int | None = None, *, int8: bool = False) -> Decoder:
+    """Return the decoder of a model that is fastest on its device, for inference alone; it takes the model over.
+
+    Args:
+        model: The model, whose layers and head may be replaced.
+        tokens: See `Decoder`.
+        int8: All linear layers and the head with 8 bits, see `cpu.products`; requires bfloat16 on a CPU, as layers
+            with codes (`compressed.codes_of`) do, which have 8 bits in any case.
+    """
+    weight = next(model.parameters())
+    assert not int8 or (weight.device.type == "cpu" and weight.dtype == torch.bfloat16)
+    blocks, describe = family_of(model.config).layers(model), functools.partial(layer_weights, model.config)
+    kind = weight.dtype, weight.device
+    if has_weights(model.config) and all(can_stack(describe(block), *kind, int8=int8) for block in blocks):
+        return StackDecoder(model, tokens, int8=int8)
+    if kind != (torch.bfloat16, torch.device("cpu")):
+        return Decoder(model, tokens)
+    for block in blocks:
+        pack_linears(block, int8=int8)
+        give_memory_back()
+    decoder = Decoder(model, tokens)
+    _pack_head(decoder, int8)
+    return decoder
+
+
+def _pack_head(decoder: Decoder, int8: bool) -> Tensor:
+    """Pack a decoder's head; return its own weight [V, E], which is freed unless the embedding shares it."""
+    weight: Tensor = decoder.head.weight.detach()  # type: ignore[operator, union-attr]
+    shared = decoder.head.weight is decoder.model.get_input_embeddings().weight
+    decoder.head = packed_linear(decoder.head, int8=int8)
+    if not shared:
+        decoder.model.set_output_embeddings(decoder.head)
+    return weight
+
+
+class Screen:
+    """Hidden states -> their likeliest tokens, without all of their logits.
+
+    A product in 8 bits, of half the time, bounds every logit; only those that may be the highest are computed in
+    bfloat16, to the same bits as the whole product has: screen.h.
+
+    Attributes:
+        rows: Rows that were screened since the start.
+        candidates: Logits that were computed for them.
+        undecided: Rows that need the whole head.
+    """
+
+    def __init__(self, weight: Tensor, norm: NormWeights) -> None:
+        """weight: [V, E] bfloat16, of the head; it is shared. norm: before the head. Requires `can_screen`."""
+        weight = weight.detach()
+        packed, norms = zip(*map(_bounded, weight.split(PANEL * PANELS_AT_ONCE)), strict=True)
+        panels = [torch.cat(packed)]
+        to_huge_pages(panels)
+        self._held = norm.weight, norm.bias, weight, panels[0], torch.cat(norms)
+        assert all(part is None or part.is_contiguous() for part in self._held)
+        addresses = (None if part is None else part.data_ptr() for part in self._held)
+        self._fields = _Screen(*addresses, weight.shape[1], len(weight), len(weight) // UNDECIDED, norm.eps)
+        self.rows = self.candidates = self.undecided = 0
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[N, E] before the norm -> tokens [N], the first of equally likely ones; -1: not decided."""
+        hidden = hidden.contiguous()
+        rows, size = hidden.shape
+        assert hidden.dtype == torch.bfloat16 and size == self._fields.inputs
+        found = torch.empty(2, rows, dtype=torch.int64)  # tokens, candidates
+        addresses = hidden.data_ptr(), found[0].data_ptr(), found[1].data_ptr()
+        kernel("likeliest", hidden.dtype)(ctypes.byref(self._fields), *addresses, rows)
+        self.rows += rows
+        self.candidates += int(found[1].sum())
+        self.undecided += int((found[0] < 0).sum())
+        return found[0]
+
+
+def _bounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the packed panels of weight [v, E], and upper bounds of |w| and |w - w'| [panels, 2, 48] in float32."""
+    codes, scales = quantize_weight(weight)
+    whole = weight.double()
+    rounded = codes[:, : weight.shape[1]].double() * scales.double()[:, None]
+    norms = torch.stack([whole.norm(dim=1), (whole - rounded).norm(dim=1)], dim=1) * (1 + 1e-6)
+    padded = torch.nn.functional.pad(norms, (0, 0, 0, -len(norms) % PANEL))
+    return pack_codes(codes, scales), padded.view(-1, PANEL, 2).transpose(1, 2).float()
+
+
+def can_screen(weight: Tensor) -> bool:
+    """Return whether the CPU has the kernel for a head's weight [V, E]: finite and contiguous."""
+    return (
+        quantizes(weight.dtype, weight.device)
+        and weight.is_contiguous()
+        and weight.shape[1] % 2 == 0
+        and bool(weight.isfinite().all())
+    )
+
+
+class StackDecoder(Decoder):
+    """A decoder whose layers and final norm are the CPU's kernels."""
+
+    rows_independent = True
+
+    def __init__(self, model: PreTrainedModel, tokens: int | None = None, *, int8: bool = False) -> None:
+        family, describe = family_of(model.config), functools.partial(layer_weights, model.config)
+        tables = [None if table is None else table.detach() for table in family.embeddings(model)]
+        assert tables[0] is not None
+        embedding = Embedding(tables[0], tables[1], self._rotary_table, context_length(model.config))
+        self.stack = Stack(family.layers(model), describe, embedding, int8=int8)
+        super().__init__(model, tokens)
+        last = family.last_norm(model)
+        self._last_norm = None if last is None else NormWeights.of(last)
+        plain = self.logit_cap is None and self.head.bias is None
+        weight = _pack_head(self, int8)
+        # the screen's bound holds for the kernel's product
+        own = isinstance(self.head, PackedLinear) and type(self.head.product) is PanelProduct
+        self._screened = weight if plain and own and last is not None and can_screen(weight) else None
+
+    @functools.cached_property
+    def screen(self) -> Screen | None:
+        """Finds likeliest tokens without all logits; None where it cannot. Made by the first greedy step."""
+        if self._screened is None or self._last_norm is None:
+            return None
+        return Screen(self._screened, self._last_norm)
+
+    def _rotary_table(self, positions: int) -> Rotary:
+        """Return cosines and sines [positions, R] of the first positions; all layers of a stack have these."""
+        hidden = torch.empty(1, 1, 1, dtype=self.dtype)
+        table = self.rotary(hidden, torch.arange(positions)[None])[0]
+        return None if table is None else (table[0][0].contiguous(), table[1][0].contiguous())
+
+    def rotary(self, hidden: Tensor, positions: Tensor) -> Sequence[Rotary]:
+        rotary = super().rotary(hidden, positions)
+        if rotary[0] is None or rotary[0][0].dtype == hidden.dtype:
+            return rotary
+        # OLMo 2 has float32; a stack computes in one dtype
+        return [(rotary[0][0].to(hidden.dtype), rotary[0][1].to(hidden.dtype))] * self.num_layers
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        return super().finish(hidden) if self._last_norm is None else normalize(hidden, self._last_norm)
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """Return the tokens [N] of the highest of `logits` of [N, E], the first of equal ones."""
+        if self.screen is None:
+            return argmax(self.logits(hidden))
+        tokens = self.screen(hidden)
+        undecided = (tokens < 0).nonzero()[:, 0]
+        if len(undecided):
+            tokens[undecided] = argmax(self.logits(hidden[undecided]))
+        return tokens
+
+
+class _Slots:
+    """Keys and values of all layers in one allocation: empty, since kernels read no slot that was not written."""
+
+    def __init__(self, shape: SlotShape, decoder: Decoder, memory: Tensor | None) -> None:
+        sizes = [(2, shape.rows, decoder.kv_heads, slots, decoder.head_dim) for slots in shape.slots]
+        counts = [math.prod(size) for size in sizes]
+        self.memory = torch.empty(sum(counts), dtype=decoder.dtype) if memory is None else memory
+        parts = self.memory[: sum(counts)].split(counts)
+        self.layers = [part.view(size) if len(part) else None for part, size in zip(parts, sizes, strict=True)]
+        self.table = buffer_table(self.layers)
+
+    def copy_rows(self, other: _Slots, rows: Sequence[int]) -> None:
+        """Take over rows of another cache of the same model as the first rows."""
+        for new, old in zip(self.layers, other.layers, strict=True):
+            if new is not None and old is not None:
+                width = min(new.shape[3], old.shape[3])
+                new[:, : len(rows), :, :width] = old[:, list(rows), :, :width]
 
 
 class CpuExecutor(LibraryExecutor):
     """Runs a decoder's stack over slots in one allocation, which is kept for the next `open`.
 
-    Args:
-        decoder: Decoder with a `stack`.
-
-    Attributes:
-        reserved_bytes: Least memory that `open` allocates, if the machine has it: untouched pages cost nothing.
+    Untouched pages of `reserved_bytes` cost nothing.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        assert decoder.stack is not None
+    decoder: StackDecoder
+
+    def __init__(self, decoder: StackDecoder) -> None:
         super().__init__(decoder)
-        self.stack = decoder.stack
-        self._embeds = decoder.family.embeddings(decoder.model) is not None  # whether the stack takes tokens
-        self._shape: SlotShape | None = None
         self._memory: Tensor | None = None
 
-    def open(self, shape: SlotShape, held: int = 0, *, allocates: bool = True) -> bool:
-        need = shape.bytes(self.decoder.token_bytes)
-        if not held:
-            self.cache = None  # freed before the new one is allocated
-            if self._memory is not None and self._memory.nbytes < need:
-                self._memory = None
-            if self._memory is None and need <= self.reserved_bytes:
-                self._memory = self._reserve()
-        fits = self._memory is not None and self._memory.nbytes >= need
+    def open(self, shape: SlotShape | None, held: Sequence[int] = (), *, allocates: bool = True) -> bool:
+        need = 0 if shape is None else shape.bytes(self.decoder.token_bytes)
+        fits = shape is not None and self._memory is not None and self._memory.nbytes >= need
         if held and not fits and not allocates:
             return False
-        earlier = self.cache
-        if earlier is not None and fits:  # the new slots lie in the memory of the old ones
+        if held and fits:  # the new slots lie in the memory of the old ones
             assert self._shape is not None
-            kept = self._slots(self._shape._replace(rows=held), None)
-            kept.copy_rows(earlier, held)
-            earlier = kept
-        self.cache = self._slots(shape, self._memory if fits else None)
-        if earlier is not None:
-            self.cache.copy_rows(earlier, held)
-        self._shape, self._memory = shape, self.cache.memory
-        return True
+            copy = _Slots(self._shape._replace(rows=len(held)), self.decoder, None)
+            copy.copy_rows(self._cache, held)
+            self._cache, held = copy, range(len(held))
+            self._rows = list(held)
+        elif not fits:
+            self._memory = None
+        return super().open(shape, held)
 
-    def _slots(self, shape: SlotShape, memory: Tensor | None) -> SkipCache:
-        return self.decoder.slots(shape, NativeBuffers(), memory)
+    def _allocated(self) -> _Slots:
+        assert self._shape is not None
+        self._rows += [-1] * (self._shape.rows - len(self._rows))
+        if self._memory is None and self._shape.bytes(self.decoder.token_bytes) <= self.reserved_bytes:
+            self._memory = self._reserved()
+        made = _Slots(self._shape, self.decoder, self._memory)
+        self._memory = made.memory
+        return made
 
-    def _reserve(self) -> Tensor | None:
+    def _reserved(self) -> Tensor | None:
         """Return memory of `reserved_bytes`; None where there is not so much."""
         dtype = self.decoder.dtype
         try:
@@ -77,53 +258,61 @@ class CpuExecutor(LibraryExecutor):
         self,
         prompts: Sequence[tuple[int, ...]],
         sources: Sequence[int],
+        slots: Sequence[int],
         prefix: tuple[int, ...],
         layers: Sequence[int],
-        first_row: int,
     ) -> tuple[Tensor, int, int]:
-        cache, begins = self.cache, len(prefix)
-        assert cache is not None
-        shared, new = self._shared(prefix, layers)
-        lengths = [len(prompt) - begins for prompt in prompts]
-        starts = torch.tensor([0, *itertools.accumulate(lengths)])
-        cache.begin_prefill(first_row, sources, shared, starts=starts)
-        logits = self._prompts([prompt[begins:] for prompt in prompts], begins, starts, layers, cache)
-        return logits[torch.tensor(sources)], sum(lengths), new
+        shared, new = self._shared(prefix, tuple(layers))
+        self._cache = self._cache or self._allocated()
+        for slot in slots:
+            self._rows[slot] = slot
+        own = [prompt[len(prefix) :] for prompt in prompts]
+        logits = self._prompts(own, len(prefix), sources, slots, layers, self._cache.layers, shared)
+        return logits[torch.tensor(sources)], sum(map(len, own)), new
+
+    def _run_prefix(self, prefix: tuple[int, ...], layers: tuple[int, ...]) -> dict[int, PackedPrefix]:
+        decoder = self.decoder
+        size = (2, 1, decoder.kv_heads, len(prefix), decoder.head_dim)
+        kept = [torch.empty(size, dtype=decoder.dtype) for _ in range(decoder.num_layers)]
+        self._prompts([prefix], 0, [0], [0], layers, kept, {})
+        return {layer: decoder.stack.packed_prefix(kept[layer][:, 0]) for layer in layers}
 
     def _prompts(
         self,
         prompts: Sequence[tuple[int, ...]],
         begins: int,
-        starts: Tensor,
+        sources: Sequence[int],
+        slots: Sequence[int],
         layers: Sequence[int],
-        cache: SkipCache | PrefixKeys,
+        buffers: Sequence[Tensor | None],
+        prefix: dict[int, PackedPrefix] | None,
     ) -> Tensor:
         """Run `layers` over prompts one behind another; return logits [P, V] at their last tokens.
 
-        begins: position of each prompt's first token. starts: int64 [P + 1], the first token of each prompt, and N.
+        Args:
+            begins: Position of each prompt's first token, behind the prefix.
+            sources, slots: Of each row, its prompt and its place in the buffers.
+            buffers: Each layer's keys and values [2, R, H, K, D].
         """
+        starts = torch.tensor([0, *itertools.accumulate(map(len, prompts))])
         ids = torch.tensor([list(itertools.chain.from_iterable(prompts))])
         positions = torch.cat([torch.arange(begins, begins + len(prompt)) for prompt in prompts])[None]
         hidden, rotary = self.decoder.embed(ids, positions)
+        places, owners = torch.tensor(slots), torch.tensor(sources)
         for layer in layers:
-            buffers, places, sources, prefix = cache.joined_prompts(layer)
-            self.stack.prompts(layer, hidden, rotary[layer], starts, places, sources, buffers, prefix)
+            before = prefix[layer] if prefix else None
+            self.decoder.stack.prompts(layer, hidden, rotary[layer], starts, places, owners, buffers[layer], before)
         return self.decoder.logits(hidden[0, starts[1:] - 1])
 
-    def _compute_prefix(self, prefix: tuple[int, ...], layers: Sequence[int], shared: PrefixKeys) -> None:
-        self._prompts([prefix], 0, torch.tensor([0, len(prefix)]), layers, shared)
-
-    def decode(self, tokens: Sequence[int], positions: Sequence[int], rows_per_layer: Sequence[int]) -> Tensor:
-        cache = self.cache
-        assert cache is not None
-        cache.begin_step(positions, self.decoder.device)
-        places, slots, width, buffers = cache.step_slots()
-        assert isinstance(buffers, NativeBuffers)
-        if self._embeds:
-            return self.stack.step(tokens, None, rows_per_layer, places, slots, width, buffers)
-        ids, at = (torch.tensor(column)[:, None] for column in (tokens, positions))
-        hidden, rotary = self.decoder.embed(ids, at)
-        return self.stack.step(hidden[:, 0], rotary[0], rows_per_layer, places, slots, width, buffers)
-
-    def release_memory(self) -> None:
-        self._memory = None
+    def decode(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        slots: Sequence[int],
+        rows_per_layer: Sequence[int],
+        *,
+        greedy: bool = False,
+    ) -> Tensor:
+        places, at = torch.tensor(slots), torch.tensor(positions)
+        hidden = self.decoder.stack.step(tokens, rows_per_layer, places, at, self._cache.table)
+        return self.decoder.likeliest(hidden) if greedy else self.decoder.logits(hidden)

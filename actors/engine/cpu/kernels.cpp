@@ -51,17 +51,7 @@ int64_t status_of(Run run) {
     }
 
 #define SAMPLING(T, NAME) \
-    extern "C" int64_t sample_##NAME(const T* logits, const int64_t* places, const SamplingParameters* parameters, \
-                                     const int64_t* drawn, const int64_t* change_bounds, const int64_t* change_tokens, \
-                                     const float* change_values, const uint32_t* masks, const int64_t* mask_rows, \
-                                     int64_t* tokens, float* logprobs, float* choice_logprobs, int64_t* top_ids, \
-                                     float* top_logprobs, int64_t rows, int64_t width, int64_t words, int64_t most, \
-                                     int64_t wants_logprobs) { \
-        const Sampling<T> all{logits,        places,  parameters, drawn,    change_bounds,   change_tokens, \
-                              change_values, masks,   mask_rows,  tokens,   logprobs,        choice_logprobs, \
-                              top_ids,       top_logprobs, rows,  width,    words,           most, wants_logprobs}; \
-        return sample_rows(all) ? DONE : NO_MEMORY; \
-    }
+    extern "C" int64_t sample_##NAME(const Sampling<T>* all) { return sample_rows(*all) ? DONE : NO_MEMORY; }
 
 KERNELS(float, float32)
 SAMPLING(float, float32)

@@ -37,7 +37,7 @@ LARGEST_HEAD = 256  # numbers
 _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 # for each kernel its numbers of pointers, 64-bit integers and floats, in this order
 _SIGNATURES = {
-    "sample": (14, 5, 0),
+    "sample": (1, 0, 0),
     "step": (5, 1, 0),
     "prompts": (2, 0, 0),
     "half": (6, 2, 0),
@@ -48,6 +48,14 @@ _SIGNATURES = {
     "likeliest": (4, 1, 0),
 }
 _OUTSIDE, _NO_MEMORY = 1, 2  # `Status` of kernels.cpp
+
+
+def structure(pointers: str, integers: str, floats: str = "") -> Any:
+    """Return a ctypes structure with these fields, in this order."""
+    fields: list[tuple[str, Any]] = [(name, ctypes.c_void_p) for name in pointers.split()]
+    fields += [(name, ctypes.c_int64) for name in integers.split()]
+    fields += [(name, ctypes.c_float) for name in floats.split()]
+    return type("Structure", (ctypes.Structure,), {"_fields_": fields})
 
 
 @functools.cache

@@ -36,89 +36,112 @@ inline void store(BFloat16* place, float value) {  // to the nearest, ties to ev
     place->bits = uint16_t(value == value ? rounded : 0x7fc0);
 }
 
-// Cephes' expf, in a form that compilers turn into vector code: relative error below 2e-7, and 0 below -87: a key that is
-// masked has no weight at all.
-inline float exponential(float given) {
-    float x = std::min(std::max(given, -87.0f), 88.0f);
-    float n = std::floor(x * 1.44269504088896341f + 0.5f);
-    float r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    int32_t power = (int32_t(n) + 127) << 23;
-    float scale;
-    std::memcpy(&scale, &power, sizeof scale);
-    return given < -87.0f ? 0.0f : p * scale;
-}
-
 // 16 numbers each; GCC and Clang compile them to the vectors of the processor.
 typedef float Floats __attribute__((vector_size(64)));
 typedef uint32_t Bits __attribute__((vector_size(64)));
 typedef int32_t Places __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
 
 constexpr int64_t LANES = 16, PAIR = 2 * LANES;
 
-// The highest of `vectors` (at least one) times 16 numbers; compilers do not vectorize a loop with max.
-inline float highest(const float* x, int64_t vectors) {
-    Floats most, next;
-    std::memcpy(&most, x, sizeof most);
-    for (int64_t i = 1; i < vectors; i++) {
-        std::memcpy(&next, x + i * LANES, sizeof next);
-        most = next > most ? next : most;
-    }
-    float found = most[0];
-    for (int64_t i = 1; i < LANES; i++) found = std::max(found, most[i]);
+// The first `n` numbers of x, at most all of a vector V, and zeros.
+template <class V = Floats>
+inline V load_vector(const float* x, int64_t n) {
+    V y = {};
+    if (n >= int64_t(sizeof y / sizeof *x))
+        std::memcpy(&y, x, sizeof y);
+    else if (n > 0)
+        std::memcpy(&y, x, n * sizeof *x);
+    return y;
+}
+
+template <class V = Floats>
+inline V load_vector(const BFloat16* x, int64_t n) {
+    Halves y = {};
+    if (n >= LANES)
+        std::memcpy(&y, x, sizeof y);
+    else if (n > 0)
+        std::memcpy(&y, x, n * sizeof *x);
+    return (V)(__builtin_convertvector(y, Bits) << 16);
+}
+
+// The first `n` numbers of x to memory, at most all.
+template <class V>
+inline void store_vector(float* to, V x, int64_t n) {
+    if (n >= int64_t(sizeof x / sizeof *to))
+        std::memcpy(to, &x, sizeof x);
+    else
+        std::memcpy(to, &x, n * sizeof *to);
+}
+
+template <class V>
+inline void store_vector(BFloat16* to, V x, int64_t n) {  // to the nearest, ties to even; NaN stays NaN
+    const Bits bits = (Bits)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const Halves halves = __builtin_convertvector(x == x ? rounded : Bits() + 0x7fc0, Halves);
+    if (n >= LANES)
+        std::memcpy(to, &halves, sizeof halves);
+    else
+        std::memcpy(to, &halves, n * sizeof *to);
+}
+
+// Number i of x, or i - 16 of y, for each i of the index.
+inline Floats permuted(Floats x, Floats y, Places index) {
+#ifdef __clang__
+    Floats z;
+    for (int i = 0; i < LANES; i++) z[i] = index[i] < LANES ? x[index[i]] : y[index[i] - LANES];
+    return z;
+#else
+    return __builtin_shuffle(x, y, index);
+#endif
+}
+
+inline float sum_of(Floats x) {
+    float sum = 0;
+    for (int64_t i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+inline float highest_of(Floats x) {
+    float found = x[0];
+    for (int64_t i = 1; i < LANES; i++) found = std::max(found, x[i]);
     return found;
 }
 
-#ifdef __AVX512F__
-inline __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : (1 << n) - 1; }
-
-inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
-
-// `exponential` of 16 numbers, which compilers do not find.
-inline __m512 exponential(__m512 x) {
-    const __mmask16 seen = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
-    x = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_max_ps(_mm512_set1_ps(-87.0f), x));  // NaN stays NaN
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT);
-    const __m512 near = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    const __m512 r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), near);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    for (const float factor : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(factor));
-    p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r), _mm512_set1_ps(1.0f));
-    return _mm512_maskz_scalef_ps(seen, p, n);
+// The highest of `vectors` (at least one) times 16 numbers; compilers do not vectorize a loop with max.
+inline float highest(const float* x, int64_t vectors) {
+    Floats most = load_vector(x, LANES);
+    for (int64_t i = 1; i < vectors; i++) {
+        const Floats next = load_vector(x + i * LANES, LANES);
+        most = next > most ? next : most;
+    }
+    return highest_of(most);
 }
-#endif
+
+// Cephes' expf: relative error below 2e-7, and 0 below -87: a key that is masked has no weight at all.
+inline Floats exponential(Floats given) {
+    Floats x = given > 88.0f ? Floats() + 88.0f : given;  // NaN stays NaN
+    x = x < -87.0f ? Floats() - 87.0f : x;
+    const Floats n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // to the nearest whole number
+    Floats r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    Floats p = Floats() + 1.9875691500e-4f;
+    for (const float factor : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = p * r + factor;
+    p = p * r * r + r + 1.0f;
+    const Places power = (__builtin_convertvector(n, Places) + 127) << 23;
+    return given < -87.0f ? Floats() : p * (Floats)power;
+}
 
 // x -> exp(scale (x - the highest of x)) of `vectors` (at least one) times 16 numbers; returns their sum.
 inline float exponentials(float* x, int64_t vectors, float scale) {
-#ifdef __AVX512F__
-    __m512 most = _mm512_loadu_ps(x), total = _mm512_setzero_ps();
-    for (int64_t i = 1; i < vectors; i++) most = _mm512_max_ps(most, _mm512_loadu_ps(x + i * LANES));
-    most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-    for (int64_t i = 0; i < vectors; i++) {
-        const __m512 below = _mm512_sub_ps(_mm512_loadu_ps(x + i * LANES), most);
-        const __m512 y = exponential(_mm512_mul_ps(below, _mm512_set1_ps(scale)));
-        _mm512_storeu_ps(x + i * LANES, y);
-        total = _mm512_add_ps(total, y);
-    }
-    return _mm512_reduce_add_ps(total);
-#else
     const float most = highest(x, vectors);
-    float total = 0;
-#pragma omp simd reduction(+ : total)
-    for (int64_t k = 0; k < vectors * LANES; k++) {
-        x[k] = exponential((x[k] - most) * scale);
-        total += x[k];
+    Floats total = {};
+    for (int64_t i = 0; i < vectors; i++) {
+        const Floats y = exponential((load_vector(x + i * LANES, LANES) - most) * scale);
+        store_vector(x + i * LANES, y, LANES);
+        total += y;
     }
-    return total;
-#endif
+    return sum_of(total);
 }
 
 // 32 numbers, in the same order for queries, keys and values: of bfloat16 the even ones, then the odd ones, which takes
@@ -163,6 +186,12 @@ using Factor = std::conditional_t<std::is_same_v<T, BFloat16>, __m512bh, Pair>;
 
 inline __m512bh load_factor(const BFloat16* x) { return (__m512bh)_mm512_loadu_si512(x); }
 
+inline __m512bh repeated(const BFloat16* two) {
+    int32_t both;
+    std::memcpy(&both, two, sizeof both);
+    return (__m512bh)(Places() + both);
+}
+
 inline Floats add_product(Floats sum, __m512bh x, __m512bh y) { return (Floats)_mm512_dpbf16_ps((__m512)sum, x, y); }
 #else
 template <class T>
@@ -183,52 +212,22 @@ inline Factor<T> load_some_factor(const T* x, int64_t n) {
 }
 
 // The sums of 16 vectors, in their order.
-#ifdef __AVX512F__
-inline Floats sums_of(const Floats* given) {
-    const __m512* x = (const __m512*)given;
-    __m512 fours[4], eights[2];  // sums of each four numbers of four vectors; of each eight of eight
-    for (int i = 0; i < 4; i++) {
-        __m512d twos[2];
-        for (int j = 0; j < 2; j++) {
-            const __m512 a = x[4 * i + 2 * j], b = x[4 * i + 2 * j + 1];
-            twos[j] = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
-        }
-        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(twos[0], twos[1])),
-                                 _mm512_castpd_ps(_mm512_unpackhi_pd(twos[0], twos[1])));
-    }
-    auto halves = [](__m512 a, __m512 b) {
-        return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-    };
-    for (int i = 0; i < 2; i++) eights[i] = halves(fours[2 * i], fours[2 * i + 1]);
-    return (Floats)halves(eights[0], eights[1]);
-}
-#else
-inline Floats sums_of_neighbours(Floats x, Floats y) {
-    const Places even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-#ifdef __clang__
-    return __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           __builtin_shufflevector(x, y, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#else
-    return __builtin_shuffle(x, y, even) + __builtin_shuffle(x, y, even + 1);
-#endif
-}
-
 inline Floats sums_of(const Floats* x) {
+    const Places even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
     Floats sums[LANES];
     std::memcpy(sums, x, sizeof sums);
     for (int64_t count = LANES / 2; count; count /= 2)
-        for (int64_t i = 0; i < count; i++) sums[i] = sums_of_neighbours(sums[2 * i], sums[2 * i + 1]);
+        for (int64_t i = 0; i < count; i++)
+            sums[i] = permuted(sums[2 * i], sums[2 * i + 1], even) + permuted(sums[2 * i], sums[2 * i + 1], even + 1);
     return sums[0];
 }
-#endif
-
-// The following operations divide rows among the threads of the calling parallel region.
-
 
 // Whether every number lies below `end`, and none below 0.
 inline bool inside(const int64_t* numbers, int64_t count, int64_t end) {
     return std::all_of(numbers, numbers + count, [=](int64_t number) { return number >= 0 && number < end; });
 }
+
+// The following operations divide rows among the threads of the calling parallel region.
 
 // Prompts' tokens [heads, size], one prompt behind another, to the first slots of their rows. Row r lies at places[r] of
 // the buffer and has prompt sources[r], tokens starts[p] ... starts[p + 1] - 1 of all; states hold prompts first ...
@@ -318,32 +317,16 @@ void add(const T* x, const T* y, T* out, int64_t count) {
     for (int64_t i = 0; i < count; i++) store(out + i, load(x[i]) + load(y[i]));
 }
 
-template <class T>
-inline void gate_row(const T* gates, const T* ups, T* to, int64_t size) {
-#pragma omp simd
-    for (int64_t i = 0; i < size; i++) {
-        const float g = load(gates[i]);
-        store(to + i, g / (1 + exponential(-g)) * load(ups[i]));
-    }
-}
-
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-inline void gate_row(const BFloat16* gates, const BFloat16* ups, BFloat16* to, int64_t size) {
-    for (int64_t i = 0; i < size; i += LANES) {
-        const __mmask16 mask = first_lanes(size - i);
-        const __m512 g = widen(_mm256_maskz_loadu_epi16(mask, gates + i)), up = widen(_mm256_maskz_loadu_epi16(mask, ups + i));
-        const __m512 divisor = _mm512_add_ps(_mm512_set1_ps(1), exponential(_mm512_sub_ps(_mm512_setzero_ps(), g)));
-        const __m512 y = _mm512_mul_ps(_mm512_div_ps(g, divisor), up);
-        _mm256_mask_storeu_epi16(to + i, mask, (__m256i)_mm512_cvtneps_pbh(y));
-    }
-}
-#endif
-
 // silu(gate) * up; x holds [gate, up] of each row.
 template <class T>
 void gate(const T* x, T* out, int64_t rows, int64_t size) {
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; row++) gate_row(x + row * 2 * size, x + (row * 2 + 1) * size, out + row * size, size);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < size; i += LANES) {
+            const T* gates = x + row * 2 * size + i;
+            const Floats g = load_vector(gates, size - i);
+            store_vector(out + row * size + i, g / (1 + exponential(-g)) * load_vector(gates + size, size - i), size - i);
+        }
 }
 
 }  // namespace

@@ -34,7 +34,6 @@ constexpr int64_t WIDTH = 8, TILE = 2;  // 2 x 6 sums, a weight and 2 numbers of
 constexpr int64_t WIDTH = 4, TILE = 1;
 #endif
 typedef float Vector __attribute__((vector_size(WIDTH * 4), may_alias));
-typedef float Unaligned __attribute__((vector_size(WIDTH * 4), may_alias, aligned(4)));
 
 constexpr int64_t PANEL = 48;               // outputs that lie together in a packed weight
 constexpr int64_t VECTORS = PANEL / WIDTH;  // of sums in a panel
@@ -71,13 +70,11 @@ inline void add_factors(Vector (&sums)[ROWS][VECTORS], const float* x, int64_t x
 template <int ROWS>
 inline void add_factors(Vector (&sums)[ROWS][VECTORS], const BFloat16* x, int64_t x_row, const BFloat16* weights) {
     __m512bh weight[VECTORS];
-    for (int n = 0; n < VECTORS; n++) weight[n] = (__m512bh)_mm512_load_si512(weights + n * 2 * LANES);
+    for (int n = 0; n < VECTORS; n++) weight[n] = load_factor(weights + n * 2 * LANES);
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++) {
-        int32_t two;
-        std::memcpy(&two, x + m * x_row, sizeof two);
-        const __m512bh both = (__m512bh)_mm512_set1_epi32(two);
-        for (int n = 0; n < VECTORS; n++) sums[m][n] = (Vector)_mm512_dpbf16_ps((__m512)sums[m][n], both, weight[n]);
+        const __m512bh both = repeated(x + m * x_row);
+        for (int n = 0; n < VECTORS; n++) sums[m][n] = (Vector)add_product((Floats)sums[m][n], both, weight[n]);
     }
 }
 #endif
@@ -165,33 +162,14 @@ struct Write {
     int64_t first, at;
 
     void operator()(int64_t m, int64_t n, Vector y) const {
-        const int64_t output = at + n * WIDTH, place = (first + m) * p.outputs + output;
-        if (output + WIDTH <= p.outputs) {
-            if (p.bias) y += *(const Unaligned*)(p.bias + output);
-            if (p.relu) y = y < Vector() ? Vector() : y;  // NaN stays NaN
-            if (p.residual) y += *(const Unaligned*)(p.residual + place);
-            *(Unaligned*)(p.out + place) = y;
-        } else
-            for (int64_t i = 0; output + i < p.outputs; i++) {
-                const float sum = p.bias ? y[i] + p.bias[output + i] : y[i], kept = p.relu && sum < 0 ? 0 : sum;
-                p.out[place + i] = p.residual ? kept + p.residual[place + i] : kept;
-            }
+        const int64_t output = at + n * WIDTH, place = (first + m) * p.outputs + output, left = p.outputs - output;
+        if (left <= 0) return;
+        if (p.bias) y += load_vector<Vector>(p.bias + output, left);
+        if (p.relu) y = y < Vector() ? Vector() : y;  // NaN stays NaN
+        if (p.residual) y += load_vector<Vector>(p.residual + place, left);
+        store_vector(p.out + place, y, left);
     }
 };
-
-#if CAN_MULTIPLY
-template <>
-inline void Write<BFloat16>::operator()(int64_t m, int64_t n, Vector sum) const {
-    const int64_t output = at + n * LANES, place = (first + m) * p.outputs + output, left = p.outputs - output;
-    if (left <= 0) return;
-    const __mmask16 mask = first_lanes(left);
-    __m512 y = (__m512)sum;
-    if (p.bias) y = _mm512_add_ps(y, widen(_mm256_maskz_loadu_epi16(mask, p.bias + output)));
-    if (p.relu) y = _mm512_max_ps(_mm512_setzero_ps(), y);  // with the operands in this order NaN stays NaN
-    if (p.residual) y = _mm512_add_ps(y, widen(_mm256_maskz_loadu_epi16(mask, p.residual + place)));
-    _mm256_mask_storeu_epi16(p.out + place, mask, (__m256i)_mm512_cvtneps_pbh(y));
-}
-#endif
 
 // Rows first ... last - 1, at most MOST_ROWS, of the outputs of one panel.
 template <class T>
@@ -260,25 +238,23 @@ inline Codes codes_in(char* memory, int64_t rows, int64_t inputs) {
 
 // One group of up to 64 numbers; its missing ones are 0.
 inline void quantize_group(const BFloat16* x, int64_t count, uint8_t* codes, float* scale) {
-    __m512 numbers[4];
-    for (int64_t i = 0; i < 4; i++) {
-        const int64_t left = std::max<int64_t>(0, count - i * LANES);
-        numbers[i] = left ? widen(_mm256_maskz_loadu_epi16(first_lanes(left), x + i * LANES)) : _mm512_setzero_ps();
+    float numbers[GROUP];
+    Places bits = {};  // as integers, infinity and NaN are above all numbers
+    for (int64_t i = 0; i < GROUP; i += LANES) {
+        const Floats some = load_vector(x + i, count - i);
+        const Places absolute = (Places)some & 0x7fffffff;
+        bits = absolute > bits ? absolute : bits;
+        store_vector(numbers + i, some, LANES);
     }
-    __m512i bits = _mm512_setzero_si512();  // as integers, infinity and NaN are above all numbers
-    for (int64_t i = 0; i < 4; i++)
-        bits = _mm512_max_epi32(bits, _mm512_castps_si512(_mm512_abs_ps(numbers[i])));
-    const int32_t highest = _mm512_reduce_max_epi32(bits);
+    int32_t highest = 0;
+    for (int64_t i = 0; i < LANES; i++) highest = std::max(highest, bits[i]);
     float absolute;
     std::memcpy(&absolute, &highest, sizeof absolute);
     const bool finite = highest < 0x7f800000;
     *scale = finite ? absolute / 127 : __builtin_nanf("");
-    const __m512 inverse = _mm512_set1_ps(finite && absolute > 0 ? 127 / absolute : 0);
-    for (int64_t i = 0; i < 4; i++) {
-        const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(numbers[i], inverse));  // to the nearest, ties to even
-        const __m512i shifted = _mm512_add_epi32(rounded, _mm512_set1_epi32(128));
-        _mm_storeu_si128((__m128i*)(codes + i * LANES), _mm512_cvtusepi32_epi8(shifted));
-    }
+    const float inverse = finite && absolute > 0 ? 127 / absolute : 0;
+    for (int64_t i = 0; i < GROUP; i++)  // to the nearest, ties to even
+        codes[i] = uint8_t(int32_t(std::nearbyint(numbers[i] * inverse)) + 128);
 }
 
 // Rows of x [rows, inputs], divided among the threads of the calling parallel region.
@@ -322,12 +298,11 @@ void add_groups(const uint8_t* codes, const float* scales, int64_t groups, const
         const bool begins = first && g == 0;
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; m++) {
-            const __m512 scale = _mm512_set1_ps(scales[m * groups + g]);
+            const float scale = scales[m * groups + g];
 #pragma GCC unroll 3
             for (int n = 0; n < VECTORS; n++) {
-                float* sum = sums + m * PANEL + n * LANES;
-                const __m512 before = begins ? _mm512_setzero_ps() : _mm512_load_ps(sum);
-                _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_cvtepi32_ps(exact[m][n]), scale, before));
+                Vector& sum = *(Vector*)(sums + m * PANEL + n * LANES);
+                sum = (begins ? Vector() : sum) + __builtin_convertvector((Places)exact[m][n], Floats) * scale;
             }
         }
     }
@@ -366,18 +341,11 @@ inline void multiply_panel(const QuantizedProduct& p, int64_t panel, int64_t fir
     alignas(64) float sums[MOST_ROWS * PANEL];
     const char* packed = p.weight + panel * panel_bytes(p.inputs);
     sum_quantized_panel(p.x, first, last, p.inputs, packed, sums);
-    for (int64_t at = panel * PANEL, n = 0; n < VECTORS && at < p.outputs; n++, at += LANES) {
-        const __mmask16 mask = first_lanes(p.outputs - at);
-        const __m512 scale = _mm512_load_ps((const float*)packed + n * LANES);
-        const __m512 bias = p.bias ? widen(_mm256_maskz_loadu_epi16(mask, p.bias + at)) : _mm512_setzero_ps();
-        for (int64_t row = first; row < last; row++) {
-            const int64_t place = row * p.outputs + at;
-            __m512 y = _mm512_fmadd_ps(_mm512_load_ps(sums + (row - first) * PANEL + n * LANES), scale, bias);
-            if (p.relu) y = _mm512_max_ps(_mm512_setzero_ps(), y);
-            if (p.residual) y = _mm512_add_ps(y, widen(_mm256_maskz_loadu_epi16(mask, p.residual + place)));
-            _mm256_mask_storeu_epi16(p.out + place, mask, (__m256i)_mm512_cvtneps_pbh(y));
-        }
-    }
+    const Product<BFloat16> whole{nullptr, nullptr, p.bias, p.residual, p.out, p.inputs, p.outputs, p.relu};
+    const Write<BFloat16> write{whole, first, panel * PANEL};
+    for (int64_t row = 0; row < last - first; row++)
+        for (int64_t n = 0; n < VECTORS; n++)
+            write(row, n, *(const Vector*)(sums + row * PANEL + n * LANES) * *(const Vector*)(packed + n * 64));
 }
 
 #endif

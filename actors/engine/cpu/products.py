@@ -9,7 +9,9 @@ Shapes: N rows, I inputs, G groups of inputs (the last one filled with zeros), O
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,9 @@ from actors.engine.model.compressed import Codes, codes_of, largest_scales
 
 ROWS = 32  # the library chooses the order for so many rows; other numbers of rows are about as fast with it
 GROUP = 64  # GROUP of products.h
+PAGE = 2**21  # bytes of a huge page; other sizes only waste space
+ALIGNED = 64  # bytes, for the kernels
+GIVEN_BACK = 2**24  # bytes freed before the C library is asked to give them back
 LIMIT = 127  # codes are -127 ... 127
 
 
@@ -167,6 +172,36 @@ def give_memory_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
+
+
+def to_huge_pages(tensors: list[Tensor]) -> None:
+    """Replace tensors by copies, one after another in one region of huge pages, where the system has them.
+
+    A step reads every weight once. With pages of 4 KiB the processor looks up thousands of addresses, and a step of one
+    row takes a fifth to a third longer. Each tensor is freed behind its copy: there are never two copies of all.
+
+    Raises:
+        MemoryError: The system has no memory for them.
+    """
+    sizes = [-(-one.nbytes // ALIGNED) * ALIGNED for one in tensors]
+    size = sum(sizes) + 2 * PAGE  # a page more at both ends, which nothing touches and so takes no memory
+    try:
+        region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system has no {size} bytes for weights: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            region.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(region, dtype=torch.uint8)  # keeps the region alive
+    first, freed = -memory.data_ptr() % PAGE, 0
+    for number, aligned in enumerate(sizes):
+        one = tensors[number]
+        tensors[number] = memory[first : first + one.nbytes].view(one.dtype).view(one.shape).copy_(one)
+        del one
+        first, freed = first + aligned, freed + aligned
+        if freed >= GIVEN_BACK:
+            give_memory_back()
+            freed = 0
 
 
 def quantize_weight(weight: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,16 @@
 // The next token of each row, from its logits: excluded and penalized tokens, temperature, top-k, top-p, min-p, and the
-// log-probabilities that are asked for; -1 for a row whose logits are not numbers. One pass over memory for each row, the rest in the processor's cache; no sorting.
+// log-probabilities that are asked for; -1 for a row whose logits are not numbers. One pass over memory for each row, the
+// rest in the processor's cache.
 // The definition is that of `sampling/sampler.py`: the inverse distribution function, in the vocabulary's order, at the row's
-// random number. Weights are float32, their sums double. The last token that top-k or top-p keeps is found by bisection.
+// random number. Weights are float32, their sums double.
 
 #pragma once
 
+#include <functional>
 #include <limits>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <vector>
 
 #include "numbers.h"
@@ -61,6 +64,7 @@ class Vocabulary {
         float x;
         int64_t token;
     };
+    using Iterator = std::vector<Place>::iterator;
 
     explicit Vocabulary(int64_t width)
         : width(width), blocks((width + BLOCK - 1) / BLOCK), x(blocks * BLOCK, NEVER), weights(blocks * BLOCK),
@@ -104,11 +108,8 @@ class Vocabulary {
                 sums[b] = most == most ? 0.0 : NAN;
                 continue;
             }
-            const float top = most;
-            for (int64_t i = 0; i < BLOCK; i++) {
-                const float below = from[i] - top, weight = exponential(below);
-                to[i] = below < UNLIKELY ? 0.0f : weight;
-            }
+            for (int64_t i = 0; i < BLOCK; i += LANES)
+                store_vector(to + i, exponential(load_vector(from + i, LANES) - most), LANES);
             sums[b] = sum(to);
         }
     }
@@ -154,23 +155,8 @@ class Vocabulary {
 
     // Set the weights to 0 outside top-k, then top-p, then min-p.
     void narrow(int64_t top_k, double top_p, double min_p) {
-        const double all = total();
-        if (!(all > 0)) return;
-        Place end{NEVER, width};  // the last token that is kept
-        if (top_k > 0 || top_p < 1) {
-            for (const float depth : {-8.0f, -24.0f, UNLIKELY}) {
-                const Tally within = tally(most + depth);
-                const bool reached = top_k > 0 ? within.count >= top_k : within.mass >= top_p * all;
-                if (!reached && depth != UNLIKELY) continue;
-                double kept = all;
-                if (top_k > 0) {
-                    kept = within.mass;
-                    if (reached) end = last_of(top_k, most + depth, within, kept);
-                }
-                if (top_p < 1) end = last_of_mass(top_p * kept, end, most + depth);
-                break;
-            }
-        }
+        if (!(total() > 0)) return;
+        const Place end = top_k > 0 || top_p < 1 ? last_kept(top_k, top_p) : Place{NEVER, width};
         const float least = float(min_p);
         for (int64_t b = 0; b < blocks; b++) {
             float* block = weights.data() + b * BLOCK;
@@ -192,20 +178,11 @@ class Vocabulary {
 
     // The `count` highest tokens, the first of equal ones first.
     const std::vector<Place>& highest_tokens(int64_t count) {
-        found.clear();
-        for (int64_t b = 0; b < blocks; b++) {
-            if (int64_t(found.size()) == count && highest_of[b] <= found.front().x) continue;
-            for (int64_t i = b * BLOCK; i < std::min((b + 1) * BLOCK, width); i++) {
-                if (int64_t(found.size()) == count && !(x[i] > found.front().x)) continue;
-                if (int64_t(found.size()) == count) {
-                    std::pop_heap(found.begin(), found.end(), earlier);
-                    found.pop_back();
-                }
-                found.push_back({x[i], i});
-                std::push_heap(found.begin(), found.end(), earlier);
-            }
-        }
-        std::sort(found.begin(), found.end(), earlier);
+        std::vector<float> order = highest_of;  // as many blocks have as many tokens that are as high
+        if (count < blocks) std::nth_element(order.begin(), order.begin() + count, order.end(), std::greater<float>());
+        collect(count < blocks ? order[count] : NEVER);
+        std::partial_sort(found.begin(), found.begin() + count, found.end(), earlier);
+        found.resize(count);
         return found;
     }
 
@@ -219,89 +196,51 @@ class Vocabulary {
 
     static double sum(const float* block) {
         double all = 0;
-        for (int64_t first = 0; first < BLOCK; first += LANES) {
-            float part = 0;
-#pragma omp simd reduction(+ : part)
-            for (int64_t i = 0; i < LANES; i++) part += block[first + i];
-            all += part;
-        }
+        for (int64_t i = 0; i < BLOCK; i += LANES) all += sum_of(load_vector(block + i, LANES));
         return all;
     }
 
-    struct Tally {
-        int64_t count;
-        double mass;
-    };
-
-    // Number and weight of the tokens that are at least `least`.
-    Tally tally(float least) const {
-        Tally all{0, 0};
-        for (int64_t b = 0; b < blocks; b++) {
-            if (!(highest_of[b] >= least)) continue;
-            const float *from = x.data() + b * BLOCK, *weight = weights.data() + b * BLOCK;
-            int32_t count = 0;
-            float mass = 0;
-#pragma omp simd reduction(+ : count, mass)
-            for (int64_t i = 0; i < BLOCK; i++) {
-                count += from[i] >= least;
-                mass += from[i] >= least ? weight[i] : 0.0f;
-            }
-            all.count += count;
-            all.mass += mass;
-        }
-        return all;
-    }
-
-    // Bisect between `least`, whose tally is enough, and the highest token, until few tokens are between. Leaves in
-    // `found`, sorted, those among which the tally becomes enough; returns the tally of those above.
-    template <class Enough>
-    Tally bisect(float least, Tally within, Enough enough) {
-        float above = std::nextafter(most, std::numeric_limits<float>::infinity());
-        Tally of_above{0, 0};
-        while (within.count - of_above.count > FEW) {
-            const float middle = least + (above - least) / 2;
-            if (!(middle > least && middle < above)) break;
-            const Tally one = tally(middle);
-            if (enough(one)) {
-                least = middle;
-                within = one;
-            } else {
-                above = middle;
-                of_above = one;
-            }
-        }
+    // Let `found` hold the tokens that are at least `least`; returns their weight.
+    double collect(float least) {
         found.clear();
-        for (int64_t b = 0; b < blocks; b++) {
-            if (!(highest_of[b] >= least)) continue;
-            for (int64_t first = b * BLOCK; first < (b + 1) * BLOCK; first += LANES) {
-                int32_t some = 0;  // a vector of comparisons; most have none
-                for (int64_t i = first; i < first + LANES; i++) some += (x[i] >= least) & (x[i] < above);
-                for (int64_t i = first; some && i < first + LANES; i++)
-                    if (x[i] >= least && x[i] < above) found.push_back({x[i], i});
-            }
-        }
-        std::sort(found.begin(), found.end(), earlier);
-        return of_above;
+        for (int64_t b = 0; b < blocks; b++)
+            for (int64_t i = b * BLOCK; highest_of[b] >= least && i < std::min((b + 1) * BLOCK, width); i++)
+                if (x[i] >= least) found.push_back({x[i], i});
+        return weight(found.begin(), found.end());
     }
 
-    // The top_k-th token; `mass` becomes the weight of the tokens up to it.
-    Place last_of(int64_t top_k, float least, Tally within, double& mass) {
-        const Tally above = bisect(least, within, [=](Tally one) { return one.count >= top_k; });
-        mass = above.mass;
-        const int64_t among = std::min(top_k - above.count, int64_t(found.size()));
-        for (int64_t place = 0; place < among; place++) mass += weights[found[place].token];
-        return among > 0 ? found[among - 1] : Place{NEVER, width};
+    double weight(Iterator first, Iterator end) const {
+        return std::accumulate(first, end, 0.0, [this](double sum, const Place& one) { return sum + weights[one.token]; });
     }
 
-    // The last token, not behind `end`, before which the weights are below `wanted`.
-    Place last_of_mass(double wanted, Place end, float least) {
-        if (end.x != NEVER) least = end.x;
-        double before = bisect(least, tally(least), [=](Tally one) { return one.mass >= wanted; }).mass;
-        for (const Place& place : found) {
-            before += weights[place.token];
-            if (before >= wanted || (place.x == end.x && place.token == end.token)) return place;
+    // The last token that top-k, then top-p keep. Bisects the likeliest tokens, without sorting all of them.
+    Place last_kept(int64_t top_k, double top_p) {
+        double kept = 0;
+        for (const float depth : {-8.0f, -24.0f, UNLIKELY}) {
+            kept = collect(most + depth);
+            if (top_k > 0 ? int64_t(found.size()) >= top_k : kept >= top_p * total()) break;
         }
-        return end;
+        if (top_k > 0 && top_k < int64_t(found.size())) {
+            std::nth_element(found.begin(), found.begin() + top_k, found.end(), earlier);
+            found.resize(top_k);
+            kept = weight(found.begin(), found.end());
+        }
+        if (top_p == 1) return *std::max_element(found.begin(), found.end(), earlier);
+        const double wanted = top_p * (top_k > 0 ? kept : total());
+        double before = 0;
+        Iterator first = found.begin(), end = found.end();
+        while (end - first > FEW) {
+            const Iterator middle = first + (end - first) / 2;
+            std::nth_element(first, middle, end, earlier);
+            const double more = weight(first, middle);
+            if (before + more >= wanted)
+                end = middle;
+            else
+                before += more, first = middle;
+        }
+        std::sort(first, end, earlier);
+        while (first + 1 < end && (before += weights[first->token]) < wanted) ++first;
+        return *first;
     }
 
     std::vector<Place> found;

@@ -41,18 +41,13 @@ inline Error error_of(const BFloat16* x, const Codes& codes, int64_t row, int64_
     return {float((std::sqrt(lost) + sums) * 1.0001), float((std::sqrt(left) + sums) * 1.0001)};
 }
 
-inline uint16_t rounded_up(float x) {  // the next bfloat16 that is not below x
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return uint16_t((bits >> 16) + (!(bits >> 31) && (bits & 0xffff) ? 1 : 0));
+// The next bfloat16 that is not below each number.
+inline Halves rounded_up(Floats x) {
+    const Bits bits = (Bits)x;
+    return __builtin_convertvector((bits >> 31 ? bits : bits + 0xffff) >> 16, Halves);
 }
 
-// The same for 16 numbers.
-inline __m256i rounded_up(__m512 x) {
-    const __m512i bits = _mm512_castps_si512(x);
-    const __m512i positive = _mm512_andnot_si512(_mm512_srai_epi32(bits, 31), _mm512_set1_epi32(0xffff));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(bits, positive), 16));
-}
+inline uint16_t rounded_up(float x) { return rounded_up(Floats() + x)[0]; }
 
 inline float as_number(uint16_t bits) { return load(BFloat16{bits}); }
 
@@ -87,72 +82,53 @@ inline void bound_panel(const Screen& s, const Bounds& b, int64_t panel, float* 
     const char* packed = s.packed + panel * panel_bytes(s.inputs);
     sum_quantized_panel(b.codes, 0, b.rows, s.inputs, packed, sums);
     const float* norms = s.norms + panel * 2 * PANEL;
-    __m512 scale[VECTORS], length[VECTORS], lost[VECTORS];
-    __mmask16 real[VECTORS];
-    for (int64_t n = 0; n < VECTORS; n++) {
-        scale[n] = _mm512_load_ps((const float*)packed + n * LANES);
-        length[n] = _mm512_loadu_ps(norms + n * LANES), lost[n] = _mm512_loadu_ps(norms + PANEL + n * LANES);
-        const int64_t left = s.outputs - panel * PANEL - n * LANES;
-        real[n] = left > 0 ? first_lanes(left) : 0;
-    }
-    const __m512 none = _mm512_set1_ps(-INFINITY);
+    const Floats none = Floats() - INFINITY;
+    const Places lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int64_t row = 0; row < b.rows; row++) {
-        const __m512 outer = _mm512_set1_ps(b.errors[row].outer), inner = _mm512_set1_ps(b.errors[row].inner);
         const int64_t at = panel * b.rows + row;
-        __m512 high = none, low = none;
-        for (int64_t n = 0; n < VECTORS; n++) {
-            const __m512 value = _mm512_mul_ps(_mm512_load_ps(sums + row * PANEL + n * LANES), scale[n]);
-            const __m512 error = _mm512_fmadd_ps(outer, length[n], _mm512_mul_ps(inner, lost[n]));
-            const __m512 above = _mm512_mask_add_ps(none, real[n], value, error);
-            high = _mm512_max_ps(high, above);
-            low = _mm512_mask_max_ps(low, real[n], low, _mm512_sub_ps(value, error));
-            _mm256_storeu_si256((__m256i*)(b.upper + at * PANEL + n * LANES), rounded_up(above));
+        Floats high = none, low = none;
+        for (int64_t n = 0; n < PANEL; n += LANES) {
+            const int32_t left = int32_t(std::clamp<int64_t>(s.outputs - panel * PANEL - n, 0, LANES));
+            const Floats value = load_vector(sums + row * PANEL + n, LANES) * load_vector((const float*)packed + n, LANES);
+            const Floats length = load_vector(norms + n, LANES), lost = load_vector(norms + PANEL + n, LANES);
+            const Floats error = b.errors[row].outer * length + b.errors[row].inner * lost;
+            const Floats above = lanes < left ? value + error : none, below = lanes < left ? value - error : none;
+            high = above > high ? above : high;
+            low = below > low ? below : low;
+            const Halves upper = rounded_up(above);
+            std::memcpy(b.upper + at * PANEL + n, &upper, sizeof upper);
         }
-        b.panel_upper[at] = as_number(rounded_up(_mm512_reduce_max_ps(high)));
-        best[row] = std::max(best[row], _mm512_reduce_max_ps(low));
+        b.panel_upper[at] = as_number(rounded_up(highest_of(high)));
+        best[row] = std::max(best[row], highest_of(low));
     }
 }
 
-// Transposes 16 vectors of 16 numbers in place.
-inline void transpose(__m512i* x) {
-    __m512i y[16];
-    for (int i = 0; i < 16; i += 2)
-        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
-            x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
-        }
-    for (int i = 0; i < 4; i++)  // x[4 j + i]: number i of each fourth of vectors 4 j ... 4 j + 3
-        for (int j = 0; j < 2; j++) {
-            y[8 * j + i] = _mm512_shuffle_i32x4(x[8 * j + i], x[8 * j + i + 4], 0x88);
-            y[8 * j + i + 4] = _mm512_shuffle_i32x4(x[8 * j + i], x[8 * j + i + 4], 0xdd);
-        }
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < 2; j++) {
-            x[4 * j + i] = _mm512_shuffle_i32x4(y[i + 4 * j], y[i + 4 * j + 8], 0x88);
-            x[4 * j + i + 8] = _mm512_shuffle_i32x4(y[i + 4 * j], y[i + 4 * j + 8], 0xdd);
+// Transposes 16 vectors of 16 numbers in place: exchanges the numbers of each pair of vectors that lie `D` apart.
+template <int D>
+inline void transpose(Floats* x) {
+    const Places j = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Places low = j & D ? j + 16 - D : j, high = j & D ? j + 16 : j + D;
+    for (int i = 0; i < 16; i++)
+        if (!(i & D)) {
+            const Floats first = permuted(x[i], x[i + D], low);
+            x[i + D] = permuted(x[i], x[i + D], high), x[i] = first;
         }
 }
 
 // Logits of up to 16 tokens in bfloat16: each lane sums its pairs in the order of products.h.
 inline void exact_logits(const Screen& s, const BFloat16* x, const int32_t* tokens, int64_t count, float* logits) {
     const int64_t pairs = s.inputs / 2;
-    __m512 sum = _mm512_setzero_ps();
+    Floats sum = {};
     for (int64_t k = 0; k < pairs; k += LANES) {
         const int64_t some = std::min(LANES, pairs - k);
-        __m512i weights[LANES];
+        Floats weights[LANES];
         for (int64_t i = 0; i < LANES; i++)  // lanes behind the last token repeat it
-            weights[i] = _mm512_maskz_loadu_epi32(first_lanes(some), s.weight + tokens[std::min(i, count - 1)] * s.inputs + 2 * k);
-        transpose(weights);
-        for (int64_t i = 0; i < some; i++) {
-            int32_t two;
-            std::memcpy(&two, x + 2 * (k + i), sizeof two);
-            sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(two), (__m512bh)weights[i]);
-        }
+            weights[i] = load_vector((const float*)(s.weight + tokens[std::min(i, count - 1)] * s.inputs + 2 * k), some);
+        transpose<8>(weights), transpose<4>(weights), transpose<2>(weights), transpose<1>(weights);
+        for (int64_t i = 0; i < some; i++) sum = add_product(sum, (__m512bh)weights[i], repeated(x + 2 * (k + i)));
     }
-    alignas(32) BFloat16 rounded[LANES];
-    _mm256_store_si256((__m256i*)rounded, (__m256i)_mm512_cvtneps_pbh(sum));
+    BFloat16 rounded[LANES];
+    store_vector(rounded, sum, LANES);
     for (int64_t i = 0; i < count; i++) logits[i] = load(rounded[i]);
 }
 

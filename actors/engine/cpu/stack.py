@@ -10,30 +10,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from actors.engine.cpu import huge_pages, library
-from actors.engine.cpu.library import LARGEST_HEAD, PANEL, kernel
-from actors.engine.cpu.products import PanelProduct, QuantizedProduct, give_memory_back, product
+from actors.engine.cpu import library
+from actors.engine.cpu.library import LARGEST_HEAD, PANEL, kernel, structure
+from actors.engine.cpu.products import PanelProduct, QuantizedProduct, give_memory_back, product, to_huge_pages
 from actors.engine.library import packed_attention
 from actors.engine.library.packed_attention import Attendance
 from actors.engine.model.layer_weights import LayerWeights, NormWeights, Projection
 
 Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
-
-
-def structure(pointers: str, integers: str, floats: str = "") -> Any:
-    """Return a ctypes structure with these fields, in this order."""
-    fields: list[tuple[str, Any]] = [(name, ctypes.c_void_p) for name in pointers.split()]
-    fields += [(name, ctypes.c_int64) for name in integers.split()]
-    fields += [(name, ctypes.c_float) for name in floats.split()]
-    return type("Structure", (ctypes.Structure,), {"_fields_": fields})
 
 
 # the structures of layer.h, in the order of its fields
@@ -57,24 +47,14 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-class NativeBuffers:
-    """Addresses of the buffers of one cache, which must outlive it."""
-
-    table: Any  # ctypes array [L]
-
-    def attach(self, buffers: Sequence[tuple[Tensor, Tensor] | None]) -> None:
-        """buffers: each layer's keys and values [R, H, K, D]; None: the layer has none."""
-        self.table = (_Buffers * len(buffers))()
-        for number, pair in enumerate(buffers):
-            if pair is not None:
-                keys, values = pair
-                assert keys.shape == values.shape
-                addresses = _address(keys), _address(values)
-                self.table[number] = _Buffers(*addresses, len(keys), keys.shape[2], *keys.stride()[:2])
-
-    def detach(self, layer: int) -> None:
-        """Make native calls that run this layer fail from here on."""
-        self.table[layer].keys = None
+def buffer_table(buffers: Sequence[Tensor | None]) -> Any:
+    """Return the addresses of each layer's keys and values [2, R, H, K, D] for `Stack.step`; they must outlive them."""
+    table = (_Buffers * len(buffers))()
+    for number, both in enumerate(buffers):
+        if both is not None:
+            _, rows, _, slots, _ = both.shape
+            table[number] = _Buffers(*map(_address, both), rows, slots, *both.stride()[1:3])
+    return table
 
 
 def normalize(hidden: Tensor, norm: NormWeights) -> Tensor:
@@ -86,27 +66,28 @@ def normalize(hidden: Tensor, norm: NormWeights) -> Tensor:
     return output
 
 
-class SharedPrefix(Protocol):
-    """Keys and values [1, H, C, D] by layer, of C tokens that many prompts begin with."""
-
-    layers: dict[int, tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class Embedding:
+class Embedding(NamedTuple):
     """How a token becomes the first layer's input.
 
     Attributes:
         tokens: [V, E], by token.
         learned: [positions, E], added by position, or None.
-        rotary: number of positions -> cosines and sines [positions, R] of all layers, or None.
-        context: number of positions that may be asked for.
+        rotary: Number of positions -> cosines and sines [positions, R] of all layers, or None.
+        context: Number of positions that may be asked for.
     """
 
     tokens: Tensor
     learned: Tensor | None
     rotary: Callable[[int], Rotary]
     context: int
+
+
+class PackedPrefix(NamedTuple):
+    """One layer's keys and values [2, H, C, D] of C tokens that many prompts begin with, also in the kernels' order."""
+
+    states: Tensor
+    keys: Tensor
+    values: Tensor
 
 
 def can_stack(weights: LayerWeights, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> bool:
@@ -132,7 +113,7 @@ class Stack:
         self,
         blocks: nn.ModuleList,
         describe: Callable[[nn.Module], LayerWeights],
-        embedding: Embedding | None,
+        embedding: Embedding,
         *,
         int8: bool = False,
     ) -> None:
@@ -141,7 +122,7 @@ class Stack:
         Args:
             blocks: Layers that all `can_stack`.
             describe: The library's layer -> its weights.
-            embedding: Of tokens; None: `step` is given hidden states.
+            embedding: Of tokens.
             int8: Whether products without codes have 8 bits.
         """
         described: list[tuple[dict[str, Any], list[PanelProduct], list[Tensor | None]]] = []
@@ -149,7 +130,13 @@ class Stack:
             described.append(_packed(describe(blocks[number]), int8))
             blocks[number] = StackedLayer(self, number)
             give_memory_back()
-        huge_pages.move(one for _, products, _ in described for one in products)
+        every = [one for _, products, _ in described for one in products]
+        weights = [one.packed for one in every]
+        for one in every:
+            del one.packed
+        to_huge_pages(weights)
+        for one, weight in zip(every, weights, strict=True):
+            one.packed = weight
         self._held = described, embedding  # the structures hold addresses alone
         self._layers = (_Layer * len(blocks))()
         for number, (fields, products, norms) in enumerate(described):
@@ -162,50 +149,40 @@ class Stack:
         self._dtype = next(norm for norm in described[0][2] if norm is not None).dtype
         self._embedding = embedding
         self._inputs: tuple[Any, Rotary] | None = None  # of the positions that have been asked for
-        self._prefixes: WeakKeyDictionary[SharedPrefix, dict[int, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 
     def step(
-        self,
-        given: Sequence[int] | Tensor,
-        rotary: Rotary,
-        rows_per_layer: Sequence[int],
-        places: Tensor,
-        slots: Tensor,
-        width: int,
-        buffers: NativeBuffers,
+        self, tokens: Sequence[int], rows_per_layer: Sequence[int], places: Tensor, slots: Tensor, table: Any
     ) -> Tensor:
         """Run one token of every row through all layers; return hidden states [B, E].
 
         Args:
-            given: Tokens [B]; without an `Embedding`, hidden states [B, E], which are overwritten.
-            rotary: Of hidden states, cosines and sines [B, 1, R] or None; tokens have their own.
+            tokens: [B].
             rows_per_layer: [L], how many of the youngest rows run each layer.
             places: int64 [B], of the rows in the buffers.
             slots: int64 [B], of the new tokens, the last that they attend to: their positions.
-            width: The highest of the slots, plus 1.
-            buffers: Of the rows' keys and values.
+            table: Buffers of the rows' keys and values, see `buffer_table`.
         """
         assert not torch.is_grad_enabled() and places.dtype == slots.dtype == torch.int64
-        assert len(places) == len(slots) == len(given) and max(rows_per_layer) <= len(given)
-        assert len(rows_per_layer) == len(self._layers) == len(buffers.table)
-        step, inputs = _Step(places=_address(places), slots=_address(slots), rows=len(given)), None
-        if isinstance(given, Tensor):
-            hidden, tables = given, self._set_rotary(step, rotary, len(given))
-        else:
-            hidden, tables = torch.empty(len(given), self._hidden, dtype=self._dtype), None
-            tokens = (ctypes.c_int64 * len(given))(*given)
-            step.tokens, inputs = ctypes.addressof(tokens), ctypes.byref(self._inputs_for(width))
-        assert hidden.shape == (len(places), self._hidden) and hidden.dtype == self._dtype
-        step.hidden = _address(hidden)
+        assert len(places) == len(slots) == len(tokens) and max(rows_per_layer) <= len(tokens)
+        assert len(rows_per_layer) == len(self._layers) == len(table)
+        hidden = torch.empty(len(tokens), self._hidden, dtype=self._dtype)
+        given = (ctypes.c_int64 * len(tokens))(*tokens)
         counts = (ctypes.c_int64 * len(self._layers))(*rows_per_layer)
-        kernel("step", self._dtype)(self._layers, buffers.table, counts, ctypes.byref(step), inputs, len(counts))
-        del tables  # alive until here: the structure holds addresses alone
+        step = _Step(
+            hidden=_address(hidden),
+            tokens=ctypes.addressof(given),
+            places=_address(places),
+            slots=_address(slots),
+            rows=len(tokens),
+        )
+        inputs = ctypes.byref(self._inputs_for(int(slots.max()) + 1))
+        kernel("step", self._dtype)(self._layers, table, counts, ctypes.byref(step), inputs, len(counts))
         return hidden
 
     def _inputs_for(self, positions: int) -> Any:
         """Return `Inputs` of layer.h with rotary tables of at least so many positions."""
         embedding = self._embedding
-        assert embedding is not None and positions <= embedding.context
+        assert positions <= embedding.context
         if self._inputs is None or self._inputs[0].positions < positions:
             most = min(embedding.context, 1 << positions.bit_length())
             tables = embedding.rotary(most)
@@ -225,8 +202,8 @@ class Stack:
         starts: Tensor,
         places: Tensor,
         sources: Tensor,
-        buffers: tuple[Tensor, Tensor] | None,
-        prefix: SharedPrefix | None = None,
+        buffers: Tensor | None,
+        prefix: PackedPrefix | None = None,
     ) -> None:
         """Run one layer over prompts one behind another.
 
@@ -237,9 +214,8 @@ class Stack:
             starts: int64 [P + 1], the first token of each prompt, and N.
             places: int64 [B], of the rows in the buffers.
             sources: int64 [B], the prompt of each row.
-            buffers: [R, H, K, D] of one layout, for the rows' keys and values behind those of the prefix; None: they
-                are not kept.
-            prefix: What all prompts begin with; the buffers hold it already.
+            buffers: Keys and values [2, R, H, K, D] of the rows; None: they are not kept.
+            prefix: What all prompts begin with; it is copied to the rows' first slots.
         """
         tokens = hidden.shape[1]
         assert hidden.shape == (1, tokens, self._hidden) and hidden.dtype == self._dtype and int(starts[-1]) == tokens
@@ -248,33 +224,30 @@ class Stack:
         prompts = _Prompts(hidden=_address(hidden), starts=_address(starts), places=_address(places))
         prompts.sources, prompts.prompts, prompts.rows = _address(sources), len(starts) - 1, len(sources)
         tables = self._set_rotary(prompts, rotary, tokens)
+        begins = 0
+        if prefix is not None:
+            begins = prompts.prefix_tokens = prefix.states.shape[2]
+            prompts.prefix_keys, prompts.prefix_values = _address(prefix.keys), _address(prefix.values)
         if buffers is not None:
-            keys, values = buffers
-            assert keys.shape == values.shape == (len(keys), self._heads, keys.shape[2], self._head_dim)
-            assert int(places.max()) < len(keys) and keys.stride() == values.stride() and keys.dtype == self._dtype
-            assert keys.stride()[2:] == (self._head_dim, 1)
+            if prefix is not None:
+                buffers[:, places, :, :begins] = prefix.states[:, None]
+            assert buffers.shape[2] == self._heads and buffers.dtype == self._dtype and buffers.is_contiguous()
+            assert int(places.max()) < buffers.shape[1] and begins + int(starts.diff().max()) <= buffers.shape[3]
+            keys, values = buffers[:, :, :, begins:]
             prompts.keys, prompts.values = keys.data_ptr(), values.data_ptr()
             prompts.buffer_row, prompts.buffer_head = keys.stride()[:2]
-        if prefix is not None:
-            prompts.prefix_keys, prompts.prefix_values = map(_address, self._packed_prefix(prefix, layer))
-            prompts.prefix_tokens = prefix.layers[layer][0].shape[2]
         kernel("prompts", self._dtype)(ctypes.byref(self._layers[layer]), ctypes.byref(prompts))
         del tables  # alive until here: the structure holds addresses alone
 
-    def _packed_prefix(self, prefix: SharedPrefix, layer: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's prefix in the kernels' order; packed once, and kept as long as the prefix."""
-        layers = self._prefixes.setdefault(prefix, {})
-        if layer not in layers:
-            keys, values = prefix.layers[layer]
-            _, heads, tokens, size = keys.shape
-            assert (heads, size) == (self._heads, self._head_dim) and keys.dtype == self._dtype and tokens > 0
-            width, wide = (-(-count // PANEL) * PANEL for count in (tokens, size))
-            layers[layer] = packed = (
-                torch.zeros(heads, size, width, dtype=self._dtype),
-                torch.zeros(heads, wide, width, dtype=self._dtype),
-            )
-            kernel("pack_prefix", self._dtype)(*map(_address, (keys, values, *packed)), tokens, heads, size)
-        return layers[layer]
+    def packed_prefix(self, states: Tensor) -> PackedPrefix:
+        """Return keys and values [2, H, C, D] of a prefix with their copies in the kernels' order."""
+        _, heads, tokens, size = states.shape
+        assert (heads, size) == (self._heads, self._head_dim) and states.dtype == self._dtype and tokens > 0
+        width, wide = (-(-count // PANEL) * PANEL for count in (tokens, size))
+        made = (torch.zeros(heads, count, width, dtype=self._dtype) for count in (size, wide))
+        packed = PackedPrefix(states, *made)
+        kernel("pack_prefix", self._dtype)(*map(_address, (*states, *packed[1:])), tokens, heads, size)
+        return packed
 
     def _set_rotary(self, target: Any, rotary: Rotary, tokens: int) -> Rotary:
         """Write the addresses of cosines and sines [B, S, R]; return the tensors that must stay alive."""

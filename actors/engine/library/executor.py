@@ -1,72 +1,98 @@
 """The executor over transformers' layers: the oracle, and every family and device that the CPU's kernels lack.
 
 An executor holds the keys and values of the rows in flight, and runs passes over them: `open`, `prefill`, `decode`,
-`keep`, `used_bytes`. Rows are numbered in the order of the engine's; it knows neither requests nor sampling.
+`free`, `used_bytes`. It knows rows by their slots, 0 to the number of rows less 1, and neither requests nor sampling.
 Shapes: R rows of a prefill, P prompts, B rows of a decode step, E hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from actors.engine.cache import PrefixKeys, SkipCache, SlotShape
 from actors.engine.decoder import Decoder
+from actors.engine.sampling.sampler import argmax
 
 
 class LibraryExecutor:
-    """Runs a decoder's layers one by one, over slots that are allocated anew for each shape."""
+    """Runs a decoder's layers one by one, over a cache that is allocated anew for each shape.
+
+    Attributes:
+        reserved_bytes: Least memory that `open` allocates where memory is kept for the next shape.
+    """
+
+    reserved_bytes = 0
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
-        self.cache: SkipCache | None = None
-        self.reserved_bytes = 0
-        self._prefix: tuple[object, PrefixKeys] | None = None
+        self._shape: SlotShape | None = None
+        self._cache: Any = None  # allocated by the first prefill
+        self._rows: list[int] = []  # the slot of each row of the cache, -1 where it is free
+        self._prefix: tuple[object, Any] | None = None
 
-    def open(self, shape: SlotShape, held: int = 0, *, allocates: bool = True) -> bool:
-        """Make slots of a shape for the rows in flight; return False if that takes memory and none may be allocated.
+    def open(self, shape: SlotShape | None, held: Sequence[int] = (), *, allocates: bool = True) -> bool:
+        """Make slots of a shape, or free all memory; return False if that takes memory and none may be allocated.
 
         Args:
-            shape: Schedule, rows and lengths of the slots.
-            held: Rows in flight, whose keys and values are kept; 0 drops those of an earlier shape first.
+            shape: Schedule, rows and lengths of the slots; None: no slots.
+            held: Slots of the rows in flight, which are copied to slots 0, 1, … of the new shape.
             allocates: Whether memory may be allocated while rows are in flight; both caches then exist at once.
         """
         if held and not allocates:
             return False
-        if not held:
-            self.cache = None  # freed before the new one is allocated
-        earlier, self.cache = self.cache, self.decoder.slots(shape)
-        if earlier is not None:
-            self.cache.copy_rows(earlier, held)
+        earlier, self._cache, self._shape = self._cache, None, shape
+        before, self._rows = self._rows, [*range(len(held))]
+        if held:
+            self._cache = self._allocated()
+            self._cache.copy_rows(earlier, [before.index(slot) for slot in held])
         return True
+
+    def _allocated(self) -> SkipCache:
+        """Return the cache of the present shape."""
+        decoder = self.decoder
+        assert self._shape is not None
+        self._rows += [-1] * (self._shape.rows - len(self._rows))
+        return SkipCache(
+            self._shape,
+            kv_heads=decoder.kv_heads,
+            head_dim=decoder.head_dim,
+            dtype=decoder.dtype,
+            device=decoder.device,
+            windows=decoder.windows,
+        )
 
     def prefill(
         self,
         prompts: Sequence[tuple[int, ...]],
         sources: Sequence[int],
+        slots: Sequence[int],
         prefix: tuple[int, ...],
         layers: Sequence[int],
-        first_row: int,
     ) -> tuple[Tensor, int, int]:
         """Run the prompts of new rows through `layers`, padded to one length.
 
         Args:
             prompts: P prompts that differ.
             sources: The prompt of each of R rows.
+            slots: The free slot that each of them takes.
             prefix: Tokens with which all the prompts begin; the keys and values of the last prefix are kept.
             layers: Layers that run.
-            first_row: The number of the first of these rows.
 
         Returns:
             Logits [R, V] behind the prompt of each row, the number of prompt tokens computed, padding included, and the
             tokens of `prefix` if they were computed.
         """
-        cache, device, begins = self.cache, self.decoder.device, len(prefix)
-        assert cache is not None
-        shared, new = self._shared(prefix, layers)
-        cache.begin_prefill(first_row, sources, shared)
+        device, begins = self.decoder.device, len(prefix)
+        shared, new = self._shared(prefix, tuple(layers))
+        cache = self._cache = self._cache or self._allocated()
+        rows = [row for row, slot in enumerate(self._rows) if slot < 0][: len(slots)]
+        for row, slot in zip(rows, slots, strict=True):
+            self._rows[row] = slot
+        cache.begin_prefill(rows, sources, shared)
         columns = max(map(len, prompts)) - begins
         ids = torch.zeros(len(prompts), columns, dtype=torch.long)
         for row, prompt in enumerate(prompts):
@@ -81,53 +107,51 @@ class LibraryExecutor:
         )
         return logits[torch.tensor(sources, device=logits.device)], len(prompts) * columns, new
 
-    def _shared(self, prefix: tuple[int, ...], layers: Sequence[int]) -> tuple[PrefixKeys | None, int]:
+    def _shared(self, prefix: tuple[int, ...], layers: tuple[int, ...]) -> tuple[Any, int]:
         """Return the keys and values of a prefix in these layers, and the number of tokens computed for them."""
         if not prefix:
             return None, 0
-        key = prefix, tuple(layers)
-        if self._prefix is not None and self._prefix[0] == key:
+        if self._prefix is not None and self._prefix[0] == (prefix, layers):
             return self._prefix[1], 0
-        decoder = self.decoder
-        shared = PrefixKeys(decoder.kv_heads, len(prefix), decoder.head_dim, decoder.dtype)
-        self._compute_prefix(prefix, layers, shared)
-        self._prefix = key, shared
+        shared = self._run_prefix(prefix, layers)
+        self._prefix = (prefix, layers), shared
         return shared, len(prefix)
 
-    def _compute_prefix(self, prefix: tuple[int, ...], layers: Sequence[int], shared: PrefixKeys) -> None:
-        """Run a prefix through `layers`, whose keys and values `shared` takes."""
-        device = self.decoder.device
+    def _run_prefix(self, prefix: tuple[int, ...], layers: tuple[int, ...]) -> Any:
+        """Return the keys and values of a prefix, as the executor's prefill takes them."""
+        device, shared = self.decoder.device, PrefixKeys()
         positions = torch.arange(len(prefix), device=device)[None]
         last = torch.tensor([len(prefix) - 1], device=device)
         self.decoder.prefill(torch.tensor([prefix], device=device), positions, last, layers, shared)
+        return shared
 
-    def decode(self, tokens: Sequence[int], positions: Sequence[int], rows_per_layer: Sequence[int]) -> Tensor:
-        """Run one token of each row; return hidden states [B, E] behind the last layer.
+    def decode(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        slots: Sequence[int],
+        rows_per_layer: Sequence[int],
+        *,
+        greedy: bool = False,
+    ) -> Tensor:
+        """Run one token of each row in flight; return logits [B, V], or the likeliest tokens [B] if `greedy`.
 
-        tokens, positions: [B]. rows_per_layer: how many of the last rows each layer runs for.
+        tokens, positions, slots: [B]. rows_per_layer: how many of the last rows each layer runs for.
         """
-        assert self.cache is not None
-        self.cache.begin_step(positions, self.decoder.device)
-        return self.decoder.step(tokens, positions, rows_per_layer, self.cache)
+        order = {slot: row for row, slot in enumerate(self._rows)}
+        self._cache.arrange([order[slot] for slot in slots])
+        self._rows = [*slots, *[-1] * (len(self._rows) - len(slots))]
+        self._cache.begin_step(positions)
+        logits = self.decoder.logits(self.decoder.step(tokens, positions, rows_per_layer, self._cache))
+        return argmax(logits) if greedy else logits
 
-    def keep(self, order: Sequence[int]) -> None:
-        """Keep these rows, in this order, as old row numbers; the slots of all others are free."""
-        assert self.cache is not None
-        self.cache.arrange(order)
-
-    def free_layers(self, position: int) -> None:
-        """Free the slots in layers that no row at `position` or later will run."""
-        assert self.cache is not None
-        self.cache.free(position)
-
-    def close(self) -> None:
-        """Drop all rows."""
-        self.cache = None
-
-    def release_memory(self) -> None:
-        """Free the memory that is kept for the next `open`: there is none."""
+    def free(self, slots: Collection[int]) -> None:
+        """Free the slots of rows that have left; without rows the cache has no memory."""
+        self._rows = [-1 if slot in slots else slot for slot in self._rows]
+        if not any(slot >= 0 for slot in self._rows):
+            self._cache, self._rows = None, []
 
     def used_bytes(self) -> int:
-        """Return the bytes of the slots, less those of freed layers; may be called from any thread."""
-        cache = self.cache
-        return 0 if cache is None else cache.bytes
+        """Return the bytes of the slots; may be called from any thread."""
+        shape = self._shape
+        return 0 if self._cache is None or shape is None else shape.bytes(self.decoder.token_bytes)

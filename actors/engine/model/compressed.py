@@ -67,63 +67,58 @@ class Codes:
 
 
 def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | None:
-    """What config.json says; None: plain weights. UserError that names what cannot be run."""
-    for key in CONFIG_KEYS:
-        if config.get(key):
-            try:
-                return _read(config[key], key)
-            except _Unsupported as error:
-                reason = str(error)
-            except (AttributeError, TypeError):
-                reason = f"{METHOD}, a scheme that cannot be read"
-            raise UserError(
-                f"{folder}: quantized weights ({reason}) are not supported; give the bfloat16 checkpoint, or one of "
-                f"{METHOD} with 8 bits and scales for tensors, outputs or groups"
-            )
-    return None
+    """Return what config.json says; None: plain weights. UserError that names what cannot be run."""
+    key = next((key for key in CONFIG_KEYS if config.get(key)), None)
+    if key is None:
+        return None
+    try:
+        found = _read(config[key], key)
+    except (AttributeError, TypeError):
+        found = f"{METHOD}, a scheme that cannot be read"
+    if isinstance(found, str):
+        raise UserError(
+            f"{folder}: quantized weights ({found}) are not supported; give the bfloat16 checkpoint, or one of "
+            f"{METHOD} with 8 bits and scales for tensors, outputs or groups"
+        )
+    return found
 
 
-class _Unsupported(Exception):
-    """What of a config is not run."""
-
-
-def _read(entry: Any, key: str) -> StoredWeights:
+def _read(entry: Any, key: str) -> StoredWeights | str:
+    """Return what an entry of config.json says of the weights, or what of it is not run."""
     if not isinstance(entry, dict):
-        raise _Unsupported(key)
+        return key
     method = entry.get("quant_method", METHOD if "config_groups" in entry else key)
     if method != METHOD:
-        raise _Unsupported(method)
-    sparsity = entry.get("sparsity_config") or {}
-    if entry.get("transform_config") or sparsity.get("format", "dense") != "dense":
-        raise _Unsupported(f"{METHOD}, {'transform' if entry.get('transform_config') else 'sparsity'}_config")
-    groups = entry.get("config_groups")
-    found = set()
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if not isinstance(weights, dict):
-            raise _Unsupported(f"{METHOD}, a group of layers without a scheme of weights")
-        found.add(_scheme(weights, group.get("input_activations"), group.get("format") or entry.get("format")))
+        return str(method)
+    if entry.get("transform_config"):
+        return f"{METHOD}, transform_config"
+    if (entry.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        return f"{METHOD}, sparsity_config"
+    found = {_scheme(group, entry.get("format")) for group in (entry.get("config_groups") or {}).values()}
     if len(found) != 1:
-        raise _Unsupported(f"{METHOD}, {'several schemes' if found else 'no config_groups'}")
+        return f"{METHOD}, {'several schemes' if found else 'no config_groups'}"
     return found.pop()
 
 
-def _scheme(weights: Mapping[str, Any], inputs: Any, form: Any) -> StoredWeights:
-    """What the layers of one config group have."""
-    size = weights.get("group_size")
+def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
+    """Return what one config group says of its layers' weights, or what of it is not run."""
+    weights, inputs, layout = group["weights"], group.get("input_activations"), group.get("format") or layout
+    size, order = weights.get("group_size"), weights.get("actorder")
     strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
     bits, type_name = weights.get("num_bits", 8), weights.get("type", "int")
-    if bits != 8:
-        raise _Unsupported(f"{METHOD}, {bits} bits")
-    if form not in FORMATS:
-        raise _Unsupported(f"{METHOD}, format {form}")
-    if strategy not in STRATEGIES:
-        raise _Unsupported(f"{METHOD}, strategy {strategy}")
-    order = weights.get("actorder")
-    if order is True or str(order).lower() in ("group", "dynamic"):  # groups of inputs that are not neighbours
-        raise _Unsupported(f"{METHOD}, actorder {order}")
-    if type_name not in TYPES or (form == PACKED_FORMAT and type_name != "int"):
-        raise _Unsupported(f"{METHOD}, type {type_name} in format {form}")
+    for refused, what in (
+        (bits != 8, f"{bits} bits"),
+        (layout not in FORMATS, f"format {layout}"),
+        (strategy not in STRATEGIES, f"strategy {strategy}"),
+        # groups of inputs that are not neighbours
+        (order is True or str(order).lower() in ("group", "dynamic"), f"actorder {order}"),
+        (
+            type_name not in TYPES or (layout == PACKED_FORMAT and type_name != "int"),
+            f"type {type_name} in format {layout}",
+        ),
+    ):
+        if refused:
+            return f"{METHOD}, {what}"
     inputs_too = isinstance(inputs, dict) and inputs.get("num_bits", 8) == 8
     symmetric = weights.get("symmetric", True) is True
     return StoredWeights(TYPES[type_name], inputs_too and symmetric and strategy != "group", symmetric)
@@ -135,16 +130,16 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
     compressed-tensors would round to the type of the scales, which in float32 changes answers.
 
     Args:
-        model: loaded from the folder, as if its codes were weights: they are exact in float32, bfloat16 and float16.
-        folder: of the checkpoint.
-        stored: what its config says.
-        keep: whether linear layers keep their scales, see `codes_of`; not those with groups or zero points.
+        model: Loaded from the folder, as if its codes were weights: they are exact in float32, bfloat16 and float16.
+        folder: Of the checkpoint.
+        stored: What its config says.
+        keep: Whether linear layers keep their scales, see `codes_of`; not those with groups or zero points.
 
     Returns:
         The names of weights that were packed, which the library has not found.
 
     Raises:
-        UserError: scales that are missing, have no codes or another shape than their layer needs, or codes of another
+        UserError: Scales that are missing, have no codes or another shape than their layer needs, or codes of another
             kind.
     """
     import torch
@@ -158,6 +153,8 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
             scales, zeros = _grids(parts, weight, f"{folder}: weight_scale of {layer}")
             if stored.symmetric and zeros.any():
                 raise UserError(f"{folder}: weight_zero_point of {layer} is not zero, and config.json says symmetric")
+            if PACKED in parts:
+                unpacked.add(f"{name}.weight")
             if weight.data_ptr() not in expanded:
                 codes = weight.float()  # those that are not packed
                 if PACKED in parts:
@@ -168,9 +165,7 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
                     codes = _unpacked(packed, inputs).to(weight.device)
                 groups = codes.view(len(weight), scales.shape[1], -1)  # [O, G, I / G]
                 weight.copy_(((groups - zeros[..., None]) * scales[..., None]).view(weight.shape))
-            expanded.add(weight.data_ptr())
-            if PACKED in parts:
-                unpacked.add(f"{name}.weight")
+                expanded.add(weight.data_ptr())
             if keep and type(module) is torch.nn.Linear and scales.shape[1] == 1 and not zeros.any():
                 set_codes(module, Codes(stored.kind, scales.reshape(-1).expand(len(weight)).contiguous()))
     return unpacked
@@ -211,8 +206,7 @@ def _grids(parts: Parts, weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
     """Return the scales and zero points of a layer's codes, float32 [O or 1, G]."""
     import torch
 
-    found = parts[SCALE]()
-    outputs, inputs = weight.shape
+    found, (outputs, inputs) = parts[SCALE](), weight.shape
     shape = (1, 1) if found.numel() == 1 else (len(found), found.numel() // len(found))
     if shape[0] not in (1, outputs) or shape[1] == 0 or inputs % shape[1]:
         raise UserError(

@@ -42,8 +42,8 @@ class Family:
         attention: the library's attention implementation that computes the family's attention.
         cache_argument: name of the cache argument of the library's layers.
         unsupported: config -> why this checkpoint cannot be run exactly, None if it can.
-        embeddings: model -> the tables by token [V, E] and by position [positions, E] or None, if `embed` is the sum
-            of their rows; else None.
+        embeddings: model -> the tables by token [V, E] and by position [positions, E] or None, of whose rows `embed` is
+            the sum, of families with `weights`.
         weights: the library's layer -> its description, without the window; None: only the library's layers run.
     """
 
@@ -55,7 +55,7 @@ class Family:
     attention: str = "sdpa"
     cache_argument: str = "past_key_values"
     unsupported: Callable[[PretrainedConfig], str | None] = lambda config: None
-    embeddings: Callable[[Any], tuple[Tensor, Tensor | None] | None] = lambda model: None
+    embeddings: Callable[[Any], tuple[Tensor, Tensor | None]] = lambda model: (model.model.embed_tokens.weight, None)
     weights: Callable[[Any], LayerWeights] | None = None
     last_norm: Callable[[Any], nn.Module | None] = lambda model: model.model.norm
 
@@ -73,10 +73,6 @@ def _window_by_layer(config: PretrainedConfig) -> list[int | None]:
     return [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
 
 
-def _by_token(model: Any) -> tuple[Tensor, None]:
-    return model.model.embed_tokens.weight, None
-
-
 def _opt_embed(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
     decoder = model.model.decoder
     hidden: Tensor = decoder.embed_tokens(ids)
@@ -87,12 +83,12 @@ def _opt_embed(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
     return hidden + learned
 
 
-def _opt_embeddings(model: Any) -> tuple[Tensor, Tensor | None] | None:
+def _opt_embeddings(model: Any) -> tuple[Tensor, Tensor]:
     decoder = model.model.decoder
+    table, learned = decoder.embed_tokens.weight.detach(), decoder.embed_positions
     if decoder.project_in is not None:
-        return None
-    learned = decoder.embed_positions
-    return decoder.embed_tokens.weight, learned.weight[learned.offset :]
+        table = decoder.project_in(table)
+    return table, learned.weight[learned.offset :]
 
 
 def _opt_finish(model: Any, hidden: Tensor) -> Tensor:
@@ -222,17 +218,17 @@ _LLAMA = Family(
 _BY_LAYER = replace(_LLAMA, windows=_window_by_layer)
 
 FAMILIES: dict[str, Family] = {
-    "llama": replace(_LLAMA, embeddings=_by_token, weights=_llama_layer),
-    "mistral": replace(_LLAMA, windows=_one_window, embeddings=_by_token, weights=_llama_layer),
-    "qwen2": replace(_BY_LAYER, embeddings=_by_token, weights=_llama_layer),
-    "qwen3": replace(_BY_LAYER, embeddings=_by_token, weights=_qwen3_layer),
+    "llama": replace(_LLAMA, weights=_llama_layer),
+    "mistral": replace(_LLAMA, windows=_one_window, weights=_llama_layer),
+    "qwen2": replace(_BY_LAYER, weights=_llama_layer),
+    "qwen3": replace(_BY_LAYER, weights=_qwen3_layer),
     "gemma": _LLAMA,
     "gemma2": replace(_BY_LAYER, attention="eager"),  # sdpa cannot cap scores
     "gemma3_text": replace(_BY_LAYER, rotary=_rotary_by_kind),
-    "phi3": replace(_LLAMA, windows=_one_window, embeddings=_by_token, weights=_phi3_layer),
-    "olmo2": replace(_LLAMA, embeddings=_by_token, weights=_olmo2_layer),
+    "phi3": replace(_LLAMA, windows=_one_window, weights=_phi3_layer),
+    "olmo2": replace(_LLAMA, weights=_olmo2_layer),
     "olmo3": replace(_BY_LAYER, rotary=_rotary_by_kind),
-    "smollm3": replace(_BY_LAYER, embeddings=_by_token, weights=_smollm3_layer),
+    "smollm3": replace(_BY_LAYER, weights=_smollm3_layer),
     "gpt_neox": Family(
         layers=lambda model: model.gpt_neox.layers,
         embed=lambda model, ids, positions: model.gpt_neox.emb_dropout(model.gpt_neox.embed_in(ids)),

@@ -30,23 +30,9 @@ PREFIX = "base_model.model."  # of the names of tensors, before the path of the 
 PARTS = ("lora_A", "lora_B")
 # keys of adapter_config.json that change no product of an adapter, or are read here
 NEUTRAL = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "exclude_modules",
-    "fan_in_fan_out",
-    "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
-    "lora_alpha",
-    "lora_dropout",
-    "megatron_core",
-    "peft_type",
-    "peft_version",
-    "qalora_group_size",
-    "r",
-    "revision",
-    "target_modules",
-    "task_type",
+    *("auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "r"),
+    *("layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type"),
+    *("peft_version", "qalora_group_size", "revision", "target_modules", "task_type"),
 }
 OFF: tuple[Any, ...] = (None, False, "none", {}, [])  # values of a feature that is not used
 

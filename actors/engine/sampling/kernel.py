@@ -5,6 +5,7 @@ Shapes: B rows, N rows of one call, C changed logits of all rows, K likeliest to
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.engine.cpu.library import kernel
+from actors.engine.cpu.library import kernel, structure
 from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling, allowed_bits, changed_logits
 from actors.engine.types import TokenLogprob
 
@@ -20,6 +21,12 @@ from actors.engine.types import TokenLogprob
 Changes = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
 # tokens [N], log-probabilities [N], those among the allowed tokens [N], likeliest tokens and log-probabilities [N, K]
 Results = list[NDArray[Any]]
+
+_Sampling = structure(  # the layout of `Sampling` in sampling.h
+    "logits places parameters drawn change_bounds change_tokens change_values masks mask_rows"
+    " tokens logprobs choice_logprobs top_ids top_logprobs",
+    "rows width words most wants_logprobs",
+)
 
 
 def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool) -> Drawn:
@@ -64,23 +71,19 @@ def _call(
     bits = allowed_bits([own[number] for number in with_mask], width)
     mask_rows = np.full(count, -1)
     mask_rows[with_mask] = np.arange(len(with_mask))
-    read: Results = [np.ascontiguousarray(bounds[places]), tokens, values, bits, mask_rows]
     found: Results = [
-        np.empty(count, np.int64),
-        np.empty(count, np.float32),
-        np.empty(count, np.float32),
-        np.empty((count, most), np.int64),
-        np.empty((count, most), np.float32),
+        *(np.empty(count, kind) for kind in (np.int64, np.float32, np.float32)),
+        *(np.empty((count, most), kind) for kind in (np.int64, np.float32)),
     ]
-    drawn = np.array([row.drawn for row in own], np.int64)
-    kernel("sample", logits.dtype)(
-        logits.data_ptr(),
-        places.ctypes.data,
-        b"".join([row.packed for row in own]),
-        drawn.ctypes.data,
-        *(array.ctypes.data for array in read + found),
-        *(count, width, bits.shape[1], most, int(logprobs)),
-    )
+    read = [
+        places,
+        np.frombuffer(b"".join([row.packed for row in own]), np.uint8),
+        np.array([row.drawn for row in own], np.int64),
+        *(np.ascontiguousarray(bounds[places]), tokens, values, bits, mask_rows),
+    ]
+    addresses = (array.ctypes.data for array in read + found)
+    call = _Sampling(logits.data_ptr(), *addresses, count, width, bits.shape[1], most, int(logprobs))
+    kernel("sample", logits.dtype)(ctypes.byref(call))
     return found
 
 

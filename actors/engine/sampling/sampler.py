@@ -20,7 +20,6 @@ from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling, allowed_b
 from actors.engine.types import TokenLogprob
 
 DRAWN_NUMBERS = 2**23  # most logits from which tokens are sampled together by torch
-_INFINITY, _MINUS_INFINITY = 0x7F80, 0xFF80  # in bfloat16
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 
 
@@ -128,27 +127,13 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """argmax of [B, V]: [B], the first of equal ones, or `NO_TOKEN`, see `sample`. On a CPU by numpy, which takes a
-    tenth of torch's time.
-    """
-    if logits.device.type != "cpu":
-        most, tokens = logits.max(dim=-1)
-        return tokens.masked_fill(~most.isfinite(), NO_TOKEN)
-    if logits.dtype != torch.bfloat16:
+    """argmax of [B, V]: [B], the first of equal ones, or `NO_TOKEN`, see `sample`."""
+    if logits.device.type == "cpu":  # numpy takes a tenth of torch's time
         values = logits.float().numpy()
         tokens = values.argmax(axis=-1)  # NaN is above all numbers
         return torch.from_numpy(np.where(np.isfinite(values[np.arange(len(tokens)), tokens]), tokens, NO_TOKEN))
-    # as integers, bfloat16 bits order positive numbers correctly, above all negative ones; the infinities lie between
-    # numbers and NaNs of their sign
-    bits = logits.view(torch.int16).numpy()
-    tokens = bits.argmax(axis=-1)
-    highest = bits[np.arange(len(tokens)), tokens]
-    wrong = (highest >= _INFINITY) | (bits.view(np.uint16).max(axis=-1) > _MINUS_INFINITY)
-    for row in (highest <= 0).nonzero()[0].tolist():
-        values = logits[row].float().numpy()
-        tokens[row] = values.argmax()
-        wrong[row] |= values[tokens[row]] == -np.inf
-    return torch.from_numpy(np.where(wrong, NO_TOKEN, tokens))
+    most, tokens = logits.max(dim=-1)
+    return tokens.masked_fill(~most.isfinite(), NO_TOKEN)
 
 
 def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor:

@@ -6,8 +6,7 @@ At a schedule that a checkpoint was not trained for its text may be ruined.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -83,21 +82,6 @@ def fewest(schedules: Collection[Schedule]) -> tuple[int, ...]:
     return tuple(min(one.depth(position) for one in schedules) for position in range(longest))
 
 
-def of_older_record(spec: ScheduleSpec, num_layers: int, least: int) -> tuple[int, ...]:
-    """`Trained.depths` of a record that holds only the lowest depth of all positions.
-
-    They are the lowest of the stored curve at any speed that runs at least so many layers.
-
-    Args:
-        spec: the stored one, which can be built.
-    """
-    drawn = [spec.build(num_layers)]
-    with suppress(UserError):  # a spec without horizon
-        speeds = (quarters / 4 for quarters in range(5, 4 * num_layers + 1))
-        drawn += [spec.overridden({"speedup": speed}).build(num_layers) for speed in speeds]
-    return (*fewest([one for one in drawn if one.depths[-1] >= least])[:-1], least)
-
-
 def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> ScheduleSpec:
     """The spec in the values of a ``skipdecode.json`` without `TRAINED`, checked against a model of `num_layers`.
 
@@ -112,14 +96,17 @@ def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> Schedu
             f"{source}: made for num_layers = {values.get('num_layers')}, but the model has {num_layers} layers"
         )
     settings = {name: value for name, value in values.items() if name != "num_layers"}
+    types = {field.name: str(field.type).split(" | ") for field in fields(ScheduleSpec)}
     for name, value in settings.items():
-        kinds = _KINDS[name]
-        if not _is(value, kinds) or (isinstance(value, list) and not all(_is(entry, (int,)) for entry in value)):
-            raise UserError(f"{source}: {name} = {value!r} has the wrong type")
-        if isinstance(value, list):
+        if isinstance(value, list) and "tuple[int, ...]" in types[name]:
             if len(value) > MAX_HORIZON:
                 raise UserError(f"{source}: {name} has {len(value)} entries, more than {MAX_HORIZON}")
-            settings[name] = tuple(value)
+            right, settings[name] = all(type(entry) is int for entry in value), tuple(value)
+        else:
+            kind = type(value).__name__
+            right = kind in types[name] or (kind == "int" and "float" in types[name])
+        if not right:
+            raise UserError(f"{source}: {name} = {value!r} has the wrong type")
     spec = ScheduleSpec(**settings)
     try:
         spec.build(num_layers)
@@ -129,24 +116,21 @@ def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> Schedu
 
 
 def read_trained(value: Any, spec: ScheduleSpec, num_layers: int, source: str) -> Trained:
-    """The record of the training in the ``skipdecode.json`` of a spec. An older record has `min_depth` for `depths`.
+    """Return the record of the training in the ``skipdecode.json`` of a spec.
 
     Raises UserError that begins with `source` and names the wrong key.
     """
-    if not isinstance(value, dict) or set(value) not in ({"depths", "prompt"}, {"min_depth", "prompt"}):
+    if not isinstance(value, dict) or set(value) != {"depths", "prompt"}:
         raise UserError(f"{source}: {TRAINED} must hold depths and prompt, and no other key")
-    stored, prompt = spec.build(num_layers), value["prompt"]
-    depths = value.get("depths", [value.get("min_depth")])
+    stored, prompt, depths = spec.build(num_layers), value["prompt"], value["depths"]
     if not isinstance(depths, list) or not 1 <= len(depths) <= MAX_HORIZON:
         raise UserError(f"{source}: {TRAINED}.depths must list 1 to {MAX_HORIZON} numbers of layers")
     for depth, before in zip(depths, [num_layers, *depths], strict=False):
-        if not _is(depth, (int,)) or not 1 <= depth <= before:
-            key = "depths" if "depths" in value else "min_depth"
-            raise UserError(f"{source}: {TRAINED}.{key} = {depth!r}: must be a whole number in [1, {before}]")
+        if type(depth) is not int or not 1 <= depth <= before:
+            raise UserError(f"{source}: {TRAINED}.depths = {depth!r}: must be a whole number in [1, {before}]")
     if not isinstance(prompt, list) or not prompt or any(policy not in PROMPT_POLICIES for policy in prompt):
         raise UserError(f"{source}: {TRAINED}.prompt = {prompt!r}: must list some of {', '.join(PROMPT_POLICIES)}")
-    known = tuple(depths) if "depths" in value else of_older_record(spec, num_layers, depths[0])
-    return Trained(known, tuple(prompt), stored.keep_order, stored.warmup)
+    return Trained(tuple(depths), tuple(prompt), stored.keep_order, stored.warmup)
 
 
 def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
@@ -181,22 +165,3 @@ def save_spec(spec: ScheduleSpec, num_layers: int, checkpoint: Path, trained: Tr
         assert (trained.keep_order, trained.warmup) == (stored.keep_order, stored.warmup)
         values[TRAINED] = trained.to_dict()
     (checkpoint / SCHEDULE_FILE).write_text(json.dumps(values, indent=2) + "\n")
-
-
-def _is(value: object, kinds: Sequence[type]) -> bool:
-    return isinstance(value, tuple(kinds)) and not isinstance(value, bool)
-
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    "speedup": (int, float),
-    "max_depth": (int,),
-    "min_depth": (int,),
-    "depths": (list,),
-    "horizon": (int,),
-    "decay": (str,),
-    "power": (int, float),
-    "steps": (int,),
-    "warmup": (int,),
-    "keep_order": (str, list),
-    "prompt": (str,),
-}

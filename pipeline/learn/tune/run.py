@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from actors.engine.cpu.executor import fastest_decoder
 from actors.engine.decoder import Decoder
 from actors.engine.machine import set_threads
 from actors.engine.model.file_digests import digests
@@ -63,9 +64,7 @@ def with_measured_order(config: TuneConfig, plan: TrainingPlan) -> TuneConfig:
     set_threads(config.training.threads)
 
     def load() -> Decoder:
-        decoder = load_decoder(path, dtype, torch.device("cpu" if on_cpu else "cuda"))
-        decoder.prepare_for_cpu()
-        return decoder
+        return fastest_decoder(load_decoder(path, dtype, torch.device("cpu" if on_cpu else "cuda")).model)
 
     rows = [(row["input_ids"][: row["prompt_tokens"]], row["input_ids"][row["prompt_tokens"] :]) for row in plan.train]
     given = config.schedule.warmup if "warmup" in config.schedule.model_fields_set else None

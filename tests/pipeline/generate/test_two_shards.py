@@ -111,13 +111,13 @@ def test_the_second_shard_begins_while_the_first_one_ends(
     commits = Commits()
     one, steps, step = actor(checkpoint, commits), [], Engine.step
 
-    def watched(self: Engine, *, last: bool = False) -> Any:
+    def watched(self: Engine) -> Any:
         flight = one.generator.calls._flight
         assert flight is not None
         steps.append(len({id(flight.tickets[row.ticket][0]) for row in self.rows}))
         if steps[-1] == 1 and not flight.waiting and not one.generator.calls._queue:
             threading.Event().wait(0.05)  # the second thread prepares its rows
-        return step(self, last=last)
+        return step(self)
 
     monkeypatch.setattr(Engine, "step", watched)
     at_once(one, shards)
@@ -140,13 +140,13 @@ def test_a_shard_that_may_have_killed_its_process_shares_the_engine_with_no_othe
     began = Quarantine.begin
     in_flight: list[int] = []
 
-    def watched(self: Engine, *, last: bool = False) -> Any:
+    def watched(self: Engine) -> Any:
         flight = one.generator.calls._flight
         assert flight is not None
         steps.append(len({id(flight.tickets[row.ticket][0]) for row in self.rows}))
         if not flight.waiting and not one.generator.calls._queue:
             threading.Event().wait(0.02)
-        return step(self, last=last)
+        return step(self)
 
     def beginning(self: Quarantine, shard: int, rows: int) -> Any:
         if shard in (1, 2):

@@ -10,6 +10,7 @@ import torch
 from oracle import oracle_logits, oracle_logits_each
 from tiny_models import LAYERS, VOCAB, tiny_model
 
+from actors.engine.cpu.executor import fastest_decoder
 from actors.engine.decoder import Decoder, part
 from actors.engine.library.packed_attention import packed
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
@@ -108,7 +109,7 @@ def test_the_order_is_that_of_explicit_elimination(
     rows = own_answers(decoder)
     expected = slow_ranking(decoder, rows, warmup, candidates)
     if prepared:
-        decoder.prepare_for_cpu()
+        decoder = fastest_decoder(decoder.model)
     got = rank_layers(decoder, rows, warmup=warmup, candidates=None if candidates == LAYERS else candidates)
     assert got.keep_order == expected.keep_order and got.tokens == expected.tokens
     assert got.divergence == pytest.approx(expected.divergence, rel=1e-3, abs=1e-5)
@@ -125,7 +126,7 @@ def test_agreement_is_that_of_explicit_passes(most: int) -> None:
         full, less = (oracle_logits_each(decoder, one, prompt, response[:-1])[1:] for one in (FULL, schedule))
         agreed += int((full.argmax(-1) == less.argmax(-1)).sum())
     expected = slow_divergence(decoder, rows, [1, 4])
-    decoder.prepare_for_cpu()
+    decoder = fastest_decoder(decoder.model)
     with torch.inference_mode(), packed(decoder.model):
         passes = keep_order.ResponsePasses(decoder, rows)
         found = passes.agreement((0, 2, 3, 5))
