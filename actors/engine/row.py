@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from actors.engine.constraints.constraint import AllowedTokens, Constraint
+from actors.engine.constraints.constraint import AllowedTokens
 from actors.engine.sampling.sampler import sample
 from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling
 from actors.engine.schedule.schedule import Schedule
@@ -97,19 +97,9 @@ class Row:
         elif len(self.tokens) >= self.limit:
             finish = FinishReason.LENGTH
         else:
-            self._prepare(progress)
             return None
         self.sampling.allowed = None
         return finish
-
-    def begin_constraint(self, constraint: Constraint) -> None:
-        """Before the first token."""
-        self.progress = self.sampling.allowed = constraint.begin()
-        self._prepare(self.progress)
-
-    def _prepare(self, progress: AllowedTokens) -> None:
-        if self.request.sampling.temperature > 0:  # a greedy row seldom needs its mask
-            progress.prepare()
 
 
 def begin_row(
@@ -127,7 +117,7 @@ def begin_row(
     limit = request.new_tokens_limit(context_length)
     row = Row(request, ticket, limit, sampling, ends, request.schedule or schedule)
     if request.constraint is not None:
-        row.begin_constraint(request.constraint)
+        row.progress = sampling.allowed = request.constraint.begin()
     elif request.sampling.min_new_tokens > 0:
         sampling.barred = [token for token in ends if token < vocab_size]
     return row

@@ -87,16 +87,6 @@ def test_windows_of_the_tiny_models_bite(name: str) -> None:
     assert (prefill(decoder, Recorder(), 0, IDS.shape[1]) - near).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("cap", ["attn_logit_softcapping", "final_logit_softcapping"])
-@torch.inference_mode()
-def test_caps_of_the_tiny_model_bite(cap: str) -> None:
-    model, uncapped = tiny_model("gemma2"), tiny_model("gemma2")
-    setattr(uncapped.config, cap, None)
-    for layer in uncapped.model.layers:
-        layer.self_attn.attn_logit_softcapping = uncapped.config.attn_logit_softcapping
-    assert (model(IDS).logits - uncapped(IDS).logits).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_saved_checkpoint_answers_as_the_model_in_memory(name: str, tmp_path: Path) -> None:
     """`load_decoder` chooses the attention that the family asks for."""

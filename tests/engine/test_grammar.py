@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,15 @@ import jsonschema
 import numpy as np
 import pytest
 import regex
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from oracle import oracle_logits_each
 from tiny_checkpoint import tiny_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from actors.answers import Prompt
-from actors.engine.constraints.constraint import Constraint, words_of
+from actors.engine.constraints.constraint import words_of
 from actors.engine.constraints.grammar import GrammarCompiler
-from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.constraints.output_format import OutputFormat
-from actors.engine.constraints.reasoning import AfterReasoning, Reasoning
 from actors.engine.sampling.sampler import sample
 from actors.engine.sampling.state import RowSampling
 from actors.engine.types import Request
@@ -184,47 +179,6 @@ def test_a_form_of_all_rows_and_white_space_that_it_asks_for(checkpoint: Path) -
     assert all(regex.fullmatch(" [a-c]{2} ", text) for text in done["generated_text"])
     assert done["error"].tolist() == [None] * 3
     assert "choice_probability" not in done
-
-
-def test_equal_forms_are_compiled_once(pair: list[Generator], monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
-    compile = GrammarCompiler.compile
-    monkeypatch.setattr(GrammarCompiler, "compile", lambda self, form: compiled.append(form) or compile(self, form))
-    form = [OutputFormat("regex", f"[0-9]{{{count}}}") for count in (2, 3, 2)]
-    rows = prompts(pair[0])
-    pair[0].answer([Prompt(rows[0].ids, "f", number, output_format=form[number]) for number in range(3)])
-    assert compiled == form[:2]
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, len(FORMS) + 1), st.integers(0, 4), st.booleans()), min_size=1, max_size=10),
-    st.sampled_from([VOCAB, 250]),
-    st.randoms(use_true_random=False),
-)
-def test_masks_that_were_prepared_are_those_that_are_not(
-    pair: list[Generator], asked: list[tuple[int, int, bool]], vocabulary: int, chance: random.Random
-) -> None:
-    """Of grammars, a row that thinks first, and labels; some prepared; also where the tokenizer has more tokens."""
-    compiler, decode = GrammarCompiler(pair[0].tokenizer, VOCAB, [END]), pair[0].tokenizer.decode
-    forms: list[Constraint] = [compiler.compile(form) for form in FORMS]
-    forms += [AfterReasoning(forms[0], Reasoning("<", ">"), decode, [END]), ChoiceTrie([[7, 8], [9]], END)]
-    rows, wanted = [], np.zeros((len(asked), words_of(vocabulary)), dtype=np.int32)
-    for mask, (form, tokens, prepared) in zip(wanted, asked, strict=True):
-        row, twin = forms[form].begin(), forms[form].begin()
-        for _ in range(tokens):
-            token = chance.choice([token for token in range(VOCAB) if row.allows(token)])
-            twin.advance(token)
-            if row.advance(token):  # it has ended: another one begins
-                row, twin = forms[form].begin(), forms[form].begin()
-        twin.write(mask)
-        if prepared:
-            row.prepare()
-        rows.append(row)
-    got = np.full_like(wanted, 7)
-    for row, mask in zip(rows, got, strict=True):
-        row.write(mask)
-    assert (got == wanted).all()
 
 
 def test_a_matcher_that_gives_up_is_an_error(pair: list[Generator]) -> None:

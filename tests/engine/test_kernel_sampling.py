@@ -36,8 +36,6 @@ class Allowed:
     def allows(self, token: int) -> bool:
         return token in self.tokens
 
-    def prepare(self) -> None: ...
-
     def write(self, bits: NDArray[np.int32]) -> None:
         for token in self.tokens:
             bits.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from engine_cases import STOP
-from hypothesis import given
+from engine_cases import PREFIX, SPECS, STOP, every_case, with_prefix
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import oracle
+from oracle import oracle, oracle_answers
 from tiny_models import LAYERS, VOCAB, tiny_model
 
 from actors.engine import scheduler as module
@@ -18,13 +19,13 @@ from actors.engine.engine import Engine
 from actors.engine.loop import generate
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.scheduler import begins_with, shared_prefixes
-from actors.engine.types import Request, SamplingParams
+from actors.engine.types import Completion, Request, SamplingParams
 
 SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
 nested_prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple), min_size=1, max_size=12)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def short_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEAST_TOKENS", 1)
     monkeypatch.setattr(module, "LEAST_SAVED", 1)
@@ -36,6 +37,8 @@ def computed(prompts: Sequence[tuple[int, ...]], prefixes: Sequence[tuple[int, .
     return sum(rest.values()) + sum(map(len, set(prefixes)))
 
 
+@pytest.mark.usefixtures("short_beginnings")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(nested_prompts, st.lists(st.integers(0, 2), max_size=3))
 def test_every_prompt_begins_with_its_prefix_and_no_token_is_computed_more_often(
     prompts: list[tuple[int, ...]], prefix: list[int]
@@ -50,6 +53,8 @@ def test_every_prompt_begins_with_its_prefix_and_no_token_is_computed_more_often
     assert computed(prompts, prefixes) <= computed(prompts, plain) + again
 
 
+@pytest.mark.usefixtures("short_beginnings")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(nested_prompts)
 def test_no_length_of_all_beginnings_saves_more(prompts: list[tuple[int, ...]]) -> None:
     ours = computed(prompts, shared_prefixes(prompts))
@@ -57,6 +62,7 @@ def test_no_length_of_all_beginnings_saves_more(prompts: list[tuple[int, ...]]) 
         assert ours <= computed(prompts, [prompt[:length] for prompt in prompts])
 
 
+@pytest.mark.usefixtures("short_beginnings")
 def test_beginnings_of_beginnings() -> None:
     category = {name: [name] * 4 for name in (7, 8)}
     prompts = [(1, 2, *category[name], question) for name in (7, 8) for question in range(20, 24)]
@@ -77,6 +83,7 @@ def with_categories(count: int, categories: int, seed: int) -> list[Request]:
     return rows
 
 
+@pytest.mark.usefixtures("short_beginnings")
 @pytest.mark.parametrize("scheduler", ["lock_step", "refill"])
 @pytest.mark.parametrize("max_rows", [3, 8, 40])
 def test_many_beginnings_change_no_token_and_are_computed_once(scheduler: str, max_rows: int) -> None:
@@ -90,3 +97,56 @@ def test_many_beginnings_change_no_token_and_are_computed_once(scheduler: str, m
             assert list(one.token_ids) == oracle(library, SCHEDULE, row, STOP, one.token_ids)
         tokens[share] = engine.take_stats().prompt_tokens
     assert tokens[True] <= tokens[False] - 12 * (32 - 4 - 40 // max_rows)  # a batch may begin amid a category
+
+
+def plain(decoder: Decoder, spec: ScheduleSpec, rows: list[Request]) -> list[Completion]:
+    engine = Engine(decoder, spec.build(LAYERS), STOP)
+    return [generate(engine, [row], budget_bytes=2**40, max_rows=1)[0] for row in rows]
+
+
+@every_case
+def test_a_shared_prefix_changes_no_token(decoder: Decoder, library: Decoder, spec: int) -> None:
+    schedule = SPECS[spec].build(LAYERS)
+    rows = with_prefix(13, seed=1)
+    got = generate(Engine(decoder, schedule, STOP), rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX)
+    tokens = [list(completion.token_ids) for completion in got]
+    assert tokens == oracle_answers(library, schedule, rows, STOP, tokens)
+
+
+def test_a_beginning_is_computed_once() -> None:
+    decoder = Decoder(tiny_model("llama"))
+    engine = Engine(decoder, ScheduleSpec(speedup=2, horizon=6).build(LAYERS), STOP)
+    rows = with_prefix(13, seed=2)
+    first = generate(engine, rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX)
+    sharing = [row for row in rows if list(row.prompt_ids[:17]) == PREFIX and len(row.prompt_ids) > 17]
+    whole = sum(len(row.prompt_ids) for row in rows)
+    stats = engine.take_stats()
+    assert stats.shared_prompt_tokens == 17 * len(sharing)
+    assert stats.prompt_tokens == whole - 17 * len(sharing) + 17
+    assert generate(engine, rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX) == first
+    assert engine.take_stats().prompt_tokens == whole - 17 * len(sharing)
+    other = generate(engine, rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX[:9])
+    assert [one.token_ids for one in other] == [one.token_ids for one in first]
+
+
+def test_samples_of_a_prompt_share_its_pass(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
+    sampling = SamplingParams(max_new_tokens=10, temperature=1.0)
+    rows = [Request([5 + row, 9, 11][: 1 + row], sampling, 100 * row + k) for row in range(3) for k in range(4)]
+    passes = []
+    alone = plain(decoder, ScheduleSpec(speedup=2, horizon=6), rows)
+    engine = Engine(decoder, schedule, STOP)
+    whole = engine.executor.prefill
+
+    def counting(prompts: Any, *rest: Any) -> Any:
+        passes.append(len(prompts))
+        return whole(prompts, *rest)
+
+    monkeypatch.setattr(engine.executor, "prefill", counting)
+    got = generate(engine, rows, budget_bytes=2**40, max_rows=12)
+    assert passes == [3]
+    assert [one.token_ids for one in got] == [one.token_ids for one in alone]
+    assert len({one.token_ids for one in got}) > 3
+    assert (engine.stats.prompt_tokens, engine.stats.shared_prompt_tokens) == (6, 18)
+    got = generate(Engine(decoder, schedule, STOP), rows, budget_bytes=2**40, max_rows=5, prefix=[5])
+    assert [one.token_ids for one in got] == [one.token_ids for one in alone]

@@ -40,9 +40,6 @@ class AllowedTokens(Protocol):
     def allows(self, token: int) -> bool:
         """Whether `token` may come next; usually faster than a mask."""
 
-    def prepare(self) -> None:
-        """Start to compute the mask that `write` is asked for next, in another thread if that is worth it."""
-
     def write(self, bits: Bits) -> None:
         """Set exactly the bits of the tokens that may come next."""
 

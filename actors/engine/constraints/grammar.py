@@ -8,8 +8,6 @@ end an answer are among the allowed ones.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -89,7 +87,6 @@ class GrammarProgress:
 
     def __init__(self, matcher: LLMatcher, stop_ids: frozenset[int]) -> None:
         self._matcher, self._stop_ids = matcher, stop_ids
-        self._mask: Future[bytes] | None = None
 
     @property
     def error(self) -> str | None:
@@ -103,14 +100,8 @@ class GrammarProgress:
             return self.is_complete()
         return bool(self._matcher.validate_tokens([token]) == 1)
 
-    def prepare(self) -> None:
-        """The mask is computed without Python's lock, while the model runs its next step."""
-        self._mask = _mask_thread().submit(self._matcher.compute_bitmask)
-
     def write(self, bits: Bits) -> None:
-        mask = self._matcher.compute_bitmask() if self._mask is None else self._mask.result()
-        self._mask = None
-        bits[:] = np.frombuffer(mask, np.int32, count=len(bits))
+        bits[:] = np.frombuffer(self._matcher.compute_bitmask(), np.int32, count=len(bits))
 
     def advance(self, token: int) -> bool:
         if token in self._stop_ids:
@@ -119,8 +110,3 @@ class GrammarProgress:
 
     def is_complete(self) -> bool:
         return bool(self._matcher.is_accepting())
-
-
-@cache
-def _mask_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "masks")

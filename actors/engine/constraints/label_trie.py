@@ -104,9 +104,6 @@ class LabelProgress:
     def allows(self, token: int) -> bool:
         return token in self._allowed()
 
-    def prepare(self) -> None:
-        """Nothing: the tokens of a node are known."""
-
     def write(self, bits: Bits) -> None:
         bits[:] = 0
         masks = bits.view("uint32")

@@ -155,10 +155,6 @@ class ReasoningProgress:
             return token not in self._constraint.stop_ids
         return self._inner.allows(token)
 
-    def prepare(self) -> None:
-        if self._thinking is None:
-            self._inner.prepare()
-
     def write(self, bits: Bits) -> None:
         if self._thinking is None:
             self._inner.write(bits)
