@@ -15,6 +15,7 @@ Knows nothing of Ray, Parquet or text: token ids in, token ids out.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 
 import torch
@@ -24,16 +25,7 @@ from actors.engine.cpu.executor import CpuExecutor, StackDecoder
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
 from actors.engine.library.executor import LibraryExecutor
-from actors.engine.row import (
-    Row,
-    begin_row,
-    depth_order,
-    distinct_prompts,
-    input_depths,
-    record,
-    rows_per_layer,
-    sample_rows,
-)
+from actors.engine.row import Row, begin_row, record
 from actors.engine.sampling.sampler import greedy, is_greedy, sample
 from actors.engine.sampling.state import Drawn
 from actors.engine.schedule.schedule import Schedule
@@ -111,6 +103,7 @@ class Engine:
         self._resize(SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens), allocates=True)
         self.stats.batches += 1
 
+    @torch.inference_mode()
     def _resize(self, shape: SlotShape, *, allocates: bool) -> bool:
         """Make slots of another shape, the first of which the rows in flight take; see `widen`."""
         if not self.executor.open(shape, [row.slot for row in self.rows], allocates=allocates):
@@ -159,22 +152,36 @@ class Engine:
         newcomers = [self._begin(request) for request in requests]
         layers = newcomers[0].schedule.prompt_layers
         assert all(row.schedule.prompt_layers == layers for row in newcomers), "prompts of different layers"
-        prompts, sources = distinct_prompts(requests)
-        lengths = [len(prompt) for prompt in prompts]
-        assert max(lengths) <= shape.prompt_tokens, "a longer prompt than open() allocated for"
+        numbers: dict[tuple[int, ...], int] = {}  # of the different prompts
+        sources = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
+        prompts = list(numbers)
+        assert max(map(len, prompts)) <= shape.prompt_tokens, "a longer prompt than open() allocated for"
         assert max(row.limit for row in newcomers) <= shape.max_new_tokens, "more new tokens than open() allocated for"
-        for row in newcomers:
-            row.slot = self._free.pop()
         slots = [row.slot for row in newcomers]
         logits, computed, of_prefix = self.executor.prefill(prompts, sources, slots, tuple(prefix), layers)
-        sample_rows(newcomers, logits, logprobs=self.cumulative_logprob)
+        record(newcomers, sample(logits, [row.sampling for row in newcomers], logprobs=self.cumulative_logprob))
         self.rows += newcomers
-        own = sum(lengths) - len(prefix) * len(prompts)
+        own = sum(map(len, prompts)) - len(prefix) * len(prompts)
         self.stats.prompt_tokens += own + of_prefix
         self.stats.padded_prompt_tokens += computed + of_prefix
         self.stats.shared_prompt_tokens += sum(len(request.prompt_ids) for request in requests) - own
         self.stats.prefill_seconds += time.perf_counter() - began
         return [row.ticket for row in newcomers]
+
+    def _begin(self, request: Request) -> Row:
+        """Return a row before its first token, with a new ticket and a slot."""
+        decoder = self.decoder
+        self._tickets += 1
+        row = begin_row(
+            request,
+            self._tickets,
+            context_length=decoder.context_length,
+            vocab_size=decoder.vocab_size,
+            stop_ids=self.stop_ids,
+            schedule=self.schedule,
+        )
+        row.slot = self._free.pop()
+        return row
 
     def close(self) -> None:
         """Drop the rows in flight; the counts of their steps are taken back. The cache's memory stays."""
@@ -201,30 +208,29 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> Ended:
         """Generate one token for every row in flight; returns the rows that have ended."""
-        began = time.perf_counter()
+        began, stats = time.perf_counter(), self.stats
         ended = self.retire()
-        if self.rows:
-            depths = self._sort_by_depth()
-            record(self.rows, self._sampled(rows_per_layer(depths, self.schedule)))
-            self._count_step(depths)
+        rows = self.rows
+        if rows:
+            # a row of another speed may have fallen below one that lies before it; equal depths keep their order
+            rows.sort(key=lambda row: row.schedule.depth(row.position))
+            depths = [row.schedule.depth(row.position) for row in rows]
+            record(rows, self._sampled([len(rows) - bisect_right(depths, rank) for rank in self.schedule.ranks]))
+            stats.decode_steps += len(rows)  # a step that ran out of memory counts nothing
+            stats.layer_steps += sum(depths)
+            stats.full_layer_steps += self.schedule.num_layers * len(rows)
             ended += self.retire()
-        self.stats.decode_seconds += time.perf_counter() - began
+        stats.decode_seconds += time.perf_counter() - began
         return ended
 
     def _sampled(self, per_layer: Sequence[int]) -> Drawn:
-        """The rows' next tokens; per_layer: how many youngest rows each layer runs for."""
+        """Return the rows' next tokens; per_layer: how many youngest rows each layer runs for."""
         rows, samplings = self.rows, [row.sampling for row in self.rows]
         tokens, slots = [row.tokens[-1] for row in rows], [row.slot for row in rows]
         positions = [len(row.request.prompt_ids) + row.position for row in rows]
         argmax = is_greedy(samplings, logprobs=self.cumulative_logprob)
         found = self.executor.decode(tokens, positions, slots, per_layer, greedy=argmax)
         return greedy(found.tolist()) if argmax else sample(found, samplings, logprobs=self.cumulative_logprob)
-
-    def _count_step(self, depths: Sequence[int]) -> None:
-        """After the step: one that ran out of memory counts nothing."""
-        self.stats.decode_steps += len(depths)
-        self.stats.layer_steps += sum(depths)
-        self.stats.full_layer_steps += self.schedule.num_layers * len(depths)
 
     def retire(self) -> Ended:
         """Remove the rows that have ended, and close their gaps; returns (ticket, completion) of each."""
@@ -241,25 +247,3 @@ class Engine:
         self.rows = [self.rows[index] for index in order]
         self.stats.generated_tokens += sum(len(row.tokens) for row in left)
         return left
-
-    def _sort_by_depth(self) -> list[int]:
-        """Move rows, where a row of another speed has fallen below one that lies before it; depths of their inputs."""
-        depths = input_depths(self.rows)
-        order = depth_order(depths)
-        if order is None:
-            return depths
-        self.rows = [self.rows[index] for index in order]
-        return [depths[row] for row in order]
-
-    def _begin(self, request: Request) -> Row:
-        """A row before its first token, with a new ticket."""
-        decoder, ticket = self.decoder, self._tickets
-        self._tickets += 1
-        return begin_row(
-            request,
-            ticket,
-            context_length=decoder.context_length,
-            vocab_size=decoder.vocab_size,
-            stop_ids=self.stop_ids,
-            schedule=self.schedule,
-        )

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from actors.engine.constraints.constraint import AllowedTokens
-from actors.engine.sampling.sampler import sample
 from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling
 from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import NOT_NUMBERS, Completion, FinishReason, Request, TokenLogprob
@@ -123,11 +119,6 @@ def begin_row(
     return row
 
 
-def sample_rows(rows: Sequence[Row], logits: Tensor, *, logprobs: bool) -> None:
-    """Sample the next token of each row from logits [B, V] and record it. logprobs: whether to sum their own."""
-    record(rows, sample(logits, [row.sampling for row in rows], logprobs=logprobs))
-
-
 def record(rows: Sequence[Row], sampled: Drawn) -> None:
     """Add to each row its next token, and end those that it ends."""
     for index, row in enumerate(rows):
@@ -146,31 +137,3 @@ def record(rows: Sequence[Row], sampled: Drawn) -> None:
         if sampling.allowed is not None and sampling.allowed.scored:
             row.choice_logprob += sampled.choice_logprobs[index]
         row.finish = row.advance()
-
-
-def input_depths(rows: Sequence[Row]) -> list[int]:
-    """Depth of each row's next input."""
-    return [row.schedule.depth(row.position) for row in rows]
-
-
-def depth_order(depths: list[int]) -> list[int] | None:
-    """The numbers of rows by their rising depths; None if they lie so. Equal depths keep their order.
-
-    Rows of one schedule that lie oldest first need no new order.
-    """
-    if depths == sorted(depths):
-        return None
-    return sorted(range(len(depths)), key=depths.__getitem__)
-
-
-def rows_per_layer(depths: list[int], schedule: Schedule) -> list[int]:
-    """How many of the youngest rows each layer runs for, from the depths of `input_depths`, which never fall."""
-    assert depths == sorted(depths), "rows must lie in the order of their depth"
-    return [len(depths) - bisect_right(depths, rank) for rank in schedule.ranks]
-
-
-def distinct_prompts(requests: Sequence[Request]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The different prompts of requests, and the number of each request's prompt among them."""
-    numbers: dict[tuple[int, ...], int] = {}
-    sources = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
-    return list(numbers), sources

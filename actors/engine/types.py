@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from actors.engine.errors import UserError, suggestion
 
 if TYPE_CHECKING:
     from actors.engine.constraints.constraint import Constraint
+    from actors.engine.sampling.stopping import StopStrings
     from actors.engine.schedule.schedule import Schedule
 
 EngineName = Literal["auto", "library", "vllm"]
@@ -155,18 +156,6 @@ def row_key(seed: int, source: str, row: int, sample: int = 0) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-class Ending(Protocol):
-    """Decides where an answer's text ends; the engine itself knows no text."""
-
-    def ended(self, tokens: Sequence[int]) -> bool:
-        """Whether the last token ends the answer."""
-        ...
-
-    def cut(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens` up to its end."""
-        ...
-
-
 @dataclass(frozen=True)
 class Request:
     """One row to answer.
@@ -175,7 +164,7 @@ class Request:
         prompt_ids: Token ids, at least one.
         sampling: Sampling parameters.
         key: 64-bit number that determines the row's random numbers, whatever its batch and its position there.
-        ending: For a row with stop strings.
+        ending: The row's stop strings.
         constraint: Form of the answer: labels, one of which it is, or a grammar.
         schedule: Layers of this row, in the engine's keep order; None: the engine's schedule.
     """
@@ -183,7 +172,7 @@ class Request:
     prompt_ids: Sequence[int]
     sampling: SamplingParams = SamplingParams()
     key: int = 0
-    ending: Ending | None = None
+    ending: StopStrings | None = None
     constraint: Constraint | None = None
     schedule: Schedule | None = None
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from actors.engine.sampling.stopping import StopStrings
+
 DATA = Path(__file__).parents[3] / "shared" / "data"
 TOKENS_A_WORD = 1.3  # of English text under common vocabularies; meaning representations have more
 SEED = 11
@@ -88,8 +90,8 @@ def make(kind: str, rows: int, vocabulary: int, context: int) -> Workload:
     return Workload(kind, prompts, new_tokens, max(new_tokens))
 
 
-class Forced:
-    """Ends a row at its n-th token, which nobody can foresee: the engine's protocol `Ending`."""
+class Forced(StopStrings):
+    """Ends a row at its n-th token, which nobody can foresee."""
 
     def __init__(self, new: int) -> None:
         self.new = new
@@ -97,7 +99,3 @@ class Forced:
     def ended(self, tokens: Sequence[int]) -> bool:
         """Whether the last of `tokens` ends the answer."""
         return len(tokens) >= self.new
-
-    def cut(self, tokens: Sequence[int]) -> str:
-        """No text is looked at."""
-        return ""

@@ -309,11 +309,8 @@ def test_a_head_that_the_screen_does_not_decide_changes_no_answer(monkeypatch: p
     want = [one.token_ids for one in answer(Engine(undecided, HALVED, STOP), rows)]
     monkeypatch.setattr("actors.engine.cpu.executor.UNDECIDED", 10**9)  # no candidate may be left
     assert [one.token_ids for one in answer(Engine(undecided, HALVED, STOP, cumulative_logprob=False), rows)] == want
-    assert (
-        isinstance(undecided, StackDecoder)
-        and undecided.screen is not None
-        and undecided.screen.undecided == undecided.screen.rows > 0
-    )
+    assert isinstance(undecided, StackDecoder) and undecided.screen is not None
+    assert undecided.screen(torch.randn(3, 32).to(BF16)).tolist() == [-1] * 3
 
 
 @builds

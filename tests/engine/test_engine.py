@@ -12,7 +12,7 @@ import torch
 from engine_cases import SPECS, STOP, answer, any_schedule, every_case, requests, thoroughly
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import oracle, oracle_answers, oracle_logits
+from oracle import oracle, oracle_logits
 from tiny_models import CONTEXT, LAYERS, tiny_model
 
 from actors.engine.cpu import products
@@ -33,18 +33,6 @@ def test_full_depth_equals_generate(decoder: Decoder, library: Decoder) -> None:
         )
         assert list(got.token_ids) == want[0, prompt.shape[1] :].tolist()
         assert got.finish_reason == (FinishReason.STOP if got.token_ids[-1] == 2 else FinishReason.LENGTH)
-
-
-def test_full_depth_equals_generate_in_one_padded_batch(decoder: Decoder, library: Decoder) -> None:
-    """The library's own batch: prompts padded on the left, masked."""
-    rows = [Request(row.prompt_ids, SamplingParams(max_new_tokens=12)) for row in requests(7, seed=2)]
-    longest = max(len(row.prompt_ids) for row in rows)
-    ids = torch.tensor([[0] * (longest - len(row.prompt_ids)) + list(row.prompt_ids) for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row.prompt_ids)) + [1] * len(row.prompt_ids) for row in rows])
-    want = library.model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)[:, longest:].tolist()
-    got = answer(Engine(decoder, ScheduleSpec().build(LAYERS), {2}), rows)
-    for tokens, completion in zip(want, got, strict=True):
-        assert tokens[: len(completion.token_ids)] == list(completion.token_ids)
 
 
 @every_case
@@ -77,32 +65,6 @@ def test_a_row_alone_equals_the_row_in_any_batch(decoder: Decoder, sampled: bool
         together = answer(Engine(decoder, schedule, STOP), [rows[place] for place in shuffled], max_rows=max_rows)
         for place, got in zip(shuffled, together, strict=True):
             assert got.token_ids == alone[place]
-
-
-def refill(engine: Engine, rows: Sequence[Request], places: int, rng: random.Random) -> list[Completion]:
-    """Admit rows at random steps wherever there is room."""
-    engine.open(places, max(len(row.prompt_ids) for row in rows), max(row.sampling.max_new_tokens for row in rows))
-    waiting, tickets, ended = list(range(len(rows))), {}, []
-    while waiting or engine.rows:
-        room = places - len(engine.rows)
-        if waiting and room and (not engine.rows or rng.random() < 0.5):
-            count = rng.randint(1, room)
-            group, waiting = waiting[:count], waiting[count:]
-            tickets.update(zip(engine.admit([rows[row] for row in group]), group, strict=True))
-            ended += engine.retire()
-        else:
-            ended += engine.step()
-    done = {tickets[ticket]: completion for ticket, completion in ended}
-    return [done[row] for row in range(len(rows))]
-
-
-@every_case
-def test_rows_admitted_in_mid_flight_equal_the_oracle(decoder: Decoder, library: Decoder, spec: int) -> None:
-    schedule = SPECS[spec].build(LAYERS)
-    rows = requests(10, seed=3, sampled=True)
-    engine = Engine(decoder, schedule, STOP)
-    got = [list(completion.token_ids) for completion in refill(engine, rows, 5, random.Random(7))]
-    assert got == oracle_answers(library, schedule, rows, STOP, got)
 
 
 @thoroughly

@@ -6,6 +6,104 @@
 
 namespace {
 
+inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Keys and values of the tokens that precede all prompts, packed head by head.
+template <class T>
+struct Prefix {
+    const T *keys, *values;  // [heads, size, width], [heads, size rounded up, width]: see pack_prefix
+    int64_t tokens;
+};
+
+// Where the norms of attention and feed-forward lie, as in layer_weights.py.
+enum Placement : int64_t { INPUT = 0, RESIDUAL = 1, OUTPUT = 2 };
+
+// The layout of `_Layer` in stack.py. Weights are packed for products; queries, keys and values are one, and so are gate and
+// up.
+template <class T>
+struct Layer {
+    const T *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias;  // no bias: RMSNorm
+    const T *query_norm, *key_norm;  // RMSNorm of queries and keys, or null
+    const T *qkv, *qkv_bias, *output, *output_bias, *up, *up_bias, *down, *down_bias;
+    int64_t hidden, heads, group, size, intermediate;
+    int64_t gated;         // silu(gate) * up; else relu(up)
+    int64_t placement;     // a Placement
+    int64_t joined_heads;  // whether query_norm and key_norm are of all heads together, not of each head
+    int64_t rope;          // whether queries and keys are rotated
+    int64_t window;        // slots that a token attends to at most; 0: all
+    int64_t quantized;     // whether the products' weights are int8
+    float attention_epsilon, mlp_epsilon, head_epsilon, scale;
+};
+
+// Keys and values of a layer, [places, heads, held, size] each, of one layout; keys are null where there are none.
+template <class T>
+struct Buffers {
+    T *keys, *values;
+    int64_t places, held, row, head;
+};
+
+// One new token a row. The layout of `_Step` in stack.py.
+template <class T>
+struct Step {
+    T* hidden;                 // [rows, hidden], output
+    const T *cosines, *sines;  // [rows, rotary], or null: set by `run_step`
+    const int64_t* tokens;     // [rows]
+    const int64_t* places;     // [rows], in keys and values
+    const int64_t* slots;      // [rows], of the new token, the last that it attends to: its position
+    int64_t rotary, rows;
+};
+
+// What the first layer's input is made of. The layout of `_Inputs` in stack.py.
+template <class T>
+struct Inputs {
+    const T *embeddings, *learned;  // [embedded, hidden]; [positions, hidden], added by position, or null
+    const T *cosines, *sines;       // [positions, rotary], or null
+    int64_t embedded, positions, rotary;
+};
+
+// Prompts one behind another: prompt p is tokens starts[p] ... starts[p + 1] - 1. The layout of `_Prompts` in stack.py.
+template <class T>
+struct Prompts {
+    T* hidden;                 // [tokens, hidden], input and output
+    const T *cosines, *sines;  // [tokens, rotary], or null
+    T *keys, *values;          // [places, heads, held, size] each, of one layout, or null
+    const int64_t* starts;     // [prompts + 1]
+    const int64_t* places;     // [rows], in keys and values
+    const int64_t* sources;    // [rows], the prompt of each row
+    Prefix<T> prefix;          // of all prompts, or null and 0; the slots before `keys` and `values` hold it already
+    int64_t rotary, prompts, rows, buffer_row, buffer_head;
+};
+
+constexpr int64_t TOKENS = 256;  // run together where prompts allow: intermediate results stay in the second cache
+
+// Intermediate results between products; without memory, their size.
+template <class T>
+struct Workspace {
+    T *normed, *between, *qkv, *attended, *up, *gated;
+    char* codes;                    // of the largest input of a product with int8 weights
+    float* scratch;                 // of attention: `scratch_each` numbers a thread
+    int64_t queries, states, wide;  // numbers of a token in attended, qkv and up
+    int64_t together;               // tokens in the feed-forward at once
+    int64_t scratch_each, bytes;
+
+    Workspace(const Layer<T>& l, int64_t tokens, int64_t scratch_each, int64_t threads, char* memory)
+        : queries(l.heads * l.group * l.size), states(queries + 2 * l.heads * l.size),
+          wide(l.gated ? 2 * l.intermediate : l.intermediate), together(std::min(tokens, TOKENS)), scratch_each(scratch_each) {
+        char* at = memory;
+        auto take = [&](auto*& part, int64_t count) {
+            part = (std::decay_t<decltype(part)>)at;
+            at += rounded_up(count * sizeof *part, 64);
+        };
+        take(normed, tokens * l.hidden), take(between, tokens * l.hidden), take(qkv, tokens * states);
+        take(attended, tokens * queries), take(up, together * wide), take(gated, together * l.intermediate);
+        take(scratch, threads * scratch_each);
+#if CAN_QUANTIZE  // whether this layer has them or not: others may, and memory that no layer touches costs nothing
+        take(codes, std::max(bytes_of_codes(tokens, std::max(l.hidden, queries)), bytes_of_codes(together, l.intermediate)));
+#endif
+        bytes = at - memory;
+    }
+};
+
 // The inputs and output of one key/value head of one row; it attends to slots first ... last - 1.
 template <class T>
 struct Head {
@@ -101,78 +199,41 @@ void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, in
         }
 }
 
-// Queries of rows of `query_row` numbers; keys and values [places, heads, slots, size] each, of one layout.
-template <class T>
-struct Attention {
-    const T *query, *keys, *values;
-    T* out;  // [rows, heads, group, size]
-    int64_t rows, heads, group, size, query_row, buffer_row, buffer_head;
-    const int64_t* places;  // [rows], in keys and values
-    const int64_t* slots;   // [rows], the last slot a row attends to
-    int64_t window;         // slots that it attends to at most; 0: all up to the last
-    float scale;
-    float* scratch;         // of every thread, `scratch_of` numbers
-    int64_t scratch_each;
-};
-
 // float32 numbers that a thread needs for rows of up to `width` slots.
 inline int64_t step_scratch(int64_t group, int64_t size, int64_t width) {
     return group * (4 * ((size + PAIR - 1) / PAIR) + (width + LANES - 1) / LANES + 1) * LANES;
 }
 
-// All rows, divided among the threads of the calling parallel region. `before(row, head)` runs before a head is read.
+// The youngest rows of a step, from `first` on: w.qkv -> w.attended, divided among the threads of the calling parallel
+// region. `before(row, head)` runs before a head is read.
 template <class T, class Before>
-void attend(const Attention<T>& a, Before before) {
+void attend(const Layer<T>& l, const Buffers<T>& b, const Workspace<T>& w, const Step<T>& all, int64_t first, Before before) {
     static constexpr decltype(&attend_head<T, 1, false>) forms[][2] = {
         {attend_head<T, 1, false>, attend_head<T, 1, true>}, {attend_head<T, 2, false>, attend_head<T, 2, true>},
         {attend_head<T, 3, false>, attend_head<T, 3, true>}, {attend_head<T, 4, false>, attend_head<T, 4, true>},
         {attend_head<T, 5, false>, attend_head<T, 5, true>}, {attend_head<T, 6, false>, attend_head<T, 6, true>},
         {attend_head<T, 7, false>, attend_head<T, 7, true>}, {attend_head<T, 8, false>, attend_head<T, 8, true>}};
-    const auto run = forms[(a.size + PAIR - 1) / PAIR - 1][a.size % PAIR != 0];
+    const auto run = forms[(l.size + PAIR - 1) / PAIR - 1][l.size % PAIR != 0];
     auto head_of = [&](int64_t task) {
-        const int64_t row = task / a.heads, head = task % a.heads, last = a.slots[row] + 1;
-        const int64_t at = a.places[row] * a.buffer_row + head * a.buffer_head;
-        return Head<T>{a.query + row * a.query_row + head * a.group * a.size, a.keys + at, a.values + at,
-                       a.out + task * a.group * a.size, a.window ? std::max<int64_t>(0, last - a.window) : 0, last};
+        const int64_t row = task / l.heads, head = task % l.heads, last = all.slots[first + row] + 1;
+        const int64_t at = all.places[first + row] * b.row + head * b.head;
+        return Head<T>{w.qkv + row * w.states + head * l.group * l.size, b.keys + at, b.values + at,
+                       w.attended + task * l.group * l.size, l.window ? std::max<int64_t>(0, last - l.window) : 0, last};
     };
-    const int64_t tasks = a.rows * a.heads;
-    float* scratch = a.scratch + omp_get_thread_num() * a.scratch_each;
+    const int64_t tasks = (all.rows - first) * l.heads;
+    float* scratch = w.scratch + omp_get_thread_num() * w.scratch_each;
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < tasks; task++) {
         const Head<T> head = head_of(task), next = task + 1 < tasks ? head_of(task + 1) : head;
-        before(task / a.heads, task % a.heads);
-        run(head, next.keys + next.first * a.size, next.last - next.first, a.group, a.size, a.scale, scratch);
+        before(task / l.heads, task % l.heads);
+        run(head, next.keys + next.first * l.size, next.last - next.first, l.group, l.size, l.scale, scratch);
     }
 }
 
 // Causal attention of prompts, by the tiles of products: a head's keys and values are packed once and multiplied with
 // blocks of its queries, up to the last key that a block attends to. Scores and sums are float32.
 
-// Keys and values of the tokens that precede all prompts, packed head by head.
-template <class T>
-struct Prefix {
-    const T *keys, *values;  // [heads, size, width], [heads, size rounded up, width]: see pack_prefix
-    int64_t tokens;
-};
-
-// Prompts lie one behind another: prompt p is tokens starts[p] - starts[0] ... starts[p + 1] - starts[0] - 1.
-template <class T>
-struct PromptAttention {
-    const T *query, *keys, *values;  // [tokens, heads, group, size], [tokens, heads, size] each
-    const int64_t* starts;           // [prompts + 1]
-    T* out;                          // [tokens, heads, group, size], contiguous
-    int64_t prompts, heads, group, size;
-    int64_t token;   // numbers from token to token in query, keys and values
-    int64_t window;  // tokens that a token attends to at most; 0: all before it
-    float scale;
-    Prefix<T> prefix;
-    float* scratch;  // of every thread, `prompt_scratch` numbers
-    int64_t scratch_each;
-};
-
 constexpr int64_t QUERIES = 32;  // in a block
-
-inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Keys [tokens, size] -> [tokens / 48 rounded up, size / FACTORS, 48, FACTORS]; slots behind the last token stay unchanged.
 template <class T>
@@ -228,6 +289,13 @@ inline void write_mean(const float* sums, const float* before, float total, int6
     }
 }
 
+template <class T>
+int64_t longest_of(const Prompts<T>& p, int64_t first, int64_t last) {
+    int64_t longest = 0;
+    for (int64_t i = first; i < last; i++) longest = std::max(longest, p.starts[i + 1] - p.starts[i]);
+    return longest;
+}
+
 // A thread's memory for prompts of up to `longest` tokens; without memory, its size.
 template <class T>
 struct PromptScratch {
@@ -246,50 +314,50 @@ struct PromptScratch {
     }
 };
 
-// All prompts, divided among the threads of the calling parallel region.
+// Prompts first ... last - 1: w.qkv -> w.attended, divided among the threads of the calling parallel region.
 template <class T>
-inline void attend_prompts(const PromptAttention<T>& a) {
-    int64_t longest = 0;
-    for (int64_t p = 0; p < a.prompts; p++) longest = std::max(longest, a.starts[p + 1] - a.starts[p]);
-    const PromptScratch<T> s(longest, a.prefix.tokens, a.size, a.scratch + omp_get_thread_num() * a.scratch_each);
-    const int64_t before = rounded_up(a.prefix.tokens, PANEL), out_token = a.heads * a.group * a.size;
+inline void attend_prompts(const Layer<T>& l, const Prompts<T>& p, const Workspace<T>& w, int64_t first, int64_t last) {
+    const int64_t *starts = p.starts + first, size = l.size, longest = longest_of(p, first, last);
+    const T *all_keys = w.qkv + w.queries, *all_values = all_keys + l.heads * size;
+    const PromptScratch<T> s(longest, p.prefix.tokens, size, w.scratch + omp_get_thread_num() * w.scratch_each);
+    const int64_t before = rounded_up(p.prefix.tokens, PANEL);
     // with fewer heads than threads, the blocks of a head's queries are divided among several tasks
-    const int64_t heads = a.prompts * a.heads, parts = (omp_get_num_threads() + heads - 1) / heads;
+    const int64_t heads = (last - first) * l.heads, parts = (omp_get_num_threads() + heads - 1) / heads;
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < heads * parts; task++) {
-        const int64_t* mine = a.starts + task / parts / a.heads;
-        const int64_t start = mine[0] - a.starts[0], tokens = mine[1] - mine[0];
-        const int64_t head = task / parts % a.heads, even = rounded_up(tokens, FACTORS<T>);
+        const int64_t* mine = starts + task / parts / l.heads;
+        const int64_t start = mine[0] - starts[0], tokens = mine[1] - mine[0];
+        const int64_t head = task / parts % l.heads, even = rounded_up(tokens, FACTORS<T>);
         const int64_t begin_at = task % parts * QUERIES;
         if (begin_at >= tokens) continue;
-        pack_keys(a.keys + start * a.token + head * a.size, a.token, tokens, a.size, s.keys);
-        pack_values(a.values + start * a.token + head * a.size, a.token, tokens, a.size, even, s.values);
-        const T *keys_before = a.prefix.keys + head * before * a.size;
-        const T *values_before = a.prefix.values + head * before * s.size;
-        for (int64_t g = 0; g < a.group; g++) {
-            const T* query = a.query + start * a.token + (head * a.group + g) * a.size;
-            T* out = a.out + start * out_token + (head * a.group + g) * a.size;
+        pack_keys(all_keys + start * w.states + head * size, w.states, tokens, size, s.keys);
+        pack_values(all_values + start * w.states + head * size, w.states, tokens, size, even, s.values);
+        const T *keys_before = p.prefix.keys + head * before * size;
+        const T *values_before = p.prefix.values + head * before * s.size;
+        for (int64_t g = 0; g < l.group; g++) {
+            const T* query = w.qkv + start * w.states + (head * l.group + g) * size;
+            T* out = w.attended + start * w.queries + (head * l.group + g) * size;
             for (int64_t begin = begin_at; begin < tokens; begin += parts * QUERIES) {
                 const int64_t end = std::min(begin + QUERIES, tokens), held = end - begin;
                 const int64_t seen_keys = rounded_up(end, FACTORS<T>), weighed = before + seen_keys;
                 auto score = [&](const T* panel, int64_t at) {
                     const Keep kept{s.scores + at, s.width};
-                    sum_panel(query + begin * a.token, a.token, panel, a.size, held, kept, kept);
+                    sum_panel(query + begin * w.states, w.states, panel, size, held, kept, kept);
                 };
-                for (int64_t key = 0; key < before; key += PANEL) score(keys_before + key * a.size, key);
-                for (int64_t key = 0; key < end; key += PANEL) score(s.keys + key * a.size, before + key);
+                for (int64_t key = 0; key < before; key += PANEL) score(keys_before + key * size, key);
+                for (int64_t key = 0; key < end; key += PANEL) score(s.keys + key * size, before + key);
                 const T* weights = nullptr;  // [held, s.width]
                 for (int64_t m = 0; m < held; m++) {
                     float* scores = s.scores + m * s.width;
                     const int64_t seen = before + begin + m + 1, whole = rounded_up(seen, LANES);
                     std::fill(scores + seen, scores + whole, -INFINITY);
-                    std::fill(scores + a.prefix.tokens, scores + before, -INFINITY);
-                    if (a.window) {  // keys before the first that the token attends to
-                        const int64_t first = std::max<int64_t>(0, a.prefix.tokens + begin + m + 1 - a.window);
-                        std::fill(scores, scores + std::min(first, a.prefix.tokens), -INFINITY);
-                        std::fill(scores + before, scores + before + std::max<int64_t>(0, first - a.prefix.tokens), -INFINITY);
+                    std::fill(scores + p.prefix.tokens, scores + before, -INFINITY);
+                    if (l.window) {  // keys before the first that the token attends to
+                        const int64_t first = std::max<int64_t>(0, p.prefix.tokens + begin + m + 1 - l.window);
+                        std::fill(scores, scores + std::min(first, p.prefix.tokens), -INFINITY);
+                        std::fill(scores + before, scores + before + std::max<int64_t>(0, first - p.prefix.tokens), -INFINITY);
                     }
-                    s.totals[m] = exponentials(scores, whole / LANES, a.scale);
+                    s.totals[m] = exponentials(scores, whole / LANES, l.scale);
                     std::fill(scores + whole, scores + std::max(whole, rounded_up(weighed, LANES)), 0.0f);
                     const T* row = weights_of(scores, s.weights + m * s.width, rounded_up(weighed, LANES));
                     if (m == 0) weights = row;
@@ -297,13 +365,13 @@ inline void attend_prompts(const PromptAttention<T>& a) {
                 auto mean = [&](const T* by, const T* panel, int64_t keys, float* to) {
                     sum_panel(by, s.width, panel, keys, held, Keep{to, s.size}, Keep{to, s.size});
                 };
-                for (int64_t d = 0; d < a.size; d += PANEL) {
+                for (int64_t d = 0; d < size; d += PANEL) {
                     mean(weights + before, s.values + d * even, seen_keys, s.sums + d);
                     if (before) mean(weights, values_before + d * before, before, s.sums_before + d);
                 }
                 for (int64_t m = 0; m < held; m++)
-                    write_mean(s.sums + m * s.size, before ? s.sums_before + m * s.size : nullptr, s.totals[m], a.size,
-                               out + (begin + m) * out_token);
+                    write_mean(s.sums + m * s.size, before ? s.sums_before + m * s.size : nullptr, s.totals[m], size,
+                               out + (begin + m) * w.queries);
             }
         }
     }

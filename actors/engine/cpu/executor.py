@@ -82,11 +82,6 @@ class Screen:
 
     A product in 8 bits, of half the time, bounds every logit; only those that may be the highest are computed in
     bfloat16, to the same bits as the whole product has: screen.h.
-
-    Attributes:
-        rows: Rows that were screened since the start.
-        candidates: Logits that were computed for them.
-        undecided: Rows that need the whole head.
     """
 
     def __init__(self, weight: Tensor, norm: NormWeights) -> None:
@@ -99,20 +94,15 @@ class Screen:
         assert all(part is None or part.is_contiguous() for part in self._held)
         addresses = (None if part is None else part.data_ptr() for part in self._held)
         self._fields = _Screen(*addresses, weight.shape[1], len(weight), len(weight) // UNDECIDED, norm.eps)
-        self.rows = self.candidates = self.undecided = 0
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[N, E] before the norm -> tokens [N], the first of equally likely ones; -1: not decided."""
         hidden = hidden.contiguous()
         rows, size = hidden.shape
         assert hidden.dtype == torch.bfloat16 and size == self._fields.inputs
-        found = torch.empty(2, rows, dtype=torch.int64)  # tokens, candidates
-        addresses = hidden.data_ptr(), found[0].data_ptr(), found[1].data_ptr()
-        kernel("likeliest", hidden.dtype)(ctypes.byref(self._fields), *addresses, rows)
-        self.rows += rows
-        self.candidates += int(found[1].sum())
-        self.undecided += int((found[0] < 0).sum())
-        return found[0]
+        tokens = torch.empty(rows, dtype=torch.int64)
+        kernel("likeliest", hidden.dtype)(ctypes.byref(self._fields), hidden.data_ptr(), tokens.data_ptr(), rows)
+        return tokens
 
 
 def _bounded(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ int64_t status_of(Run run) {
 #define KERNELS(T, NAME) \
     extern "C" int64_t step_##NAME(const Layer<T>* layers, const Buffers<T>* buffers, const int64_t* counts, \
                                    const Step<T>* step, const Inputs<T>* inputs, int64_t count) { \
-        return status_of([=] { return run_step(layers, buffers, counts, count, *step, inputs); }); \
+        return status_of([=] { return run_step(layers, buffers, counts, count, *step, *inputs); }); \
     } \
     extern "C" int64_t prompts_##NAME(const Layer<T>* layer, const Prompts<T>* prompts) { \
         return status_of([=] { return run_prompts(*layer, *prompts), true; }); \
@@ -84,11 +84,10 @@ extern "C" int64_t multiply_int8_bfloat16(const BFloat16* x, const char* weight,
     });
 }
 
-extern "C" int64_t likeliest_bfloat16(const Screen* screen, const BFloat16* hidden, int64_t* tokens, int64_t* candidates,
-                                      int64_t rows) {
+extern "C" int64_t likeliest_bfloat16(const Screen* screen, const BFloat16* hidden, int64_t* tokens, int64_t rows) {
     return status_of([=] {
         for (int64_t row = 0; row < rows; row += MOST_ROWS)
-            likeliest(*screen, hidden + row * screen->inputs, tokens + row, candidates + row, std::min(MOST_ROWS, rows - row));
+            likeliest(*screen, hidden + row * screen->inputs, tokens + row, std::min(MOST_ROWS, rows - row));
         return true;
     });
 }

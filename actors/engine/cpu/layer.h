@@ -9,95 +9,7 @@
 
 namespace {
 
-// Where the norms of attention and feed-forward lie, as in layer_weights.py.
-enum Placement : int64_t { INPUT = 0, RESIDUAL = 1, OUTPUT = 2 };
-
-// The layout of `_Layer` in stack.py. Weights are packed for products; queries, keys and values are one, and so are gate and
-// up.
-template <class T>
-struct Layer {
-    const T *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias;  // no bias: RMSNorm
-    const T *query_norm, *key_norm;  // RMSNorm of queries and keys, or null
-    const T *qkv, *qkv_bias, *output, *output_bias, *up, *up_bias, *down, *down_bias;
-    int64_t hidden, heads, group, size, intermediate;
-    int64_t gated;         // silu(gate) * up; else relu(up)
-    int64_t placement;     // a Placement
-    int64_t joined_heads;  // whether query_norm and key_norm are of all heads together, not of each head
-    int64_t rope;          // whether queries and keys are rotated
-    int64_t window;        // slots that a token attends to at most; 0: all
-    int64_t quantized;     // whether the products' weights are int8
-    float attention_epsilon, mlp_epsilon, head_epsilon, scale;
-};
-
-// Keys and values of a layer, [places, heads, held, size] each, of one layout; keys are null where there are none.
-template <class T>
-struct Buffers {
-    T *keys, *values;
-    int64_t places, held, row, head;
-};
-
-// One new token a row. The layout of `_Step` in stack.py.
-template <class T>
-struct Step {
-    T* hidden;                 // [rows, hidden], input and output; with `tokens`, output alone
-    const T *cosines, *sines;  // [rows, rotary], or null; with `tokens`, those of `Inputs`
-    const int64_t* tokens;     // [rows], or null
-    const int64_t* places;     // [rows], in keys and values
-    const int64_t* slots;      // [rows], of the new token, the last that it attends to: its position
-    int64_t rotary, rows;
-};
-
-// What the first layer's input is made of. The layout of `_Inputs` in stack.py.
-template <class T>
-struct Inputs {
-    const T *embeddings, *learned;  // [embedded, hidden]; [positions, hidden], added by position, or null
-    const T *cosines, *sines;       // [positions, rotary], or null
-    int64_t embedded, positions, rotary;
-};
-
-// Prompts one behind another: prompt p is tokens starts[p] ... starts[p + 1] - 1. The layout of `_Prompts` in stack.py.
-template <class T>
-struct Prompts {
-    T* hidden;                 // [tokens, hidden], input and output
-    const T *cosines, *sines;  // [tokens, rotary], or null
-    T *keys, *values;          // [places, heads, held, size] each, of one layout, or null
-    const int64_t* starts;     // [prompts + 1]
-    const int64_t* places;     // [rows], in keys and values
-    const int64_t* sources;    // [rows], the prompt of each row
-    Prefix<T> prefix;          // of all prompts, or null and 0; the slots before `keys` and `values` hold it already
-    int64_t rotary, prompts, rows, buffer_row, buffer_head;
-};
-
-constexpr int64_t TOKENS = 256;  // run together where prompts allow: intermediate results stay in the second cache
 constexpr int64_t FEWEST = 64;   // of a thread's own, which reads all weights for them
-
-// Intermediate results between products; without memory, their size.
-template <class T>
-struct Workspace {
-    T *normed, *between, *qkv, *attended, *up, *gated;
-    char* codes;                    // of the largest input of a product with int8 weights
-    float* scratch;                 // of attention: `scratch_each` numbers a thread
-    int64_t queries, states, wide;  // numbers of a token in attended, qkv and up
-    int64_t together;               // tokens in the feed-forward at once
-    int64_t scratch_each, bytes;
-
-    Workspace(const Layer<T>& l, int64_t tokens, int64_t scratch_each, int64_t threads, char* memory)
-        : queries(l.heads * l.group * l.size), states(queries + 2 * l.heads * l.size),
-          wide(l.gated ? 2 * l.intermediate : l.intermediate), together(std::min(tokens, TOKENS)), scratch_each(scratch_each) {
-        char* at = memory;
-        auto take = [&](auto*& part, int64_t count) {
-            part = (std::decay_t<decltype(part)>)at;
-            at += rounded_up(count * sizeof *part, 64);
-        };
-        take(normed, tokens * l.hidden), take(between, tokens * l.hidden), take(qkv, tokens * states);
-        take(attended, tokens * queries), take(up, together * wide), take(gated, together * l.intermediate);
-        take(scratch, threads * scratch_each);
-#if CAN_QUANTIZE  // whether this layer has them or not: others may, and memory that no layer touches costs nothing
-        take(codes, std::max(bytes_of_codes(tokens, std::max(l.hidden, queries)), bytes_of_codes(together, l.intermediate)));
-#endif
-        bytes = at - memory;
-    }
-};
 
 // Memory of a thread, aligned to 64 bytes, that is kept from call to call.
 class Kept {
@@ -198,8 +110,7 @@ inline void step_layer(const Layer<T>& l, const Buffers<T>& b, const Workspace<T
     };
     T* hidden = all.hidden + first * l.hidden;
     project(l, w, hidden, rows);
-    attend(Attention<T>{w.qkv, b.keys, b.values, w.attended, rows, l.heads, l.group, l.size, w.states, b.row, b.head, places,
-                        slots, l.window, l.scale, w.scratch, w.scratch_each}, before);
+    attend(l, b, w, all, first, before);
     finish(l, w, hidden, rows);
 }
 
@@ -221,11 +132,10 @@ bool embed(const Inputs<T>& e, int64_t size, const Step<T>& s, T* tables) {
 }
 
 // Layer i over the counts[i] youngest rows, none where that is 0; all layers have one shape, some of them plain weights
-// and others quantized ones. inputs: for a step of tokens, else null. Returns whether all tokens, places and slots exist; if
-// not, nothing is done.
+// and others quantized ones. Returns whether all tokens, places and slots exist; if not, nothing is done.
 template <class T>
 bool run_step(const Layer<T>* layers, const Buffers<T>* buffers, const int64_t* counts, int64_t count, Step<T> s,
-              const Inputs<T>* inputs) {
+              const Inputs<T>& inputs) {
     for (int64_t i = 0; i < count; i++) {
         const int64_t first = s.rows - counts[i];
         if (counts[i] && !(buffers[i].keys && inside(s.places + first, counts[i], buffers[i].places) &&
@@ -234,14 +144,12 @@ bool run_step(const Layer<T>* layers, const Buffers<T>* buffers, const int64_t* 
     }
     const int64_t width = 1 + *std::max_element(s.slots, s.slots + s.rows), threads = omp_get_max_threads();
     const int64_t scratch = step_scratch(layers->group, layers->size, width);
-    const int64_t tables = inputs ? rounded_up(2 * s.rows * inputs->rotary * sizeof(T), 64) : 0;
+    const int64_t tables = rounded_up(2 * s.rows * inputs.rotary * sizeof(T), 64);
     static thread_local Kept kept;
     char* memory = kept.at_least(tables + Workspace<T>(*layers, s.rows, scratch, threads, nullptr).bytes);
     const Workspace<T> w(*layers, s.rows, scratch, threads, memory + tables);
-    if (inputs) {
-        if (!embed(*inputs, layers->hidden, s, (T*)memory)) return false;
-        s.rotary = inputs->rotary, s.cosines = (T*)memory, s.sines = s.cosines + s.rows * s.rotary;
-    }
+    if (!embed(inputs, layers->hidden, s, (T*)memory)) return false;
+    s.rotary = inputs.rotary, s.cosines = (T*)memory, s.sines = s.cosines + s.rows * s.rotary;
 #pragma omp parallel
     for (int64_t i = 0; i < count; i++)
         if (counts[i]) step_layer(layers[i], buffers[i], w, s, counts[i]);
@@ -282,34 +190,41 @@ struct Groups {
     }
 };
 
+// Writes keys and values of prompts first ... last - 1 to the first slots of their rows.
+template <class T>
+void keep(const Layer<T>& l, const Prompts<T>& p, const Workspace<T>& w, int64_t first, int64_t last) {
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < p.rows * l.heads; task++) {
+        const int64_t row = task / l.heads, head = task % l.heads, prompt = p.sources[row];
+        if (prompt < first || prompt >= last) continue;
+        const T* key = w.qkv + (p.starts[prompt] - p.starts[first]) * w.states + w.queries + head * l.size;
+        const int64_t to = p.places[row] * p.buffer_row + head * p.buffer_head;
+        for (int64_t slot = 0; slot < p.starts[prompt + 1] - p.starts[prompt]; slot++, key += w.states) {
+            std::memcpy(p.keys + to + slot * l.size, key, l.size * sizeof(T));
+            std::memcpy(p.values + to + slot * l.size, key + l.heads * l.size, l.size * sizeof(T));
+        }
+    }
+}
+
 // A layer over prompts first ... last - 1, by all threads of the calling parallel region.
 template <class T>
 inline void run_group(const Layer<T>& l, const Prompts<T>& p, const Workspace<T>& w, int64_t first, int64_t last) {
-    T *keys = w.qkv + w.queries, *values = keys + l.heads * l.size;
     const int64_t start = p.starts[first], tokens = p.starts[last] - start;
     T* hidden = p.hidden + start * l.hidden;
     project(l, w, hidden, tokens);
     if (l.rope)
         rotate(w.qkv, p.cosines + start * p.rotary, p.sines + start * p.rotary, tokens, l.heads * (l.group + 1), l.size,
                p.rotary, w.states);
-    if (p.keys) {
-        fill(keys, p.keys, p.starts, p.places, p.sources, first, last, p.rows, l.heads, l.size, w.states, p.buffer_row,
-             p.buffer_head);
-        fill(values, p.values, p.starts, p.places, p.sources, first, last, p.rows, l.heads, l.size, w.states, p.buffer_row,
-             p.buffer_head);
-    }
-    attend_prompts(PromptAttention<T>{w.qkv, keys, values, p.starts + first, w.attended, last - first, l.heads, l.group,
-                                      l.size, w.states, l.window, l.scale, p.prefix, w.scratch, w.scratch_each});
+    if (p.keys) keep(l, p, w, first, last);
+    attend_prompts(l, p, w, first, last);
     finish(l, w, hidden, tokens);
 }
 
 template <class T>
 void run_prompts(const Layer<T>& l, const Prompts<T>& p) {
     const Groups groups(p);
-    int64_t longest = 0;
-    for (int64_t i = 0; i < p.prompts; i++) longest = std::max(longest, p.starts[i + 1] - p.starts[i]);
     const int64_t count = groups.firsts.size() - 1, threads = groups.threads == 1 ? omp_get_max_threads() : 1;
-    const int64_t scratch = PromptScratch<T>(longest, p.prefix.tokens, l.size, nullptr).numbers;
+    const int64_t scratch = PromptScratch<T>(longest_of(p, 0, p.prompts), p.prefix.tokens, l.size, nullptr).numbers;
     const int64_t bytes = Workspace<T>(l, groups.most, scratch, threads, nullptr).bytes;
     static thread_local Kept kept;
     char* memory = kept.at_least(groups.threads * bytes);

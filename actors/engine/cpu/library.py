@@ -45,7 +45,7 @@ _SIGNATURES = {
     "normalize": (4, 2, 1),
     "multiply": (5, 4, 0),
     "multiply_int8": (5, 4, 0),
-    "likeliest": (4, 1, 0),
+    "likeliest": (3, 1, 0),
 }
 _OUTSIDE, _NO_MEMORY = 1, 2  # `Status` of kernels.cpp
 

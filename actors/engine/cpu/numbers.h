@@ -229,24 +229,6 @@ inline bool inside(const int64_t* numbers, int64_t count, int64_t end) {
 
 // The following operations divide rows among the threads of the calling parallel region.
 
-// Prompts' tokens [heads, size], one prompt behind another, to the first slots of their rows. Row r lies at places[r] of
-// the buffer and has prompt sources[r], tokens starts[p] ... starts[p + 1] - 1 of all; states hold prompts first ...
-// last - 1.
-template <class T>
-void fill(const T* states, T* buffer, const int64_t* starts, const int64_t* places, const int64_t* sources, int64_t first,
-          int64_t last, int64_t rows, int64_t heads, int64_t size, int64_t token, int64_t buffer_row,
-          int64_t buffer_head) {
-#pragma omp for schedule(static)
-    for (int64_t task = 0; task < rows * heads; task++) {
-        const int64_t row = task / heads, head = task % heads, prompt = sources[row];
-        if (prompt < first || prompt >= last) continue;
-        const T* from = states + (starts[prompt] - starts[first]) * token + head * size;
-        T* to = buffer + places[row] * buffer_row + head * buffer_head;
-        for (int64_t slot = 0; slot < starts[prompt + 1] - starts[prompt]; slot++)
-            std::memcpy(to + slot * size, from + slot * token, size * sizeof(T));
-    }
-}
-
 // Rotates the first `size` numbers of a head in place by cosines and sines [size], as transformers' apply_rotary_pos_emb.
 template <class T>
 inline void rotate_head(T* x, const T* c, const T* s, int64_t size) {

@@ -132,13 +132,13 @@ inline void exact_logits(const Screen& s, const BFloat16* x, const int32_t* toke
     for (int64_t i = 0; i < count; i++) logits[i] = load(rounded[i]);
 }
 
-// The likeliest token of a row, the first of equal ones, and how many logits were computed for it; -1: not decided. A logit
+// The likeliest token of a row, the first of equal ones; -1: not decided. A logit
 // that rounds to the highest one's bfloat16 has an upper bound, rounded up, of at least the best lower bound, rounded down.
-inline void choose(const Screen& s, const Bounds& b, int64_t row, int32_t* found, int64_t* token, int64_t* candidates) {
+inline void choose(const Screen& s, const Bounds& b, int64_t row, int32_t* found, int64_t* token) {
     const int64_t panels = (s.outputs + PANEL - 1) / PANEL;
     const float least = -as_number(rounded_up(-b.best[row]));
     int64_t count = 0;
-    *token = -1, *candidates = 0;
+    *token = -1;
     if (!(least > -INFINITY)) return;
     for (int64_t panel = 0; panel < panels; panel++) {
         const int64_t at = panel * b.rows + row;
@@ -158,11 +158,10 @@ inline void choose(const Screen& s, const Bounds& b, int64_t row, int32_t* found
         }
     }
     if (wrong) *token = -1;
-    *candidates = count;
 }
 
-// Of hidden states [rows, inputs] before the norm, at most MOST_ROWS: tokens and candidates [rows], see `choose`.
-void likeliest(const Screen& s, const BFloat16* hidden, int64_t* tokens, int64_t* candidates, int64_t rows) {
+// Of hidden states [rows, inputs] before the norm, at most MOST_ROWS: tokens [rows], see `choose`.
+void likeliest(const Screen& s, const BFloat16* hidden, int64_t* tokens, int64_t rows) {
     const int64_t panels = (s.outputs + PANEL - 1) / PANEL, threads = omp_get_max_threads();
     static thread_local Kept kept;  // megabytes, which would be cleared page by page at each call
     const Bounds b(s, rows, threads, kept.at_least(Bounds(s, rows, threads, nullptr).bytes));
@@ -180,7 +179,7 @@ void likeliest(const Screen& s, const BFloat16* hidden, int64_t* tokens, int64_t
         for (int64_t i = rows; i < threads * rows; i++) b.best[i % rows] = std::max(b.best[i % rows], b.best[i]);
         int32_t* found = b.found + omp_get_thread_num() * (s.most + PANEL);
 #pragma omp for schedule(dynamic)
-        for (int64_t row = 0; row < rows; row++) choose(s, b, row, found, tokens + row, candidates + row);
+        for (int64_t row = 0; row < rows; row++) choose(s, b, row, found, tokens + row);
     }
 }
 
