@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import layer_columns
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from oracle import forced_logits
 from tiny_models import LAYERS, VOCAB, tiny_model
 from torch import Tensor, nn
@@ -90,45 +88,6 @@ def test_logits_and_gradients_are_those_of_rows_alone(family: str, specs: list[S
             torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-3)
             assert torch.equal(response_labels(rows).repeat(len(schedules)), labels)
             assert_same_gradients(gradients(model, found, labels), expected)
-
-
-def test_long_rows_take_the_attention_that_keeps_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("gemma3").requires_grad_(True)
-    rows, schedules = pairs(17), [spec.build(LAYERS) for spec in FULL]
-    found = []
-    for most in (packed_attention.KEPT_SCORES, 0):
-        monkeypatch.setattr(packed_attention, "KEPT_SCORES", most)
-        with packed(model) as decoder:
-            logits = decoder.logits(predicting_states(decoder, rows, schedules).flatten(0, 1))
-            found.append((logits, gradients(model, logits, response_labels(rows).repeat(len(schedules)))))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-3, atol=1e-3)
-    assert_same_gradients(found[1][1], found[0][1])
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**31 - 1), *[st.integers(1, 3)] * 4, st.integers(0, 3))
-def test_attention_that_keeps_probabilities_is_the_plain_one(
-    seed: int, groups: int, heads: int, sharing: int, tokens: int, earlier: int
-) -> None:
-    random = torch.Generator().manual_seed(seed)
-
-    def tensor(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random, dtype=torch.double).requires_grad_()
-
-    queries = tensor(groups, heads * sharing, tokens, 4)
-    keys, values = tensor(groups, heads, earlier + tokens, 4), tensor(groups, heads, earlier + tokens, 4)
-    visible = torch.rand(groups, 1, tokens, earlier + tokens, generator=random) < 0.5
-    visible |= torch.arange(earlier + tokens) == earlier + torch.arange(tokens)[:, None]  # a token sees itself
-
-    def attended(*states: Tensor) -> Tensor:
-        found: Tensor = packed_attention._KeptProbabilities.apply(*states, visible, 0.3)
-        return found
-
-    expected = nn.functional.scaled_dot_product_attention(
-        queries, keys, values, visible, scale=0.3, enable_gqa=sharing > 1
-    )
-    torch.testing.assert_close(attended(queries, keys, values), expected)
-    assert torch.autograd.gradcheck(attended, (queries, keys, values))
 
 
 def test_without_the_prompts_gradient_the_logits_are_the_same() -> None:

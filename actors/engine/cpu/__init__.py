@@ -1,4 +1,4 @@
-"""Fast decoder layers on a CPU: C++ kernels, built at first use, and the layers made of them.
+"""Fast decoder layers on a CPU: C++ kernels, built at first use, and the executor over them.
 
-Imports `layer_weights` and nothing else of the engine; the decoder imports it. Cache and kernels meet in the decoder.
+Only `executor` knows cache and decoder; products and layers know `layer_weights` alone.
 """

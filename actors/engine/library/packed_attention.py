@@ -18,8 +18,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 NAME = "skipdecode_packed"
-# with more scores of a group and head, or without gradients, scaled_dot_product_attention, which keeps none
-KEPT_SCORES = 512 * 512
 
 
 @dataclass
@@ -73,60 +71,23 @@ def attend(
         )
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     visible = attendance.visible
-    kept = torch.is_grad_enabled() and visible.shape[2] * visible.shape[3] <= KEPT_SCORES
-    if softcap is None and (not kept or device == "cuda"):
+    if softcap is None:
         output = nn.functional.scaled_dot_product_attention(
             queries, keys, values, visible, dropout, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]
         )
-    elif softcap is None and dropout == 0:
-        output = _KeptProbabilities.apply(queries, keys, values, visible, scale)  # type: ignore[no-untyped-call]
     else:
         probabilities = nn.functional.dropout(_probabilities(queries, keys, visible, scale, softcap), dropout)
         output = (probabilities.flatten(2, 3) @ values).view_as(queries)
     return attendance.packed(output), None
 
 
-def _probabilities(queries: Tensor, keys: Tensor, visible: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _probabilities(queries: Tensor, keys: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
     """[G, H, A / H, Q, C + Q]; the query heads of a key head are one matrix product."""
     heads = keys.shape[1]
     grouped: Tensor = queries.unflatten(1, (heads, -1))
     scores: Tensor = (grouped.flatten(2, 3) @ (keys * scale).transpose(2, 3)).unflatten(2, grouped.shape[2:4])
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~visible[:, None], -torch.inf)
     return scores.softmax(-1, dtype=torch.float32).to(queries.dtype)
-
-
-class _KeptProbabilities(torch.autograd.Function):
-    """softmax(scale * queries keys^T) values over the visible keys; of the scores only the probabilities are kept, in
-    the states' dtype. The query heads of a key head are one matrix product.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
-        heads = keys.shape[1]
-        rows = queries.unflatten(1, (heads, -1)).flatten(2, 3).flatten(0, 1)  # [G H, A / H Q, D]
-        keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # [G H, K, D]
-        with torch.autocast(rows.device.type, enabled=False):
-            scores = torch.baddbmm(rows.new_empty(1, 1, 1), rows, keys.transpose(1, 2), beta=0, alpha=scale)
-            by_query = scores.view(len(queries), queries.shape[1], *visible.shape[2:])
-            probabilities = by_query.masked_fill_(~visible, -torch.inf).softmax(-1).view_as(scores)
-            output = (probabilities @ values).view(queries.shape)
-        ctx.save_for_backward(rows, keys, values, probabilities)
-        ctx.scale, ctx.heads = scale, heads
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        rows, keys, values, probabilities = ctx.saved_tensors
-        of_output = gradients[0].reshape(rows.shape)
-        of_values = probabilities.transpose(1, 2) @ of_output
-        of_scores = of_output @ values.transpose(1, 2)
-        of_scores = torch._softmax_backward_data(of_scores, probabilities, -1, of_scores.dtype)
-        of_keys = (of_scores.transpose(1, 2) @ rows).mul_(ctx.scale)
-        of_rows = (of_scores @ keys).mul_(ctx.scale)
-        by_head = [states.unflatten(0, (-1, ctx.heads)) for states in (of_keys, of_values)]
-        return of_rows.view(gradients[0].shape), *by_head, None, None
 
 
 def register() -> str:
