@@ -39,33 +39,21 @@ OnBatch = Callable[[Sequence[int]], None]
 
 @dataclass(eq=False)
 class Call:
-    """Requests that are answered together; made by `Loop.add`.
+    """Requests that are answered together; made by `Loop.add`."""
 
-    Args:
-        requests: The requests, all with the same `schedule`.
-        prefixes: For each request, the beginning of its prompt that is computed once for several requests.
-        lengths: Prompt tokens of each request.
-        limits: Most new tokens of each request.
-        runs: Runs that have not begun, the next one last.
-        on_batch: See `Loop.add`, also for `on_drain`.
-        completions: Completions so far, by index of the request.
-        stats: Counts of the call, complete once `done` is set.
-        error: The error that ended the call early.
-        too_large: Bytes of the smallest cache that ran out of memory; none as large is tried again.
-    """
-
-    requests: Sequence[Request]
+    requests: Sequence[Request]  # the requests, all with the same `schedule`
+    # for each request, the beginning of its prompt that is computed once for several requests
     prefixes: Sequence[Prompt]
-    lengths: Sequence[int]
-    limits: Sequence[int]
-    runs: list[Run]
-    on_batch: OnBatch | None = None
+    lengths: Sequence[int]  # prompt tokens of each request
+    limits: Sequence[int]  # most new tokens of each request
+    runs: list[Run]  # runs that have not begun, the next one last
+    on_batch: OnBatch | None = None  # see `Loop.add`, also for `on_drain`
     on_drain: Callable[[], None] | None = None
-    completions: dict[int, Completion] = field(default_factory=dict)
-    stats: EngineStats = field(default_factory=EngineStats)
-    error: BaseException | None = None
+    completions: dict[int, Completion] = field(default_factory=dict)  # completions so far, by index of the request
+    stats: EngineStats = field(default_factory=EngineStats)  # counts of the call, complete once `done` is set
+    error: BaseException | None = None  # the error that ended the call early
     done: threading.Event = field(default_factory=threading.Event)
-    too_large: float = math.inf
+    too_large: float = math.inf  # bytes of the smallest cache that ran out of memory; none as large is tried again
 
     @property
     def schedule(self) -> Schedule | None:
@@ -89,27 +77,17 @@ class Call:
 
 @dataclass
 class _Flight:
-    """Rows between the engine's `open` and `close`.
+    """Rows between the engine's `open` and `close`."""
 
-    Args:
-        capacity: Slots.
-        shape: Longest prompt and most new tokens that a slot holds.
-        online: See `Loop`.
-        members: Runs whose rows are here, the one that is admitted last.
-        waiting: Rows that wait for a slot.
-        tickets: Rows in flight, by the engine's ticket.
-        reported: Rows of the last call of `on_batch`.
-        joined: Whether rows of several runs were here together.
-    """
-
-    capacity: int
-    shape: tuple[int, int]
-    online: bool = False
+    capacity: int  # slots
+    shape: tuple[int, int]  # longest prompt and most new tokens that a slot holds
+    online: bool = False  # see `Loop`
+    # runs whose rows are here, the one that is admitted last
     members: list[tuple[Call, Run]] = field(default_factory=list)
-    waiting: deque[tuple[Call, int]] = field(default_factory=deque)
-    tickets: dict[int, tuple[Call, int]] = field(default_factory=dict)
-    reported: set[int] = field(default_factory=set)
-    joined: bool = False
+    waiting: deque[tuple[Call, int]] = field(default_factory=deque)  # rows that wait for a slot
+    tickets: dict[int, tuple[Call, int]] = field(default_factory=dict)  # rows in flight, by the engine's ticket
+    reported: set[int] = field(default_factory=set)  # rows of the last call of `on_batch`
+    joined: bool = False  # whether rows of several runs were here together
 
     @property
     def call(self) -> Call:

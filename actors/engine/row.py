@@ -14,35 +14,23 @@ from actors.engine.types import NOT_NUMBERS, Completion, FinishReason, Request, 
 
 @dataclass
 class Row:
-    """A request and what has been generated for it.
-
-    Args:
-        ticket: Number by which the engine names the row to its caller.
-        limit: Most new tokens.
-        stop_ids: Tokens that end the row.
-        schedule: Layers of each of its positions.
-        progress: Place that the tokens have reached in the request's constraint.
-        position: t of the token that the next step takes as input, -1 before the first token.
-        finish: Why the row has ended; None while it runs.
-        slot: Number of the row's keys and values in the executor.
-        has_no_token: Whether it ended as the logits of its next token were not numbers.
-    """
+    """A request and what has been generated for it."""
 
     request: Request
-    ticket: int
-    limit: int
+    ticket: int  # number by which the engine names the row to its caller
+    limit: int  # most new tokens
     sampling: RowSampling
-    stop_ids: frozenset[int]
-    schedule: Schedule
-    progress: AllowedTokens | None = None
-    position: int = -1
+    stop_ids: frozenset[int]  # tokens that end the row
+    schedule: Schedule  # layers of each of its positions
+    progress: AllowedTokens | None = None  # place that the tokens have reached in the request's constraint
+    position: int = -1  # t of the token that the next step takes as input, -1 before the first token
     tokens: list[int] = field(default_factory=list)
     logprob: float = 0.0
     choice_logprob: float = 0.0
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish: FinishReason | None = None
-    slot: int = -1
-    has_no_token: bool = False
+    finish: FinishReason | None = None  # why the row has ended; None while it runs
+    slot: int = -1  # number of the row's keys and values in the executor
+    has_no_token: bool = False  # whether it ended as the logits of its next token were not numbers
 
     def completion(self, cumulative_logprob: bool) -> Completion:
         """The answer of a row that has ended."""

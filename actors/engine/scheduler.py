@@ -24,17 +24,11 @@ Saved = tuple[int, list[tuple[Prompt, Sequence[Prompt]]]]  # tokens saved; begin
 
 @dataclass(frozen=True)
 class Run:
-    """Rows that share one `open` of the engine.
+    """Rows that share one `open` of the engine."""
 
-    Args:
-        rows: Indices of requests, in the order of their admission.
-        capacity: Most rows in flight.
-        apart: Whether the run shares the engine with no other run, since memory has run out.
-    """
-
-    rows: list[int]
-    capacity: int
-    apart: bool = False
+    rows: list[int]  # indices of requests, in the order of their admission
+    capacity: int  # most rows in flight
+    apart: bool = False  # whether the run shares the engine with no other run, since memory has run out
 
 
 def plan_batches(

@@ -32,42 +32,26 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """Sampling parameters of a row. Names and meanings are those of vLLM and transformers.
 
-    Args:
-        max_new_tokens: Most tokens, the stop token counted.
-        min_new_tokens: Tokens before which nothing ends the row.
-        temperature: 0 is greedy.
-        top_k: Likeliest tokens that are possible, 0 for all.
-        top_p: Probability mass of the tokens that are possible.
-        min_p: Least probability of a token, as a share of the likeliest token's.
-        repetition_penalty: For tokens of prompt and answer, 1 for none.
-        presence_penalty: For tokens of the answer, 0 for none.
-        frequency_penalty: For each occurrence in the answer, 0 for none.
-        stop: Strings; the text ends before the first of them.
-        stop_token_ids: Further tokens that end the row.
-        ignore_eos: The model's own stop tokens do not end the row.
-        n: Answers to the prompt.
-        logprobs: Likeliest tokens that are returned with each token; None for none, and no log-probabilities.
-        seed: Seed in place of the job's.
-
     Raises:
         UserError: A value outside its range.
     """
 
-    max_new_tokens: int = 64
-    min_new_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    n: int = 1
+    max_new_tokens: int = 64  # most tokens, the stop token counted
+    min_new_tokens: int = 0  # tokens before which nothing ends the row
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # likeliest tokens that are possible, 0 for all
+    top_p: float = 1.0  # probability mass of the tokens that are possible
+    min_p: float = 0.0  # least probability of a token, as a share of the likeliest token's
+    repetition_penalty: float = 1.0  # for tokens of prompt and answer, 1 for none
+    presence_penalty: float = 0.0  # for tokens of the answer, 0 for none
+    frequency_penalty: float = 0.0  # for each occurrence in the answer, 0 for none
+    stop: tuple[str, ...] = ()  # strings; the text ends before the first of them
+    stop_token_ids: tuple[int, ...] = ()  # further tokens that end the row
+    ignore_eos: bool = False  # the model's own stop tokens do not end the row
+    n: int = 1  # answers to the prompt
+    # likeliest tokens that are returned with each token; None for none, and no log-probabilities
     logprobs: int | None = None
-    seed: int | None = None
+    seed: int | None = None  # seed in place of the job's
 
     def __post_init__(self) -> None:
         for name, fits, rule in (
@@ -158,23 +142,14 @@ def row_key(seed: int, source: str, row: int, sample: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Request:
-    """One row to answer.
+    """One row to answer."""
 
-    Args:
-        prompt_ids: Token ids, at least one.
-        sampling: Sampling parameters.
-        key: 64-bit number that determines the row's random numbers, whatever its batch and its position there.
-        ending: The row's stop strings.
-        constraint: Form of the answer: labels, one of which it is, or a grammar.
-        schedule: Layers of this row, in the engine's keep order; None: the engine's schedule.
-    """
-
-    prompt_ids: Sequence[int]
-    sampling: SamplingParams = SamplingParams()
-    key: int = 0
-    ending: StopStrings | None = None
-    constraint: Constraint | None = None
-    schedule: Schedule | None = None
+    prompt_ids: Sequence[int]  # token ids, at least one
+    sampling: SamplingParams = SamplingParams()  # sampling parameters
+    key: int = 0  # 64-bit number that determines the row's random numbers, whatever its batch and its position there
+    ending: StopStrings | None = None  # the row's stop strings
+    constraint: Constraint | None = None  # form of the answer: labels, one of which it is, or a grammar
+    schedule: Schedule | None = None  # layers of this row, in the engine's keep order; None: the engine's schedule
 
     def new_tokens_limit(self, context_length: int) -> int:
         """Most new tokens: the row's own limit or what the context leaves; for choices, the tokens of the longest.
@@ -215,26 +190,17 @@ NOT_NUMBERS = "logits are not numbers (NaN or infinite): the weights are damaged
 
 @dataclass(frozen=True)
 class Completion:
-    """One row's answer.
+    """One row's answer."""
 
-    Args:
-        token_ids: With the stop token, if one ended the row; those before an error.
-        finish_reason: Why the row ended.
-        cumulative_logprob: Nats under the model's own distribution, before penalties, temperature and top-*; None if
-            the engine does not compute it.
-        logprobs: Of each token, if the row's parameters ask for them.
-        choice: Number of the label; None without choices.
-        choice_probability: Its probability among the labels, token by token; None without choices.
-        error: Why there is no answer, or no whole one in the form that was asked for.
-    """
-
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
+    token_ids: tuple[int, ...]  # with the stop token, if one ended the row; those before an error
+    finish_reason: FinishReason  # why the row ended
+    # nats under the model's own distribution, before penalties, temperature and top-*; None if the engine does
+    # not compute it
     cumulative_logprob: float | None
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    choice: int | None = None
-    choice_probability: float | None = None
-    error: str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of each token, if the row's parameters ask for them
+    choice: int | None = None  # number of the label; None without choices
+    choice_probability: float | None = None  # its probability among the labels, token by token; None without choices
+    error: str | None = None  # why there is no answer, or no whole one in the form that was asked for
 
 
 @dataclass

@@ -15,17 +15,11 @@ from actors.engine.errors import UserError
 
 @dataclass
 class Node:
-    """A node of the trie.
+    """A node of the trie."""
 
-    Args:
-        children: Token -> node.
-        label: Number of the label whose tokens end here.
-        only: Number of the label at or below this node, if it is the only one.
-    """
-
-    children: dict[int, Node] = field(default_factory=dict)
-    label: int | None = None
-    only: int | None = None
+    children: dict[int, Node] = field(default_factory=dict)  # token -> node
+    label: int | None = None  # number of the label whose tokens end here
+    only: int | None = None  # number of the label at or below this node, if it is the only one
 
 
 class ChoiceTrie:

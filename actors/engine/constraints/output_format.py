@@ -19,17 +19,11 @@ ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_sepa
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """A form as text, so that equal forms are compiled once.
+    """A form as text, so that equal forms are compiled once."""
 
-    Args:
-        kind: One of KINDS.
-        text: The schema as JSON, a regular expression, or a grammar in llguidance's dialect of Lark.
-        after: What no grammar holds of a schema is checked after generation, by `problem`.
-    """
-
-    kind: str
-    text: str
-    after: bool = False
+    kind: str  # one of KINDS
+    text: str  # the schema as JSON, a regular expression, or a grammar in llguidance's dialect of Lark
+    after: bool = False  # what no grammar holds of a schema is checked after generation, by `problem`
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> OutputFormat:

@@ -25,15 +25,10 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class Reasoning:
-    """The texts that mark thinking.
+    """The texts that mark thinking."""
 
-    Args:
-        start: Begins it; the chat template may have written it into the prompt.
-        end: Ends it.
-    """
-
-    start: str = "<think>"
-    end: str = "</think>"
+    start: str = "<think>"  # begins it; the chat template may have written it into the prompt
+    end: str = "</think>"  # ends it
 
     def __post_init__(self) -> None:
         for name in ("start", "end"):

@@ -67,19 +67,12 @@ def normalize(hidden: Tensor, norm: NormWeights) -> Tensor:
 
 
 class Embedding(NamedTuple):
-    """How a token becomes the first layer's input.
+    """How a token becomes the first layer's input."""
 
-    Attributes:
-        tokens: [V, E], by token.
-        learned: [positions, E], added by position, or None.
-        rotary: Number of positions -> cosines and sines [positions, R] of all layers, or None.
-        context: Number of positions that may be asked for.
-    """
-
-    tokens: Tensor
-    learned: Tensor | None
-    rotary: Callable[[int], Rotary]
-    context: int
+    tokens: Tensor  # [V, E], by token
+    learned: Tensor | None  # [positions, E], added by position, or None
+    rotary: Callable[[int], Rotary]  # number of positions -> cosines and sines [positions, R] of all layers, or None
+    context: int  # number of positions that may be asked for
 
 
 class PackedPrefix(NamedTuple):

@@ -38,17 +38,11 @@ CODES_IN_INT32 = 4
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """What a checkpoint's config says of its weights.
+    """What a checkpoint's config says of its weights."""
 
-    Args:
-        kind: of their codes.
-        multiplied: whether the checkpoint is made for products of its codes, whose inputs have 8 bits too.
-        symmetric: whether there are no zero points, or all are 0.
-    """
-
-    kind: Kind
-    multiplied: bool
-    symmetric: bool = True
+    kind: Kind  # of their codes
+    multiplied: bool  # whether the checkpoint is made for products of its codes, whose inputs have 8 bits too
+    symmetric: bool = True  # whether there are no zero points, or all are 0
 
     def run(self, dtype: str, *, on_gpu: bool) -> bool:
         """Return whether the engine multiplies such codes, if the CPU has the instructions; else it expands them."""

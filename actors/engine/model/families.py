@@ -30,33 +30,26 @@ ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")  # 
 
 @dataclass(frozen=True)
 class Family:
-    """How to reach the parts of one model family.
+    """How to reach the parts of one model family."""
 
-    Args:
-        layers: model -> its decoder layers.
-        embed: (model, ids [B, S], positions [B, S]) -> hidden states [B, S, E].
-        rotary: (model, hidden states, positions) -> for each layer cosines and sines [B, S, R], or None.
-        finish: (model, hidden states [N, E]) -> input of the vocabulary head: the final norm.
-        last_norm: model -> the norm that is all of `finish`, of families with `weights`; None: it is more, or less.
-        windows: config -> for each layer how many keys a token attends to, its own included; None is all.
-        attention: the library's attention implementation that computes the family's attention.
-        cache_argument: name of the cache argument of the library's layers.
-        unsupported: config -> why this checkpoint cannot be run exactly, None if it can.
-        embeddings: model -> the tables by token [V, E] and by position [positions, E] or None, of whose rows `embed` is
-            the sum, of families with `weights`.
-        weights: the library's layer -> its description, without the window; None: only the library's layers run.
-    """
-
-    layers: Callable[[Any], nn.ModuleList]
-    embed: Callable[[Any, Tensor, Tensor], Tensor]
+    layers: Callable[[Any], nn.ModuleList]  # model -> its decoder layers
+    embed: Callable[[Any, Tensor, Tensor], Tensor]  # (model, ids [B, S], positions [B, S]) -> hidden states [B, S, E]
+    # (model, hidden states, positions) -> for each layer cosines and sines [B, S, R], or None
     rotary: Callable[[Any, Tensor, Tensor], Sequence[Rotary]]
+    # (model, hidden states [N, E]) -> input of the vocabulary head: the final norm
     finish: Callable[[Any, Tensor], Tensor]
+    # config -> for each layer how many keys a token attends to, its own included; None is all
     windows: Callable[[PretrainedConfig], list[int | None]] = lambda config: [None] * config.num_hidden_layers
-    attention: str = "sdpa"
-    cache_argument: str = "past_key_values"
+    attention: str = "sdpa"  # the library's attention implementation that computes the family's attention
+    cache_argument: str = "past_key_values"  # name of the cache argument of the library's layers
+    # config -> why this checkpoint cannot be run exactly, None if it can
     unsupported: Callable[[PretrainedConfig], str | None] = lambda config: None
+    # model -> the tables by token [V, E] and by position [positions, E] or None, of whose rows `embed` is the
+    # sum, of families with `weights`
     embeddings: Callable[[Any], tuple[Tensor, Tensor | None]] = lambda model: (model.model.embed_tokens.weight, None)
+    # the library's layer -> its description, without the window; None: only the library's layers run
     weights: Callable[[Any], LayerWeights] | None = None
+    # model -> the norm that is all of `finish`, of families with `weights`; None: it is more, or less
     last_norm: Callable[[Any], nn.Module | None] = lambda model: model.model.norm
 
 

@@ -96,48 +96,29 @@ class Projection:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A decoder layer: self-attention and feed-forward, each with a norm and a residual connection.
+    """A decoder layer: self-attention and feed-forward, each with a norm and a residual connection."""
 
-    Args:
-        number: index of the layer in the model.
-        query_heads: Q.
-        kv_heads: H.
-        head_dim: D.
-        scaling: factor of the attention scores.
-        qkv: queries, keys and values, in this order: [(Q + 2 H) D, E].
-        output: projection behind attention: [E, Q D].
-        up: gate and up, in this order, [2 F, E] if gated, else [F, E].
-        down: [E, F].
-        activation: a name of transformers' ACT2FN.
-        gated: whether the feed-forward computes activation(gate) * up.
-        attention_norm: norm of self-attention.
-        mlp_norm: norm of the feed-forward.
-        placement: where both norms are applied.
-        query_norm: RMSNorm of queries before rope: [D], of each head, or [Q D], of all heads together.
-        key_norm: the same for keys: [D] or [H D].
-        rope: whether queries and keys are rotated by their positions. How many numbers of a head are rotated follows
-            from the cosines' width.
-        window: how many keys a token attends to, its own included; None is all.
-    """
-
-    number: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    scaling: float
-    qkv: Projection
-    output: Projection
-    up: Projection
-    down: Projection
-    activation: str
-    gated: bool
-    attention_norm: NormWeights
-    mlp_norm: NormWeights
-    placement: NormPlacement = NormPlacement.INPUT
+    number: int  # index of the layer in the model
+    query_heads: int  # Q
+    kv_heads: int  # H
+    head_dim: int  # D
+    scaling: float  # factor of the attention scores
+    qkv: Projection  # queries, keys and values, in this order: [(Q + 2 H) D, E]
+    output: Projection  # projection behind attention: [E, Q D]
+    up: Projection  # gate and up, in this order, [2 F, E] if gated, else [F, E]
+    down: Projection  # [E, F]
+    activation: str  # a name of transformers' ACT2FN
+    gated: bool  # whether the feed-forward computes activation(gate) * up
+    attention_norm: NormWeights  # norm of self-attention
+    mlp_norm: NormWeights  # norm of the feed-forward
+    placement: NormPlacement = NormPlacement.INPUT  # where both norms are applied
+    # RMSNorm of queries before rope: [D], of each head, or [Q D], of all heads together
     query_norm: NormWeights | None = None
-    key_norm: NormWeights | None = None
+    key_norm: NormWeights | None = None  # the same for keys: [D] or [H D]
+    # whether queries and keys are rotated by their positions. How many numbers of a head are rotated follows from
+    # the cosines' width
     rope: bool = True
-    window: int | None = None
+    window: int | None = None  # how many keys a token attends to, its own included; None is all
 
     def __post_init__(self) -> None:
         queries, keys = self.query_heads * self.head_dim, self.kv_heads * self.head_dim

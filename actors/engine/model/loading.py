@@ -49,12 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder that has been looked at, but not loaded.
-
-    Args:
-        stored: of weights with 8 bits; None: plain ones.
-        in_library: whether the library engine runs it; else vLLM alone does.
-    """
+    """A checkpoint folder that has been looked at, but not loaded."""
 
     path: Path
     config: PretrainedConfig
@@ -63,8 +58,8 @@ class Checkpoint:
     num_layers: int
     context_length: int
     adapter: SpeedAdapter | None = None
-    stored: StoredWeights | None = None
-    in_library: bool = True
+    stored: StoredWeights | None = None  # of weights with 8 bits; None: plain ones
+    in_library: bool = True  # whether the library engine runs it; else vLLM alone does
 
     def schedule(self, changes: dict[str, Any]) -> Schedule:
         """The stored schedule with a job's `changes` on top; ValueError says what does not fit."""

@@ -39,19 +39,12 @@ OFF: tuple[Any, ...] = (None, False, "none", {}, [])  # values of a feature that
 
 @dataclass(frozen=True)
 class SpeedAdapter:
-    """A speed adapter's folder, checked against a model, but not loaded.
+    """A speed adapter's folder, checked against a model, but not loaded."""
 
-    Args:
-        path: the folder.
-        base: digest of the weights that it was trained for, see `weights_digest`.
-        rank: R.
-        scale: factor of every product of an adapter.
-    """
-
-    path: Path
-    base: str
-    rank: int
-    scale: float
+    path: Path  # the folder
+    base: str  # digest of the weights that it was trained for, see `weights_digest`
+    rank: int  # R
+    scale: float  # factor of every product of an adapter
 
     def check_base(self, digest: str, name: str) -> None:
         """Raise UserError if the base, which a user knows by `name`, has another digest."""

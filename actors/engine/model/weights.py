@@ -34,19 +34,12 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Need:
-    """Memory that one actor needs, in bytes.
+    """Memory that one actor needs, in bytes."""
 
-    Args:
-        parameters: how many numbers the model has.
-        weights: bytes of all parameters in the job's dtype.
-        cache: bytes of one batch's cache.
-        working: bytes of everything else: process, libraries, activations.
-    """
-
-    parameters: int
-    weights: int
-    cache: int
-    working: int = ALLOWANCE
+    parameters: int  # how many numbers the model has
+    weights: int  # bytes of all parameters in the job's dtype
+    cache: int  # bytes of one batch's cache
+    working: int = ALLOWANCE  # bytes of everything else: process, libraries, activations
 
     @property
     def total(self) -> int:

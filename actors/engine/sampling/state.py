@@ -42,29 +42,17 @@ class TokenCounts:
 
 @dataclass
 class RowSampling:
-    """State from which the next token of a row is sampled, with its logits.
+    """State from which the next token of a row is sampled, with its logits."""
 
-    Args:
-        params: Sampling parameters.
-        key: Key of the row's random numbers.
-        drawn: Number of tokens so far.
-        counts: Of the tokens so far; kept only for penalties.
-        allowed: The only possible tokens; None for all. Not changed by sampling.
-        barred: Tokens that are not possible.
-
-    Attributes:
-        penalized: Whether a penalty applies to earlier tokens.
-        packed: params and key, for the CPU's kernel.
-    """
-
-    params: SamplingParams
-    key: int
-    drawn: int = 0
+    params: SamplingParams  # sampling parameters
+    key: int  # key of the row's random numbers
+    drawn: int = 0  # number of tokens so far
+    # of the tokens so far; kept only for penalties
     counts: TokenCounts = field(default_factory=lambda: TokenCounts(()))
-    allowed: AllowedTokens | None = None
-    barred: Collection[int] = ()
-    penalized: bool = field(init=False)
-    packed: bytes = field(init=False, repr=False)
+    allowed: AllowedTokens | None = None  # the only possible tokens; None for all. Not changed by sampling
+    barred: Collection[int] = ()  # tokens that are not possible
+    penalized: bool = field(init=False)  # whether a penalty applies to earlier tokens
+    packed: bytes = field(init=False, repr=False)  # params and key, for the CPU's kernel
 
     def __post_init__(self) -> None:
         params = self.params
@@ -157,17 +145,12 @@ NO_TOKEN = -1  # of a row whose logits are not numbers; the value in sampling.h 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Sampled tokens of rows.
+    """Sampled tokens of rows."""
 
-    Args:
-        tokens: One id a row, or `NO_TOKEN`.
-        logprobs: Their log-probabilities under the model's own distribution, nats; NaN if they were not computed.
-        choice_logprobs: The same under the distribution restricted to the allowed tokens; NaN for rows without them,
-            or that do not want it.
-        top: Row -> its likeliest tokens, for rows with `logprobs`.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # one id a row, or `NO_TOKEN`
+    # their log-probabilities under the model's own distribution, nats; NaN if they were not computed
     logprobs: list[float]
+    # the same under the distribution restricted to the allowed tokens; NaN for rows without them, or that do not
+    # want it
     choice_logprobs: list[float]
-    top: dict[int, TokenLogprob]
+    top: dict[int, TokenLogprob]  # row -> its likeliest tokens, for rows with `logprobs`

@@ -21,17 +21,11 @@ TRAINED = "trained"  # key of the record of the training
 
 @dataclass(frozen=True)
 class Trained:
-    """What training covered, under one keep order and warm-up.
+    """What training covered, under one keep order and warm-up."""
 
-    Args:
-        depths: fewest layers that training ran at each position; later positions have the last depth.
-        prompt: prompt policies that training ran.
-        keep_order: layers, most needed first; `warmup` of them always ran.
-    """
-
-    depths: tuple[int, ...]
-    prompt: tuple[str, ...]
-    keep_order: tuple[int, ...]
+    depths: tuple[int, ...]  # fewest layers that training ran at each position; later positions have the last depth
+    prompt: tuple[str, ...]  # prompt policies that training ran
+    keep_order: tuple[int, ...]  # layers, most needed first; `warmup` of them always ran
     warmup: int
 
     @classmethod

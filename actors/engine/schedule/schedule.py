@@ -28,24 +28,16 @@ MAX_HORIZON = 2**17  # generated tokens; a longer curve is a mistake, and takes 
 class Schedule:
     """A resolved schedule: the layers that run at every position.
 
-    Args:
-        num_layers: L, the decoder layers of the model.
-        depths: d(0), d(1), ...; later positions have the last depth.
-        keep_order: a permutation of the layers; at depth d its first d entries run.
-        warmup: number of lowest layers that always run; they count towards d.
-        prompt: ``full`` runs every layer over the prompt, ``first`` only the layers of d(0).
-        speedup: the nominal speed-up from which the schedule was made; it determines no layer.
-
     Raises:
         UserError: the curve rises or leaves [warmup, L] (names the position), or the order is no permutation.
     """
 
-    num_layers: int
-    depths: tuple[int, ...]
-    keep_order: tuple[int, ...]
-    warmup: int = 1
-    prompt: str = "full"
-    speedup: float | None = None
+    num_layers: int  # L, the decoder layers of the model
+    depths: tuple[int, ...]  # d(0), d(1), ...; later positions have the last depth
+    keep_order: tuple[int, ...]  # a permutation of the layers; at depth d its first d entries run
+    warmup: int = 1  # number of lowest layers that always run; they count towards d
+    prompt: str = "full"  # ``full`` runs every layer over the prompt, ``first`` only the layers of d(0)
+    speedup: float | None = None  # the nominal speed-up from which the schedule was made; it determines no layer
 
     def __post_init__(self) -> None:
         layers = self.num_layers
