@@ -22,9 +22,10 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import groupby, islice
+from typing import Any
 
 from actors.engine.engine import Ended, Engine
 from actors.engine.errors import alone_error, free_memory, is_out_of_memory
@@ -123,44 +124,36 @@ class _Flight:
             self.call.on_batch(sorted(self.reported))
 
 
+@dataclass(eq=False)
 class Loop:
     """Answers calls of requests, one after the other, or joined where one ends.
 
     Where memory runs out, the rows that have not ended run again: first without rows of another run, then with half as
     many in flight. A request that runs out of memory alone gets a completion with an error.
-
-    Args:
-        engine: Engine without rows in flight; nobody else uses it while a call is answered.
-        budget_bytes: Bytes of cache of the rows in flight.
-        max_rows: Most rows in flight.
-        share_prefixes: Whether longer beginnings that some prompts share are computed once too.
-        scheduler: One of SCHEDULERS.
-        joins_calls: Whether rows of a call may be in flight with the last ones of the call before. For engines whose
-            results for a row do not depend on other rows, or need not be the same in each run.
-        online: Whether calls come one by one, as to a server: slots are made for `max_rows` rows, as far as the budget
-            goes, not for those of the first call; lengths are rounded up, so that slots are seldom resized.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        budget_bytes: int,
-        max_rows: int,
-        share_prefixes: bool = True,
-        scheduler: str = "lock_step",
-        joins_calls: bool = False,
-        online: bool = False,
-    ) -> None:
-        assert scheduler in SCHEDULERS
-        self.engine, self.budget_bytes, self.max_rows = engine, budget_bytes, max_rows
-        self.share_prefixes, self.refills = share_prefixes, scheduler == "refill"
-        self.joins_calls, self.online = joins_calls and self.refills, online
-        self._queue: deque[Call] = deque()  # added, not begun
-        self._begun: list[Call] = []  # oldest first
-        self._flight: _Flight | None = None
-        if self.joins_calls:
-            engine.executor.reserved_bytes = budget_bytes  # so that the next call's cache fits the memory of this one's
+    engine: Engine  # without rows in flight; nobody else uses it while a call is answered
+    _: KW_ONLY
+    budget_bytes: int  # bytes of cache of the rows in flight
+    max_rows: int  # most rows in flight
+    share_prefixes: bool = True  # whether longer beginnings that some prompts share are computed once too
+    scheduler: str = "lock_step"  # one of SCHEDULERS
+    # whether rows of a call may be in flight with the last ones of the call before. For engines whose results for a row
+    # do not depend on other rows, or need not be the same in each run
+    joins_calls: bool = False
+    # whether calls come one by one, as to a server: slots are made for `max_rows` rows, as far as the budget goes, not
+    # for those of the first call; lengths are rounded up, so that slots are seldom resized
+    online: bool = False
+    _queue: deque[Call] = field(default_factory=deque, init=False)  # added, not begun
+    _begun: list[Call] = field(default_factory=list, init=False)  # oldest first
+    _flight: _Flight | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        assert self.scheduler in SCHEDULERS
+        self.refills = self.scheduler == "refill"
+        self.joins_calls &= self.refills
+        if self.joins_calls:  # so that the next call's cache fits the memory of this one's
+            self.engine.executor.reserved_bytes = self.budget_bytes
 
     def add(
         self,
@@ -438,15 +431,10 @@ def generate(
     engine: Engine,
     requests: Sequence[Request],
     *,
-    budget_bytes: int,
-    max_rows: int,
     prefix: Sequence[int] = (),
-    share_prefixes: bool = True,
-    scheduler: str = "lock_step",
     on_batch: OnBatch | None = None,
+    **how: Any,
 ) -> list[Completion]:
-    """Answer all requests; return completions in their order. Arguments and errors as of `Loop`."""
-    loop = Loop(
-        engine, budget_bytes=budget_bytes, max_rows=max_rows, share_prefixes=share_prefixes, scheduler=scheduler
-    )
+    """Answer all requests; return completions in their order. Arguments and errors as of `Loop` and `Loop.add`."""
+    loop = Loop(engine, **how)
     return loop.finish(loop.add(requests, prefix, on_batch))

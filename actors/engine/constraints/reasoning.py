@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from actors.engine.constraints.constraint import AllowedTokens, Bits, Constraint
 from actors.engine.errors import UserError
@@ -77,29 +77,19 @@ class Reasoning:
         return prompt.rfind(self.start) > prompt.rfind(self.end)
 
 
+@dataclass(eq=False)
 class AfterReasoning:
-    """A constraint on the tokens that follow the end of thinking, before which all but stop tokens are allowed.
+    """A constraint on the tokens that follow the end of thinking, before which all but stop tokens are allowed."""
 
-    Args:
-        inner: The constraint on the answer.
-        reasoning: The marks.
-        decode: Token ids -> text.
-        stop_ids: Tokens that end an answer.
-        special_ids: Tokens that decode to no text.
-    """
+    inner: Constraint  # on the answer
+    reasoning: Reasoning
+    decode: Callable[[list[int]], str]  # token ids -> text
+    stop_ids: Collection[int]  # tokens that end an answer
+    special_ids: Collection[int] = ()  # tokens that decode to no text
+    most_tokens: int | None = field(default=None, init=False)
 
-    most_tokens = None
-
-    def __init__(
-        self,
-        inner: Constraint,
-        reasoning: Reasoning,
-        decode: Callable[[list[int]], str],
-        stop_ids: Collection[int],
-        special_ids: Collection[int] = (),
-    ) -> None:
-        self.inner, self.reasoning, self.decode, self.stop_ids = inner, reasoning, decode, frozenset(stop_ids)
-        self._end = StopStrings((reasoning.end,), decode, special_ids)
+    def __post_init__(self) -> None:
+        self._end = StopStrings((self.reasoning.end,), self.decode, self.special_ids)
 
     @property
     def name(self) -> str:

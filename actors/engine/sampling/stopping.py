@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 SLACK_TOKENS = 4  # a character of four bytes may be as many tokens
 
 
+@dataclass(eq=False)
 class StopStrings:
-    """The token that completes one of `strings` ends an answer; its text ends before the first of them.
+    """The token that completes one of `strings` ends an answer; its text ends before the first of them."""
 
-    Args:
-        strings: Stop strings.
-        decode: Token ids -> text.
-        special_ids: Tokens that decode to no text.
-        min_new_tokens: First tokens of an answer, in which a stop string is ignored.
-        answer_start: Text -> index at which the answer begins in it, before which a stop string is thinking; None: it
-            has not begun.
-    """
+    strings: Sequence[str]
+    decode: Callable[[list[int]], str]  # token ids -> text
+    special_ids: Collection[int] = ()  # tokens that decode to no text
+    min_new_tokens: int = 0  # first tokens of an answer, in which a stop string is ignored
+    # text -> index at which the answer begins in it, before which a stop string is thinking; None: it has not begun
+    answer_start: Callable[[str], int | None] = lambda text: 0
+    _may_end: dict[int, bool] = field(default_factory=dict, init=False)  # token -> whether a string may end inside it
 
-    def __init__(
-        self,
-        strings: Sequence[str],
-        decode: Callable[[list[int]], str],
-        special_ids: Collection[int] = (),
-        min_new_tokens: int = 0,
-        answer_start: Callable[[str], int | None] = lambda text: 0,
-    ) -> None:
-        self.strings = tuple(strings)
-        self.decode = decode
-        self.special_ids = frozenset(special_ids)
-        self.free_tokens, self.answer_start = min_new_tokens, answer_start
+    def __post_init__(self) -> None:
+        self.special_ids = frozenset(self.special_ids)
         # every other token is at least one byte of text
-        self.window = max(len(string.encode()) for string in strings) + SLACK_TOKENS
-        self._ends = {string[-1] for string in strings}
-        self._may_end: dict[int, bool] = {}  # token -> whether a string may end inside it
+        self.window = max(len(string.encode()) for string in self.strings) + SLACK_TOKENS
+        self._ends = {string[-1] for string in self.strings}
 
     def ended(self, tokens: Sequence[int]) -> bool:
         """Whether the last of `tokens` completes a stop string."""
-        if len(tokens) <= self.free_tokens or not self._may_end_in(tokens[-1]):
+        if len(tokens) <= self.min_new_tokens or not self._may_end_in(tokens[-1]):
             return False
         window: list[int] = []
         for token in reversed(tokens):
@@ -72,6 +62,6 @@ class StopStrings:
         answer = self.answer_start(text)
         if answer is None:
             return None
-        free = len(self.decode(list(tokens[: self.free_tokens])))
+        free = len(self.decode(list(tokens[: self.min_new_tokens])))
         starts = [text.find(string, max(answer, free - len(string) + 1)) for string in self.strings]
         return min((start for start in starts if start >= 0), default=None)
