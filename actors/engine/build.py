@@ -45,30 +45,20 @@ def resolve_device(name: str) -> torch.device:
 
 
 def build_engine(
-    checkpoint: Checkpoint,
-    schedule: Schedule,
-    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: Checkpoint,  # checkpoint to load
+    schedule: Schedule,  # schedule of requests without their own
+    tokenizer: PreTrainedTokenizerBase,  # the checkpoint's tokenizer
     *,
-    dtype: str,
-    device: str,
-    cache_bytes: int,
-    int8: bool = False,
-    cumulative_logprob: bool = False,
+    dtype: str,  # float32, bfloat16 or float16, of weights, activations and cache
+    device: str,  # auto, cpu, cuda or cuda:N
+    cache_bytes: int,  # bytes of key/value cache, which a GPU must have free beside the weights
+    int8: bool = False,  # whether linear layers and head are rounded to 8 bits; for bfloat16 on a CPU
+    cumulative_logprob: bool = False,  # whether completions carry the sum of their log-probabilities
 ) -> Engine:
     """Load the checkpoint's weights and build the engine.
 
     A speed adapter is merged unless the schedule runs every layer for every token. Weights that the checkpoint stores
     as codes of 8 bits are multiplied as such where the CPU has the instructions, else they are expanded to `dtype`.
-
-    Args:
-        checkpoint: Checkpoint to load.
-        schedule: Schedule of requests without their own.
-        tokenizer: The checkpoint's tokenizer.
-        dtype: float32, bfloat16 or float16, of weights, activations and cache.
-        device: auto, cpu, cuda or cuda:N.
-        cache_bytes: Bytes of key/value cache, which a GPU must have free beside the weights.
-        int8: Whether linear layers and head are rounded to 8 bits; for bfloat16 on a CPU.
-        cumulative_logprob: Whether completions carry the sum of their log-probabilities.
 
     Raises:
         UserError: Weights are missing, damaged or not the speed adapter's base, the device is not there, a GPU has

@@ -111,22 +111,17 @@ class Decoder:
 
     def run_layer(
         self,
-        layer: int,
-        hidden: Tensor,
-        rotary: Rotary,
+        layer: int,  # its index
+        hidden: Tensor,  # [B, S, E]
+        rotary: Rotary,  # the layer's own
+        # bool [B or 1, 1, S, K], true where a query may attend to a key, with the layer's window; None is
+        # causal if K = S, and all keys if S = 1. An `Attendance` if the attention is that of
+        # `packed_attention`
         mask: Tensor | Attendance | None,
+        # stores the layer's keys and values, and returns those to attend to; None: the pass's own
         cache: KeyValueStore | None = None,
     ) -> Tensor:
-        """Run one layer over hidden states [B, S, E].
-
-        Args:
-            layer: Its index.
-            hidden: [B, S, E].
-            rotary: The layer's own.
-            mask: Bool [B or 1, 1, S, K], true where a query may attend to a key, with the layer's window; None is
-                causal if K = S, and all keys if S = 1. An `Attendance` if the attention is that of `packed_attention`.
-            cache: Stores the layer's keys and values, and returns those to attend to; None: the pass's own.
-        """
+        """Run one layer over hidden states [B, S, E]."""
         if self._adds_masks and not isinstance(mask, Attendance):
             mask = self._added_mask(mask, hidden)
         output: Tensor = self.blocks[layer](

@@ -116,23 +116,17 @@ class Engine:
 
     def widen(
         self,
-        rows: int,
-        prompt_tokens: int,
-        max_new_tokens: int,
-        schedule: Schedule | None = None,
+        rows: int,  # most rows in flight
+        prompt_tokens: int,  # longest prompt
+        max_new_tokens: int,  # most new tokens
+        schedule: Schedule | None = None,  # see `open`
         *,
+        # whether memory may be allocated; both caches then exist at once. Else the present memory is used
         allocates: bool = False,
     ) -> bool:
         """With rows in flight, make slots for at most `rows` rows of these lengths; return whether there is memory.
 
         Rows in flight are copied where the slots change. Without enough memory nothing has changed.
-
-        Args:
-            rows: Most rows in flight.
-            prompt_tokens: Longest prompt.
-            max_new_tokens: Most new tokens.
-            schedule: See `open`.
-            allocates: Whether memory may be allocated; both caches then exist at once. Else the present memory is used.
         """
         shape = SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens)
         assert rows >= len(self.rows)

@@ -157,19 +157,16 @@ class Loop:
 
     def add(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[Request],  # the rows
+        # token ids with which most prompts begin; its keys and values are kept until another prefix comes
         prefix: Sequence[int] = (),
+        # called, before memory is allocated for them, with the indices of all requests that may be in flight
+        # until its next call. A call with it joins no other
         on_batch: OnBatch | None = None,
+        # called when the last row has been admitted and rows of another call would find slots
         on_drain: Callable[[], None] | None = None,
     ) -> Call:
         """Queue requests, from any thread.
-
-        Args:
-            requests: The rows.
-            prefix: Token ids with which most prompts begin; its keys and values are kept until another prefix comes.
-            on_batch: Called, before memory is allocated for them, with the indices of all requests that may be in
-                flight until its next call. A call with it joins no other.
-            on_drain: Called when the last row has been admitted and rows of another call would find slots.
 
         Raises:
             UserError: A request that cannot be run.

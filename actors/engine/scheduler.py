@@ -32,25 +32,17 @@ class Run:
 
 
 def plan_batches(
-    prompt_tokens: Sequence[int],
-    max_new_tokens: Sequence[int],
+    prompt_tokens: Sequence[int],  # tokens of each row's prompt
+    max_new_tokens: Sequence[int],  # most new tokens of each row
     *,
-    row_bytes: Callable[[int, int], int],
-    budget_bytes: int,
-    max_rows: int,
-    groups: Sequence[int] | None = None,
+    row_bytes: Callable[[int, int], int],  # (longest prompt, most new tokens) of a batch -> cache bytes a row
+    budget_bytes: int,  # bytes of a batch's cache
+    max_rows: int,  # most rows of a batch
+    groups: Sequence[int] | None = None,  # group of each row; None: one
 ) -> list[list[int]]:
     """Return batches of row numbers, longest prompts first, so that a batch that does not fit the memory comes first.
 
     Rows of a group follow each other, the group with the longest prompt first.
-
-    Args:
-        prompt_tokens: Tokens of each row's prompt.
-        max_new_tokens: Most new tokens of each row.
-        row_bytes: (longest prompt, most new tokens) of a batch -> cache bytes a row.
-        budget_bytes: Bytes of a batch's cache.
-        max_rows: Most rows of a batch.
-        groups: Group of each row; None: one.
 
     Raises:
         UserError: A row that does not fit the budget alone.

@@ -270,20 +270,14 @@ class CpuExecutor(LibraryExecutor):
     def _prompts(
         self,
         prompts: Sequence[tuple[int, ...]],
-        begins: int,
-        sources: Sequence[int],
-        slots: Sequence[int],
+        begins: int,  # position of each prompt's first token, behind the prefix
+        sources: Sequence[int],  # of each row, its prompt and its place in the buffers
+        slots: Sequence[int],  # of each row, its prompt and its place in the buffers
         layers: Sequence[int],
-        buffers: Sequence[Tensor | None],
+        buffers: Sequence[Tensor | None],  # each layer's keys and values [2, R, H, K, D]
         prefix: dict[int, PackedPrefix] | None,
     ) -> Tensor:
-        """Run `layers` over prompts one behind another; return logits [P, V] at their last tokens.
-
-        Args:
-            begins: Position of each prompt's first token, behind the prefix.
-            sources, slots: Of each row, its prompt and its place in the buffers.
-            buffers: Each layer's keys and values [2, R, H, K, D].
-        """
+        """Run `layers` over prompts one behind another; return logits [P, V] at their last tokens."""
         starts = torch.tensor([0, *itertools.accumulate(map(len, prompts))])
         ids = torch.tensor([list(itertools.chain.from_iterable(prompts))])
         positions = torch.cat([torch.arange(begins, begins + len(prompt)) for prompt in prompts])[None]

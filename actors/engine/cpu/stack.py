@@ -104,20 +104,13 @@ class Stack:
 
     def __init__(
         self,
-        blocks: nn.ModuleList,
-        describe: Callable[[nn.Module], LayerWeights],
-        embedding: Embedding,
+        blocks: nn.ModuleList,  # layers that all `can_stack`
+        describe: Callable[[nn.Module], LayerWeights],  # the library's layer -> its weights
+        embedding: Embedding,  # of tokens
         *,
-        int8: bool = False,
+        int8: bool = False,  # whether products without codes have 8 bits
     ) -> None:
-        """Replace the library's layers in `blocks`, and free the memory of each before the next one is packed.
-
-        Args:
-            blocks: Layers that all `can_stack`.
-            describe: The library's layer -> its weights.
-            embedding: Of tokens.
-            int8: Whether products without codes have 8 bits.
-        """
+        """Replace the library's layers in `blocks`, and free the memory of each before the next one is packed."""
         described: list[tuple[dict[str, Any], list[PanelProduct], list[Tensor | None]]] = []
         for number in range(len(blocks)):  # no name may refer to the old layer when its memory is given back
             described.append(_packed(describe(blocks[number]), int8))
@@ -189,27 +182,16 @@ class Stack:
 
     def prompts(
         self,
-        layer: int,
-        hidden: Tensor,
-        rotary: Rotary,
-        starts: Tensor,
-        places: Tensor,
-        sources: Tensor,
-        buffers: Tensor | None,
-        prefix: PackedPrefix | None = None,
+        layer: int,  # its index
+        hidden: Tensor,  # [1, N, E], overwritten by the result
+        rotary: Rotary,  # cosines and sines [1, N, R], or None
+        starts: Tensor,  # int64 [P + 1], the first token of each prompt, and N
+        places: Tensor,  # int64 [B], of the rows in the buffers
+        sources: Tensor,  # int64 [B], the prompt of each row
+        buffers: Tensor | None,  # keys and values [2, R, H, K, D] of the rows; None: they are not kept
+        prefix: PackedPrefix | None = None,  # what all prompts begin with; it is copied to the rows' first slots
     ) -> None:
-        """Run one layer over prompts one behind another.
-
-        Args:
-            layer: Its index.
-            hidden: [1, N, E], overwritten by the result.
-            rotary: Cosines and sines [1, N, R], or None.
-            starts: int64 [P + 1], the first token of each prompt, and N.
-            places: int64 [B], of the rows in the buffers.
-            sources: int64 [B], the prompt of each row.
-            buffers: Keys and values [2, R, H, K, D] of the rows; None: they are not kept.
-            prefix: What all prompts begin with; it is copied to the rows' first slots.
-        """
+        """Run one layer over prompts one behind another."""
         tokens = hidden.shape[1]
         assert hidden.shape == (1, tokens, self._hidden) and hidden.dtype == self._dtype and int(starts[-1]) == tokens
         assert places.shape == sources.shape and places.dtype == sources.dtype == starts.dtype == torch.int64

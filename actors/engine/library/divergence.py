@@ -56,17 +56,14 @@ def teacher_forced(
     lines: Sequence[Model],
     pairs: Sequence[Pair],
     *,
+    # number of the first response token that counts; 1 leaves out the token that the prompt's pass predicts
     first: int = 0,
-    report: Report = lambda rows: None,
+    report: Report = lambda rows: None,  # called with the number of rows done, before each pass and at the end
 ) -> list[ForcedScores]:
     """Scores of every line over (prompt ids, response ids) pairs, none of them empty.
 
     Every token's distribution [V] under the line, computed as at inference, is compared with full depth's. Models share
     a vocabulary; padding of one is ignored. Lines with the same weights and prompt layers share the prompts' pass.
-
-    Args:
-        first: number of the first response token that counts; 1 leaves out the token that the prompt's pass predicts.
-        report: called with the number of rows done, before each pass and at the end.
     """
     sums = np.zeros((len(lines), 3, len(pairs)))
     tokens = np.array([max(len(response) - first, 0) for _, response in pairs], dtype=np.float64)

@@ -67,20 +67,14 @@ class LibraryExecutor:
 
     def prefill(
         self,
-        prompts: Sequence[tuple[int, ...]],
-        sources: Sequence[int],
-        slots: Sequence[int],
+        prompts: Sequence[tuple[int, ...]],  # P prompts that differ
+        sources: Sequence[int],  # the prompt of each of R rows
+        slots: Sequence[int],  # the free slot that each of them takes
+        # tokens with which all the prompts begin; the keys and values of the last prefix are kept
         prefix: tuple[int, ...],
-        layers: Sequence[int],
+        layers: Sequence[int],  # layers that run
     ) -> tuple[Tensor, int, int]:
         """Run the prompts of new rows through `layers`, padded to one length.
-
-        Args:
-            prompts: P prompts that differ.
-            sources: The prompt of each of R rows.
-            slots: The free slot that each of them takes.
-            prefix: Tokens with which all the prompts begin; the keys and values of the last prefix are kept.
-            layers: Layers that run.
 
         Returns:
             Logits [R, V] behind the prompt of each row, the number of prompt tokens computed, padding included, and the

@@ -25,22 +25,15 @@ LEAST_SAVED = 16  # tokens; for fewer a pass of their own costs more
 
 
 def predicting_states(
-    decoder: Decoder,
-    pairs: Sequence[Pair],
-    schedules: Sequence[Schedule],
+    decoder: Decoder,  # its model's attention is that of `packed_attention`
+    pairs: Sequence[Pair],  # prompts and responses, at least one
+    schedules: Sequence[Schedule],  # they must run the same layers over prompts
     *,
+    # whether gradients flow through all prompt tokens; else through each prompt's last one alone
     prompt_gradient: bool = True,
-    recompute: bool = False,
+    recompute: bool = False,  # keep only each layer's input for the backward pass (gradient checkpointing)
 ) -> Tensor:
-    """Return the hidden states [S, M, E] before the final norm that predict each response token under each schedule.
-
-    Args:
-        decoder: its model's attention is that of `packed_attention`.
-        pairs: prompts and responses, at least one.
-        schedules: they must run the same layers over prompts.
-        prompt_gradient: whether gradients flow through all prompt tokens; else through each prompt's last one alone.
-        recompute: keep only each layer's input for the backward pass (gradient checkpointing).
-    """
+    """Return the hidden states [S, M, E] before the final norm that predict each response token under each schedule."""
     assert len({schedule.prompt_layers for schedule in schedules}) == 1
     shared = shared_tokens(pairs)
     above: list[Level] = []

@@ -62,27 +62,18 @@ def prompt_ranks(layers: int, running: Iterable[int]) -> Tensor:
 
 
 def run_level(
-    decoder: Decoder,
-    tokens: Tokens,
-    ranks: Tensor,
-    groups: int,
-    above: Sequence[Level] = (),
+    decoder: Decoder,  # its model's attention is that of `packed_attention`
+    tokens: Tokens,  # at least one; those of a branch lie in the order of their positions
+    ranks: Tensor,  # [branches, layers], or [1, layers] for all; a layer runs for the tokens of greater depth
+    groups: int,  # G
+    above: Sequence[Level] = (),  # the levels above, highest first
     *,
-    recompute: bool = False,
+    recompute: bool = False,  # keep only each layer's input for the backward pass (gradient checkpointing)
+    # hidden states [1, N, E] before the first layers, or none. The pass goes on behind the last of them and adds
+    # the input of each later layer, and the output of the last one
     inputs: list[Tensor] | None = None,
 ) -> tuple[Tensor, Level]:
-    """Return the hidden states [1, N, E] of one level before the final norm, and the level for those below.
-
-    Args:
-        decoder: Its model's attention is that of `packed_attention`.
-        tokens: At least one; those of a branch lie in the order of their positions.
-        ranks: [branches, layers], or [1, layers] for all; a layer runs for the tokens of greater depth.
-        groups: G.
-        above: The levels above, highest first.
-        recompute: Keep only each layer's input for the backward pass (gradient checkpointing).
-        inputs: Hidden states [1, N, E] before the first layers, or none. The pass goes on behind the last of them and
-            adds the input of each later layer, and the output of the last one.
-    """
+    """Return the hidden states [1, N, E] of one level before the final norm, and the level for those below."""
     device = decoder.device
     hidden, rotary = decoder.embed(tokens.ids[None].to(device), tokens.positions[None].to(device))
     inputs = [] if inputs is None else inputs

@@ -54,19 +54,12 @@ def check_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor],
 
 def check_report(
     model: PreTrainedModel,
-    report: Mapping[str, Any],
-    tensors: Mapping[str, StoredTensor],
-    name: str,
-    unpacked: Collection[str] | None = None,
+    report: Mapping[str, Any],  # the library's loading info
+    tensors: Mapping[str, StoredTensor],  # of the checkpoint
+    name: str,  # of the checkpoint, for errors
+    unpacked: Collection[str] | None = None,  # weights that were packed; None: those of the checkpoint's packed tensors
 ) -> None:
-    """Raise UserError if the library has found no place for a tensor, or no tensor for a weight.
-
-    Args:
-        report: the library's loading info.
-        tensors: of the checkpoint.
-        name: of the checkpoint, for errors.
-        unpacked: weights that were packed; None: those of the checkpoint's packed tensors.
-    """
+    """Raise UserError if the library has found no place for a tensor, or no tensor for a weight."""
 
     def file(weight: str) -> str:
         """The file of a weight, whose name in the file may lack the model's prefix."""

@@ -220,15 +220,11 @@ def memory_needed(
     checkpoint: Checkpoint,
     dtype: str,
     cache_bytes: int,
-    tensors: Mapping[str, StoredTensor] | None = None,
+    tensors: Mapping[str, StoredTensor] | None = None,  # of the checkpoint; None: read from the headers in the folder
     *,
-    on_gpu: bool,
+    on_gpu: bool,  # whether the actor has a GPU; else a CPU that packs weights in bfloat16 is assumed
 ) -> Need:
     """Memory that an actor needs for the checkpoint.
-
-    Args:
-        tensors: of the checkpoint; None: read from the headers in the folder.
-        on_gpu: whether the actor has a GPU; else a CPU that packs weights in bfloat16 is assumed.
 
     Raises UserError if weights are missing or damaged.
     """
