@@ -374,7 +374,7 @@ MEMORY = """
 import resource
 import torch
 from tiny_models import tiny_model
-from actors.engine.decoder import Decoder
+from actors.engine.cpu.executor import fastest_decoder
 from actors.engine.sampling.sampler import sample
 from actors.engine.sampling.state import RowSampling
 from actors.engine.types import SamplingParams
