@@ -51,7 +51,7 @@ class LibraryExecutor:
             self._cache.copy_rows(earlier, [before.index(slot) for slot in held])
         return True
 
-    def _allocated(self) -> SkipCache:
+    def _allocated(self) -> Any:
         """Return the cache of the present shape."""
         decoder = self.decoder
         assert self._shape is not None
