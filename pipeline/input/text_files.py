@@ -152,7 +152,22 @@ def _fits(value: Any, kind: pa.DataType) -> bool:
         return type(value) is str
     if types.is_boolean(kind):
         return type(value) is bool
-    return type(value) is int or (type(value) is float and types.is_floating(kind))
+    is_whole = type(value) is int and (types.is_integer(kind) or types.is_decimal(kind))
+    return is_whole or (type(value) in (int, float) and types.is_floating(kind))
+
+
+def _misfit(value: Any, kind: pa.DataType) -> str | None:
+    """Return why a column of this type cannot hold a value as it is; None if it can."""
+    try:
+        if _fits(value, kind):
+            pa.array([value], kind)
+            return None
+    except UnicodeEncodeError:
+        return "text is not valid Unicode: it holds a lone surrogate"
+    except _NOT_ARROW:
+        pass
+    shown = json.dumps(value)
+    return f"{_NAMES[type(value)]} that does not fit {printable(kind)}: {shown[:80]}{'…' * (len(shown) > 80)}"
 
 
 def json_array(values: Sequence[Any], field: pa.Field) -> tuple[pa.Array, dict[int, str]]:
@@ -160,34 +175,24 @@ def json_array(values: Sequence[Any], field: pa.Field) -> tuple[pa.Array, dict[i
 
     A value of another type becomes null, in a column of text its JSON.
     """
-    kind, errors = field.type, dict[int, str]()
+    kind, fitted, errors = field.type, [], dict[int, str]()
     if is_json(field):
         values = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
-
-    def fitting(position: int, value: Any) -> Any:
-        try:
-            if _fits(value, kind):
-                pa.array([value], kind)
-                return value
-            reason = None
-        except UnicodeEncodeError:
-            reason = "text is not valid Unicode: it holds a lone surrogate"
-        except _NOT_ARROW:
-            reason = None
-        if value == {}:  # an object without fields is null
-            return None
-        shown = value.encode(errors="replace").decode() if reason and isinstance(value, str) else json.dumps(value)
-        cut = f"{shown[:80]}{'…' * (len(shown) > 80)}"
-        reason = reason or f"{_NAMES[type(value)]} that does not fit {printable(kind)}: {cut}"
-        errors[position] = f"column {printable(field.name)}: {reason}"
-        return shown if is_text(kind) else None
-
     try:
         if all(_fits(value, kind) for value in values):
             return pa.array(values, kind), {}
     except _NOT_ARROW:
         pass  # the rows are found below
-    return pa.array([fitting(position, value) for position, value in enumerate(values)], kind), errors
+    for position, value in enumerate(values):
+        if value == {} and not types.is_struct(kind):  # an object without fields is null
+            value = None
+        reason = _misfit(value, kind)
+        if reason is not None:
+            errors[position] = f"column {printable(field.name)}: {reason}"
+            text = value if isinstance(value, str) else json.dumps(value)
+            value = text.encode(errors="replace").decode() if is_text(kind) else None
+        fitted.append(value)
+    return pa.array(fitted, kind), errors
 
 
 @dataclass(frozen=True)
