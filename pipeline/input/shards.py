@@ -100,7 +100,8 @@ def _tables(shards: Sequence[Shard], columns: Sequence[str], storage: StorageCon
     # large row groups are streamed page by page; small ones are read ahead
     large = any(group.total_byte_size > STREAM_BYTES for group in groups)
     with fs.open(path, "rb", cache_type="none" if large else "readahead") as file:
-        parquet = pq.ParquetFile(file, metadata=footer, buffer_size=FETCH_BYTES if large else 0)
+        buffer = FETCH_BYTES if large else 0  # pre_buffer would fetch whole row groups in spite of it
+        parquet = pq.ParquetFile(file, metadata=footer, buffer_size=buffer, pre_buffer=not large)
         opened, first, batch = -1, 0, pa.record_batch([], [])  # the current row group; the batch and its first row
         for shard in shards:
             slices, row, end = [], shard.first_row, shard.first_row + shard.rows
