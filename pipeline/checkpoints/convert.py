@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from tokenizers import pre_tokenizers
@@ -30,53 +30,97 @@ from actors.engine.model.fitting import check_report
 from actors.engine.model.loading import inspect
 from actors.engine.model.weights import gib
 
-if TYPE_CHECKING:
-    from gguf import GGUFReader
-
 # as GGUF names them, families of the engine that transformers reads; Mistral's files say llama
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt2")
-EMBEDDING = "token_embd.weight"
-PLAIN = ("F32", "F16", "BF16")  # tensor types that are not quantized
+PLAIN = {"F32", "F16", "BF16"}  # tensor types that are not quantized
 PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 ROPE_FACTORS = re.compile(r"(^|\.)rope_(freqs|factors)")  # tensors by which a model scales its rope
 # query_pre_attn_scalar is not in the file, and differs from the library's default
 OTHER_SCALING = {("gemma2", 46): "Gemma 2 27B", ("gemma3", 62): "Gemma 3 27B"}
+# rules by which byte-level BPE cuts a text first, by their names in llama.cpp, whose ids a test holds for each; all but
+# that of smollm are the library's. Not tekken and gpt-4o: at accents llama.cpp's rules are not the published ones.
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")  # a word of the vocabulary is one token, merged or not
+PRE_TOKENIZERS = ("gpt-2", "olmo", "smollm", "dbrx", "smaug-bpe", "qwen2", "deepseek-r1-qwen", *WHOLE_WORDS)
+UNREADABLE = (ValueError, KeyError, OSError, TypeError, AttributeError)  # errors of transformers' reader
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a GGUF file says of its model.
+    """The header of a GGUF file.
 
     Args:
-        path: the file.
-        architecture: as GGUF names it.
-        values: its other entries that are single values, by key, such as ``llama.block_count``.
+        values: entries that are single values, by key, such as ``llama.block_count``; True for a list.
+        tokens: entries of its vocabulary.
         types: names of its tensors' types, such as Q4_1.
+        rows: rows of each tensor, by name.
         elements: numbers in all tensors.
     """
 
     path: Path
-    architecture: str
     values: dict[str, Any]
+    tokens: int
     types: frozenset[str]
+    rows: dict[str, int]
     elements: int
 
+    @property
+    def architecture(self) -> str:
+        return str(self.values.get("general.architecture", ""))
+
     def of_model(self, key: str) -> Any:
-        """The value of an entry of the architecture, such as ``attention.key_length``; None without it."""
+        """Return an entry of the architecture, such as ``attention.key_length``; None without it."""
         return self.values.get(f"{self.architecture}.{key}")
 
     @property
-    def quantized(self) -> list[str]:
-        """Sorted names of the quantized types among the tensors'."""
-        return sorted(self.types - set(PLAIN))
+    def head_dim(self) -> int | None:
+        """Numbers of an attention head; None if the header does not say."""
+        if (length := self.of_model("attention.key_length")) is not None:
+            return int(length)
+        width, heads = self.of_model("embedding_length"), self.of_model("attention.head_count")
+        return int(width) // int(heads) if width and heads else None
+
+    def refusal(self) -> str | None:
+        """Return why the file is not converted, such as a part that transformers would ignore; None if it can be."""
+        part = PART.search(self.path.name)
+        parts = int(self.values.get("split.count") or (part[1] if part else 1))
+        scaling, rotated = self.of_model("rope.scaling.type"), self.of_model("rope.dimension_count")
+        scaled = scaling not in (None, "none") or any(ROPE_FACTORS.search(name) for name in self.rows)
+        other = OTHER_SCALING.get((self.architecture, self.of_model("block_count")))
+        embedded = self.rows.get("token_embd.weight", self.tokens)
+        ignored = "which transformers does not read from GGUF: answers would differ; take the safetensors checkpoint"
+        reasons: list[tuple[Any, str]] = [
+            (parts > 1, f"one of {parts} parts; join them: llama-gguf-split --merge FIRST.gguf WHOLE.gguf"),
+            (
+                self.architecture not in ARCHITECTURES,
+                f"architecture {self.architecture!r} cannot be converted; can be: {', '.join(ARCHITECTURES)}",
+            ),
+            (not self.rows, "no weights, only a vocabulary"),
+            (
+                not self.tokens or "tokenizer.ggml.model" not in self.values,
+                "no tokenizer in it; convert a file that has one",
+            ),
+            (
+                embedded != self.tokens,
+                f"token_embd.weight has {embedded} rows, and tokenizer.ggml.tokens {self.tokens} entries: parts of two "
+                "models; fetch it again",
+            ),
+            (scaled, f"its rope is scaled ({scaling or 'by factors'}), {ignored}"),
+            (
+                rotated is not None and self.head_dim is not None and rotated != self.head_dim,
+                f"its rope turns {rotated} of {self.head_dim} numbers of a head, {ignored}",
+            ),
+            (
+                self.architecture == "llama" and self.of_model("attention.sliding_window"),
+                f"it has a sliding window, {ignored}",
+            ),
+            (self.of_model("expert_count"), f"it is a mixture of experts, {ignored}"),
+            (other, f"{other} scales its queries by a number of its own, {ignored}"),
+        ]
+        return next((reason for holds, reason in reasons if holds), None)
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read and check a header.
-
-    Raises UserError: no such file, not GGUF or cut short, one part of a split file, another architecture, no
-    tokenizer, or a model whose answers would differ because transformers ignores a part of the file.
-    """
+    """Read a header. Raises UserError for a file that is not GGUF, is cut short, or is not converted."""
     from gguf import GGUFReader
 
     if not path.is_file():
@@ -86,94 +130,29 @@ def read_header(path: Path) -> GgufHeader:
             raise UserError(f"{path}: not a GGUF file")
     try:
         reader = GGUFReader(path)
-        header = _header(path, reader)
+        header = GgufHeader(
+            path,
+            {key: field.contents() if len(field.data) == 1 else True for key, field in reader.fields.items()},
+            len(field.data) if (field := reader.fields.get("tokenizer.ggml.tokens")) else 0,
+            frozenset(tensor.tensor_type.name for tensor in reader.tensors),
+            {tensor.name: int(tensor.shape[-1]) for tensor in reader.tensors},
+            sum(int(tensor.n_elements) for tensor in reader.tensors),
+        )
     except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{path}: damaged or cut short ({flat(error)}); fetch it again") from None
-    _check(header, reader)
+    if reason := header.refusal():
+        raise UserError(f"{path}: {reason}")
     return header
-
-
-def _header(path: Path, reader: GGUFReader) -> GgufHeader:
-    values = {key: field.contents() for key, field in reader.fields.items() if len(field.data) == 1}
-    values |= {key: True for key in reader.fields if key not in values}  # of lists only their presence matters
-    return GgufHeader(
-        path,
-        str(values.get("general.architecture", "")),
-        values,
-        frozenset(tensor.tensor_type.name for tensor in reader.tensors),
-        sum(int(tensor.n_elements) for tensor in reader.tensors),
-    )
-
-
-def _check(header: GgufHeader, reader: GGUFReader) -> None:
-    path, rows = header.path, {tensor.name: int(tensor.shape[-1]) for tensor in reader.tensors}
-    part = PART.search(path.name)
-    parts = int(header.values.get("split.count") or (part[1] if part else 1))
-    if parts > 1:
-        raise UserError(f"{path}: one of {parts} parts; join them: llama-gguf-split --merge FIRST.gguf WHOLE.gguf")
-    if header.architecture not in ARCHITECTURES:
-        raise UserError(
-            f"{path}: architecture {header.architecture!r} cannot be converted; can be: {', '.join(ARCHITECTURES)}"
-        )
-    if not rows:
-        raise UserError(f"{path}: no weights, only a vocabulary")
-    if not {"tokenizer.ggml.model", "tokenizer.ggml.tokens"} <= header.values.keys():
-        raise UserError(f"{path}: no tokenizer in it; convert a file that has one")
-    tokens = len(reader.fields["tokenizer.ggml.tokens"].data)
-    if rows.get(EMBEDDING, tokens) != tokens:
-        raise UserError(
-            f"{path}: {EMBEDDING} has {rows[EMBEDDING]} rows, and tokenizer.ggml.tokens {tokens} entries: parts of two "
-            "models; fetch it again"
-        )
-    if reason := _ignored(header, list(rows)):
-        raise UserError(
-            f"{path}: {reason}, which transformers does not read from GGUF: answers would differ; take the "
-            "safetensors checkpoint"
-        )
-
-
-def _ignored(header: GgufHeader, names: list[str]) -> str | None:
-    """The part of the model that transformers ignores; None if it reads everything that `complete` does not add."""
-    scaling = header.of_model("rope.scaling.type")
-    if scaling not in (None, "none") or any(ROPE_FACTORS.search(name) for name in names):
-        return f"its rope is scaled ({scaling or 'by factors'})"
-    rotated, head = header.of_model("rope.dimension_count"), head_dim(header)
-    if rotated is not None and head is not None and rotated != head:
-        return f"its rope turns {rotated} of {head} numbers of a head"
-    if header.architecture == "llama" and header.of_model("attention.sliding_window"):
-        return "it has a sliding window"
-    if header.of_model("expert_count"):
-        return "it is a mixture of experts"
-    if (name := OTHER_SCALING.get((header.architecture, header.of_model("block_count")))) is not None:
-        return f"{name} scales its queries by a number of its own"
-    return None
-
-
-def head_dim(header: GgufHeader) -> int | None:
-    """Numbers of an attention head; None if the header does not say."""
-    if (length := header.of_model("attention.key_length")) is not None:
-        return int(length)
-    width, heads = header.of_model("embedding_length"), header.of_model("attention.head_count")
-    return int(width) // int(heads) if width and heads else None
-
-
-# rules by which byte-level BPE cuts a text first, by their names in llama.cpp, whose ids a test holds for each; all but
-# that of smollm are the library's. Not tekken and gpt-4o: at accents llama.cpp's rules are not the published ones.
-WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")  # a word of the vocabulary is one token, merged or not
-PRE_TOKENIZERS = ("gpt-2", "olmo", "smollm", "dbrx", "smaug-bpe", "qwen2", "deepseek-r1-qwen", *WHOLE_WORDS)
 
 
 def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[str], None]) -> None:
     """Write the checkpoint of a GGUF file into `output`, a new or empty folder, which appears once it is complete.
 
     Args:
-        source: The GGUF file.
-        output: The folder.
-        dtype: Type of the written weights.
-        report: Receives a line of text before each step, and what the user should know of the result.
+        dtype: type of the written weights.
+        report: receives a line of text before each step, and what the user should know of the result.
 
-    Raises:
-        UserError: The file cannot be converted, or the folder holds files; before weights are read.
+    Raises UserError for a file that cannot be converted, or a folder that holds files; before weights are read.
     """
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise UserError(f"OUT: {output} exists and is not empty; remove it, or choose a new folder")
@@ -181,12 +160,10 @@ def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[st
     header = read_header(source)
     config = _config(header)
     tokenizer = _tokenizer(header, config)
-    if header.quantized:
-        report(f"quantized weights ({', '.join(header.quantized)}) stay as coarse as they were")
-    size = header.elements * dtype.itemsize
-    report(
-        f"converting {header.elements / 1e6:,.0f} million weights to {str(dtype).removeprefix('torch.')}, {gib(size)}"
-    )
+    if quantized := sorted(header.types - PLAIN):
+        report(f"quantized weights ({', '.join(quantized)}) stay as coarse as they were")
+    size, name = gib(header.elements * dtype.itemsize), str(dtype).removeprefix("torch.")
+    report(f"converting {header.elements / 1e6:,.0f} million weights to {name}, {size}")
     model = _model(header, config, dtype)
     partial = output.resolve().with_name(f".{output.resolve().name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a killed conversion
@@ -201,18 +178,21 @@ def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[st
     report(f"wrote {len(list(output.iterdir()))} files")
 
 
+def _read(header: GgufHeader, kind: Any, **options: Any) -> Any:
+    """Read a part of the file with one of transformers' auto classes."""
+    return kind.from_pretrained(header.path.parent, gguf_file=header.path.name, local_files_only=True, **options)
+
+
 def _config(header: GgufHeader) -> PretrainedConfig:
     """transformers' config of the file, with the entries that it leaves out. UserError for a model we cannot run."""
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            header.path.parent, gguf_file=header.path.name, local_files_only=True
-        )
-    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+        config: PretrainedConfig = _read(header, AutoConfig)
+    except UNREADABLE as error:
         raise UserError(f"{header.path}: {flat(error)}") from None
     if config.model_type == "gpt2":
         config.n_positions = header.of_model("context_length")
     elif hasattr(config, "head_dim") or header.of_model("attention.key_length") is not None:
-        config.head_dim = head_dim(header)
+        config.head_dim = header.head_dim
     if hasattr(config, "sliding_window"):
         config.sliding_window = header.of_model("attention.sliding_window")
     config.update(_token_ids(header))  # the library's defaults may lie outside the vocabulary
@@ -229,12 +209,9 @@ def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokeni
             f"held to its tokens are {', '.join(PRE_TOKENIZERS)}; take the safetensors checkpoint"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            header.path.parent, gguf_file=header.path.name, local_files_only=True, trust_remote_code=False
-        )
-    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+        tokenizer: PreTrainedTokenizerBase = _read(header, AutoTokenizer, trust_remote_code=False)
+    except UNREADABLE as error:
         raise UserError(f"{header.path}: its tokenizer cannot be read: {flat(error)}") from None
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
     if is_bpe:
         backend = cast(Any, tokenizer).backend_tokenizer
         backend.model.ignore_merges = rule in WHOLE_WORDS
@@ -247,17 +224,9 @@ def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokeni
 
 def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model with dequantized weights. UserError if a weight is missing, or one of the file was left out."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        header.path.parent,
-        gguf_file=header.path.name,
-        config=config,
-        dtype=dtype,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are in the report
-        local_files_only=True,
-        trust_remote_code=False,
-    )
-    model, report = loaded
+    options = {"config": config, "dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
+    # mismatched sizes are in the report
+    model, report = _read(header, AutoModelForCausalLM, ignore_mismatched_sizes=True, **options)
     check_report(model, report, {}, str(header.path))
     used = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
     if used != header.elements:
@@ -271,8 +240,7 @@ def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> 
         if getattr(holder, name, None) is not None:
             delattr(holder, name)
     model.generation_config = GenerationConfig(**_token_ids(header))  # GGUF has no sampling values
-    assert isinstance(model, PreTrainedModel)
-    return model
+    return cast(PreTrainedModel, model)
 
 
 def _token_ids(header: GgufHeader) -> dict[str, Any]:

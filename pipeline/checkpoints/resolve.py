@@ -11,8 +11,10 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,21 +23,14 @@ from typing import Any
 from filelock import FileLock
 
 from actors.engine.errors import UserError
-from actors.engine.model.file_digests import (
-    CACHE_VARIABLE,
-    SMALL,
-    cache_root,
-    digests,
-    file_digest,
-    weights_digest,
-)
+from actors.engine.model.file_digests import SMALL, cache_root, digests, file_digest, weights_digest
 from actors.engine.model.loading import Checkpoint, inspect, refuse_file, with_adapter
 from actors.engine.model.speed_adapter import FILES as ADAPTER_FILES
 from actors.engine.model.speed_adapter import base_digest
-from actors.engine.model.weights import StoredTensor, file_tensors, folder_tensors, joined, weight_files
+from actors.engine.model.weights import StoredTensor, file_tensors, folder_tensors, gib, joined, weight_files
 from actors.engine.schedule.schedule import Schedule
 from pipeline.checkpoints.local import PinnedFolder, check_same, pin
-from pipeline.checkpoints.stores import BucketStore, HubStore, RemoteFile, download_progress
+from pipeline.checkpoints.stores import BucketStore, HubStore, RemoteFile
 from pipeline.config.job import ModelConfig, StorageConfig
 from pipeline.messages import where_sought
 
@@ -44,6 +39,8 @@ HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)@(\S+)")
 UNPINNED = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 TRIES = 2
 HEADERS_AT_ONCE = 8
+FIRST_SECONDS, SECONDS = 1.5, 10.0  # of a download before the first line of progress, and between lines
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -52,39 +49,37 @@ class RemoteCheckpoint:
 
     Args:
         path: as the job file names it.
-        commit: on the hub; None for a bucket.
-        endpoint: of the hub; None is the public one.
+        store: the bucket, or the commit on the hub.
         key: name of the checkpoint in a node's cache.
         files: the files to fetch.
-        storage: of the bucket.
         cache: the nodes' cache folder; None is each node's default.
     """
 
     path: str
-    commit: str | None
-    endpoint: str | None
+    store: BucketStore | HubStore
     key: str
     files: tuple[RemoteFile, ...]
-    storage: StorageConfig
     cache: str | None
+
+    @classmethod
+    def pinned(
+        cls, path: str, store: BucketStore | HubStore, files: Sequence[RemoteFile], cache: str | None
+    ) -> RemoteCheckpoint:
+        """Pin these files of a store, with a name in the nodes' caches that is theirs alone."""
+        commit = store.revision if isinstance(store, HubStore) else None
+        text = "\n".join([path, str(commit), *(f"{file.name} {file.size} {file.version}" for file in files)])
+        name = re.sub(r"[^\w.-]+", "-", path.removeprefix("s3://"))[-60:].strip("-.")
+        return cls(path, store, f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}", tuple(files), cache)
+
+    @property
+    def commit(self) -> str | None:
+        """The commit on the hub; None for a bucket."""
+        return self.store.revision if isinstance(self.store, HubStore) else None
 
     @property
     def weights(self) -> list[RemoteFile]:
         """The files that hold the weights."""
         return [file for file in self.files if file.name.endswith(".safetensors")]
-
-    def store(self) -> BucketStore | HubStore:
-        """The bucket or hub that holds the files."""
-        if self.commit is None:
-            return BucketStore(self.path, self.storage)
-        own = self.cache or os.environ.get(CACHE_VARIABLE)  # else the hub library's cache
-        return HubStore(
-            self.path.partition("@")[0], self.commit, self.endpoint, str(self.root() / "hub") if own else None
-        )
-
-    def root(self) -> Path:
-        """The cache folder of this node."""
-        return cache_root(self.cache) / "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -110,11 +105,11 @@ class ResolvedCheckpoint:
 
     def pinned(self) -> PinnedFolder | RemoteCheckpoint:
         """The source for other processes: there, `fetch` refuses files that differ from the planned ones."""
-        return _pinned(self.source)
+        return pin(Path(self.source)) if isinstance(self.source, str) else self.source
 
     def pinned_adapter(self) -> PinnedFolder | RemoteCheckpoint | None:
         """The speed adapter for other processes, as `pinned`."""
-        return None if self.adapter is None else _pinned(self.adapter)
+        return pin(Path(self.adapter)) if isinstance(self.adapter, str) else self.adapter
 
     def schedule(self, changes: dict[str, Any], model: ModelConfig, *, unadapted: bool) -> Schedule:
         """The checkpoint's schedule with these keys changed.
@@ -129,8 +124,7 @@ class ResolvedCheckpoint:
         """The digest by which a speed adapter names its base; None if the store lists no SHA-256 of every file."""
         if isinstance(self.source, str):
             return base_digest(self.checkpoint.path)
-        store = self.source.store()
-        found = {file.name: store.digests(file).get("sha256") for file in self.source.weights}
+        found = {file.name: self.source.store.digests(file).get("sha256") for file in self.source.weights}
         known = {name: digest for name, digest in found.items() if digest is not None}
         return weights_digest(known) if len(known) == len(found) else None
 
@@ -139,7 +133,14 @@ class ResolvedCheckpoint:
         if isinstance(self.source, str):
             return folder_tensors(self.checkpoint.path)
         with ThreadPoolExecutor(HEADERS_AT_ONCE) as threads:
-            return joined(threads.map(self.source.store().tensors, self.source.weights))
+            return joined(threads.map(self.source.store.tensors, self.source.weights))
+
+
+def _versions(source: str | RemoteCheckpoint) -> dict[str, str]:
+    """Digest or listed version of every file, by name."""
+    if isinstance(source, str):
+        return digests(Path(source))
+    return {file.name: f"{file.size}:{file.version}" for file in source.files}
 
 
 def resolve_checkpoint(
@@ -159,38 +160,48 @@ def resolve_checkpoint(
         UserError: the checkpoint does not exist, access is refused, or the engine cannot run it.
         StoreFailed: the store or the hub fails.
     """
-    resolved = _resolve_base(model, storage, pinned)
-    return resolved if model.speed_adapter is None else _with_adapter(resolved, model, storage)
-
-
-def _resolve_base(model: ModelConfig, storage: StorageConfig, pinned: dict[str, Any] | None) -> ResolvedCheckpoint:
     path = model.path
     refuse_file(path)
-    if "://" not in path and not Path(path).is_dir():
-        if UNPINNED.fullmatch(path):
-            raise UserError(
-                f"{path}: no such checkpoint folder{where_sought(path)}; if a model on the hub is meant, add "
-                f"@revision, for example {path}@main or {path}@ and a commit"
-            )
-        named = HUB.fullmatch(path)
-        if named is not None:
-            return _resolve_hub(named[1], named[2], model, storage, pinned or {})
-        raise UserError(f"{path}: no such checkpoint folder{where_sought(path)}")
-    if "://" not in path:
-        return ResolvedCheckpoint(inspect(path, by_vllm=model.engine == "vllm"), str(Path(path).resolve()))
-    if not path.startswith("s3://"):
+    store: BucketStore | HubStore
+    if "://" not in path and Path(path).is_dir():
+        checkpoint = inspect(path, by_vllm=model.engine == "vllm")
+        return _with_adapter(ResolvedCheckpoint(checkpoint, str(Path(path).resolve())), model, storage)
+    if path.startswith("s3://"):
+        path = path.rstrip("/")
+        files, store = BucketStore(path, storage).files(), BucketStore(path, storage.after_planning())
+    elif "://" in path:
         raise UserError(f"{path}: checkpoints come from a local folder, s3:// or the hub (owner/name@revision)")
-    url = path.rstrip("/")
-    return _resolve_files(url, None, None, BucketStore(url, storage).files(), model, storage)
+    elif named := HUB.fullmatch(path):
+        resumed = pinned is not None and pinned.get("hub") == path
+        revision = str(pinned["commit"]) if pinned is not None and resumed else named[2]
+        store = HubStore(named[1], revision, os.environ.get("HF_ENDPOINT") or None, model.cache)
+        commit, files = store.commit()
+        store = replace(store, revision=commit)
+    else:
+        hub = f"; if a model on the hub is meant, add @revision, for example {path}@main or {path}@ and a commit"
+        hint = hub if UNPINNED.fullmatch(path) else ""
+        raise UserError(f"{path}: no such checkpoint folder{where_sought(path)}{hint}")
+    kept = [file for file in files if file.name.endswith((*SMALL, ".safetensors"))]
+    remote = RemoteCheckpoint.pinned(path, store, kept, model.cache)
+    folder, names = fetch(remote, weights=False), [file.name for file in files]
+    try:
+        checkpoint = inspect(folder, names, by_vllm=model.engine == "vllm")
+        weights = weight_files(folder, names)
+    except ValueError as error:
+        raise UserError(str(error).replace(str(folder), path)) from None
+    needed = tuple(file for file in kept if file.name in weights or not file.name.endswith(".safetensors"))
+    return _with_adapter(ResolvedCheckpoint(checkpoint, replace(remote, files=needed)), model, storage)
 
 
 def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: StorageConfig) -> ResolvedCheckpoint:
     """The checkpoint with the adapter of `model.speed_adapter`, which must have been trained for its weights."""
+    if model.speed_adapter is None:
+        return base
     path = str(model.speed_adapter).rstrip("/")
     source: str | RemoteCheckpoint
     if path.startswith("s3://"):
         files = [file for file in BucketStore(path, storage).files() if file.name in ADAPTER_FILES]
-        source = _remote(path, None, None, files, model, storage)
+        source = RemoteCheckpoint.pinned(path, BucketStore(path, storage.after_planning()), files, model.cache)
     elif "://" in path or not Path(path).is_dir():
         raise UserError(
             f"{path}: no such folder{where_sought(path)}; a speed adapter comes from a local folder or s3://"
@@ -209,12 +220,7 @@ def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: Storage
     return ResolvedCheckpoint(checkpoint, base.source, source)
 
 
-def fetch(
-    source: str | PinnedFolder | RemoteCheckpoint,
-    *,
-    weights: bool = True,
-    report: Callable[[str], None] | None = None,
-) -> Path:
+def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True, report: Report | None = None) -> Path:
     """The checkpoint's folder on this node, downloaded if necessary; safe to call from many processes.
 
     Args:
@@ -231,7 +237,7 @@ def fetch(
     if isinstance(source, PinnedFolder):
         return check_same(source, weights=weights)
     files = [file for file in source.files if weights or not file.name.endswith(".safetensors")]
-    root = source.root()
+    root = cache_root(source.cache) / "checkpoints"
     record = root / f"{source.key}{'' if weights else '-small'}.json"
     folder = _recorded(record, files)
     if folder is not None:
@@ -252,64 +258,6 @@ def fetch(
     return folder
 
 
-def _resolve_hub(
-    repo: str, revision: str, model: ModelConfig, storage: StorageConfig, pinned: dict[str, Any]
-) -> ResolvedCheckpoint:
-    if pinned.get("hub") == model.path:
-        revision = str(pinned["commit"])
-    endpoint = os.environ.get("HF_ENDPOINT") or None
-    commit, files = HubStore(repo, revision, endpoint, None).commit()
-    return _resolve_files(model.path, commit, endpoint, files, model, storage)
-
-
-def _resolve_files(
-    path: str,
-    commit: str | None,
-    endpoint: str | None,
-    listed: Sequence[RemoteFile],
-    model: ModelConfig,
-    storage: StorageConfig,
-) -> ResolvedCheckpoint:
-    """Fetch and inspect the small files; pin them and the weights that the index names."""
-    files = [file for file in listed if file.name.endswith((*SMALL, ".safetensors"))]
-    remote = _remote(path, commit, endpoint, files, model, storage)
-    folder = fetch(remote, weights=False)
-    names = [file.name for file in listed]
-    try:
-        checkpoint = inspect(folder, names, by_vllm=model.engine == "vllm")
-        weights = weight_files(folder, names)
-    except ValueError as error:
-        raise UserError(str(error).replace(str(folder), path)) from None
-    needed = tuple(file for file in files if file.name in weights or not file.name.endswith(".safetensors"))
-    return ResolvedCheckpoint(checkpoint, replace(remote, files=needed))
-
-
-def _remote(
-    path: str,
-    commit: str | None,
-    endpoint: str | None,
-    files: Sequence[RemoteFile],
-    model: ModelConfig,
-    storage: StorageConfig,
-) -> RemoteCheckpoint:
-    """These files of a store, pinned, with a name in the nodes' caches that is theirs alone."""
-    text = "\n".join([path, str(commit), *(f"{file.name} {file.size} {file.version}" for file in files)])
-    name = re.sub(r"[^\w.-]+", "-", path.removeprefix("s3://"))[-60:].strip("-.")
-    key = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    return RemoteCheckpoint(path, commit, endpoint, key, tuple(files), storage.after_planning(), model.cache)
-
-
-def _versions(source: str | RemoteCheckpoint) -> dict[str, str]:
-    """Digest or listed version of every file, by name."""
-    if isinstance(source, str):
-        return digests(Path(source))
-    return {file.name: f"{file.size}:{file.version}" for file in source.files}
-
-
-def _pinned(source: str | RemoteCheckpoint) -> PinnedFolder | RemoteCheckpoint:
-    return pin(Path(source)) if isinstance(source, str) else source
-
-
 def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
     """The folder of a record; None if there is no record, or a file does not have its recorded size."""
     try:
@@ -328,14 +276,12 @@ def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
 
 
 def _download(
-    source: RemoteCheckpoint, files: Sequence[RemoteFile], folder: Path, report: Callable[[str], None] | None
+    source: RemoteCheckpoint, files: Sequence[RemoteFile], folder: Path, report: Report | None
 ) -> tuple[Path, dict[str, dict[str, Any]]]:
     """The folder with the files, and size and SHA-256 of each. A damaged file is downloaded once more."""
-    store = source.store()
-    total = sum(file.size for file in files)
-    problem = ""
+    store, problem = source.store, ""
     for _ in range(TRIES):
-        with download_progress(source.path, total, store.arrivals(folder), report):
+        with download_progress(source.path, sum(file.size for file in files), store.arrivals(folder), report):
             target = store.download(files, folder)
         verified: dict[str, dict[str, Any]] = {}
         for file in files:
@@ -364,3 +310,39 @@ def _verify(path: Path, file: RemoteFile, digests: dict[str, str]) -> str:
         with open(path, "rb") as opened:
             file_tensors(partial(os.pread, opened.fileno()), file.size, str(path))
     return sha256
+
+
+@contextmanager
+def download_progress(path: str, total: int, folder: Path, report: Report | None = None) -> Iterator[None]:
+    """Report how much of a download has arrived below a folder, while the context lasts.
+
+    Args:
+        path: the checkpoint, as the job names it.
+        total: bytes of the download.
+        report: receives each line; default the log.
+    """
+    ended, before = threading.Event(), _bytes_in(folder)
+
+    def watch() -> None:
+        seconds = FIRST_SECONDS
+        while not ended.wait(seconds):
+            arrived = min(max(_bytes_in(folder) - before, 0), total)
+            (report or log.info)(f"downloading {path}: {gib(arrived)} of {gib(total)}")
+            seconds = SECONDS
+
+    thread = threading.Thread(target=watch, name="download progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _bytes_in(folder: Path) -> int:
+    """Bytes on the disk below a folder; 0 if there is none."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # a file may vanish meanwhile
+            total += path.lstat().st_blocks * 512
+    return total

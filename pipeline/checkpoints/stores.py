@@ -1,21 +1,23 @@
-"""The stores of remote checkpoints, a bucket or the hub: listing, headers, downloads."""
+"""The stores of remote checkpoints, a bucket or the hub: listing, headers, downloads.
+
+Their methods raise UserError if files are missing or access is refused, and StoreFailed if the store fails.
+"""
 
 from __future__ import annotations
 
 import base64
-import logging
 import os
 import re
 import shutil
-import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from actors.engine.errors import UserError, flat
+from actors.engine.model.file_digests import CACHE_VARIABLE, cache_root
 from actors.engine.model.weights import StoredTensor, file_tensors, gib
 from pipeline.config.job import StorageConfig
 from pipeline.storage.errors import NoSuchBucket, StoreFailed
@@ -37,11 +39,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class BucketStore:
-    """Read a prefix in an S3 bucket through s3fs.
-
-    All methods, and those of `HubStore`, raise UserError if the files are missing or access is refused, and StoreFailed
-    if the store fails.
-    """
+    """A prefix in an S3 bucket."""
 
     url: str
     storage: StorageConfig
@@ -59,7 +57,7 @@ class BucketStore:
         if not found:
             raise UserError(f"{self.url}: no checkpoint here: no such folder in the bucket")
         for file in found:
-            if os.path.basename(file.name) != file.name:  # it will be a file's name on every node
+            if "/" in file.name:  # it will be a file's name on every node
                 raise UserError(f"{self.url}: the bucket lists {file.name!r} as a file in it, which no folder can hold")
         return sorted(found, key=lambda file: file.name)
 
@@ -74,12 +72,17 @@ class BucketStore:
         with self._user_errors():
             return file_tensors(read, file.size, f"{self.url}/{file.name}")
 
+    def arrivals(self, folder: Path) -> Path:
+        """Return the folder that `download` into `folder` writes to, incomplete files included."""
+        return folder
+
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
         """Download files that `folder` lacks, and return `folder`. The caller holds its lock and verifies contents."""
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(".*.incomplete"):  # of a killed process: this one holds the lock
             left.unlink()
-        missing = [file for file in files if not _is_there(folder / file.name, file.size)]
+        present = {path.name: path.stat().st_size for path in folder.iterdir()}
+        missing = [file for file in files if present.get(file.name) != file.size]
         needed, free = sum(file.size for file in missing), shutil.disk_usage(folder).free
         if needed > free:
             raise UserError(
@@ -88,10 +91,6 @@ class BucketStore:
             )
         with self._user_errors(), ThreadPoolExecutor(STREAMS) as threads:
             list(threads.map(lambda file: self._get(file, folder), missing))
-        return folder
-
-    def arrivals(self, folder: Path) -> Path:
-        """Return the folder that `download` into `folder` writes to, incomplete files included."""
         return folder
 
     def digests(self, file: RemoteFile) -> dict[str, str]:
@@ -141,7 +140,8 @@ class BucketStore:
 class HubStore:
     """A commit of a model repository on the hub, through huggingface_hub with its own cache and locks.
 
-    endpoint: None is the public hub. cache: folder; None: huggingface_hub's own.
+    endpoint: None is the public hub. cache: `model.cache`, of which a part is the hub's; None: huggingface_hub's own,
+    unless the environment names ours.
     """
 
     repo: str
@@ -173,39 +173,36 @@ class HubStore:
         where = f"{self.repo}@{self.revision}/{file.name}"
         return {name: StoredTensor(where, tuple(tensor.shape)) for name, tensor in header.tensors.items()}
 
+    def arrivals(self, folder: Path) -> Path:
+        """See `BucketStore`."""
+        return self._cache() / f"models--{self.repo.replace('/', '--')}"
+
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
         """Download files into the hub library's cache, and return the folder that holds them."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
+        names = [file.name for file in files]
+        options = {"revision": self.revision, "endpoint": self.endpoint, "cache_dir": self._cache()}
         with self._user_errors():
-            return Path(
-                snapshot_download(
-                    self.repo,
-                    revision=self.revision,
-                    endpoint=self.endpoint,
-                    cache_dir=self.cache,
-                    allow_patterns=[file.name for file in files],
-                    max_workers=STREAMS,
-                )
-            )
-
-    def arrivals(self, folder: Path) -> Path:
-        """See `BucketStore`."""
-        from huggingface_hub.constants import HF_HUB_CACHE
-
-        return Path(self.cache or HF_HUB_CACHE) / f"models--{self.repo.replace('/', '--')}"
+            return Path(snapshot_download(self.repo, allow_patterns=names, max_workers=STREAMS, **options))
 
     def digests(self, file: RemoteFile) -> dict[str, str]:
         """See `BucketStore`."""
         return {} if file.sha256 is None else {"sha256": file.sha256}
 
+    def _cache(self) -> Path:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        own = self.cache or os.environ.get(CACHE_VARIABLE)
+        return cache_root(self.cache) / "checkpoints" / "hub" if own else Path(HF_HUB_CACHE)
+
     @contextmanager
     def _user_errors(self) -> Iterator[None]:
         from huggingface_hub import errors
 
-        name = f"{self.repo}@{self.revision}"
+        name, where = f"{self.repo}@{self.revision}", self.endpoint or "https://huggingface.co"
         try:
             yield
         except errors.GatedRepoError:
@@ -219,63 +216,7 @@ class HubStore:
         except (errors.SafetensorsParsingError, errors.HFValidationError) as error:
             raise UserError(f"{name}: {flat(error)}") from None
         except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
-            where = self.endpoint or "https://huggingface.co"
             raise StoreFailed(
                 f"{name}: the hub at {where} cannot be reached or does not answer: {flat(error)[:200]}; "
                 "without network use a local folder or s3://"
             ) from None
-
-
-def _is_there(path: Path, size: int) -> bool:
-    return path.is_file() and os.stat(path).st_size == size
-
-
-log = logging.getLogger(__name__)
-FIRST_SECONDS, SECONDS = 1.5, 10.0  # before the first line, and between lines
-
-
-@contextmanager
-def download_progress(
-    path: str, total: int, folder: Path, report: Callable[[str], None] | None = None
-) -> Iterator[None]:
-    """Report how much of a download has arrived, while the context lasts.
-
-    Args:
-        path: the checkpoint, as the job names it.
-        total: bytes of the download.
-        folder: where its files arrive, complete and incomplete ones.
-        report: receives each line; default the log.
-    """
-    ended = threading.Event()
-    before = _bytes_in(folder)
-
-    def watch() -> None:
-        seconds = FIRST_SECONDS
-        while not ended.wait(seconds):
-            arrived = min(max(_bytes_in(folder) - before, 0), total)
-            line = f"downloading {path}: {gib(arrived)} of {gib(total)}"
-            if report is None:
-                log.info("%s", line)
-            else:
-                report(line)
-            seconds = SECONDS
-
-    thread = threading.Thread(target=watch, name="download progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _bytes_in(folder: Path) -> int:
-    """Bytes on the disk below a folder; 0 if there is none. A file may vanish meanwhile."""
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            status = path.lstat()
-        except OSError:
-            continue
-        total += status.st_blocks * 512
-    return total

@@ -4,27 +4,28 @@
     000002.json  no heartbeat for 60 s, or dead   ──> create 000003.json
     000003.json  heartbeat every 10 s             ──> sees a higher number: the lease is lost
 
-The number is a fencing token. The store must only refuse to create a file that exists. A file is written by its own
-holder alone and the highest is never removed, so a holder that sleeps through its replacement and wakes up in the
-middle of a heartbeat changes nothing for its successor.
-
-Of a holder on another machine only its counter is known, timed by this process's monotonic clock: clocks that differ
-or are set do not matter. A holder that wakes up while it is replaced works on until its next heartbeat. The lease saves
-work; correctness rests on the conditional creation of parts.
+A file is written by its own holder alone and the highest is never removed, so a holder that sleeps through its
+replacement changes nothing for its successor. The lease saves work; correctness rests on the conditional creation of
+parts. Heartbeats are timed by the watcher's monotonic clock: clocks that differ or are set do not matter.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-from pipeline.commit.lease_holder import Holder
+import psutil
+
 from pipeline.runtime.signals import Interrupted, interrupter, shielded
 from pipeline.storage.folder import STORE_ERRORS, Folder
 
@@ -43,6 +44,62 @@ class LeaseLost(Exception):
     """Another run took the lease over while this run was working."""
 
 
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a lease.
+
+    Args:
+        host, since: for people; seconds since 1970.
+        namespace: host, boot and process id namespace, within which `pid` names one process; "" if unknown.
+        started: start of the process, seconds after boot.
+        nonce: of this lease.
+        counter: heartbeats so far.
+        released: given back.
+    """
+
+    host: str = "unknown"
+    namespace: str = ""
+    pid: int = 0
+    started: float = 0.0
+    nonce: str = ""
+    since: float = 0.0
+    counter: int = 0
+    released: bool = False
+
+    def describe(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
+        return f"process {self.pid} on {self.host}, since {since}"
+
+
+def this_process() -> Holder:
+    try:  # fails outside of Linux
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        namespace = ""
+    started = _seconds_after_boot(psutil.Process())
+    return Holder(socket.gethostname(), namespace, os.getpid(), started, uuid.uuid4().hex, time.time())
+
+
+def _seconds_after_boot(process: psutil.Process) -> float:
+    """Return the start of a process to a hundredth of a second. Setting the clock does not change it."""
+    return round(process.create_time() - psutil.boot_time(), 2)
+
+
+def is_dead(holder: Holder, here: Holder) -> bool:
+    """Tell whether a holder has certainly ended, which is known in its own namespace alone. here: this process."""
+    if not holder.namespace or holder.namespace != here.namespace:
+        return False
+    try:
+        os.kill(holder.pid, 0)
+        process = psutil.Process(holder.pid)
+        return process.status() == psutil.STATUS_ZOMBIE or _seconds_after_boot(process) != holder.started
+    except (ProcessLookupError, psutil.ZombieProcess):
+        return True
+    except (PermissionError, psutil.Error):  # another user's process, which /proc may hide
+        return False
+
+
 class Lease:
     """Held from `acquire` to `release`.
 
@@ -53,10 +110,8 @@ class Lease:
     """
 
     def __init__(self, folder: Folder, *, beat: float, watch: float) -> None:
-        self.folder = folder
-        self.beat = beat
-        self.watch = watch
-        self.holder = Holder.this_process()
+        self.folder, self.beat, self.watch = folder, beat, watch
+        self.holder = this_process()
         self.epoch = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -79,7 +134,7 @@ class Lease:
     def claim(self) -> None:
         """Create the next epoch, after waiting for a holder that may be dead. Raises LeaseHeld if it is alive."""
         while True:
-            last = self._last()
+            last = max(self._epochs(), default=0)
             if last and not self._wait_for_end(_name(last)):
                 continue  # removed a moment ago: there is a later epoch
             if self._create(last + 1):
@@ -87,33 +142,35 @@ class Lease:
 
     def renew(self) -> bool:
         """Write one heartbeat; False if another run holds the lease."""
-        if not self._is_ours():
-            return False
-        self.holder = replace(self.holder, counter=self.holder.counter + 1)
-        self.folder.replace(_name(self.epoch), _encode(self.holder))
-        return True
+        return self._write(replace(self.holder, counter=self.holder.counter + 1))
 
     def give_back(self) -> None:
         """Mark the lease released, if it is still ours."""
-        if self.epoch and self._is_ours():
-            self.folder.replace(_name(self.epoch), _encode(replace(self.holder, released=True)))
+        if self.epoch:
+            self._write(replace(self.holder, released=True))
+
+    def _write(self, holder: Holder) -> bool:
+        """Write the file of our epoch, if another run has not created a higher one."""
+        if max(self._epochs(), default=0) != self.epoch or not self._holds(self.epoch):
+            return False
+        self.holder = holder
+        self.folder.replace(_name(self.epoch), _encode(holder))
+        return True
 
     def _create(self, epoch: int) -> bool:
         """Create an epoch. It is ours if its file says so and it is the highest, whatever the store answered."""
         self.folder.create(_name(epoch), _encode(self.holder))
         if not self._holds(epoch):
             return False
-        if self._last() != epoch:  # lower numbers had been removed while this process slept
+        epochs = self._epochs()
+        if max(epochs, default=0) != epoch:  # lower numbers had been removed while this process slept
             self.folder.remove(_name(epoch))
             return False
         self.epoch = epoch
-        for earlier in self._epochs():
+        for earlier in epochs:
             if earlier < epoch:
                 self.folder.remove(_name(earlier))
         return True
-
-    def _is_ours(self) -> bool:
-        return self._last() == self.epoch and self._holds(self.epoch)
 
     def _holds(self, epoch: int) -> bool:
         holder = self._read(_name(epoch))
@@ -130,41 +187,34 @@ class Lease:
 
     def _wait_for_end(self, name: str) -> bool:
         """Wait until a holder has released its epoch or must be dead; False if its file is gone. Raises LeaseHeld."""
-        holder = self._read(name)
-        if holder is None or holder.released:
-            return holder is not None
-        if not holder.has_ended(self.holder):
+        holder = now = self._read(name)
+        end = time.monotonic()
+        if holder is not None and not holder.released and not is_dead(holder, self.holder):
             log.warning(
                 "the lease is held by %s: waiting %.0f s to see whether it is alive", holder.describe(), self.watch
             )
-            end = time.monotonic() + self.watch
-            while time.monotonic() < end:
-                time.sleep(min(self.beat / 5, 1.0))
-                now = self._read(name)
-                if now is None or now.released:
-                    return now is not None
-                if now != holder:
-                    raise LeaseHeld(holder.describe())
-        log.warning("taking over the lease of %s, which is dead", holder.describe())
-        return True
+            end += self.watch
+        while now is not None and not now.released and time.monotonic() < end:
+            time.sleep(min(self.beat / 5, 1.0))
+            now = self._read(name)
+            if now is not None and not now.released and now != holder:
+                raise LeaseHeld(now.describe())
+        if now is not None and not now.released:
+            log.warning("taking over the lease of %s, which is dead", now.describe())
+        return now is not None
 
     def _epochs(self) -> list[int]:
         matches = (EPOCH.fullmatch(name) for name in self.folder.names(EPOCHS))
         return [int(match[1]) for match in matches if match]
 
-    def _last(self) -> int:
-        return max(self._epochs(), default=0)
-
     def _read(self, name: str) -> Holder | None:
         """The holder in a file; an unknown one, who is watched like any other, if the file is damaged."""
         try:
-            text = self.folder.read(name)
+            holder = Holder(**json.loads(self.folder.read(name)))
+            holder.describe()
         except FileNotFoundError:
             return None
-        try:
-            holder = Holder(**json.loads(text))
-            holder.describe()
-        except (ValueError, TypeError, OverflowError, OSError, RecursionError):
+        except (ValueError, TypeError, OverflowError, RecursionError):
             return Holder()
         return holder
 
@@ -191,15 +241,11 @@ def leased(folder: Folder) -> Iterator[None]:
         raise
     finally:
         with suppress(Interrupted), shielded():  # too late to stop
-            _release(lease)
-
-
-def _release(lease: Lease) -> None:
-    try:
-        lease.release()
-    except STORE_ERRORS as error:  # such as a full disk, which the job reports itself
-        taken = f"the next run takes over: at once on this machine, after {WATCH_SECONDS:g} s on another"
-        log.warning("the lease could not be given back: %s; %s", error, taken)
+            try:
+                lease.release()
+            except STORE_ERRORS as error:  # such as a full disk, which the job reports itself
+                taken = f"the next run takes over: at once on this machine, after {WATCH_SECONDS:g} s on another"
+                log.warning("the lease could not be given back: %s; %s", error, taken)
 
 
 def _name(epoch: int) -> str:

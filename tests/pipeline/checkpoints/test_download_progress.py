@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from part_builders import Commits
 
-from pipeline.checkpoints import stores
+from pipeline.checkpoints import resolve as stores
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.checkpoints.stores import BucketStore
 from pipeline.config.job import ModelConfig, StorageConfig

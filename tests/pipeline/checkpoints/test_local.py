@@ -97,13 +97,13 @@ def test_a_node_with_another_copy_at_the_same_path_is_refused(folder: Path, name
         fetch(pinned)
 
 
-def test_large_weights_are_compared_by_size_header_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_are_compared_by_size_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "SAMPLE_BYTES", 100)
     path = tmp_path / WEIGHTS
     data = bytearray((300).to_bytes(8, "little") + bytes(1000))
     path.write_bytes(data)
     pinned = local.pin(tmp_path)
-    for place, seen in ((0, True), (250, True), (1000, True), (600, False)):
+    for place, seen in ((0, True), (50, True), (1000, True), (600, False)):
         changed = bytearray(data)
         changed[place] ^= 1
         path.write_bytes(changed)

@@ -19,8 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.commit.lease import EPOCHS, Lease, LeaseHeld
-from pipeline.commit.lease_holder import Holder
+from pipeline.commit.lease import EPOCHS, Holder, Lease, LeaseHeld, is_dead, this_process
 from pipeline.config.job import StorageConfig
 from pipeline.storage.folder import Folder, open_folder
 
@@ -182,7 +181,7 @@ def test_setting_the_clock_does_not_make_a_living_holder_look_dead(
     first.acquire(never)
     monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: 1.0)
     monkeypatch.setattr(time, "time", lambda: 86_400.0)
-    assert not held(folder).has_ended(lease(folder).holder)
+    assert not is_dead(held(folder), lease(folder).holder)
     with pytest.raises(LeaseHeld):
         lease(folder).acquire(never)
     first.release()
@@ -350,10 +349,10 @@ def test_of_several_runs_one_gets_the_lease(folder: Folder) -> None:
 def test_a_process_that_is_hidden_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine whose /proc shows users their own processes only."""
 
-    def hidden(pid: int) -> None:
-        raise psutil.NoSuchProcess(pid)
+    def hidden(*_: int) -> None:
+        raise PermissionError
 
-    here = Holder.this_process()
-    assert not here.has_ended(here)
-    monkeypatch.setattr(psutil, "Process", hidden)
-    assert not here.has_ended(here)
+    here = this_process()
+    assert not is_dead(here, here)
+    monkeypatch.setattr(os, "kill", hidden)
+    assert not is_dead(here, here)

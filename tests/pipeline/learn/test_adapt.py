@@ -21,6 +21,7 @@ from poison_stages import prompt_ids_or_death
 
 from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, resolve_checkpoint
+from pipeline.checkpoints.stores import HubStore
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.config.load import load_config, load_values
 from pipeline.learn.adapt import configs
@@ -285,7 +286,8 @@ def test_a_model_of_the_hub_stays_at_its_commit(checkpoint: Path, tmp_path: Path
     job = values(tmp_path, tmp_path / "out", checkpoint)
     hub = JobConfig.model_validate({**job, "model": {"path": "owner/name@main"}})
     local = resolve_checkpoint(JobConfig.model_validate(job).model, StorageConfig())
-    remote = RemoteCheckpoint("owner/name@main", "c0ffee", None, "key", (), StorageConfig(), None)
+    store = HubStore("owner/name", "c0ffee", None, None)
+    remote = RemoteCheckpoint("owner/name@main", store, "key", (), None)
     resolved = ResolvedCheckpoint(local.checkpoint, remote)
     assert configs.full_depth_job(hub, resolved, Path("adapt")).model.path == "owner/name@c0ffee"
     assert configs.tuned_model(hub, resolved, Path("adapt")) == {
