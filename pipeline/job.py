@@ -38,8 +38,7 @@ from pipeline.report.summary import JobResult
 from pipeline.run.stages import Backend, job_stages
 from pipeline.runtime.quarantine import clear_quarantine
 from pipeline.runtime.signals import interruptible
-from pipeline.storage.folder import Folder, open_folder, probe_create
-from pipeline.storage.write_check import check_location, make_writable
+from pipeline.storage.folder import Folder, check_location, make_writable, open_folder, probe_create
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ def run(
                 claim(folder, stored, job.manifest, overwrite=overwrite)
                 totals, fresh_rows = answer(job, folder, backend, check)
                 commit_table(folder, job.manifest, config)
-                write_report(folder, job.manifest, config)
+                write_report(folder, job.manifest, config.storage)
                 write_success(folder, job.manifest, totals)
     return JobResult(job.manifest, totals, fresh_rows, time.monotonic() - began)
 

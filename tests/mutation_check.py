@@ -46,16 +46,16 @@ MUTATIONS = [
     Mutation(
         "commit order",
         "pipeline/commit/sink.py",
-        "    first = folder.create(part_name(shard.index), part)\n",
-        "    folder.create(record_name(shard.index), encode_record(part, stats, fingerprint))\n"
-        "    first = folder.create(part_name(shard.index), part)\n",
+        "    if not folder.create(part_name(shard.index), part):\n",
+        "    folder.create(record_name(shard.index), encode_record(commit_record(part, stats), fingerprint))\n"
+        "    if not folder.create(part_name(shard.index), part):\n",
         ("tests/pipeline/commit/test_sink.py", "tests/pipeline/commit/test_records.py"),
     ),
     Mutation(
         "lease fencing",
         "pipeline/commit/lease.py",
-        "        return self._last() == self.epoch and self._holds(self.epoch)\n",
-        "        return self._holds(self.epoch)\n",
+        "        if max(self._epochs(), default=0) != self.epoch or not self._holds(self.epoch):\n",
+        "        if not self._holds(self.epoch):\n",
         ("tests/pipeline/commit/test_lease.py", "tests/pipeline/commit/test_lease_model.py"),
     ),
     Mutation(

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -33,6 +32,7 @@ from pipeline.checkpoints.local import PinnedFolder, check_same, pin
 from pipeline.checkpoints.stores import BucketStore, HubStore, RemoteFile
 from pipeline.config.job import ModelConfig, StorageConfig
 from pipeline.messages import where_sought
+from pipeline.storage.concurrency import repeating
 
 log = logging.getLogger(__name__)
 HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)@(\S+)")
@@ -321,22 +321,14 @@ def download_progress(path: str, total: int, folder: Path, report: Report | None
         total: bytes of the download.
         report: receives each line; default the log.
     """
-    ended, before = threading.Event(), _bytes_in(folder)
+    before = _bytes_in(folder)
 
-    def watch() -> None:
-        seconds = FIRST_SECONDS
-        while not ended.wait(seconds):
-            arrived = min(max(_bytes_in(folder) - before, 0), total)
-            (report or log.info)(f"downloading {path}: {gib(arrived)} of {gib(total)}")
-            seconds = SECONDS
+    def tell() -> None:
+        arrived = min(max(_bytes_in(folder) - before, 0), total)
+        (report or log.info)(f"downloading {path}: {gib(arrived)} of {gib(total)}")
 
-    thread = threading.Thread(target=watch, name="download progress", daemon=True)
-    thread.start()
-    try:
+    with repeating(tell, SECONDS, "download progress", FIRST_SECONDS):
         yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _bytes_in(folder: Path) -> int:

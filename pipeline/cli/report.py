@@ -118,7 +118,7 @@ def _html(url: str, storage: StorageConfig, to: Path | None) -> None:
         name, page = ROOT_REPORT, root_page(folder, storage)
     else:
         manifest = _manifest(folder, url)
-        name, page = REPORT, job_page(folder, manifest, read_records(folder, manifest.fingerprint))
+        name, page = REPORT, job_page(folder, manifest, read_records(folder, manifest.fingerprint), storage)
     if to is None:
         folder.replace(name, page)
     elif to.exists() and b"<title>SkipDecode" not in to.read_bytes():

@@ -37,7 +37,7 @@ def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
         _check_replaceable(folder)
         return None
     stored = plan_files.load(folder)
-    if stored is None and any(name.endswith(".parquet") for name in folder.first_names()):
+    if stored is None and any(name.endswith(".parquet") for name in folder.names()):
         raise UserError(
             f"{folder.url}: holds Parquet files of no job known here; choose another folder, or --overwrite, which "
             "replaces only parts of a job"
@@ -59,25 +59,24 @@ def _check_replaceable(folder: Folder) -> None:
     A part is known by the size in its record, else by the fingerprint in its footer.
     """
     _check_success(folder)
-    foreign = [name for name in folder.names() if name.endswith(".parquet") and not PART.fullmatch(name)]
-    if foreign:
-        raise _strange(folder, foreign[0])
-    parts, recorded = part_files(folder, ()), {}
+    for name in folder.names():
+        if name.endswith(".parquet") and not PART.fullmatch(name):
+            raise _strange(folder, name)
+    sizes = {}
     try:
         stored = plan_files.load(folder)
+        if stored is not None:
+            records, _ = read_all(folder, stored.fingerprint)
+            sizes = dict(zip(records["shard"].to_pylist(), records["bytes"].to_pylist(), strict=True))
     except UserError:  # --overwrite replaces a damaged plan, but not another program's file
         if not plan_files.is_own(folder.read(plan_files.JOB)):
             raise _strange(folder, plan_files.JOB) from None
-        stored = None
-    if stored is not None:
-        records, _ = read_all(folder, stored.fingerprint)
-        recorded = dict(zip(records["shard"].to_pylist(), records["bytes"].to_pylist(), strict=True))
-    unknown = [part_name(shard) for shard, info in sorted(parts.items()) if recorded.get(shard) != info.size]
+    parts = sorted(part_files(folder, ()).items())
+    unknown = [part_name(shard) for shard, info in parts if sizes.get(shard) != info.size]
     for name, data in zip(unknown, in_parallel(folder.read, unknown, PARTS_AT_ONCE), strict=True):
-        try:
+        metadata: dict[bytes, bytes] = {}
+        with suppress(OSError, pa.ArrowException):
             metadata = pq.read_schema(io.BytesIO(data)).metadata or {}
-        except (OSError, pa.ArrowException):
-            metadata = {}
         if b"skipdecode.fingerprint" not in metadata:
             raise _strange(folder, name)
 
@@ -103,13 +102,11 @@ def claim(folder: Folder, stored: Manifest | None, planned: Manifest, *, overwri
     no job.
     """
     clear_temporaries(folder)
+    now = stored_job(folder, overwrite=overwrite)
     if overwrite:
-        _check_replaceable(folder)
         remove_results(folder)
         clear(folder)
-    else:
-        now = stored_job(folder, overwrite=False)
-        if (now and now.fingerprint) != (stored and stored.fingerprint):
-            raise UserError(f"{folder.url}: another run began a job here meanwhile; look at it, then run again")
+    elif (now and now.fingerprint) != (stored and stored.fingerprint):
+        raise UserError(f"{folder.url}: another run began a job here meanwhile; look at it, then run again")
     if stored is None:
         plan_files.save(folder, planned)

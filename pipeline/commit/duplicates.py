@@ -6,7 +6,6 @@ one file; each file is sorted in memory, one after the other.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,14 +21,12 @@ from pipeline.generate.stats import Totals
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
 from pipeline.storage.concurrency import in_parallel
-from pipeline.storage.folder import Folder
-from pipeline.storage.parquet import read_parquet
+from pipeline.storage.folder import Folder, read_json, write_json
 
 DUPLICATES = "_job/duplicates.json"
 ROWS_AT_ONCE = 2**22  # of a temporary file, about: they are sorted in memory
 EXAMPLES = 3
 NULL = -(2**62) - 7919  # stands for an id that is null among integers
-FOOTER, SMALL = 2**16, 2**18  # bytes: read first for a part's footer; of a part that is read whole
 
 
 def count_repeated(
@@ -63,40 +60,36 @@ def count_repeated(
             for place in repeats[: EXAMPLES - len(places)]:
                 places.append((int(pairs[place, 1]), int(pairs[place + 1, 1])))
     ends = np.cumsum([shard.rows for shard in shards])
+
+    def row(place: int) -> tuple[Shard, int]:
+        number = int(np.searchsorted(ends, place, side="right"))
+        return shards[number], place - int(ends[number]) + shards[number].rows
+
     examples = []
     for pair in places:
-        numbers = [int(np.searchsorted(ends, place, side="right")) for place in pair]
-        offsets = [place - int(ends[number]) + shards[number].rows for place, number in zip(pair, numbers, strict=True)]
-        text = str(ids_of(shards[numbers[0]])[offsets[0]])
-        where = [
-            f"row {shards[number].first_row + offset} of {shards[number].url}"
-            for number, offset in zip(numbers, offsets, strict=True)
-        ]
-        examples.append(f"{text[:80]!r}: {' and '.join(where)}")
+        (shard, offset), _ = rows_of_pair = [row(place) for place in pair]
+        text = str(ids_of(shard)[offset])
+        where = " and ".join(f"row {shard.first_row + offset} of {shard.url}" for shard, offset in rows_of_pair)
+        examples.append(f"{text[:80]!r}: {where}")
     return found, examples
 
 
-def record_duplicates(folder: Folder, manifest: Manifest, records: pa.Table) -> None:
-    """Count the repeated ids of the committed parts, and write the figure and examples beside the statistics.
-
-    records: as from `load_records`, of all shards. Reads nothing but the ids.
-    """
-    sizes = dict(zip(records["shard"].to_pylist(), records["bytes"].to_pylist(), strict=True))
+def record_duplicates(folder: Folder, manifest: Manifest) -> None:
+    """Count the repeated ids of the committed parts, and write the figure and examples beside the statistics."""
 
     def ids_of(shard: Shard) -> pa.ChunkedArray:
-        return _ids(folder, part_name(shard.index), sizes[shard.index])
+        return _ids(folder, part_name(shard.index))
 
     found, examples = count_repeated(in_parallel(ids_of, manifest.shards), manifest.shards, ids_of)
-    folder.replace(DUPLICATES, (json.dumps({"rows": found, "examples": examples}, indent=1) + "\n").encode())
+    write_json(folder, DUPLICATES, {"rows": found, "examples": examples})
 
 
 def with_duplicates(folder: Folder, totals: Totals) -> Totals:
     """Return the totals with the repeated ids of the whole job, where they were counted."""
-    try:
-        values = json.loads(folder.read(DUPLICATES))
-        return replace(totals, duplicate_ids=int(values["rows"]), duplicate_examples=list(values["examples"]))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    values = read_json(folder, DUPLICATES)
+    if not isinstance(values, dict):
         return totals
+    return replace(totals, duplicate_ids=int(values["rows"]), duplicate_examples=list(values["examples"]))
 
 
 def repeated_error(found: int, examples: Sequence[str]) -> UserError:
@@ -115,28 +108,12 @@ def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
     return np.fromiter(map(hash, map(repr, values) if pa.types.is_nested(ids.type) else values), np.int64, len(ids))
 
 
-def _ids(folder: Folder, name: str, size: int) -> pa.ChunkedArray:
-    """Return the ids of a part's input rows; of a large part only the bytes of their columns are read."""
-    data = bytearray(size)
-
-    def fetch(start: int, end: int) -> None:
-        data[start:end] = folder.read_range(name, start, end)
-
-    fetch(0 if size <= SMALL else max(0, size - FOOTER), size)
-    if size > SMALL:
-        footer = int.from_bytes(data[-8:-4], "little") + 8
-        if footer > FOOTER:
-            fetch(size - footer, size - FOOTER)
-    metadata = pq.read_metadata(pa.BufferReader(data))
-    names = [one for one in ("id", "sample_index") if one in metadata.schema.names]
-    if size > SMALL:
-        for group in range(metadata.num_row_groups):
-            chunks = metadata.row_group(group)
-            for chunk in map(chunks.column, range(chunks.num_columns)):
-                if chunk.path_in_schema in names:
-                    begin = chunk.dictionary_page_offset or chunk.data_page_offset
-                    fetch(begin, begin + chunk.total_compressed_size)
-    table = read_parquet(bytes(data), names)
+def _ids(folder: Folder, name: str) -> pa.ChunkedArray:
+    """Return the ids of a part's input rows; only the bytes of these columns are read."""
+    with folder.open(name) as opened:
+        file = pq.ParquetFile(opened)
+        names = [one for one in ("id", "sample_index") if one in file.schema_arrow.names]
+        table = file.read(columns=names, use_threads=False)
     if "sample_index" in names:
         table = table.filter(pa.compute.equal(table["sample_index"], 0))
     return table["id"]

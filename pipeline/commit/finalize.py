@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
 from pipeline.runtime.announce import announced
-from pipeline.storage.folder import FileInfo, Folder
+from pipeline.storage.folder import FileInfo, Folder, write_json
 
 STATS, SUMMARY = "_job/stats.parquet", "_job/summary.json"
 
@@ -40,12 +39,11 @@ def finalize(folder: Folder, manifest: Manifest, duplicate_ids: str | None = Non
     except RowsMissing:
         folder.remove(SUCCESS)
         gone = [shard for shard in records["shard"].to_pylist() if shard not in parts]
-        if gone:
-            drop_records(folder, gone, manifest.fingerprint)
+        drop_records(folder, gone, manifest.fingerprint)
         raise
     if duplicate_ids is not None:
         with announced("counting repeated ids"):
-            record_duplicates(folder, manifest, records)
+            record_duplicates(folder, manifest)
     totals = write_statistics(folder, manifest, records)
     if duplicate_ids == "error" and totals.duplicate_ids:
         raise repeated_error(totals.duplicate_ids, totals.duplicate_examples)
@@ -54,7 +52,7 @@ def finalize(folder: Folder, manifest: Manifest, duplicate_ids: str | None = Non
 
 def write_success(folder: Folder, manifest: Manifest, totals: Totals) -> None:
     """Write `_SUCCESS` with the totals that `finalize` has returned."""
-    folder.replace(SUCCESS, _encode(summary(folder, manifest, totals)))
+    write_json(folder, SUCCESS, summary(folder, manifest, totals), indent=2)
 
 
 def finished_totals(folder: Folder, manifest: Manifest, check: Check = "quick") -> Totals | None:
@@ -76,34 +74,26 @@ def finished_totals(folder: Folder, manifest: Manifest, check: Check = "quick") 
 
 
 def check_rows(records: pa.Table, parts: Mapping[int, FileInfo], shards: Sequence[Shard]) -> None:
-    """Compare records, parts and plan.
+    """Compare records and parts, as from `load_records`, with the planned shards.
 
-    Args:
-        records: as from `load_records`.
-        parts: as from `load_records`.
-        shards: the planned ones.
-
-    Raises:
-        RowsMissing: names the first part or record that differs, and the remedy.
+    Raises RowsMissing that names the first part or record that differs, and the remedy.
     """
     planned = {shard.index: shard.rows for shard in shards}
-    recorded = dict(zip(records["shard"].to_pylist(), records["rows"].to_pylist(), strict=True))
+    recorded = {row["shard"]: row for row in records.select(["shard", "rows", "bytes"]).to_pylist()}
     for name, known in ((part_name, parts.keys()), (record_name, recorded.keys())):
-        surplus = known - planned.keys()
-        if surplus:
+        if surplus := known - planned.keys():
             raise RowsMissing(f"{name(min(surplus))} belongs to no shard of this job: delete it")
     wrong = [
         shard
-        for shard, size in zip(records["shard"].to_pylist(), records["bytes"].to_pylist(), strict=True)
-        if shard not in parts or parts[shard].size != size or recorded[shard] != planned[shard]
+        for shard, row in recorded.items()
+        if shard not in parts or parts[shard].size != row["bytes"] or row["rows"] != planned[shard]
     ]
     if wrong:
         first, others = part_name(wrong[0]), f" (and {len(wrong) - 1:,} others)" if len(wrong) > 1 else ""
         if wrong[0] not in parts:
             raise RowsMissing(f"{first}{others} was committed and is gone: run the same command again to answer it")
         raise RowsMissing(f"{first}{others} is not what was committed: {REPAIR}")
-    missing = planned.keys() - recorded.keys()
-    if missing:
+    if missing := planned.keys() - recorded.keys():
         raise RowsMissing(f"{part_name(min(missing))} is missing: run the same command again to answer it")
 
 
@@ -113,7 +103,7 @@ def write_statistics(folder: Folder, manifest: Manifest, records: pa.Table) -> T
     sink = pa.BufferOutputStream()
     pq.write_table(records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA), sink)
     folder.replace(STATS, sink.getvalue().to_pybytes())
-    folder.replace(SUMMARY, _encode(summary(folder, manifest, totals)))
+    write_json(folder, SUMMARY, summary(folder, manifest, totals), indent=2)
     return totals
 
 
@@ -133,7 +123,3 @@ def summary(folder: Folder, manifest: Manifest, totals: Totals) -> dict[str, Any
 def totals_of(records: pa.Table) -> Totals:
     """Totals over the records' shards."""
     return add_up(records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA))
-
-
-def _encode(values: Mapping[str, Any]) -> bytes:
-    return (json.dumps(values, indent=2) + "\n").encode()

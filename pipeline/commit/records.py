@@ -14,10 +14,10 @@ import hashlib
 import json
 import logging
 import re
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,8 +25,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError, flat
-from pipeline.generate.stats import LATER, STATS_SCHEMA, ShardStats, to_table
-from pipeline.storage.concurrency import in_parallel
+from pipeline.generate.stats import LATER, STATS_SCHEMA, ShardStats
+from pipeline.storage.concurrency import in_parallel, repeating
 from pipeline.storage.folder import STORE_ERRORS, Folder
 from pipeline.storage.parquet import read_parquet
 
@@ -35,74 +35,59 @@ COMMITS, SEGMENTS = "_job/commits", "_job/segments"
 COMPACT_AT = 1000  # records with a file of their own
 COMPACT_SECONDS = 30.0  # between two compactions
 SEGMENT_ROWS = 10_000  # at most
-RECORD, SEGMENT = re.compile(r"(\d{6,})\.json"), re.compile(r"([0-9a-f]{64})\.parquet")
-DIGEST = re.compile(r"[0-9a-f]{64}")
-TEXTS = ("sha256", "tag")
-RECORDS_SCHEMA = pa.schema(
-    [*STATS_SCHEMA, pa.field("sha256", pa.string()), pa.field("bytes", pa.int64()), pa.field("tag", pa.string())]
-)
-
-
-@dataclass(frozen=True)
-class CommitRecord:
-    """A committed part: digest and size in bytes of its file, the store's tag of it, and the shard's statistics."""
-
-    sha256: str
-    bytes: int
-    stats: ShardStats
-    tag: str = ""
+RECORD, DIGEST = re.compile(r"(\d{6,})\.json"), re.compile(r"[0-9a-f]{64}")
+Record = dict[str, Any]  # a row of `RECORDS_SCHEMA`: a shard's statistics; digest, size and store's tag of its part
+RECORDS_SCHEMA = pa.schema([*STATS_SCHEMA, ("sha256", pa.string()), ("bytes", pa.int64()), ("tag", pa.string())])
 
 
 def record_name(shard: int) -> str:
     return f"{COMMITS}/{shard:06d}.json"
 
 
-def encode_record(part: bytes, stats: ShardStats, fingerprint: str, tag: str = "") -> bytes:
-    """Return the record file of a part with these bytes. tag: see `Folder.tag`."""
+def commit_record(part: bytes, stats: ShardStats, tag: str = "") -> Record:
+    """Return the record of a part with these bytes. tag: see `Folder.tag`."""
+    return {**asdict(stats), "sha256": hashlib.sha256(part).hexdigest(), "bytes": len(part), "tag": tag}
+
+
+def encode_record(record: Record, fingerprint: str) -> bytes:
+    """Return the file of a record."""
     values = {
-        "shard": stats.shard,
+        **{name: record[name] for name in ("shard", "sha256", "bytes", "rows")},
+        **({"tag": record["tag"]} if record["tag"] else {}),
         "fingerprint": fingerprint,
-        "sha256": hashlib.sha256(part).hexdigest(),
-        "bytes": len(part),
-        "rows": stats.rows,
-        "stats": asdict(stats),
-        **({"tag": tag} if tag else {}),
+        "stats": {name: record[name] for name in STATS_SCHEMA.names},
     }
     return (json.dumps({**values, "check": _check(values)}, indent=1) + "\n").encode()
 
 
-def decode_record(text: bytes, shard: int, fingerprint: str) -> CommitRecord | None:
+def decode_record(text: bytes, shard: int, fingerprint: str) -> Record | None:
     """Return the record of a shard; None if the file is damaged, or belongs to another shard or job."""
     try:
         values = json.loads(text)
-        check = values.pop("check")
+        check, digest, size = values.pop("check"), values["sha256"], values["bytes"]
         stats = ShardStats.from_record(values["stats"])
-        record = CommitRecord(values["sha256"], values["bytes"], stats, values.get("tag", ""))
         valid = (
             check == _check(values)
             and values["fingerprint"] == fingerprint
             and values["shard"] == stats.shard == shard
             and values["rows"] == stats.rows
-            and type(record.bytes) is int
-            and 0 <= record.bytes < 2**63
-            and DIGEST.fullmatch(record.sha256) is not None
+            and type(size) is int
+            and 0 <= size < 2**63
+            and DIGEST.fullmatch(digest) is not None
         )
-        return record if valid else None
+        return {**asdict(stats), "sha256": digest, "bytes": size, "tag": values.get("tag", "")} if valid else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def _check(values: dict[str, object]) -> str:
+def _check(values: Mapping[str, object]) -> str:
     """Return the digest of a record's values: without it a changed digit would go unnoticed."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def records_table(records: Sequence[CommitRecord]) -> pa.Table:
+def records_table(records: Sequence[Record]) -> pa.Table:
     """Return one row per record, in their order."""
-    columns = [pa.array([getattr(record, name) for record in records], pa.string()) for name in TEXTS]
-    columns.insert(1, pa.array([record.bytes for record in records], pa.int64()))
-    stats = to_table(record.stats for record in records)
-    return pa.table([*stats.columns, *columns], schema=RECORDS_SCHEMA)
+    return pa.Table.from_pylist(list(records), schema=RECORDS_SCHEMA)
 
 
 def loose_shards(folder: Folder) -> list[int]:
@@ -110,17 +95,17 @@ def loose_shards(folder: Folder) -> list[int]:
     return sorted(int(match[1]) for name in folder.names(COMMITS) if (match := RECORD.fullmatch(name)))
 
 
-def _read_loose(folder: Folder, shards: Sequence[int], fingerprint: str) -> tuple[list[CommitRecord], list[str]]:
+def _read_loose(folder: Folder, shards: Sequence[int], fingerprint: str) -> tuple[list[Record], list[str]]:
     """Return the records of these files, and the names of damaged ones. Skips files that are gone."""
 
-    def read(shard: int) -> CommitRecord | str | None:
+    def read(shard: int) -> Record | str | None:
         try:
             return decode_record(folder.read(record_name(shard)), shard, fingerprint) or record_name(shard)
         except FileNotFoundError:  # compacted since it was listed
             return None
 
     results = list(in_parallel(read, shards))
-    return [one for one in results if isinstance(one, CommitRecord)], [one for one in results if isinstance(one, str)]
+    return [one for one in results if isinstance(one, dict)], [one for one in results if isinstance(one, str)]
 
 
 def _read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table], list[str]]:
@@ -131,10 +116,7 @@ def _read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table
             data = folder.read(name)
         except FileNotFoundError:  # replaced by another since it was listed
             return RECORDS_SCHEMA.empty_table()
-        if (
-            not SEGMENT.fullmatch(file := name.rpartition("/")[2])
-            or f"{hashlib.sha256(data).hexdigest()}.parquet" != file
-        ):
+        if name != _segment_name(data):
             return None
         table = read_parquet(data)
         if table.schema.metadata.get(b"skipdecode.fingerprint") != fingerprint.encode():
@@ -143,16 +125,17 @@ def _read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table
             if field.name in {*LATER, "tag"} - set(table.column_names):  # of an older version
                 value = pa.scalar(LATER.get(field.name, ""), field.type)
                 table = table.append_column(field.name, pa.repeat(value, table.num_rows))
-        if missing := set(RECORDS_SCHEMA.names) - set(table.column_names):
-            log.debug("%s lacks the columns %s", name, missing)
-            return None
-        return table.select(RECORDS_SCHEMA.names).cast(RECORDS_SCHEMA)
+        known = set(RECORDS_SCHEMA.names) <= set(table.column_names)
+        return table.select(RECORDS_SCHEMA.names).cast(RECORDS_SCHEMA) if known else None
 
     names = [f"{SEGMENTS}/{name}" for name in folder.names(SEGMENTS)]
     tables = dict(zip(names, in_parallel(read, names), strict=True))
-    return {name: table for name, table in tables.items() if table is not None}, [
-        name for name, table in tables.items() if table is None
-    ]
+    found = {name: table for name, table in tables.items() if table is not None}
+    return found, [name for name in names if name not in found]
+
+
+def _segment_name(data: bytes) -> str:
+    return f"{SEGMENTS}/{hashlib.sha256(data).hexdigest()}.parquet"
 
 
 def read_all(folder: Folder, fingerprint: str) -> tuple[pa.Table, list[str]]:
@@ -187,7 +170,7 @@ def write_segment(folder: Folder, table: pa.Table, fingerprint: str) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata({"skipdecode.fingerprint": fingerprint}), sink, compression="zstd")
     data = sink.getvalue().to_pybytes()
-    folder.create(f"{SEGMENTS}/{hashlib.sha256(data).hexdigest()}.parquet", data)
+    folder.create(_segment_name(data), data)
 
 
 def compact(folder: Folder, fingerprint: str, least: int = COMPACT_AT) -> int:
@@ -195,13 +178,12 @@ def compact(folder: Folder, fingerprint: str, least: int = COMPACT_AT) -> int:
 
     Damaged records stay: the end of the job rebuilds them from their parts.
     """
-    shards = loose_shards(folder)
-    moved = 0
+    shards, moved = loose_shards(folder), 0
     for first in range(0, len(shards) if len(shards) >= least else 0, SEGMENT_ROWS):
         records, _ = _read_loose(folder, shards[first : first + SEGMENT_ROWS], fingerprint)
         if records:
             write_segment(folder, records_table(records), fingerprint)
-            folder.remove_all([record_name(record.stats.shard) for record in records])
+            folder.remove_all([record_name(record["shard"]) for record in records])
             moved += len(records)
     return moved
 
@@ -220,19 +202,12 @@ def drop_records(folder: Folder, shards: Sequence[int], fingerprint: str) -> Non
 @contextmanager
 def compacting(folder: Folder, fingerprint: str) -> Iterator[None]:
     """Compact records in a thread while the block runs."""
-    ended = threading.Event()
 
     def work() -> None:
-        while not ended.wait(COMPACT_SECONDS):
-            try:
-                compact(folder, fingerprint)
-            except STORE_ERRORS as error:  # the records stay where they are; the store may recover
-                log.warning("commit records could not be compacted: %s", flat(error))
+        try:
+            compact(folder, fingerprint)
+        except STORE_ERRORS as error:  # the records stay where they are; the store may recover
+            log.warning("commit records could not be compacted: %s", flat(error))
 
-    thread = threading.Thread(target=work, name="compaction", daemon=True)
-    thread.start()
-    try:
+    with repeating(work, COMPACT_SECONDS, "compaction"):
         yield
-    finally:
-        ended.set()
-        thread.join()

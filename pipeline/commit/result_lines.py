@@ -9,8 +9,8 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -23,17 +23,15 @@ from pipeline.input.shards import Shard
 from pipeline.storage.parquet import read_parquet
 
 Line = tuple[str, bytes]  # name of the result, without suffix; a line with its end
-ToLines = Callable[[bytes, Shard], list[Line]]  # of a part and its shard
 ANSWERS, RESULTS, ERRORS = RESULT_NAMES
 
 
-def answer_lines(part: bytes, shard: Shard) -> list[Line]:
+def answer_lines(part: bytes, _: Shard) -> list[Line]:
     """Each output row as an object with the part's columns."""
     return [(ANSWERS, _line(row)) for row in _rows(part)]
 
 
-@dataclass(frozen=True)
-class BatchLines:
+def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model: str) -> list[Line]:
     """The lines of a batch file's answers: a request's samples are the choices of one response.
 
     Args:
@@ -41,42 +39,27 @@ class BatchLines:
         created: when the job was planned, seconds since 1970.
         model: name of the model.
     """
-
-    fingerprint: str
-    created: int
-    model: str
-
-    def __call__(self, part: bytes, shard: Shard) -> list[Line]:
-        requests: list[list[dict[str, Any]]] = []
-        for row in _rows(part):
-            if row["sample_index"] == 0:
-                requests.append([])
-            requests[-1].append(row)
-        return [self._line(shard, number, samples) for number, samples in enumerate(requests)]
-
-    def _line(self, shard: Shard, number: int, samples: list[dict[str, Any]]) -> Line:
-        row, first = shard.first_row + number, samples[0]
-        key = hashlib.sha256(f"{self.fingerprint}\0{shard.url}\0{row}".encode()).hexdigest()[:24]
+    requests: list[list[dict[str, Any]]] = []
+    for row in _rows(part):
+        if row["sample_index"] == 0:
+            requests.append([])
+        requests[-1].append(row)
+    lines = []
+    for row_number, samples in enumerate(requests, shard.first_row):
+        first, key = samples[0], hashlib.sha256(f"{fingerprint}\0{shard.url}\0{row_number}".encode()).hexdigest()[:24]
         body: Mapping[str, Any]
         if first["generated_text"] is not None:  # cut off before the end of its form, it has an error too
-            name, status = RESULTS, 200
-            body = completion_body(
-                first["url"],
-                samples,
-                key=key,
-                created=self.created,
-                model=self.model,
-                job=f"fp_{self.fingerprint[:10]}",
-            )
+            name, status, job = RESULTS, 200, f"fp_{fingerprint[:10]}"
+            body = completion_body(first["url"], samples, key=key, created=created, model=model, job=job)
         else:
-            name = ERRORS
             is_request = not first["prompt_tokens"]  # else it had become a prompt
-            status = 400 if is_request else 500
-            where = f"row {row} of {shard.url}: " if first["id"] is None else ""
+            name, status = ERRORS, 400 if is_request else 500
+            where = f"row {row_number} of {shard.url}: " if first["id"] is None else ""
             body = error_body(f"{where}{first['error']}", is_request=is_request)
         response = {"status_code": status, "request_id": f"req_{key}", "body": body}
         line = {"id": f"batch_req_{key}", "custom_id": first["id"], "response": response, "error": None}
-        return name, _line(line)
+        lines.append((name, _line(line)))
+    return lines
 
 
 def _rows(part: bytes) -> list[dict[str, Any]]:
@@ -112,21 +95,16 @@ def _plain(value: Any) -> Any:
 
 def cut(lines: Iterator[Line], size: int) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of files of at most `size` bytes, or of one line: `results.jsonl`, then `results-0001.jsonl`."""
-    open_files: dict[str, bytearray] = {}
-    counts: dict[str, int] = {}
+    files, counts = dict[str, bytearray](), Counter[str]()
 
-    def closed(kind: str) -> tuple[str, bytes]:
-        number = counts[kind] = counts.get(kind, -1) + 1
-        return file_name(kind, number), bytes(open_files.pop(kind))
+    def finish_file(kind: str) -> tuple[str, bytes]:
+        number = counts[kind]
+        counts[kind] += 1
+        return f"{kind}-{number:04d}.jsonl" if number else f"{kind}.jsonl", bytes(files.pop(kind))
 
     for kind, line in lines:
-        if kind in open_files and len(open_files[kind]) + len(line) > size:
-            yield closed(kind)
-        open_files.setdefault(kind, bytearray()).extend(line)
-    for kind in sorted(open_files):
-        yield closed(kind)
-
-
-def file_name(kind: str, number: int) -> str:
-    """Name of a result's file."""
-    return f"{kind}.jsonl" if number == 0 else f"{kind}-{number:04d}.jsonl"
+        if kind in files and len(files[kind]) + len(line) > size:
+            yield finish_file(kind)
+        files.setdefault(kind, bytearray()).extend(line)
+    for kind in sorted(files):
+        yield finish_file(kind)

@@ -8,33 +8,25 @@ digest: only files with a recorded digest are removed by --overwrite.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from actors.engine.errors import UserError
-from pipeline.commit.result_lines import (
-    ANSWERS,
-    ERRORS,
-    RESULTS,
-    BatchLines,
-    Line,
-    ToLines,
-    answer_lines,
-    cut,
-)
+from pipeline.commit.result_lines import ANSWERS, ERRORS, RESULTS, Line, answer_lines, batch_lines, cut
 from pipeline.commit.sink import PARTS_AT_ONCE, part_name
 from pipeline.config.job import JobConfig
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
 from pipeline.runtime.announce import announced
 from pipeline.storage.concurrency import in_parallel
-from pipeline.storage.folder import Folder
+from pipeline.storage.folder import Folder, read_json, write_json
 
 RECORD = "_job/results.json"
 FILE_BYTES = 256 * 2**20  # of a file, at most: it is written in one put
 KINDS: dict[str, tuple[str, ...]] = {"jsonl": (ANSWERS,), "openai_batch": (RESULTS, ERRORS)}  # by output.format
+NAME = re.compile(rf"({ANSWERS}|{RESULTS}|{ERRORS})(-\d{{4,}})?\.jsonl")  # another file is never touched
 
 
 def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
@@ -45,17 +37,17 @@ def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None
     kinds = KINDS.get(config.result_format, ())
     if not kinds:
         return
-    to_lines: ToLines = answer_lines
+    to_lines: Callable[[bytes, Shard], list[Line]] = answer_lines
     if config.result_format == "openai_batch":
-        to_lines = BatchLines(manifest.fingerprint, int(manifest.batching.planned), config.model.path)
-    known = recorded(folder)
-    written = set()
+        created, model = int(manifest.batching.planned), config.model.path
+        to_lines = partial(batch_lines, fingerprint=manifest.fingerprint, created=created, model=model)
+    known, written = recorded(folder), set()
     with announced("writing the answers as JSON Lines"):
         for name, data in cut(_lines(folder, manifest, to_lines), FILE_BYTES):
-            digest = hashlib.sha256(data).hexdigest()
+            digest = _sha256(data)
             _record(folder, {**known, name: [*known.get(name, []), digest]}, done=False)
             if not folder.create(name, data):
-                found = hashlib.sha256(folder.read(name)).hexdigest()
+                found = _sha256(folder.read(name))
                 if found != digest and found not in known.get(name, []):
                     _record(folder, known, done=False)
                     raise _taken(folder, name)
@@ -72,18 +64,16 @@ def check_free(folder: Folder, config: JobConfig) -> None:
     """Raise UserError before a new job runs if a file that no job wrote has the name of one of its results."""
     kinds, known = KINDS.get(config.result_format, ()), recorded(folder)
     for name in folder.names() if kinds else ():
-        if _kind(name) in kinds and hashlib.sha256(folder.read(name)).hexdigest() not in known.get(name, []):
+        if _kind(name) in kinds and _sha256(folder.read(name)) not in known.get(name, []):
             raise _taken(folder, name)
 
 
 def has_results(folder: Folder, config: JobConfig) -> bool:
     """Whether the files that `output.format` asks for were all written, and are there."""
     kinds = KINDS.get(config.result_format, ())
-    if not kinds:
-        return True
-    files, done = _read(folder)
+    files, done = _read(folder) if kinds else ({}, True)
     own = [name for name in files if _kind(name) in kinds]
-    return done and bool(own) and all(folder.exists(name) for name in own)
+    return not kinds or (done and bool(own) and all(folder.exists(name) for name in own))
 
 
 def recorded(folder: Folder) -> dict[str, list[str]]:
@@ -101,13 +91,13 @@ def result_problems(folder: Folder) -> Iterator[str]:
     """One line for each recorded file that is gone or differs."""
     for name, digests in recorded(folder).items():
         try:
-            if hashlib.sha256(folder.read(name)).hexdigest() not in digests:
+            if _sha256(folder.read(name)) not in digests:
                 yield f"{folder.url}/{name}: not what was written (sha256 differs); delete it and run again"
         except FileNotFoundError:
             yield f"{folder.url}/{name}: written and gone; run the job again to write it"
 
 
-def _lines(folder: Folder, manifest: Manifest, to_lines: ToLines) -> Iterator[Line]:
+def _lines(folder: Folder, manifest: Manifest, to_lines: Callable[[bytes, Shard], list[Line]]) -> Iterator[Line]:
     def lines(shard: Shard) -> list[Line]:
         return to_lines(folder.read(part_name(shard.index)), shard)
 
@@ -119,26 +109,29 @@ def _lines(folder: Folder, manifest: Manifest, to_lines: ToLines) -> Iterator[Li
 def _read(folder: Folder) -> tuple[dict[str, list[str]], bool]:
     """Digests by file, and whether all files were written; nothing from a missing or damaged record."""
     try:
-        values = json.loads(folder.read(RECORD))
+        values = read_json(folder, RECORD)
         files = {str(name): [str(digest) for digest in digests] for name, digests in values["files"].items()}
         return {name: digests for name, digests in files.items() if _kind(name)}, values["done"] is True
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         return {}, False
 
 
 def _record(folder: Folder, files: Mapping[str, Sequence[str]], *, done: bool) -> None:
-    folder.replace(RECORD, (json.dumps({"files": files, "done": done}, indent=1) + "\n").encode())
+    write_json(folder, RECORD, {"files": files, "done": done})
 
 
 def _kind(name: str) -> str:
-    """The kind of a result's file; "" for another name, which is never touched."""
-    match = re.fullmatch(rf"({ANSWERS}|{RESULTS}|{ERRORS})(-\d{{4,}})?\.jsonl", name)
+    match = NAME.fullmatch(name)
     return match[1] if match else ""
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _remove_own(folder: Folder, name: str, digests: Sequence[str]) -> None:
     with suppress(FileNotFoundError):
-        if hashlib.sha256(folder.read(name)).hexdigest() in digests:
+        if _sha256(folder.read(name)) in digests:
             folder.remove(name)
 
 

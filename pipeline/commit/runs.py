@@ -5,7 +5,6 @@ It serves reports only: a job is whole without it. Written under the lease.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -14,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from pipeline.config.job import JobConfig
 from pipeline.messages import in_texts, without_secrets
 from pipeline.runtime.signals import shielded
-from pipeline.storage.folder import STORE_ERRORS, Folder
+from pipeline.storage.folder import STORE_ERRORS, Folder, read_json, write_json
 
 log = logging.getLogger(__name__)
 RUNS = "_job/runs.json"
@@ -60,14 +59,11 @@ class JobRun:
 def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> Iterator[None]:
     """A run in the block, recorded when it begins and when it ends, however it ends.
 
-    Args:
-        began: s since 1970.
-        rows: that are left.
+    began: s since 1970. rows: that are left.
     """
     values = in_texts(config.model_dump(mode="json", exclude_defaults=True), without_secrets)
-    run = JobRun(
-        began, time.time(), rows, config.devices, None, config.price_per_hour, values, versions(), socket.gethostname()
-    )
+    price, host = config.price_per_hour, socket.gethostname()
+    run = JobRun(began, time.time(), rows, config.devices, None, price, values, versions(), host)
     earlier = read_runs(folder)[1 - KEPT :]
     if earlier:
         _warn_of_other_versions(earlier[-1].versions, run.versions)
@@ -75,15 +71,17 @@ def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> 
     try:
         yield
     finally:
-        with shielded():
-            _end(folder, run)
+        with shielded(), suppress(*STORE_ERRORS):  # reports alone need the record
+            runs = read_runs(folder)
+            if runs[-1:] == [run]:  # else another run has taken over
+                _write(folder, [*runs[:-1], replace(run, ended=time.time())])
 
 
 def read_runs(folder: Folder) -> list[JobRun]:
     """The recorded runs, oldest first; none if there is no valid record."""
     try:
-        return [JobRun(**values) for values in json.loads(folder.read(RUNS))]
-    except (FileNotFoundError, ValueError, TypeError):
+        return [JobRun(**values) for values in read_json(folder, RUNS) or ()]
+    except TypeError:
         return []
 
 
@@ -91,10 +89,8 @@ def versions() -> dict[str, str]:
     """Versions of Python and of the packages that answers depend on, where they are installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):  # such as this package, uploaded by `ray job submit`
             found[name] = version(name)
-        except PackageNotFoundError:  # such as this package, uploaded by `ray job submit`
-            continue
     return {**found, COMPILER: _compiler(), "system": platform.platform()}
 
 
@@ -117,19 +113,6 @@ def _warn_of_other_versions(before: Mapping[str, str], now: Mapping[str, str]) -
         log.warning("this job goes on under other versions than it was begun with: %s", ", ".join(changed))
 
 
-def _end(folder: Folder, run: JobRun) -> None:
-    """Record that the run has ended, unless another one has taken over."""
-    try:
-        runs = read_runs(folder)
-    except STORE_ERRORS as error:
-        log.debug("%s/%s was not read: %s", folder.url, RUNS, error)
-        return
-    if runs[-1:] == [run]:
-        _write(folder, [*runs[:-1], replace(run, ended=time.time())])
-
-
 def _write(folder: Folder, runs: Sequence[JobRun]) -> None:
-    try:
-        folder.replace(RUNS, (json.dumps([asdict(run) for run in runs], indent=1) + "\n").encode())
-    except STORE_ERRORS as error:  # reports alone need the record
-        log.debug("%s/%s was not written: %s", folder.url, RUNS, error)
+    with suppress(*STORE_ERRORS):  # reports alone need the record
+        write_json(folder, RUNS, [asdict(run) for run in runs])

@@ -9,7 +9,6 @@ is validated and its record rebuilt. Readers that glob ``*.parquet`` see only wh
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 import socket
@@ -25,7 +24,8 @@ from pipeline import metrics
 from pipeline.commit.records import (
     COMMITS,
     SEGMENTS,
-    CommitRecord,
+    Record,
+    commit_record,
     drop_records,
     encode_record,
     merge,
@@ -41,7 +41,7 @@ from pipeline.plan.plan_files import JOB
 from pipeline.runtime.announce import announced
 from pipeline.runtime.quarantine import clear_quarantine, release_shard
 from pipeline.storage.concurrency import in_parallel
-from pipeline.storage.folder import FileInfo, Folder, LocalFolder
+from pipeline.storage.folder import FileInfo, Folder, LocalFolder, read_json
 from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
@@ -73,24 +73,34 @@ def commit(folder: Folder, shard: Shard, part: bytes, stats: ShardStats, fingerp
     Raises UserError if the existing part is damaged or another job's.
     """
     began = time.perf_counter()
-    first = folder.create(part_name(shard.index), part)
+    if not folder.create(part_name(shard.index), part):
+        _rebuild_record(folder, shard, fingerprint)
+        return False
+    stats = replace(stats, commit_seconds=time.perf_counter() - began)
+    metrics.add("seconds", stats.commit_seconds, part="commit")
+    record = commit_record(part, stats, folder.tag(part_name(shard.index)))
+    folder.create(record_name(shard.index), encode_record(record, fingerprint))
+    return True
+
+
+def commit_shard(
+    shard: Shard, part: bytes, stats: ShardStats, folder: Folder, fingerprint: str, coordinator: Coordinator
+) -> None:
+    """Commit a shard, remove its quarantine markers and report the commit to the run's coordinator."""
+    first = commit(folder, shard, part, stats, fingerprint)
+    release_shard(folder, shard.index)
     if first:
-        stats = replace(stats, commit_seconds=time.perf_counter() - began)
-        metrics.add("seconds", stats.commit_seconds, part="commit")
-        tag = folder.tag(part_name(shard.index))
-        folder.create(record_name(shard.index), encode_record(part, stats, fingerprint, tag))
-    else:
-        rebuild_record(folder, shard, fingerprint)
-    return first
+        metrics.add("rows", stats.rows)
+        metrics.add("row_errors", stats.errors)
+    coordinator.ended(shard.index, first, stats.rows, stats.errors, stats.generated_tokens)
 
 
-def rebuild_record(folder: Folder, shard: Shard, fingerprint: str) -> CommitRecord:
+def _rebuild_record(folder: Folder, shard: Shard, fingerprint: str) -> Record:
     """Validate an existing part and create its record from the part itself. An existing record is kept."""
-    tag = folder.tag(part_name(shard.index))
-    part = folder.read(part_name(shard.index))
-    stats = check_part(folder, shard, part, fingerprint)
-    folder.create(record_name(shard.index), encode_record(part, stats, fingerprint, tag))
-    return CommitRecord(hashlib.sha256(part).hexdigest(), len(part), stats, tag)
+    tag, part = folder.tag(part_name(shard.index)), folder.read(part_name(shard.index))
+    record = commit_record(part, check_part(folder, shard, part, fingerprint), tag)
+    folder.create(record_name(shard.index), encode_record(record, fingerprint))
+    return record
 
 
 def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> ShardStats:
@@ -123,13 +133,8 @@ def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> S
 def committed_shards(folder: Folder, shards: Sequence[Shard], fingerprint: str, check: Check = "quick") -> set[int]:
     """Return the indices of the committed shards at the start of a run, after a check of their parts.
 
-    Rebuilds the records of parts that have none, and drops the records of parts that are gone.
-
-    Args:
-        check: see `Check`.
-
-    Raises:
-        UserError: A part is damaged or another job's.
+    Rebuilds the records of parts that have none, and drops the records of parts that are gone. Raises UserError if a
+    part is damaged or another job's.
     """
     records, parts = load_records(folder, shards, fingerprint, check)
     recorded = set(records["shard"].to_pylist()) & {shard.index for shard in shards}
@@ -152,10 +157,7 @@ def load_records(
     """Return the records of all shards as `read_all` does, and size and tag of every part by shard.
 
     Rebuilds records that are damaged or missing from their parts. With check = "repair", a part that cannot be read
-    is set aside.
-
-    Raises:
-        UserError: A part is damaged or another job's.
+    is set aside. Raises UserError if a part is damaged or another job's.
     """
     planned = {shard.index: shard for shard in shards}
     records, damaged = read_all(folder, fingerprint)  # before the parts: a part precedes its record
@@ -165,9 +167,9 @@ def load_records(
     parts = part_files(folder, planned)
     missing = [planned[index] for index in sorted(parts.keys() & planned.keys() - set(records["shard"].to_pylist()))]
 
-    def rebuilt(shard: Shard) -> CommitRecord | None:
+    def rebuilt(shard: Shard) -> Record | None:
         try:
-            return rebuild_record(folder, shard, fingerprint)
+            return _rebuild_record(folder, shard, fingerprint)
         except DamagedPart:
             if check != "repair":
                 raise
@@ -199,30 +201,29 @@ def damaged_parts(
     On a local disk, or unless check = "quick", compares digests. In a store compares sizes, and tags where a record
     has one.
     """
-    columns = [records[name].to_pylist() for name in ("shard", "bytes", "sha256", "tag")]
-    known = [row for row in zip(*columns, strict=True) if row[0] in parts]
-    damaged: dict[int, str] = {}
-    same: list[tuple[int, str]] = []
-    untagged = 0
-    for shard, size, digest, tag in known:
-        found = parts[shard]
+    damaged, same, untagged = dict[int, str](), dict[int, str](), 0
+    for record in records.select(["shard", "bytes", "sha256", "tag"]).to_pylist():
+        shard, size, tag = record["shard"], record["bytes"], record["tag"]
+        found = parts.get(shard)
+        if found is None:
+            continue
         if found.size != size:
             damaged[shard] = f"damaged ({found.size:,} bytes, {size:,} were committed)"
         elif tag and found.tag and tag != found.tag:
             damaged[shard] = "damaged (the store's checksum is not the one of the commit)"
         else:
-            same.append((shard, digest))
+            same[shard] = record["sha256"]
             untagged += not tag
     if check == "quick" and not isinstance(folder, LocalFolder):
         if untagged:
             log.warning("%d parts were checked by size alone, their records hold no checksum of the store", untagged)
         return damaged
 
-    def differs(pair: tuple[int, str]) -> bool:
-        return hashlib.sha256(folder.read(part_name(pair[0]))).hexdigest() != pair[1]
+    def differs(shard: int) -> bool:
+        return hashlib.sha256(folder.read(part_name(shard))).hexdigest() != same[shard]
 
     with announced(f"checking the digests of {len(same):,} parts"):
-        for (shard, _), wrong in zip(same, in_parallel(differs, same, PARTS_AT_ONCE), strict=True):
+        for shard, wrong in zip(same, in_parallel(differs, same, PARTS_AT_ONCE), strict=True):
             if wrong:
                 damaged[shard] = "damaged (sha256 differs from the commit's)"
     return damaged
@@ -253,32 +254,14 @@ def clear(folder: Folder) -> None:
 
 def clear_temporaries(folder: Folder) -> None:
     """Remove half-written files of killed processes."""
-    for name in folder.names("_job/tmp"):
-        folder.remove(f"_job/tmp/{name}")
+    folder.remove_all([f"_job/tmp/{name}" for name in folder.names("_job/tmp")])
 
 
 def check_output(folder: Folder, fingerprint: str) -> None:
-    """Raise UserError unless the job's output, as this process sees it, holds the job: a local path may be another
-    folder on each node.
-    """
-    try:
-        known = json.loads(folder.read(JOB))["fingerprint"]
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
-        known = None
-    if known != fingerprint:
+    """Raise UserError unless this process sees the job in its output: a local path may be another folder on a node."""
+    job = read_json(folder, JOB)
+    if not isinstance(job, dict) or job.get("fingerprint") != fingerprint:
         raise UserError(
             f"output.path: {folder.url} on node {socket.gethostname()} is not the folder in which this job began: give "
             "a path that all nodes share, such as s3://bucket/folder"
         )
-
-
-def commit_shard(
-    shard: Shard, part: bytes, stats: ShardStats, folder: Folder, fingerprint: str, coordinator: Coordinator
-) -> None:
-    """Commit a shard, remove its quarantine markers and report the commit to the run's coordinator."""
-    first = commit(folder, shard, part, stats, fingerprint)
-    release_shard(folder, shard.index)
-    if first:
-        metrics.add("rows", stats.rows)
-        metrics.add("row_errors", stats.errors)
-    coordinator.ended(shard.index, first, stats.rows, stats.errors, stats.generated_tokens)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,7 +22,7 @@ from pipeline.config.job import JobConfig
 from pipeline.input.table import CommitConflict, OutputTable, PartFile, output_table, real_url, table_name
 from pipeline.plan.manifest import Manifest
 from pipeline.runtime.announce import announced
-from pipeline.storage.folder import Folder
+from pipeline.storage.folder import Folder, write_json
 
 RECORD = "_job/tables.json"
 TRIES = 20  # of a commit that other writers overtake
@@ -32,7 +30,7 @@ TRIES = 20  # of a commit that other writers overtake
 
 @dataclass(frozen=True)
 class TableRecord:
-    """What `_job/tables.json` says of a table.
+    """A table in `_job/tables.json`.
 
     Args:
         table: its name or folder.
@@ -66,25 +64,29 @@ def commit_table(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
     """
     if not config.output.is_table:
         return
-    records = read_records(folder, manifest.fingerprint).sort_by("shard")
+    records, name = read_records(folder, manifest.fingerprint).sort_by("shard"), table_name(config.output)
     digest = hashlib.sha256("".join(records["sha256"].to_pylist()).encode()).hexdigest()
     known = recorded(folder)
     earlier = known.get(_key(config))
     if earlier is not None and earlier.snapshot is not None and earlier.parts == digest:
         return
+
+    def record(snapshot: int | None) -> None:
+        tables = {**known, _key(config): TableRecord(name, digest, snapshot)}
+        write_json(folder, RECORD, {key: asdict(table) for key, table in tables.items()})
+
     with announced(f"adding {records.num_rows:,} parts to the table"):
         table = output_table(config.output, config.storage)
         snapshot = table.snapshot_of(manifest.fingerprint)
         if snapshot is None:
-            _record(folder, {**known, _key(config): TableRecord(table_name(config.output), digest)})
+            record(None)
             snapshot = _append(table, folder, manifest, records)
         elif earlier is not None and earlier.parts != digest:
             raise UserError(
-                f"{table_name(config.output)}: snapshot {snapshot} holds parts of {folder.url} that were lost and "
-                "answered again with other bytes; remove the job's rows from the table, and run it in another "
-                "output.path"
+                f"{name}: snapshot {snapshot} holds parts of {folder.url} that were lost and answered again with other "
+                "bytes; remove the job's rows from the table, and run it in another output.path"
             )
-    _record(folder, {**known, _key(config): TableRecord(table_name(config.output), digest, snapshot)})
+    record(snapshot)
 
 
 def has_table(folder: Folder, config: JobConfig) -> bool:
@@ -118,9 +120,10 @@ def check_no_table(folder: Folder) -> None:
 
 
 def _append(table: OutputTable, folder: Folder, manifest: Manifest, records: pa.Table) -> int:
-    root = real_url(folder.url)
+    """Append the parts, again while other writers overtake the commit; return the snapshot that holds them."""
     columns = (records[name].to_pylist() for name in ("shard", "bytes", "answers"))
-    parts = [PartFile(f"{root}/{part_name(shard)}", size, rows) for shard, size, rows in zip(*columns, strict=True)]
+    rows, root = zip(*columns, strict=True), real_url(folder.url)
+    parts = [PartFile(f"{root}/{part_name(shard)}", size, answers) for shard, size, answers in rows]
     schema = pq.read_schema(io.BytesIO(folder.read(part_name(manifest.shards[0].index))))
     for left in reversed(range(TRIES)):
         try:
@@ -137,8 +140,3 @@ def _append(table: OutputTable, folder: Folder, manifest: Manifest, records: pa.
 def _key(config: JobConfig) -> str:
     name = table_name(config.output)
     return f"iceberg:{config.storage.catalog.name}:{name}" if config.output.format == "iceberg" else f"delta:{name}"
-
-
-def _record(folder: Folder, tables: Mapping[str, TableRecord]) -> None:
-    values: dict[str, Any] = {key: asdict(record) for key, record in tables.items()}
-    folder.replace(RECORD, (json.dumps(values, indent=1) + "\n").encode())

@@ -1,12 +1,12 @@
 """The ledger of incremental runs: which input files each run has claimed, and how the run ended.
 
-    _ledger/000007.json             run 7 claims these files; written before anything else of the run
-    _ledger/000007.end.json         its end, success or abandoned; final
-    _ledger/through-000050.parquet  copy of runs 1 to 50 in one file, so that reading stays cheap
+    _ledger/000007.json          run 7 claims these files; written before anything else of the run
+    _ledger/000007.end.json      its end, success or abandoned; final
+    _ledger/through-000050.json  copy of runs 1 to 50 in one file, so that reading stays cheap
 
 Each record is created once, and a run begins only after the previous run has ended: of two runs that begin at the
 same moment one gets the number; of two that end the same run the first decides. This needs no lock and no clock. A
-file is answered if a successful run holds it; every other file is new.
+file is answered if a successful run holds it, whatever becomes of the run's folder; every other file is new.
 """
 
 from __future__ import annotations
@@ -22,27 +22,23 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from actors.engine.errors import UserError, flat
+from actors.engine.errors import UserError
 from pipeline.commit.claim import LEDGER
 from pipeline.input.files import Files
 from pipeline.input.table import TablePin
 from pipeline.messages import counted
 from pipeline.plan.inputs import has_same_content
 from pipeline.plan.manifest import Manifest
-from pipeline.storage.folder import Folder
-from pipeline.storage.parquet import read_parquet
+from pipeline.storage.folder import Folder, read_json, write_json
 
 FORMAT = 2
 SHOWN_RUNS = 20
 SHOWN_FILES = 3  # names of those that are left for a later run
-LISTINGS = 5  # tries to read the newest compacted file
-COMPACT_EVERY = 50  # runs; a reader reads at most two small files for each later run
-CLAIM, COMPACTED = re.compile(r"(\d{6,})\.json"), re.compile(r"through-(\d{6,})\.parquet")
+COMPACT_EVERY = 50  # runs
+CLAIM, COMPACTED = re.compile(r"(\d{6,})\.json"), re.compile(r"through-(\d{6,})\.json")
 State = Literal["unfinished", "success", "abandoned"]
 
 
@@ -91,6 +87,13 @@ class LedgerRun:
     root: str | None = None
     left: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> LedgerRun:
+        """Return the run of a record. Raises KeyError or TypeError for something else."""
+        known = {key: values[key] for key in cls.__dataclass_fields__ if key in values}
+        files = tuple(ClaimedFile(**file) for file in values["files"])
+        return cls(**{**known, "files": files, "left": tuple(known.get("left", ()))})
+
     @property
     def rows(self) -> int:
         return sum(file.rows for file in self.files)
@@ -108,12 +111,16 @@ class Ledger:
         return self.runs[-1] if self.runs else None
 
     @property
+    def succeeded(self) -> list[LedgerRun]:
+        return [run for run in self.runs if run.state == "success"]
+
+    @property
     def last_success(self) -> LedgerRun | None:
-        return next((run for run in reversed(self.runs) if run.state == "success"), None)
+        return self.succeeded[-1] if self.succeeded else None
 
     def answered_snapshot(self, table: str) -> int | None:
         """The snapshot up to which successful runs have answered a table; None for none."""
-        runs = (run for run in reversed(self.runs) if run.state == "success" and run.table == table)
+        runs = (run for run in reversed(self.succeeded) if run.table == table)
         return next((run.snapshot for run in runs), None)
 
 
@@ -126,7 +133,7 @@ def end_name(number: int) -> str:
 
 
 def compacted_name(number: int) -> str:
-    return f"{LEDGER}/through-{number:06d}.parquet"
+    return f"{LEDGER}/through-{number:06d}.json"
 
 
 def holds_ledger(root: Folder) -> bool:
@@ -135,29 +142,33 @@ def holds_ledger(root: Folder) -> bool:
 
 def read(root: Folder) -> Ledger:
     """The present ledger. UserError if a record is missing or cannot be read."""
-    for left in reversed(range(LISTINGS)):
-        names = root.names(LEDGER)
-        compacted = max((int(match[1]) for name in names if (match := COMPACTED.fullmatch(name))), default=0)
-        last = max((int(match[1]) for name in names if (match := CLAIM.fullmatch(name))), default=0)
-        try:
-            runs = _read_compacted(root, compacted) if compacted else []
-            break
-        except FileNotFoundError:  # since the listing, other runs have written two newer ones
-            if not left:
-                raise UserError(f"{root.url}/{compacted_name(compacted)}: listed, and missing") from None
-    for number in range(compacted + 1, last + 1):
+    names = root.names(LEDGER)
+
+    def newest(kind: re.Pattern[str]) -> int:
+        return max((int(match[1]) for name in names if (match := kind.fullmatch(name))), default=0)
+
+    last, compacted = newest(CLAIM), newest(COMPACTED)
+    try:
+        copied = read_json(root, compacted_name(compacted)) if compacted else None
+        runs = [LedgerRun.of(values) for values in copied or ()]
+    except (KeyError, TypeError):
+        runs = []
+    if [run.number for run in runs] != list(range(1, compacted + 1)):  # a copy only: the records are all there
+        runs, compacted = [], 0
+
+    def run(number: int) -> LedgerRun:
         # read by name, not from the listing, which may miss one of two records written meanwhile
-        values = _record(root, claim_name(number))
+        values, end = _record(root, claim_name(number)), _record(root, end_name(number))
         if values is None:
             raise UserError(f"{root.url}/{claim_name(number)}: missing; without it files would be answered twice")
-        end = _record(root, end_name(number))
         if end is None and number < last:
             raise UserError(f"{root.url}/{end_name(number)}: missing, although later runs have begun")
         try:
-            runs.append(_run({**values, **(end or {})}))
+            return LedgerRun.of({**values, **(end or {})})
         except (KeyError, TypeError) as error:
             raise UserError(f"{root.url}/{claim_name(number)}: not a record of a run: {error!r}") from None
-    return Ledger(tuple(runs), compacted)
+
+    return Ledger((*runs, *map(run, range(compacted + 1, last + 1))), compacted)
 
 
 def claim(
@@ -172,24 +183,28 @@ def claim(
     Raises ConcurrentRun if another process has begun it since the ledger was read.
     """
     assert ledger.last is None or ledger.last.state != "unfinished", "the previous run must have ended"
-    number = ledger.last.number + 1 if ledger.last else 1
-    began = _now()
+    number, began = ledger.last.number + 1 if ledger.last else 1, _now()
     rows = Counter({file.url: file.rows for file in manifest.files})
     if manifest.batching.retries:  # not all rows of the files
         rows = Counter()
         for shard in manifest.shards:
             rows[shard.url] += shard.rows
-    files = tuple(
-        ClaimedFile(file.url, file.size, file.version, file.digest, rows[file.url]) for file in manifest.files
+    files = [ClaimedFile(file.url, file.size, file.version, file.digest, rows[file.url]) for file in manifest.files]
+    run = LedgerRun(
+        number,
+        _folder_name(began, ledger),
+        manifest.fingerprint,
+        began,
+        f"process {os.getpid()} on {socket.gethostname()}",
+        tuple(files),
+        root=manifest.batching.root,
+        left=tuple(left),
     )
-    folder, root_of_ids = _folder_name(began, ledger), manifest.batching.root
-    run = LedgerRun(number, folder, manifest.fingerprint, began, _me(), files, root=root_of_ids, left=tuple(left))
     if pin is not None:
         run = replace(run, table=pin.table, snapshot=pin.snapshot)
-    claimed = asdict(run)
-    del claimed["state"], claimed["ended"], claimed["why"]
+    claimed = {key: value for key, value in asdict(run).items() if key not in ("state", "ended", "why")}
     # a put repeated after its answer was lost finds our own record: the nonce identifies it
-    data = _encode({"format": FORMAT, **claimed, "nonce": uuid.uuid4().hex})
+    data = _encode({**claimed, "nonce": uuid.uuid4().hex})
     if not root.create(claim_name(number), data) and root.read(claim_name(number)) != data:
         raise ConcurrentRun(f"run {number} was begun meanwhile; check it, then run again")
     return run
@@ -197,12 +212,12 @@ def claim(
 
 def end(root: Folder, run: LedgerRun, state: State, why: str = "") -> LedgerRun:
     """End a run; the first end is final. Returns the run with the end that counts."""
-    values = {"state": state, "ended": _now(), "why": why}
-    if not root.create(end_name(run.number), _encode({"format": FORMAT, "number": run.number, **values})):
+    values: dict[str, Any] = {"state": state, "ended": _now(), "why": why}
+    if not root.create(end_name(run.number), _encode({"number": run.number, **values})):
         first = _record(root, end_name(run.number))
         assert first is not None, "a record is never removed"
         values = {key: first[key] for key in values}
-    return replace(run, **values)  # type: ignore[arg-type]
+    return replace(run, **values)
 
 
 def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[int, str]]:
@@ -217,39 +232,32 @@ def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[in
     Raises:
         UserError: such a file, with `changed` error.
     """
-    answered = {file.url: (run, file) for run in ledger.runs if run.state == "success" for file in run.files}
+    answered = {file.url: (run, file) for run in ledger.succeeded for file in run.files}
     new: dict[str, tuple[int, str]] = {}
     for url, (size, version) in listed.items():
-        if url not in answered:
-            new[url] = size, version
-            continue
-        run, file = answered[url]
-        if (size, version) == (file.size, file.version) or changed == "ignore":
-            continue
-        if size == file.size and has_same_content(url, file.digest, version):
-            continue
-        if changed == "error":
-            raise UserError(
-                f"{url}: changed since run {run.number} answered it ({file.size} bytes then, {size} now); "
-                "put the old file back, or set input.changed: reprocess (answer all of it again) or ignore (keep the "
-                f"answers of run {run.number})"
-            )
+        if url in answered:
+            run, file = answered[url]
+            same = (size, version) == (file.size, file.version) or changed == "ignore"
+            if same or (size == file.size and has_same_content(url, file.digest, version)):
+                continue
+            if changed == "error":
+                raise UserError(
+                    f"{url}: changed since run {run.number} answered it ({file.size} bytes then, {size} now); "
+                    "put the old file back, or set input.changed: reprocess (answer all of it again) or ignore (keep "
+                    f"the answers of run {run.number})"
+                )
         new[url] = size, version
     return new
 
 
 def compact(root: Folder, ledger: Ledger) -> None:
-    """Write the ended runs into one file, once there are `COMPACT_EVERY` more; keeps two such files."""
+    """Write the ended runs into one file, once there are `COMPACT_EVERY` more."""
     ended = [run for run in ledger.runs if run.state != "unfinished"]
-    if not ended or ended[-1].number - ledger.compacted < COMPACT_EVERY:
-        return
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist([asdict(run) for run in ended], schema=_RUNS), sink)
-    # two processes write the same bytes: ended runs do not change
-    root.replace(compacted_name(ended[-1].number), sink.getvalue().to_pybytes())
-    numbers = sorted(int(match[1]) for name in root.names(LEDGER) if (match := COMPACTED.fullmatch(name)))
-    for number in numbers[:-2]:
-        root.remove(compacted_name(number))
+    if ended and ended[-1].number - ledger.compacted >= COMPACT_EVERY:
+        # two processes write the same bytes: ended runs do not change
+        write_json(root, compacted_name(ended[-1].number), [asdict(run) for run in ended])
+        if ledger.compacted:
+            root.remove(compacted_name(ledger.compacted))
 
 
 def print_ledger(console: Console, ledger: Ledger) -> None:
@@ -257,17 +265,15 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
     shown = ledger.runs[-SHOWN_RUNS:]
     title = "Runs" if len(shown) == len(ledger.runs) else f"The last {len(shown)} of {len(ledger.runs)} runs"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("run", "files", "rows"):
-        table.add_column(name, justify="right")
-    for name in ("folder", "ended", "state"):
-        table.add_column(name)
+    for name in ("run", "files", "rows", "folder", "ended", "state"):
+        table.add_column(name, justify="right" if name in ("run", "files", "rows") else "left")
     for run in shown:
         state = f"{run.state}: {run.why}" if run.why else run.state
         if run.left:
             state += f"; left for a later run: {some(run.left)}"
         table.add_row(str(run.number), f"{len(run.files):,}", f"{run.rows:,}", run.folder, run.ended, state)
     console.print(table)
-    succeeded = [run for run in ledger.runs if run.state == "success"]
+    succeeded = ledger.succeeded
     files, rows = len({file.url for run in succeeded for file in run.files}), sum(run.rows for run in succeeded)
     console.print(f"\n{files:,} files and {rows:,} rows answered in {len(succeeded):,} runs", highlight=False)
 
@@ -276,24 +282,6 @@ def some(urls: Sequence[str]) -> str:
     """The first of some URLs, and the number of others."""
     more = len(urls) - SHOWN_FILES
     return ", ".join(urls[:SHOWN_FILES]) + (f" and {counted(more, 'other')}" if more > 0 else "")
-
-
-def _read_compacted(root: Folder, number: int) -> list[LedgerRun]:
-    name = compacted_name(number)
-    data = root.read(name)
-    try:
-        runs = [_run(row) for row in read_parquet(data).to_pylist()]
-    except (KeyError, TypeError, OSError, pa.ArrowException) as error:
-        raise UserError(f"{root.url}/{name}: cannot be read: {flat(error)}") from None
-    if [run.number for run in runs] != list(range(1, number + 1)):
-        raise UserError(f"{root.url}/{name}: does not hold runs 1 to {number}")
-    return runs
-
-
-def _run(values: Mapping[str, Any]) -> LedgerRun:
-    known = {key: values[key] for key in LedgerRun.__dataclass_fields__ if key in values}
-    files = tuple(ClaimedFile(**file) for file in values["files"])
-    return LedgerRun(**{**known, "files": files, "left": tuple(known.get("left", ()))})
 
 
 def _record(root: Folder, name: str) -> dict[str, Any] | None:
@@ -309,51 +297,15 @@ def _record(root: Folder, name: str) -> dict[str, Any] | None:
 
 
 def _encode(values: Mapping[str, Any]) -> bytes:
-    return (json.dumps(values, indent=1) + "\n").encode()
+    return (json.dumps({"format": FORMAT, **values}, indent=1) + "\n").encode()
 
 
 def _now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _me() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
 def _folder_name(began: str, ledger: Ledger) -> str:
     """The date without colons, which some file systems refuse; numbered if an earlier run has the same date."""
     date, used = began.replace(":", "-"), {run.folder for run in ledger.runs}
-    names: Sequence[str] = [date, *(f"{date}-{number}" for number in range(2, len(used) + 2))]
+    names = [date, *(f"{date}-{number}" for number in range(2, len(used) + 2))]
     return next(name for name in names if name not in used)
-
-
-_RUNS = pa.schema(
-    [
-        ("number", pa.int64()),
-        ("folder", pa.string()),
-        ("fingerprint", pa.string()),
-        ("began", pa.string()),
-        ("ended", pa.string()),
-        ("by", pa.string()),
-        ("state", pa.string()),
-        ("why", pa.string()),
-        ("table", pa.string()),
-        ("snapshot", pa.int64()),
-        ("root", pa.string()),
-        ("left", pa.list_(pa.string())),
-        (
-            "files",
-            pa.list_(
-                pa.struct(
-                    [
-                        ("url", pa.string()),
-                        ("size", pa.int64()),
-                        ("version", pa.string()),
-                        ("digest", pa.string()),
-                        ("rows", pa.int64()),
-                    ]
-                )
-            ),
-        ),
-    ]
-)

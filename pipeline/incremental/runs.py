@@ -32,7 +32,7 @@ from pipeline.config.job import JobConfig
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import ConcurrentRun, Ledger, LedgerRun
 from pipeline.incremental.retry import Rows, failed_rows, shards_of
-from pipeline.incremental.root_page import write_root_report
+from pipeline.incremental.root_page import ROOT_REPORT, root_page
 from pipeline.input.files import Files, list_input, list_pinned
 from pipeline.input.table import TablePin
 from pipeline.messages import counted
@@ -44,12 +44,12 @@ from pipeline.plan.manifest import NoRows, newest, with_snapshot
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.planned import PlannedJob, part_schema, plan
 from pipeline.report.job_page import write_report
+from pipeline.report.page import write_page
 from pipeline.report.summary import JobResult
 from pipeline.run.stages import Backend
 from pipeline.runtime.announce import announce
 from pipeline.runtime.signals import interruptible
-from pipeline.storage.folder import Folder, open_folder, probe_create
-from pipeline.storage.write_check import check_location, make_writable
+from pipeline.storage.folder import Folder, check_location, make_writable, open_folder, probe_create
 
 log = logging.getLogger(__name__)
 
@@ -141,27 +141,24 @@ def run_in(
         finished.append(_retry(root, ledger, config, backend, failed, as_listed))
         ledger = _read_again(root, finished[-1].run.number)
     new, left = new_input(config, ledger), list[str]()
-    if new.files:
-        try:
-            job = plan(new.config, None, backend, files=new.files)
-            left = sorted(new.files.keys() - {file.url for file in job.manifest.files})
-        except NoRows:
-            left = sorted(new.files)
-            log.warning("%d new files have no rows that can be read, and are left for a later run", len(new.files))
-        else:
-            if ledger.last is not None:  # ids of all runs have one form
-                batching = replace(job.manifest.batching, root=ledger.last.root)
-                job = replace(job, manifest=replace(job.manifest, batching=batching))
-            # before the claim: a job that does not fit must not be saved
-            check_table(job.config, part_schema(job))
-            log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
-            with jobs.checked(job, None, backend) as checked:
-                run = ledgers.claim(root, ledger, checked.manifest, new.pin, left)
-                folder = _folder(root, run, config)
-                plan_files.save(folder, checked.manifest)
-                finished.append(_answer(root, run, folder, checked, backend, resumed=False))
+    try:
+        job = plan(new.config, None, backend, files=new.files) if new.files else None
+    except NoRows:
+        job, left = None, sorted(new.files)
+        log.warning("%d new files have no rows that can be read, and are left for a later run", len(new.files))
+    if job is not None:
+        left = sorted(new.files.keys() - {file.url for file in job.manifest.files})
+        if ledger.last is not None:  # ids of all runs have one form
+            job = with_batching(job, root=ledger.last.root)
+        # before the claim: a job that does not fit must not be saved
+        check_table(job.config, part_schema(job))
+        log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
+        with jobs.checked(job, None, backend) as checked:
+            run = ledgers.claim(root, ledger, checked.manifest, new.pin, left)
+            plan_files.save(_folder(root, run, config), checked.manifest)
+            finished.append(_answer(root, run, checked, backend))
     if finished:
-        write_root_report(root, config.storage)
+        write_page(root, ROOT_REPORT, lambda: root_page(root, config.storage))
     succeeded = [done.run for done in finished if done.run.state == "success"]
     return IncrementalResult(finished, succeeded[-1] if succeeded else ledger.last_success, left)
 
@@ -192,14 +189,17 @@ def _retry(
 ) -> FinishedRun:
     """Answer rows that have an error again, in a run of their own, which counts whatever becomes of them."""
     job = plan(config, None, backend, files={url: listed[url] for url in sorted(failed)})
-    batching = replace(job.manifest.batching, root=ledger.runs[-1].root, retries=True)
-    shards = shards_of(failed, job.manifest.shards)
-    job = replace(job, manifest=replace(job.manifest, batching=batching, shards=shards))
+    job = with_batching(job, root=ledger.runs[-1].root, retries=True)
+    job = replace(job, manifest=replace(job.manifest, shards=shards_of(failed, job.manifest.shards)))
     announce(f"answering {counted(job.manifest.rows, 'row')} with an error again")
     run = ledgers.claim(root, ledger, job.manifest)
-    folder = _folder(root, run, config)
-    plan_files.save(folder, job.manifest)
-    return _answer(root, run, folder, job, backend, resumed=False)
+    plan_files.save(_folder(root, run, config), job.manifest)
+    return _answer(root, run, job, backend)
+
+
+def with_batching(job: PlannedJob, **changes: Any) -> PlannedJob:
+    """Return the job with changes of its batching."""
+    return replace(job, manifest=replace(job.manifest, batching=replace(job.manifest.batching, **changes)))
 
 
 @dataclass(frozen=True)
@@ -226,46 +226,37 @@ def _folder(root: Folder, run: LedgerRun, config: JobConfig) -> Folder:
 
 def print_runs(console: Console, result: IncrementalResult) -> None:
     """Which runs were finished, or since when there is nothing new; and which files are left for a later run."""
-    if result.left:
-        console.print(f"left for a later run: {ledgers.some(result.left)}", highlight=False)
-    if result.finished:
-        good = [done for done in result.finished if done.run.state == "success"]
-        runs = [f"run {done.run.number}{' (resumed)' if done.resumed else ''}" for done in good]
-        files = sum(len(done.run.files) for done in good)
-        if good:
-            console.print(f"{' and '.join(runs)} finished, input files: {files:,}", highlight=False)
-        if len(good) < len(result.finished):
-            number = result.finished[-1].run.number
-            console.print(
-                f"run {number} has too many row errors to count: the next command answers its files again, or accepts "
-                "it with a higher max_error_rate",
-                highlight=False,
-            )
-    elif result.last is not None:
+    lines = [f"left for a later run: {ledgers.some(result.left)}"] if result.left else []
+    good = [done for done in result.finished if done.run.state == "success"]
+    if good:
+        runs = " and ".join(f"run {done.run.number}{' (resumed)' if done.resumed else ''}" for done in good)
+        lines.append(f"{runs} finished, input files: {sum(len(done.run.files) for done in good):,}")
+    if len(good) < len(result.finished):
+        lines.append(
+            f"run {result.finished[-1].run.number} has too many row errors to count: the next command answers its "
+            "files again, or accepts it with a higher max_error_rate"
+        )
+    if not result.finished and result.last is not None:
         last = result.last
-        console.print(f"nothing new since run {last.number} of {last.began} ({last.folder})", highlight=False)
-    else:
-        console.print("nothing new: no run has been, and no file has rows", highlight=False)
+        lines.append(f"nothing new since run {last.number} of {last.began} ({last.folder})")
+    elif not result.finished:
+        lines.append("nothing new: no run has been, and no file has rows")
+    for line in lines:
+        console.print(line, highlight=False)
 
 
 def runs_summary(root: str, result: IncrementalResult, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One object for `--json`; runs: the summaries of the finished ones."""
-    finished = zip(result.finished, runs, strict=True)
+    listed = []
+    for done, values in zip(result.finished, runs, strict=True):
+        run = {"run": done.run.number, "state": done.run.state, "resumed": done.resumed, "files": len(done.run.files)}
+        listed.append({**run, **values})
     return {
         "output": root,
         "last_success": result.last.number if result.last else None,
-        "fresh_rows": sum(run["fresh_rows"] for run in runs),
+        "fresh_rows": sum(values["fresh_rows"] for values in runs),
         "left": list(result.left),
-        "runs": [
-            {
-                "run": done.run.number,
-                "state": done.run.state,
-                "resumed": done.resumed,
-                "files": len(done.run.files),
-                **values,
-            }
-            for done, values in finished
-        ],
+        "runs": listed,
     }
 
 
@@ -304,7 +295,7 @@ def _resume(
     except UserError as error:
         raise UserError(f"run {run.number} has not finished: {error}") from None
     job = replace(job, manifest=replace(job.manifest, files=files))
-    finished = _answer(root, run, folder, job, backend, resumed=True, check=check)
+    finished = _answer(root, run, job, backend, resumed=True, check=check)
     if finished.run.state == "unfinished":
         if finished.result.fresh_rows:
             return finished
@@ -331,16 +322,10 @@ def _abandon(root: Folder, run: LedgerRun, folder: Folder, config: JobConfig, wh
 
 
 def _answer(
-    root: Folder,
-    run: LedgerRun,
-    folder: Folder,
-    job: PlannedJob,
-    backend: Backend,
-    *,
-    resumed: bool,
-    check: Check = "quick",
+    root: Folder, run: LedgerRun, job: PlannedJob, backend: Backend, *, resumed: bool = False, check: Check = "quick"
 ) -> FinishedRun:
     """Answer the rows of a run, and end it as a success unless too many of them have an error."""
+    folder = _folder(root, run, job.config)
     began = time.monotonic()
     clear_temporaries(folder)
     totals, fresh_rows = jobs.answer(job, folder, backend, check)
@@ -350,7 +335,7 @@ def _answer(
         if ended.state != "success":
             raise ConcurrentRun(f"run {run.number} was abandoned meanwhile ({ended.why}); {folder.url} does not count")
         commit_table(folder, job.manifest, job.config)
-    write_report(folder, job.manifest, job.config)
+    write_report(folder, job.manifest, job.config.storage)
     if ended.state == "success":
         write_success(folder, job.manifest, totals)
     return FinishedRun(ended, folder, JobResult(job.manifest, totals, fresh_rows, time.monotonic() - began), resumed)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import DictLoader, Environment, StrictUndefined
 
-from pipeline.messages import without_secrets
+from pipeline.messages import one_line, without_secrets, write_log
+from pipeline.storage.folder import Folder
 
+log = logging.getLogger(__name__)
 MOST_CHARS = 400  # of a value of the configuration
 HERE = files("pipeline.report")
+
+
+def write_page(folder: Folder, name: str, make: Callable[[], bytes]) -> None:
+    """Write a page. An error is a warning, with its traceback in a log: a report is not worth a failed job."""
+    try:
+        folder.replace(name, make())
+    except Exception as error:
+        traceback = write_log(error)
+        shown, again = f" (traceback: {traceback})" if traceback else "", f"skipdecode report {folder.url} --html"
+        log.warning("%s/%s was not written: %s%s; `%s` writes it", folder.url, name, one_line(error), shown, again)
 
 
 def render(template: str, values: Mapping[str, Any]) -> bytes:
@@ -37,18 +50,16 @@ def count(value: float | None) -> str:
 
 def seconds(value: float | None) -> str:
     """Return a span of time for people: 12.3 s, 4 min 05 s, 2 h 03 min."""
-    if value is None:
-        return ""
-    if value < 100:
-        return f"{value:.1f} s"
+    if value is None or value < 100:
+        return "" if value is None else f"{value:.1f} s"
     minutes, second = divmod(round(value), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours:,} h {minute:02d} min" if hours else f"{minute} min {second:02d} s"
 
 
-def when(value: float | None) -> str:
+def when(value: float) -> str:
     """Return a time in UTC. value: s since 1970."""
-    return "" if value is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
 
 
 def flat(value: Any, name: str = "") -> list[tuple[str, str]]:

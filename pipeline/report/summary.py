@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +21,11 @@ from pipeline.plan import plan_files
 from pipeline.plan.manifest import Manifest
 from pipeline.report.figures import clock_speedups, held_seconds
 from pipeline.report.job_page import REPORT, first_rows
-from pipeline.storage.folder import Folder
+from pipeline.storage.folder import Folder, read_json
 from pipeline.storage.parquet import read_parquet
 
 SHOWN_SHARDS = 20
 SHOWN_LABELS, LABEL_CHARS = 10, 60
-UNNAMED = "labels that are not counted by name"
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,7 @@ def print_report(
     console: Console, manifest: Manifest, shards: pa.Table, totals: Totals, runs: Sequence[JobRun] = ()
 ) -> None:
     """Print the table of shards, the slowest `SHOWN_SHARDS` if there are more, and the totals. runs: of the job."""
-    held = held_seconds(runs, shards)
-    slowest = slowest_shards(shards, SHOWN_SHARDS)
-    shown = [ShardStats(**row) for row in slowest.select(STATS_SCHEMA.names).to_pylist()]
+    shown = [ShardStats(**row) for row in slowest_shards(shards, SHOWN_SHARDS).select(STATS_SCHEMA.names).to_pylist()]
     title = "Shards" if len(shown) == totals.shards else f"The {len(shown)} slowest of {totals.shards} shards"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     columns = _columns(totals)
@@ -55,120 +51,103 @@ def print_report(
     for shard in sorted(shown, key=lambda shard: shard.shard):
         table.add_row(*(value(shard) for value in columns.values()))
     console.print(table)
-    layers = manifest.identity["schedule"]["num_layers"]
-    decode, depth = "", "no decode steps: the prompt's pass gives the answer"
-    if totals.mean_depth is not None:
+    console.print()
+    for line in _lines(manifest, totals, held_seconds(runs, shards)):
+        console.print(line, markup=False, highlight=False)
+
+
+def _lines(manifest: Manifest, totals: Totals, held: float | None) -> Iterator[str]:
+    """Yield the lines of a job's totals. held: device-seconds with start-up and idle."""
+    answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
+    yield (
+        f"{counted(totals.rows, 'row')}{answers} in {counted(totals.shards, 'shard')}, {totals.errors:,} with an "
+        f"error; {totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} generated tokens"
+    )
+    decode = ""
+    if totals.mean_depth is None:
+        yield "no decode steps: the prompt's pass gives the answer"
+    else:
         decode = f", decode {totals.decode_seconds:.1f}"
         ratio = "" if totals.layer_ratio is None else f", layer ratio {totals.layer_ratio:.2f}x"
-        steps = f"{totals.layer_steps:,} layer steps where full depth runs {totals.full_layer_steps:,}"
-        depth = f"mean depth {totals.mean_depth:.2f} of {layers}{ratio}: {steps}"
-    answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
-    console.print(
-        f"\n{counted(totals.rows, 'row')}{answers} in {counted(totals.shards, 'shard')}, "
-        f"{totals.errors:,} with an error; "
-        f"{totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} generated tokens\n"
-        f"{depth}\n"
-        f"actor seconds: prefill {totals.prefill_seconds:.1f}{decode}, "
-        f"all {totals.generate_seconds:.1f}; prepare {totals.prepare_seconds:.1f}, commit {totals.commit_seconds:.1f}; "
-        f"padding {100 * totals.padding_fraction:.1f}%\n"
-        f"{_cost(totals, held, 'generated token' if totals.decode_steps else 'answer')}"
+        yield (
+            f"mean depth {totals.mean_depth:.2f} of {manifest.identity['schedule']['num_layers']}{ratio}: "
+            f"{totals.layer_steps:,} layer steps where full depth runs {totals.full_layer_steps:,}"
+        )
+    yield (
+        f"actor seconds: prefill {totals.prefill_seconds:.1f}{decode}, all {totals.generate_seconds:.1f}; "
+        f"prepare {totals.prepare_seconds:.1f}, commit {totals.commit_seconds:.1f}; "
+        f"padding {100 * totals.padding_fraction:.1f}%"
+    )
+    yield from _cost(totals, held)
+    yield (
         f"cache {totals.cache_bytes / 2**20:.1f} MiB a batch at most, peak memory of an actor "
-        f"{totals.peak_memory_bytes / 2**20:,.0f} MiB",
-        highlight=False,
+        f"{totals.peak_memory_bytes / 2**20:,.0f} MiB"
     )
     if totals.labels:
-        console.print(_labels("labels", totals.labels, UNNAMED, totals.unnamed_labels), markup=False, highlight=False)
+        yield _labels(totals)
     whole, decode_alone = clock_speedups(manifest.agreement, totals, held)
     if whole is not None and totals.layer_steps < totals.full_layer_steps:
         alone = "" if decode_alone is None else f", decode alone {decode_alone:.2f}x"
-        console.print(
-            f"speed-up on the clock: {whole:.2f}x{alone}, over full depth as timed on the sampled rows", highlight=False
-        )
+        yield f"speed-up on the clock: {whole:.2f}x{alone}, over full depth as timed on the sampled rows"
     if manifest.agreement is not None:
-        console.print(f"agreement with full depth, before the start: {manifest.agreement}", highlight=False)
+        yield f"agreement with full depth, before the start: {manifest.agreement}"
     if totals.shared_prompt_tokens:
         shared = f"{totals.shared_prompt_tokens:,} prompt tokens"
-        console.print(
-            f"{shared} were not computed again: beginnings, prompts and samples that rows share", highlight=False
-        )
+        yield f"{shared} were not computed again: beginnings, prompts and samples that rows share"
     if totals.out_of_memory:
-        console.print(
+        yield (
             f"memory ran out in {totals.out_of_memory:,} batches, which were halved: a lower actors.cache_bytes or "
-            "max_new_tokens saves the time",
-            highlight=False,
+            "max_new_tokens saves the time"
         )
     if totals.control_tokens:
-        console.print(parsed_control_tokens(totals.control_tokens), highlight=False)
-    for line in totals.warnings:
-        console.print(f"warning: {line}", markup=False, highlight=False)
+        yield parsed_control_tokens(totals.control_tokens)
+    yield from (f"warning: {line}" for line in totals.warnings)
     if totals.duplicate_ids:
-        lines = "".join(f"\n  {example}" for example in totals.duplicate_examples)
-        console.print(
-            f"warning: {totals.duplicate_ids:,} rows have the id of an earlier row{lines}",
-            markup=False,
-            highlight=False,
-        )
+        yield f"warning: {totals.duplicate_ids:,} rows have the id of an earlier row"
+        yield from (f"  {example}" for example in totals.duplicate_examples)
 
 
 def _columns(totals: Totals) -> dict[str, Callable[[ShardStats], str]]:
     """Titles of the shards' columns, and their cells; without those of decode steps where there are none."""
-    steps = totals.decode_steps > 0
-    columns: list[tuple[str, bool, Callable[[ShardStats], str]]] = [
-        ("shard", True, lambda shard: str(shard.shard)),
-        ("rows", True, lambda shard: f"{shard.rows:,}"),
-        ("errors", True, lambda shard: f"{shard.errors:,}"),
-        ("prompt tok", True, lambda shard: f"{shard.prompt_tokens:,}"),
-        ("new tok", steps, lambda shard: f"{shard.generated_tokens:,}"),
-        ("prefill s", True, lambda shard: f"{shard.prefill_seconds:.2f}"),
-        ("decode s", steps, lambda shard: f"{shard.decode_seconds:.2f}"),
-        ("tok/s", steps, lambda shard: f"{shard.tokens_per_second:,.0f}" if shard.tokens_per_second else "-"),
-        (
-            "rows/s",
-            not steps,
-            lambda shard: f"{shard.rows / shard.generate_seconds:,.1f}" if shard.tokens_per_second else "-",
-        ),
-        ("pad %", True, lambda shard: f"{100 * shard.padding_fraction:.1f}"),
-        ("depth", steps, lambda shard: f"{shard.mean_depth:.2f}"),
-    ]
-    return {title: cell for title, is_shown, cell in columns if is_shown}
+    columns: dict[str, Callable[[ShardStats], str]] = {
+        "shard": lambda shard: str(shard.shard),
+        "rows": lambda shard: f"{shard.rows:,}",
+        "errors": lambda shard: f"{shard.errors:,}",
+        "prompt tok": lambda shard: f"{shard.prompt_tokens:,}",
+        "new tok": lambda shard: f"{shard.generated_tokens:,}",
+        "prefill s": lambda shard: f"{shard.prefill_seconds:.2f}",
+        "decode s": lambda shard: f"{shard.decode_seconds:.2f}",
+        "tok/s": lambda shard: f"{shard.tokens_per_second:,.0f}" if shard.tokens_per_second else "-",
+        "rows/s": lambda shard: f"{shard.rows / shard.generate_seconds:,.1f}" if shard.tokens_per_second else "-",
+        "pad %": lambda shard: f"{100 * shard.padding_fraction:.1f}",
+        "depth": lambda shard: f"{shard.mean_depth:.2f}",
+    }
+    hidden = {"rows/s"} if totals.decode_steps else {"new tok", "decode s", "tok/s", "depth"}
+    return {title: cell for title, cell in columns.items() if title not in hidden}
 
 
-def _labels(title: str, found: Mapping[str, int], others: str, other_answers: int) -> str:
+def _labels(totals: Totals) -> str:
     """How many answers each of the most frequent labels is, and how many are none of them."""
-    counts = [(_short(label), count) for label, count in found.items()]
-    rest = sum(count for _, count in counts[SHOWN_LABELS:])
-    shown = counts[:SHOWN_LABELS]
-    if rest:
-        shown.append((f"{len(counts) - SHOWN_LABELS} other labels", rest))
-    if other_answers:
-        shown.append((others, other_answers))
+    counts = [(" ".join(label.split())[:LABEL_CHARS], count) for label, count in totals.labels.items()]
+    shown, rest = counts[:SHOWN_LABELS], sum(count for _, count in counts[SHOWN_LABELS:])
+    shown.append((f"{len(counts) - SHOWN_LABELS} other labels", rest))
+    shown.append(("labels that are not counted by name", totals.unnamed_labels))
     answers = sum(count for _, count in shown)
-    listed = ", ".join(f"{label} {count:,} ({count / answers:.1%})" for label, count in shown)
-    return f"{title}: {listed or 'no answer has one'}"
+    return "labels: " + ", ".join(f"{label} {count:,} ({count / answers:.1%})" for label, count in shown if count)
 
 
-def _short(text: str) -> str:
-    """On one line."""
-    return " ".join(text.split())[:LABEL_CHARS]
-
-
-def _cost(totals: Totals, held: float | None, unit: str) -> str:
-    """Return lines of device-seconds and money, in all and for a million of a unit such as a token, if there are any.
-
-    held: device-seconds with start-up and idle.
-    """
+def _cost(totals: Totals, held: float | None) -> Iterator[str]:
+    """Yield device-seconds and money, in all and for a million tokens or answers. held: with start-up and idle."""
     if not totals.generated_tokens:
-        return ""
-    price, lines = totals.money / totals.device_seconds if totals.device_seconds else 0.0, ""
+        return
+    price = totals.money / totals.device_seconds if totals.device_seconds else 0.0
+    unit = "generated token" if totals.decode_steps else "answer"
     for name, seconds in (("at work", totals.device_seconds), ("with start-up and idle", held)):
         if seconds is not None:
-            amounts = [(seconds, ",.1f"), (1e6 * seconds / totals.generated_tokens, ",.0f")]
-            whole, each = (
-                f"{amount:{form}} device-seconds" + (f" and money {price * amount:,.4g}" if price else "")
-                for amount, form in amounts
-            )
-            lines += f"cost {name}: {whole}; {each} for a million {unit}s\n"
-    return lines
+            each = 1e6 * seconds / totals.generated_tokens
+            whole, million = (f" and money {price * amount:,.4g}" if price else "" for amount in (seconds, each))
+            amounts = f"{seconds:,.1f} device-seconds{whole}; {each:,.0f} device-seconds{million}"
+            yield f"cost {name}: {amounts} for a million {unit}s"
 
 
 def print_result(console: Console, folder: Folder, result: JobResult, show: int) -> None:
@@ -184,36 +163,26 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
     if show:
         console.print()
     if result.fresh_rows:
-        statistics = read_parquet(folder.read(STATS))
-        print_report(console, result.manifest, statistics, result.totals, read_runs(folder))
-        rate = result.fresh_rows / result.seconds
-        rows = counted(result.fresh_rows, "row")
-        console.print(f"{rows} in {result.seconds:.1f} s with start-up, {rate:,.1f} rows/s", highlight=False)
+        print_report(console, result.manifest, read_parquet(folder.read(STATS)), result.totals, read_runs(folder))
+        rows, rate = counted(result.fresh_rows, "row"), result.fresh_rows / result.seconds
+        lines = [f"{rows} in {result.seconds:.1f} s with start-up, {rate:,.1f} rows/s"]
     else:
-        console.print(f"nothing left to do: all {result.totals.rows:,} rows are answered already", highlight=False)
-    written = sorted(recorded(folder))
-    if written:
-        console.print(f"JSON Lines: {', '.join(f'{folder.url}/{name}' for name in written)}", highlight=False)
-    for table in table_records(folder).values():
-        console.print(f"table: {table.table}, snapshot {table.snapshot}", markup=False, highlight=False)
+        lines = [f"nothing left to do: all {result.totals.rows:,} rows are answered already"]
+    if written := sorted(recorded(folder)):
+        lines.append(f"JSON Lines: {', '.join(f'{folder.url}/{name}' for name in written)}")
+    lines += [f"table: {table.table}, snapshot {table.snapshot}" for table in table_records(folder).values()]
     report = f", report: {folder.url}/{REPORT}" if folder.exists(REPORT) else ""
-    console.print(
-        f"answers: {folder.url}/part-*.parquet\n"
-        f"statistics: {folder.url}/{STATS}, summary: {folder.url}/{SUMMARY}{report}",
-        highlight=False,
-    )
+    lines.append(f"answers: {folder.url}/part-*.parquet")
+    lines.append(f"statistics: {folder.url}/{STATS}, summary: {folder.url}/{SUMMARY}{report}")
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
 
 
 def last_errors(folder: Folder) -> list[tuple[int, int]]:
     """Errors and rows of the finished job in a folder, from `_SUCCESS`; empty if it is gone, or answered rows again."""
-    try:
-        manifest = plan_files.load(folder)
-        if manifest is not None and manifest.batching.retries:
-            return []
-        values = json.loads(folder.read(SUCCESS))
-    except FileNotFoundError:
-        return []
-    return [(values["errors"], values["rows"])]
+    manifest, values = plan_files.load(folder), read_json(folder, SUCCESS)
+    retries = manifest is not None and manifest.batching.retries
+    return [] if retries or values is None else [(values["errors"], values["rows"])]
 
 
 def _shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[dict[str, Any], str | None]]:

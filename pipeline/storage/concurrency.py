@@ -1,9 +1,11 @@
-"""Many small requests in parallel: an object store answers hundreds in hardly more time than one."""
+"""Work in threads: many small requests in parallel, and one call again and again."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
 from typing import TypeVar
 
@@ -16,8 +18,9 @@ BATCH = 1024  # items submitted together, so that an error is raised soon and re
 def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], threads: int = THREADS) -> Iterator[Result]:
     """Call `function` on every item in up to `threads` threads, and yield the results in the order of the items.
 
-    Lazy: nothing runs until the results are consumed. Items are submitted `BATCH` at a time. The error of an item is
-    raised in place of its result; calls that have not started by then are cancelled, running ones are waited for.
+    An object store answers hundreds of requests in hardly more time than one. Lazy: nothing runs until the results are
+    consumed. Items are submitted `BATCH` at a time. The error of an item is raised in place of its result; calls that
+    have not started by then are cancelled, running ones are waited for.
     """
     remaining = iter(items)
     while batch := list(islice(remaining, BATCH)):
@@ -26,3 +29,23 @@ def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], threa
             yield from pool.map(function, batch)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def repeating(action: Callable[[], object], seconds: float, name: str, first: float | None = None) -> Iterator[None]:
+    """Call `action` every `seconds` in a thread while the block runs. first: seconds before the first call."""
+    ended = threading.Event()
+
+    def work() -> None:
+        wait = seconds if first is None else first
+        while not ended.wait(wait):
+            action()
+            wait = seconds
+
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

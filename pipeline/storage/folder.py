@@ -5,6 +5,8 @@ The protocol rests on `create`: it writes a complete file or nothing, and never 
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
 import uuid
@@ -12,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import fsspec
 from botocore.exceptions import BotoCoreError
@@ -26,6 +28,8 @@ from pipeline.storage.errors import ConditionRefused
 log = logging.getLogger(__name__)
 BULK = 1000  # objects that S3 removes in one call
 STORE_ERRORS = (OSError, BotoCoreError)  # of a disk or an object store; s3fs turns most errors into OSErrors
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # failures of the disk, not of the path
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 
 
 class FileInfo(NamedTuple):
@@ -41,51 +45,36 @@ class Folder(Protocol):
     @property
     def url(self) -> str:
         """The folder as the job file names it."""
-        ...
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file. Raises FileNotFoundError if it does not exist."""
-        ...
+        """Return the bytes of a file. Raises FileNotFoundError if it does not exist."""
 
-    def read_range(self, name: str, start: int, end: int) -> bytes:
-        """The bytes of a file from `start` to before `end`. Raises FileNotFoundError if it does not exist."""
-        ...
+    def open(self, name: str) -> IO[bytes]:
+        """Open a file to read parts of it. Raises FileNotFoundError if it does not exist."""
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a new file, complete and durable. False, without any change, if the name exists."""
-        ...
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a complete file in place of any file of that name."""
-        ...
 
     def remove(self, name: str) -> None:
         """Remove a file if it exists."""
-        ...
 
     def remove_all(self, names: Sequence[str]) -> None:
         """Remove the files that exist, many in one call where the store allows it."""
-        ...
 
     def exists(self, name: str) -> bool:
-        """Whether a file exists."""
-        ...
+        """Tell whether a file exists."""
 
     def names(self, subfolder: str = "") -> list[str]:
-        """Sorted names of the files directly in a subfolder; empty if it does not exist."""
-        ...
-
-    def first_names(self) -> Iterator[str]:
-        """Sorted names of the files directly in the folder, listed while they are consumed."""
-        ...
+        """Return the sorted names of the files directly in a subfolder; none if it does not exist."""
 
     def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
         """List the files in the folder whose names begin with one of `stems` or sort after `after`."""
-        ...
 
     def tag(self, name: str) -> str:
         """Return the store's tag of a file, which changes with its bytes; empty on a local disk."""
-        ...
 
 
 def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -95,17 +84,13 @@ def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSys
         return LocalFileSystem(), os.path.abspath(url.removeprefix("file://"))
     if scheme != "s3":
         raise UserError(f"{url}: storage {scheme}:// is not supported; use a local path or s3://")
-    client: dict[str, Any] = {}
-    if storage.endpoint_url:
-        client["endpoint_url"] = storage.endpoint_url
-    if storage.region:
-        client["region_name"] = storage.region
     from pipeline.storage.s3 import PatientS3FileSystem
 
+    client = {"endpoint_url": storage.endpoint_url, "region_name": storage.region}
     fs = PatientS3FileSystem(
         retry_seconds=storage.retry_seconds,
         contact_seconds=storage.contact_seconds,
-        client_kwargs=client,
+        client_kwargs={name: value for name, value in client.items() if value},
         use_listings_cache=False,  # another process may have written since
     )
     return fs, url.removeprefix("s3://").rstrip("/")
@@ -127,10 +112,8 @@ class LocalFolder:
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
 
-    def read_range(self, name: str, start: int, end: int) -> bytes:
-        with open(self.path / name, "rb") as file:
-            file.seek(start)
-            return file.read(end - start)
+    def open(self, name: str) -> IO[bytes]:
+        return open(self.path / name, "rb")
 
     def create(self, name: str, data: bytes) -> bool:
         target, temporary = self.path / name, self._write(name, data)
@@ -159,14 +142,11 @@ class LocalFolder:
         return (self.path / name).is_file()
 
     def names(self, subfolder: str = "") -> list[str]:
-        folder = self.path / subfolder
-        if not folder.is_dir():
+        try:
+            with os.scandir(self.path / subfolder) as entries:
+                return sorted(entry.name for entry in entries if entry.is_file())
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        with os.scandir(folder) as entries:
-            return sorted(entry.name for entry in entries if entry.is_file())
-
-    def first_names(self) -> Iterator[str]:
-        yield from self.names()
 
     def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
         lengths = {len(stem) for stem in stems}
@@ -219,18 +199,18 @@ class ObjectFolder:
         data: bytes = self.fs.cat_file(f"{self.path}/{name}", max_concurrency=1)  # else a request for the size precedes
         return data
 
-    def read_range(self, name: str, start: int, end: int) -> bytes:
-        data: bytes = self.fs.cat_file(f"{self.path}/{name}", start=start, end=end, max_concurrency=1)
-        return data
+    def open(self, name: str) -> IO[bytes]:
+        file: IO[bytes] = self.fs.open(f"{self.path}/{name}", "rb", cache_type="none")
+        return file
 
     def create(self, name: str, data: bytes) -> bool:
         if self.conditional:
             # a refusal for another reason meets the plain put too
             with suppress(ConditionRefused):
                 return self.put_if_absent(name, data)
-        if self.fs.exists(f"{self.path}/{name}"):
+        if self.exists(name):
             return False
-        self._put(name, data)
+        self.replace(name, data)
         return True
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
@@ -267,9 +247,6 @@ class ObjectFolder:
     def names(self, subfolder: str = "") -> list[str]:
         return [name for name, _ in self._pages(subfolder)]
 
-    def first_names(self) -> Iterator[str]:
-        return (name for name, _ in self._pages())
-
     def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
         requests = [{"stem": stem} for stem in stems] + [{"after": after}]
         # in parallel: a listing is a chain of requests for a thousand names each
@@ -301,6 +278,19 @@ class ObjectFolder:
             request["ContinuationToken"] = page["NextContinuationToken"]
 
 
+def read_json(folder: Folder, name: str) -> Any:
+    """Return the values of a JSON file; None if there is no such file, or it holds something else."""
+    try:
+        return json.loads(folder.read(name))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+
+
+def write_json(folder: Folder, name: str, values: Any, indent: int = 1) -> None:
+    """Write values as a JSON file in place of any file of that name."""
+    folder.replace(name, (json.dumps(values, indent=indent) + "\n").encode())
+
+
 def probe_create(folder: Folder) -> Folder:
     """Test whether `create` never replaces a file.
 
@@ -316,3 +306,35 @@ def probe_create(folder: Folder) -> Folder:
         folder.remove(name)
     log.warning("%s: this store ignores conditional puts: simultaneous runs could write a part twice", folder.url)
     return replace(folder, conditional=False) if isinstance(folder, ObjectFolder) else folder
+
+
+def check_location(folder: Folder) -> None:
+    """Raise UserError if a file lies where a local folder should be, or the user may not make it. Writes nothing."""
+    if not isinstance(folder, LocalFolder):
+        return
+    path = folder.path
+    while not os.path.lexists(path):
+        path = path.parent
+    if not path.is_dir():
+        raise UserError(f"output.path: {path} is a file; give a folder")
+    if path != folder.path and not os.access(path, os.W_OK | os.X_OK):
+        raise UserError(f"output.path: {folder.path} cannot be made: {path} is not writable")
+
+
+def make_writable(folder: Folder) -> None:
+    """Make a local folder, and try to create a file in it. Raises UserError if the folder or its disk forbids it."""
+    if not isinstance(folder, LocalFolder):
+        return
+    probe = f"_job/tmp/probe-{uuid.uuid4().hex}"
+    try:
+        folder.create(probe, b"")
+        folder.remove(probe)
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        if error.errno in NO_LINKS:
+            raise UserError(
+                f"output.path: the file system of {folder.path} has no hard links ({error.strerror}), which commits "
+                "need; choose a local disk, NFS or s3://"
+            ) from None
+        raise UserError(f"output.path: {folder.path} cannot be written: {error.strerror}") from None

@@ -19,35 +19,26 @@ FILES = "files"
 
 
 class OwnedFolder:
-    """An output folder and the record of the files in it.
-
-    Args:
-        path: the folder; it need not exist.
-        record: name of the record in it.
-        key: the config key that names the folder, for messages.
-    """
+    """An output folder that need not exist, with the name of its record, and the config key that names the folder."""
 
     def __init__(self, path: Path, record: str, key: str) -> None:
-        self.path = path
-        self.record = record
-        self.key = key
+        self.path, self.record, self.key = path, path / record, key
 
     def values(self) -> dict[str, Any]:
         """The record's values; empty if the folder has no record, or one that was claimed and nothing more."""
         try:
-            text = (self.path / self.record).read_text()
-            values = json.loads(text) if text else {}
-            names = values.get(FILES) if isinstance(values, dict) else None
-            if text and not (isinstance(names, list) and all(Path(str(name)).name == name for name in names)):
+            text = self.record.read_text()
+            values: dict[str, Any] = json.loads(text) if text else {FILES: []}
+            if not all(Path(name).name == name for name in list(values[FILES])) or not isinstance(values[FILES], list):
                 raise ValueError("no list of file names in it")
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{self.key}: {self.path / self.record} is not a record of this version "
-                f"({flat(error)}); remove the folder, or choose another"
+                f"{self.key}: {self.record} is not a record of this version ({flat(error)}); remove the folder, or "
+                "choose another"
             ) from None
-        return values
+        return values if text else {}
 
     def files(self) -> set[str]:
         """Names that the record lists."""
@@ -55,20 +46,19 @@ class OwnedFolder:
 
     def check(self, names: Iterable[str]) -> None:
         """Raise UserError if the folder holds files and no record, or if one of `names` exists and is not listed."""
-        if not (self.path / self.record).exists():
+        if not self.record.exists():
             held = sorted(os.listdir(self.path)) if self.path.is_dir() else []
             if held:
                 raise UserError(
-                    f"{self.key}: {self.path} holds {held[0]!r} and no {self.record} of an earlier run; "
+                    f"{self.key}: {self.path} holds {held[0]!r} and no {self.record.name} of an earlier run; "
                     "choose an empty or a new folder"
                 )
             return
-        listed = self.files()
-        for name in names:
-            if name not in listed and os.path.lexists(self.path / name):
+        for name in set(names) - self.files():
+            if os.path.lexists(self.path / name):
                 raise UserError(
-                    f"{self.key}: {self.path / name} exists and {self.record} does not list it; move it, or choose "
-                    "another folder"
+                    f"{self.key}: {self.path / name} exists and {self.record.name} does not list it; move it, or "
+                    "choose another folder"
                 )
 
     def claim(self, names: Iterable[str]) -> None:
@@ -76,17 +66,16 @@ class OwnedFolder:
         names = set(names)
         self.check(names)
         self.path.mkdir(parents=True, exist_ok=True)
-        if not (self.path / self.record).exists() or names - self.files():
+        if not self.record.exists() or names - self.files():
             self._write(self.values(), names | self.files())
 
     def discard(self, names: Iterable[str]) -> None:
         """Remove those of `names` that the record lists, and their entries."""
         listed = self.files()
-        names = listed & set(names)
-        for name in names:
+        for name in listed & set(names):
             (self.path / name).unlink(missing_ok=True)
-        if names:
-            self._write(self.values(), listed - names)
+        if listed & set(names):
+            self._write(self.values(), listed - set(names))
 
     def save(self, values: Mapping[str, Any]) -> None:
         """Write the record's values; the list of files stays."""
@@ -94,7 +83,7 @@ class OwnedFolder:
 
     def _write(self, values: Mapping[str, Any], files: Iterable[str]) -> None:
         text = json.dumps({**values, FILES: sorted(files)}, indent=2, allow_nan=False)
-        with replacing(self.path / self.record) as temporary:
+        with replacing(self.record) as temporary:
             temporary.write_text(text + "\n")
 
 

@@ -1,6 +1,7 @@
 """S3 through s3fs with one layer of retries, complete reads, and errors of one line.
 
-Every call of s3fs goes through `_call_s3`, which does all of this. botocore and s3fs try each call once.
+Every call of s3fs goes through `_call_s3`, which does all of this; botocore and s3fs try each call once. s3fs's own
+hooks count tries, apply once more around each read, and see neither the call nor a body that is short.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import io
 import logging
 import math
+import random
 import re
 import time
 import uuid
@@ -22,10 +24,8 @@ from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 from fsspec.asyn import sync_wrapper
 from s3fs import S3FileSystem
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 from pipeline import metrics
-from pipeline.messages import one_line
 from pipeline.storage.errors import ConditionRefused, StoreFailed
 from pipeline.storage.s3_errors import (
     CONDITION_CODES,
@@ -46,6 +46,22 @@ STORE_FAILURES = (OSError, boto.BotoCoreError, boto.ClientError, ResponseParserE
 WRITER = "writer"  # metadata of an object written by a conditional put: a random name of that put
 QUIET_SECONDS = 5.0  # of retrying without a warning
 WARNING_SECONDS = 60.0  # between two warnings of one client
+
+
+class _Temporary(Exception):
+    """A failure that a later try may not meet. limit: seconds of the budget that such failures may use."""
+
+    def __init__(self, error: Exception, limit: float = math.inf) -> None:
+        super().__init__(str(error))
+        self.error, self.limit = error, limit
+
+
+@dataclass(frozen=True)
+class _Budget:
+    """Seconds for which one call, and the calls that it makes, are retried; 0 if an earlier call used them up."""
+
+    seconds: float
+    began: float = field(default_factory=time.monotonic)
 
 
 class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
@@ -75,16 +91,15 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
     ) -> None:
         client = {"retries": {"total_max_attempts": 1, "mode": "standard"}, "max_pool_connections": CONNECTIONS}
         super().__init__(*args, config_kwargs=client, **settings)
-        self.retry_seconds = retry_seconds
-        self.contact_seconds = contact_seconds
+        self.retry_seconds, self.contact_seconds = retry_seconds, contact_seconds
         self._answered = False  # the store, ever
-        self._spent = False  # a budget, and the store has not answered since
+        self._spent = False  # the last budget, and the store has not answered since
         self._warned = -WARNING_SECONDS  # monotonic clock
         self._lacking: Any = None  # the last client that had no credentials
         self._renewing = asyncio.Lock()
 
     async def _call_s3(self, method: str, *settings: Any, **kwargs: Any) -> Any:
-        return await self._retried(_Budget(self.retry_seconds, self._spent), method, *settings, **kwargs)
+        return await self._retried(_Budget(0.0 if self._spent else self.retry_seconds), method, *settings, **kwargs)
 
     call_s3 = sync_wrapper(_call_s3)
 
@@ -93,25 +108,26 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
         url = "s3://" + "/".join(filter(None, (kwargs.get("Bucket"), kwargs.get("Key") or kwargs.get("Prefix"))))
         if "IfNoneMatch" in kwargs:
             kwargs["Metadata"] = {WRITER: uuid.uuid4().hex}
-        tries = 0
-        try:
-            async for attempt in AsyncRetrying(
-                retry=retry_if_exception_type(_Temporary),
-                wait=wait_random_exponential(multiplier=budget.seconds / 600, max=budget.seconds / 15),
-                stop=budget.is_spent,
-                before_sleep=lambda state: self._warn(url, budget, state),
-                reraise=True,
-            ):
-                with attempt:
-                    tries += 1
-                    return await self._try(url, budget, method, *settings, **kwargs)
-        except _Temporary as temporary:
-            self._spent = True
-            if isinstance(temporary.error, MISSING_CREDENTIALS):
-                raise no_credentials(url, temporary.error) from None
-            limit = budget.limit(temporary)
-            failed = "still fails" if budget.spent else f"failed for {limit:g} s (tries: {tries})"
-            raise StoreFailed(f"{url}: the store {failed}: {error_text(temporary.error)}") from None
+        was_spent, longest, tries = self._spent, budget.seconds / 600, 0
+        while True:
+            try:
+                tries += 1
+                return await self._try(url, budget, method, *settings, **kwargs)
+            except _Temporary as temporary:
+                error, limit = temporary.error, min(budget.seconds, temporary.limit)
+            wait, longest = random.uniform(0, longest), min(2 * longest, budget.seconds / 15)
+            now = time.monotonic()
+            if now + wait >= budget.began + limit:
+                self._spent = True
+                if isinstance(error, MISSING_CREDENTIALS):
+                    raise no_credentials(url, error) from None
+                failed = "still fails" if was_spent else f"failed for {limit:g} s (tries: {tries})"
+                raise StoreFailed(f"{url}: the store {failed}: {error_text(error)}") from None
+            metrics.add("store_retries")
+            if now - budget.began > QUIET_SECONDS and now - self._warned > WARNING_SECONDS:
+                self._warned = now
+                log.warning("%s: retrying for up to %g s: %s", url, limit, error_text(error))
+            await asyncio.sleep(wait)
 
     async def _try(self, url: str, budget: _Budget, method: str, *settings: Any, **kwargs: Any) -> Any:
         """One try of a call. Raises `_Temporary` if a later try may succeed."""
@@ -120,7 +136,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
                 await self._renew_credentials()
             response = await super()._call_s3(method, *settings, **kwargs)
             if method == "get_object":
-                response["Body"] = _ReadBody(await _complete_body(response, kwargs.get("Range")))
+                response["Body"] = _ReadBody(await _whole_body(response, kwargs.get("Range")))
             self._answered, self._spent = True, False
             return response
         except WRONG_CREDENTIALS as error:
@@ -131,9 +147,9 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             forgotten = isinstance(error, boto.NoCredentialsError) and self.contact_seconds < self.retry_seconds
             raise _Temporary(error, 0.0 if forgotten else CREDENTIALS_SECONDS) from None
         except STORE_FAILURES as error:
-            code, temporary = error_code(error), is_temporary(error)
-            self._answered |= bool(response_of(error))
-            if response_of(error) and not temporary:
+            code, temporary, has_answered = error_code(error), is_temporary(error), bool(response_of(error))
+            self._answered |= has_answered
+            if has_answered and not temporary:
                 self._spent = False
             if "IfNoneMatch" in kwargs and code == "PreconditionFailed":
                 if await self._is_own(budget, kwargs):
@@ -151,15 +167,6 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
                 raise _Temporary(error, CREDENTIALS_SECONDS) from None  # refused no more: it was throttled
             raise final_error(url, method, error) from None
 
-    def _warn(self, url: str, budget: _Budget, state: RetryCallState) -> None:
-        """Count the retry, and log why a call is being retried, once a minute at most."""
-        metrics.add("store_retries")
-        temporary = budget.failure(state)
-        now = time.monotonic()
-        if now - budget.began > QUIET_SECONDS and now - self._warned > WARNING_SECONDS:
-            self._warned = now
-            log.warning("%s: retrying for up to %g s: %s", url, budget.limit(temporary), error_text(temporary.error))
-
     async def _renew_credentials(self) -> None:
         """Make a new client, which looks for credentials again; once for all calls that had the same client."""
         async with self._renewing:
@@ -176,45 +183,6 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
         return bool(head["Metadata"].get(WRITER) == put["Metadata"][WRITER])
 
 
-class _Temporary(Exception):
-    """A failure that a later try may not meet. limit: seconds of the budget that such failures may use."""
-
-    def __init__(self, error: Exception, limit: float) -> None:
-        super().__init__(one_line(error))
-        self.error = error
-        self.limit = limit
-
-
-@dataclass(frozen=True)
-class _Budget:
-    """Seconds for which one call is retried. spent: an earlier call used them up, so that this one is tried once."""
-
-    total: float
-    spent: bool
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def seconds(self) -> float:
-        return 0.0 if self.spent else self.total
-
-    def limit(self, temporary: _Temporary) -> float:
-        """Seconds of the budget that this kind of failure may use."""
-        return min(self.seconds, temporary.limit)
-
-    def is_spent(self, state: RetryCallState) -> bool:
-        """Whether the next try would come too late."""
-        due = time.monotonic() + state.upcoming_sleep
-        return due >= self.began + self.limit(self.failure(state))
-
-    @staticmethod
-    def failure(state: RetryCallState) -> _Temporary:
-        """The failure of the last try."""
-        assert state.outcome is not None
-        error = state.outcome.exception()
-        assert isinstance(error, _Temporary)
-        return error
-
-
 class _ReadBody:
     """A body that has been read already, with the interface of one that has not."""
 
@@ -228,26 +196,21 @@ class _ReadBody:
         pass
 
 
-async def _complete_body(response: Mapping[str, Any], requested: str | None) -> bytes:
+async def _whole_body(response: Mapping[str, Any], requested: str | None) -> bytes:
     """The body of a response to a request of a range, if any; OSError if the body is incomplete or another range."""
-    body = response["Body"]
+    body, size = response["Body"], int(response["ContentLength"])
     try:
         data: bytes = await body.read()
     finally:
         body.close()
-    size = int(response["ContentLength"])
     if requested is not None:
-        received = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.get("ContentRange") or "")
-        bounds = re.fullmatch(r"bytes=(\d*)-(\d*)", requested)
-        if received is None or bounds is None:
-            raise OSError(f"requested {requested}, received {response.get('ContentRange') or 'no range'}")
-        first, last, total = map(int, received.groups())
-        if bounds[1]:
-            matches = first == int(bounds[1]) and last == min(int(bounds[2] or total), total - 1)
-        else:
-            matches = first == max(0, total - int(bounds[2])) and last == total - 1
-        if not matches:
-            raise OSError(f"requested {requested}, received {received[0]}")
+        answered = response.get("ContentRange") or "no range"
+        received = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", answered)
+        first, last, total = map(int, received.groups()) if received else (0, -1, 0)
+        start, _, end = requested.removeprefix("bytes=").partition("-")
+        wanted = (int(start), min(int(end or total), total - 1)) if start else (max(0, total - int(end)), total - 1)
+        if (first, last) != wanted or not received:
+            raise OSError(f"requested {requested}, received {answered}")
         size = last - first + 1
     if len(data) != size:
         raise OSError(f"truncated: received {len(data)} of {size} bytes")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +13,9 @@ from part_builders import FINGERPRINT, LAYERS, part_stats
 
 from pipeline.commit.records import (
     RECORDS_SCHEMA,
-    CommitRecord,
+    commit_record,
     encode_record,
     record_name,
-    records_table,
     write_segment,
 )
 from pipeline.commit.sink import part_name
@@ -27,7 +25,6 @@ from pipeline.plan.batching import Batching
 from pipeline.plan.manifest import Manifest
 
 PART = b"x"
-PART_DIGEST = hashlib.sha256(PART).hexdigest()
 ROWS = 4000  # of a shard; 250,000 of them are 10^9
 
 
@@ -55,7 +52,7 @@ class Bucket:
 
     def fill(self, manifest: Manifest, done: int, loose: int, each: int = 1000) -> None:
         """The first `done` shards as a run leaves them: parts, segments, and the last records loose."""
-        one = records_table([CommitRecord(PART_DIGEST, len(PART), part_stats(manifest.shards[0]))]).to_pylist()[0]
+        one = commit_record(PART, part_stats(manifest.shards[0]))
         for index in range(done):
             self.create(part_name(index), PART)
         rolled = done - loose
@@ -66,7 +63,7 @@ class Bucket:
             table = pa.table(columns, schema=RECORDS_SCHEMA)
             write_segment(self, table, FINGERPRINT)
         for shard in manifest.shards[rolled:done]:
-            self.create(record_name(shard.index), encode_record(PART, part_stats(shard), FINGERPRINT))
+            self.create(record_name(shard.index), encode_record(commit_record(PART, part_stats(shard)), FINGERPRINT))
 
 
 @contextmanager

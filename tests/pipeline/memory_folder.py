@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import IO
 
 from pipeline.storage.folder import FileInfo
 
@@ -31,8 +33,8 @@ class MemoryFolder:
         except KeyError:
             raise FileNotFoundError(name) from None
 
-    def read_range(self, name: str, start: int, end: int) -> bytes:
-        return self.read(name)[start:end]
+    def open(self, name: str) -> IO[bytes]:
+        return io.BytesIO(self.read(name))
 
     def create(self, name: str, data: bytes) -> bool:
         self.gate()
@@ -56,9 +58,6 @@ class MemoryFolder:
     def exists(self, name: str) -> bool:
         self.gate()
         return f"{self.prefix}/{name}" in self.files
-
-    def first_names(self) -> Iterator[str]:
-        yield from self.names()
 
     def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
         asked = [name for name in self.names() if name > after or name.startswith(tuple(stems))]

@@ -135,6 +135,5 @@ def strip_tags(output: Folder) -> None:
     assert manifest is not None
     for shard in range(4):
         record = decode_record(output.read(record_name(shard)), shard, manifest.fingerprint)
-        assert record is not None and record.tag
-        part = output.read(part_name(shard))
-        output.replace(record_name(shard), encode_record(part, record.stats, manifest.fingerprint))
+        assert record is not None and record["tag"]
+        output.replace(record_name(shard), encode_record({**record, "tag": ""}, manifest.fingerprint))

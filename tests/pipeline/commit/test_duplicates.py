@@ -73,9 +73,8 @@ def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
 
 
 def test_a_job_says_how_many_rows_repeat_an_id_of_another_shard(
-    values: dict[str, Any], tmp_path: Path, in_process: None, reports: None, monkeypatch: pytest.MonkeyPatch
+    values: dict[str, Any], tmp_path: Path, in_process: None, reports: None
 ) -> None:
-    monkeypatch.setattr(duplicates, "SMALL", 0)  # as large parts: the columns' bytes alone are read
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(values))
     done = CliRunner().invoke(app, ["run", str(tmp_path / "job.yaml")])
     files = [f"{tmp_path}/in/{number}.parquet" for number in range(2)]

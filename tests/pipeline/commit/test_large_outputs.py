@@ -15,7 +15,7 @@ from part_builders import FINGERPRINT, part_stats
 
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.commit.finalize import finalize
-from pipeline.commit.records import encode_record, record_name
+from pipeline.commit.records import commit_record, encode_record, record_name
 from pipeline.commit.sink import committed_shards, part_name
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.input.shards import group_shards
@@ -47,7 +47,7 @@ def resume(s3: StorageConfig, shards: int, loose: int) -> None:
     assert len(seen) <= 4 + 2 + segments + loose + -(-loose // 1000) + -(-shards // 1000) + 3
     for shard in manifest.shards[shards - 50 :]:
         bucket.create(part_name(shard.index), PART)
-        bucket.create(record_name(shard.index), encode_record(PART, part_stats(shard), FINGERPRINT))
+        bucket.create(record_name(shard.index), encode_record(commit_record(PART, part_stats(shard)), FINGERPRINT))
     began = time.monotonic()
     with counted() as seen:
         totals = finalize(folder, manifest)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from memory_folder import MemoryFolder
 
 from pipeline.commit import results
-from pipeline.commit.result_lines import BatchLines, answer_lines, cut
+from pipeline.commit.result_lines import answer_lines, batch_lines, cut
 from pipeline.commit.results import recorded, remove_results, result_problems
 from pipeline.input.shards import Shard
 
@@ -86,7 +86,7 @@ def test_a_request_has_one_line_with_all_its_samples() -> None:
             "logprobs": [token] * 2,
         },
     ]
-    lines = BatchLines("f" * 64, 17, "model")(part(rows), Shard(2, "in.jsonl", 10, 5))
+    lines = batch_lines(part(rows), Shard(2, "in.jsonl", 10, 5), "f" * 64, 17, "model")
     assert [kind for kind, _ in lines] == ["results", "errors", "results", "errors", "results"]
     chat, bad, cut_off, memory, text = (json.loads(line) for _, line in lines)
     assert (chat["custom_id"], chat["error"], chat["response"]["status_code"]) == ("a", None, 200)

@@ -23,7 +23,6 @@ from pipeline.commit.sink import (
     commit_shard,
     committed_shards,
     part_name,
-    rebuild_record,
 )
 from pipeline.config.job import StorageConfig
 from pipeline.generate.coordinator import Coordinator
@@ -162,7 +161,6 @@ def refusal(folder: Folder, index: int) -> str:
     for look in (
         lambda: committed_shards(folder, SHARDS, FINGERPRINT),
         lambda: commit(folder, SHARDS[index], part(SHARDS[index]), part_stats(SHARDS[index]), FINGERPRINT),
-        lambda: rebuild_record(folder, SHARDS[index], FINGERPRINT),
     ):
         with pytest.raises(ValueError, match=r".") as caught:
             look()

@@ -19,7 +19,7 @@ from prompt_specs import spec_of
 
 from actors.answers import Answer, Prompt
 from actors.generator import Generator, RowsAtWork
-from pipeline.commit.records import CommitRecord, decode_record, encode_record
+from pipeline.commit.records import commit_record, decode_record, encode_record
 from pipeline.generate import stage as generate
 from pipeline.generate.stats import ShardStats
 from pipeline.input.rows import to_ipc
@@ -118,5 +118,5 @@ def test_a_measured_value_that_no_record_can_hold_is_left_out(
     commits = committed(checkpoint)
     stats = commits.stats[3]
     assert (stats.peak_memory_bytes, stats.device) == (0, "") and stats.rows == 3
-    record = decode_record(encode_record(commits.parts[3], stats, "f"), 3, "f")
-    assert isinstance(record, CommitRecord) and record.stats == stats
+    record = decode_record(encode_record(commit_record(commits.parts[3], stats), "f"), 3, "f")
+    assert record == commit_record(commits.parts[3], stats)

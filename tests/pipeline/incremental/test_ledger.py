@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from memory_folder import MemoryFolder
 from rich.console import Console
 
-from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import (
@@ -108,7 +106,7 @@ def test_runs_of_the_same_second_have_folders_of_their_own(monkeypatch: pytest.M
 
 
 def test_reading_stays_cheap_with_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run reads the ledger as an incremental run does; the cost does not grow with the number of runs."""
+    """Each run reads the ledger as an incremental run does; the copy of earlier records may be damaged or gone."""
     reads = 0
 
     class Counting(MemoryFolder):
@@ -120,7 +118,7 @@ def test_reading_stays_cheap_with_many_runs(monkeypatch: pytest.MonkeyPatch) -> 
     root = Counting()
     monkeypatch.setattr(ledgers, "COMPACT_EVERY", 10)
     written: list[LedgerRun] = []
-    for number in range(1, 205):
+    for number in range(1, 45):
         reads = 0
         found = ledgers.read(root)
         assert reads <= 2 * 10 + 1
@@ -128,44 +126,13 @@ def test_reading_stays_cheap_with_many_runs(monkeypatch: pytest.MonkeyPatch) -> 
         compact(root, found)
         run = ledgers.claim(root, found, manifest(f"file-{number}"))
         written.append(ledgers.end(root, run, "abandoned" if number % 7 == 0 else "success", ""))
-    assert [name for name in root.names(LEDGER) if name.startswith("through-")] == [
-        "through-000190.parquet",
-        "through-000200.parquet",
-    ]
-    table = pq.read_table(io.BytesIO(root.read("_ledger/through-000200.parquet")))
-    assert table["number"].to_pylist() == list(range(1, 201))
-    for number in range(1, 201):  # the compacted records may be cleared away
-        root.remove(claim_name(number)), root.remove(end_name(number))
+    (copy,) = (name for name in root.names(LEDGER) if name.startswith("through-"))
+    assert copy == "through-000040.json"
+    for damage in (b"{", b"[]", b"[1]", b"3"):
+        root.replace(f"{LEDGER}/{copy}", damage)
+        assert list(ledgers.read(root).runs) == written
+    root.remove(f"{LEDGER}/{copy}")
     assert list(ledgers.read(root).runs) == written
-
-
-def test_a_compacted_file_that_others_remove_after_the_listing_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledgers, "COMPACT_EVERY", 1)
-
-    class Overtaken(MemoryFolder):
-        waiting = False
-
-        def names(self, subfolder: str = "") -> list[str]:
-            found = super().names(subfolder)
-            if self.waiting:
-                self.waiting = False
-                for name in "bcd":
-                    run_over(self, name)
-                    compact(self, ledgers.read(self))
-            return found
-
-    root = Overtaken()
-    run_over(root, "a")
-    compact(root, ledgers.read(root))
-    root.waiting = True
-    assert [run.files[0].url for run in ledgers.read(root).runs] == ["a", "b", "c", "d"]
-
-    class Missing(MemoryFolder):
-        def names(self, subfolder: str = "") -> list[str]:
-            return ["through-000001.parquet"]
-
-    with pytest.raises(UserError, match=r"through-000001\.parquet: listed, and missing"):
-        ledgers.read(Missing())
 
 
 def test_new_files_are_those_of_no_successful_run(root: Folder) -> None:
@@ -226,10 +193,6 @@ def test_a_missing_ledger_record_is_refused() -> None:
         root.replace(claim_name(3), damage)
         with pytest.raises(ValueError, match=r"^root/_ledger/000003\.json: not "):
             ledgers.read(root)
-    root.files.update(files)
-    root.replace("_ledger/through-000002.parquet", b"PAR1")
-    with pytest.raises(ValueError, match=r"^root/_ledger/through-000002\.parquet: cannot be read"):
-        ledgers.read(root)
 
 
 def test_the_ledger_is_printed() -> None:

@@ -21,7 +21,7 @@ from PIL import Image
 from pipeline.commit.finalize import write_statistics
 from pipeline.commit.records import records_table
 from pipeline.commit.runs import RUNS
-from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.config.job import StorageConfig
 from pipeline.generate.stats import to_table
 from pipeline.input.shards import Shard
 from pipeline.report import job_page as pages
@@ -29,6 +29,7 @@ from pipeline.report.job_page import job_page, write_report
 from pipeline.report.page import count, flat, seconds
 from pipeline.storage.folder import Folder, open_folder
 
+LOCAL = StorageConfig()
 HOSTILE = (
     """<script>alert(1)</script>"'><img src=x onerror=alert(2)>{{ 7 * 7 }}$\\frac{1}{$ \ud800 \x00 </style></svg>"""
 )
@@ -96,7 +97,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Folder, bytes]:
     ]
     manifest = manifest_of([Shard(index, f"in/{HOSTILE}.parquet", 0, 5) for index in range(4)])
     identity = {**manifest.identity, "input": {"template": f"{SECRET} {HOSTILE}", LINK: [HOSTILE]}}
-    return folder, job_page(folder, replace(manifest, identity=identity), to_table(shards))
+    return folder, job_page(folder, replace(manifest, identity=identity), to_table(shards), LOCAL)
 
 
 def test_no_text_becomes_markup(hostile: tuple[Folder, bytes]) -> None:
@@ -195,14 +196,14 @@ def test_a_page_without_times_or_answers(tmp_path: Path) -> None:
     folder = open_folder(str(tmp_path), StorageConfig())
     manifest = manifest_of([Shard(0, "u", 0, 5), Shard(1, "u", 5, 5)])
     rebuilt = part_stats(Shard(0, "u", 0, 5), started=0.0, finished=0.0, loaded=0.0, actor="", rebuilt=True)
-    text = Page(job_page(folder, manifest, to_table([rebuilt]))).text
-    assert "The three speed-ups" in text
+    text = Page(job_page(folder, manifest, to_table([rebuilt]), LOCAL)).text
+    assert "Speed-ups" in text and "not known" not in text
     full = part_stats(Shard(0, "u", 0, 5), layer_steps=24, full_layer_steps=24)
     at_full_depth = replace(manifest, identity={"schedule": {"speedup": None, "num_layers": LAYERS}})
-    told = Page(job_page(folder, at_full_depth, to_table([full]))).text
-    assert "Full depth" in told and "own depths" not in told and "speed-up on the clock" not in told
+    told = Page(job_page(folder, at_full_depth, to_table([full]), LOCAL)).text
+    assert "1x, full depth" in told and "own depths" not in told and "over full depth" not in told
     assert "5 of 10 rows" in text
-    assert "0 of 10 rows" in Page(job_page(folder, manifest, to_table([]))).text
+    assert "0 of 10 rows" in Page(job_page(folder, manifest, to_table([]), LOCAL)).text
 
 
 def test_an_error_is_a_warning_with_its_traceback_in_a_log(
@@ -212,15 +213,13 @@ def test_an_error_is_a_warning_with_its_traceback_in_a_log(
     manifest = manifest_of([Shard(0, "u", 0, 5)])
     write_statistics(folder, manifest, records_table([]))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    values = {"input": {"path": "in"}, "output": {"path": "out"}, "model": {"path": "m", "cache": str(tmp_path)}}
-    config = JobConfig.model_validate(values)
 
     def fails(*_: object) -> bytes:
         raise ZeroDivisionError("no rows at all")
 
     monkeypatch.setattr(pages, "job_page", fails)
     with caplog.at_level(logging.WARNING):
-        write_report(folder, manifest, config)
+        write_report(folder, manifest, LOCAL)
     assert "report.html was not written: ZeroDivisionError: no rows at all" in caplog.text
     assert "report.html" not in folder.names("_job")
     (traceback,) = tmp_path.glob("skipdecode-*.log")
@@ -250,7 +249,7 @@ def test_its_cost_grows_with_shards_alone(
     manifest = manifest_of([Shard(index, "u", 4096 * index, 4096) for index in range(shards)])
     folder = open_folder(str(tmp_path), StorageConfig())
     began = time.process_time()
-    page = job_page(folder, manifest, table)
+    page = job_page(folder, manifest, table, LOCAL)
     took = time.process_time() - began
     with capsys.disabled():
         print(f"\n{shards:,} shards, {actors:,} actors: {took:.2f} s of processor, {len(page):,} bytes")

@@ -20,7 +20,7 @@ from part_builders import FINGERPRINT, LAYERS, Commits, finish, manifest_of, par
 from rich.console import Console
 
 from pipeline.commit.finalize import STATS, SUMMARY, RowsMissing, write_statistics
-from pipeline.commit.records import encode_record, read_records, record_name
+from pipeline.commit.records import commit_record, encode_record, read_records, record_name
 from pipeline.commit.sink import SUCCESS, commit, committed_shards, part_name
 from pipeline.config.job import StorageConfig
 from pipeline.generate.agreement import Agreement
@@ -302,7 +302,9 @@ def test_a_lost_record_is_rebuilt(folder: Folder) -> None:
 
 
 def test_a_record_of_no_shard_prevents_success(folder: Folder) -> None:
-    folder.replace(record_name(9), encode_record(b"", part_stats(Shard(9, "in/b.parquet", 1, 1)), FINGERPRINT))
+    folder.replace(
+        record_name(9), encode_record(commit_record(b"", part_stats(Shard(9, "in/b.parquet", 1, 1))), FINGERPRINT)
+    )
     with pytest.raises(RowsMissing, match=r"^_job/commits/000009.json belongs to no shard of this job: delete it$"):
         finish(folder, MANIFEST)
 
