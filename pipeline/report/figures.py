@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,30 +17,21 @@ MOST_KINDS = 1000  # of errors that are told apart
 SHOWN_KINDS = 20
 
 
-@dataclass
-class ErrorKind:
-    """Answers that failed alike. example: the error of one of them. row_id: of its row. shard: that holds it."""
+def error_kinds(shards: pa.Table) -> list[dict[str, Any]]:
+    """Return the most frequent kinds: `kind`, number of `answers`, `row_id`, error (`example`) and `shard` of one.
 
-    kind: str
-    answers: int
-    row_id: str
-    example: str
-    shard: int
-
-
-def error_kinds(shards: pa.Table) -> list[ErrorKind]:
-    """Return the most frequent kinds, and as the last entry, with an empty kind, the answers of all others."""
-    found: dict[str, ErrorKind] = {}
+    The last entry, with an empty kind, counts the answers of all others.
+    """
+    found: dict[str, dict[str, Any]] = {}
     for shard, text in zip(shards["shard"].to_pylist(), shards["error_kinds"].to_pylist(), strict=True):
         for kind, answers, row_id, example in json.loads(text) if text else ():
-            if kind not in found and len(found) >= MOST_KINDS:
-                kind = ""
-            known = found.setdefault(kind, ErrorKind(kind, 0, row_id, example, shard))
-            known.answers += answers
-    others = found.pop("", None)
-    listed = sorted(found.values(), key=lambda one: -one.answers)
-    rest = sum(one.answers for one in listed[SHOWN_KINDS:]) + (others.answers if others else 0)
-    return listed[:SHOWN_KINDS] + ([ErrorKind("", rest, "", "", 0)] if rest else [])
+            kind = kind if kind in found or len(found) < MOST_KINDS else ""
+            one = {"kind": kind, "answers": 0, "row_id": row_id, "example": example, "shard": shard}
+            found.setdefault(kind, one)["answers"] += answers
+    others = found.pop("", {"answers": 0})
+    listed = sorted(found.values(), key=lambda one: -one["answers"])
+    rest = sum(one["answers"] for one in listed[SHOWN_KINDS:]) + others["answers"]
+    return listed[:SHOWN_KINDS] + ([{"kind": "", "answers": rest}] if rest else [])
 
 
 def run_spans(runs: Sequence[JobRun], shards: pa.Table) -> list[tuple[float, float]]:

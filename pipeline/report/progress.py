@@ -9,8 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -30,47 +29,39 @@ RATE_SECONDS = 300.0  # rates are those of the commits of so many seconds
 STARVED_SECONDS = 20.0  # after which a line says that actors wait for rows
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Rates of the last minutes, and the time in which the rows left are answered at them; None: not known yet."""
+def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload) -> dict[str, float]:
+    """Return rates over `seen`, and the time in which the rows left are answered at them, as far as they are known.
 
-    rows_per_second: float | None
-    tokens_per_second: float | None
-    eta_seconds: float | None
-
-
-def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload) -> Rates:
-    """Rates over `seen`: times in s and the counts then, in order.
-
-    The first entry is when rows began to be answered, or an early commit; each other one is a later commit.
+    seen: times in s and the counts then, in order. The first entry is when rows began to be answered, or an early
+    commit; each other one is a later commit.
     """
     if len(seen) < 2:
-        return Rates(None, None, None)
+        return {}
     (began, first), (ended, last) = seen[0], seen[-1]
     shards = last.shards - first.shards
     # until the next commit is due, a rate is that up to the last one: it must not sink between any two
     seconds = max(ended - began, (now - began) * shards / (shards + 1), 1e-3)
     rows_per_second, left = (last.rows - first.rows) / seconds, work.rows - work.done_rows - last.rows
-    eta = left / rows_per_second if left and rows_per_second else None
-    return Rates(rows_per_second, (last.tokens - first.tokens) / seconds, eta)
+    found = {"rows_per_second": rows_per_second, "tokens_per_second": (last.tokens - first.tokens) / seconds}
+    return {**found, "eta_seconds": left / rows_per_second} if left and rows_per_second else found
 
 
-def progress_line(run: RunProgress, found: Rates, seconds: float, work: Workload) -> str:
-    """Shards, rows, rates and time left; before the first commit what the run waits for.
+def progress_line(run: RunProgress, found: Mapping[str, float], seconds: float, work: Workload) -> str:
+    """Return shards, rows, rates and time left; before the first commit what the run waits for.
 
-    seconds: since the command began.
+    found: of `rates`. seconds: since the command began.
     """
     line = f"{work.done_shards + run.shards}/{work.shards} shards  {work.done_rows + run.rows:,}/{work.rows:,} rows"
     if run.errors:
         line += f" ({run.errors:,} errors)"
     if run.shards == 0:
         line += f"  {_waits_for(run)[1]}"
-    if found.rows_per_second is not None and found.tokens_per_second is not None:
-        line += f"  {found.rows_per_second:,.1f} rows/s"
+    if found:
+        line += f"  {found['rows_per_second']:,.1f} rows/s"
         if run.tokens > run.rows:  # else the answers are labels of one token
-            line += f"  {found.tokens_per_second:,.0f} tokens/s"
-    if found.eta_seconds is not None:
-        line += f"  ETA {_clock(found.eta_seconds)}"
+            line += f"  {found['tokens_per_second']:,.0f} tokens/s"
+    if "eta_seconds" in found:
+        line += f"  ETA {_clock(found['eta_seconds'])}"
     return line + f"  {_clock(seconds)} elapsed"
 
 
@@ -141,25 +132,24 @@ class Progress:
         done = work.done_rows + run.rows
         metrics.set_gauge("job_rows", work.rows)
         metrics.set_gauge("job_rows_done", done)
+        if "eta_seconds" in found:
+            metrics.set_gauge("eta_seconds", found["eta_seconds"])
         fields: dict[str, Any] = {"seconds": seconds, "shards_done": work.done_shards + run.shards}
-        fields |= {"shards": work.shards, "rows_done": done, "rows": work.rows, "errors": run.errors}
-        fields |= {name: value for name, value in asdict(found).items() if value is not None}
-        if found.eta_seconds is not None:
-            metrics.set_gauge("eta_seconds", found.eta_seconds)
-        line = progress_line(run, found, seconds, work)
-        if not actors_wait(run, work):
+        fields |= {"shards": work.shards, "rows_done": done, "rows": work.rows, "errors": run.errors, **found}
+        return progress_line(run, found, seconds, work) + self._starved(run, now), fields
+
+    def _starved(self, run: RunProgress, now: float) -> str:
+        """Return the end of a line that says for how many CPUs actors have waited a while; else nothing."""
+        if not actors_wait(run, self.work):
             self.starved_since = None
         elif self.starved_since is None:
             self.starved_since = now
         elif now - self.starved_since >= STARVED_SECONDS:
             free, of = (resources.get("CPU", 0.0) for resources in (ray.available_resources(), ray.cluster_resources()))
-            idle = (
-                f"{run.actors - run.at_work} of {run.actors} actors wait for rows"
-                if run.actors
-                else "no actor has started"
-            )
-            line += f"  {idle}: {free:g} of the cluster's {of:g} CPUs are free"
-        return line, fields
+            waiting = f"{run.actors - run.at_work} of {run.actors} actors wait for rows"
+            waiting = waiting if run.actors else "no actor has started"
+            return f"  {waiting}: {free:g} of the cluster's {of:g} CPUs are free"
+        return ""
 
     def _is_live(self) -> bool:
         """Whether one line is redrawn on a terminal, and goes at the end."""

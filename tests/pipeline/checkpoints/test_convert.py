@@ -10,7 +10,7 @@ import pytest
 import torch
 from gguf_files import CUTS, TEMPLATE, TEXTS, byte_level_tokenizer, uncut_tokenizer, write_gguf
 from tiny_models import tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
@@ -71,23 +71,15 @@ def test_logits_are_those_of_the_model(tmp_path: Path, name: str) -> None:
 
 def test_quantized_weights_are_those_that_transformers_loads(tmp_path: Path) -> None:
     model, architecture = made("llama")
-    source = write_gguf(tmp_path / "m.gguf", model, architecture, quantized=True)
+    source = write_gguf(tmp_path / "m.gguf", model, architecture, quantized=True, template=None)
     lines = converted(source, tmp_path / "out")
+    assert lines[-2] == "the file has no chat template: prompts can be text, not messages"
     assert "quantized weights (Q8_0) stay as coarse as they were" in lines
     result = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
     assert torch.equal(logits(result), logits(theirs))
     assert not torch.equal(logits(result), logits(model))
     assert not hasattr(result.config, "quantization_config")
-
-
-def test_weights_in_bfloat16(tmp_path: Path) -> None:
-    model, architecture = made("llama")
-    converted(write_gguf(tmp_path / "m.gguf", model, architecture), tmp_path / "out", torch.bfloat16)
-    result = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert result.dtype == torch.bfloat16
-    for name, weights in model.named_parameters():
-        assert torch.equal(result.get_parameter(name), weights.to(torch.bfloat16))
 
 
 def test_tokens_template_and_ends_are_those_of_the_file(tmp_path: Path) -> None:
@@ -122,12 +114,6 @@ def test_a_rule_that_is_not_known_is_refused_by_name(tmp_path: Path, rule: str |
         UserError, match=rf"m.gguf: tokenizer.ggml.pre = {rule!r}: .* held to its tokens are gpt-2, olmo, smollm"
     ):
         converted(source, tmp_path / "out")
-
-
-def test_a_file_without_chat_template_is_converted_and_said_to_have_none(tmp_path: Path) -> None:
-    lines = converted(write_gguf(tmp_path / "m.gguf", *made("llama"), template=None), tmp_path / "out")
-    assert lines[-2] == "the file has no chat template: prompts can be text, not messages"
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template is None
 
 
 @pytest.mark.parametrize(

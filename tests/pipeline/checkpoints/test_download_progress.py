@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,6 @@ def test_a_download_logs_its_progress(
         while len(caplog.messages) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
     assert caplog.messages[1] == "downloading s3://b/m: 2 MiB of 4 MiB"
-
-
-def test_progress_may_go_to_a_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "FIRST_SECONDS", 0.01)
-    arrived = threading.Event()
-    with stores.download_progress("s3://b/m", 2**20, tmp_path, report=lambda line: arrived.set()):
-        assert arrived.wait(10)
 
 
 def test_a_short_download_reports_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

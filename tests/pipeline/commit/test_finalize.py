@@ -138,13 +138,3 @@ def test_verify_compares_the_plan_with_the_footers_of_the_input(folder: Folder, 
         f"shard 1: 6 rows from 4 of {url}: 9 rows",
     ]
     assert problems(version="1", group_rows=(4, 6)) == []  # changed since: nothing can be said of it
-
-
-def test_verify_names_shards_that_overlap(folder: Folder) -> None:
-    wrong = manifest_of([SHARDS[0], replace(SHARDS[1], first_row=3), SHARDS[2]])
-    lines = list(verify(folder, wrong, StorageConfig()))
-    assert lines[0] == (
-        f"{folder.url}/_job/plan.parquet: shard 1: begins at row 3 of in/a.parquet, not at 4; "
-        "start again with --overwrite"
-    )
-    assert "does not hold shard 1 (5 rows from row 3 of in/a.parquet)" in lines[-1]

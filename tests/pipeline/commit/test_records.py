@@ -129,27 +129,6 @@ def test_every_record_can_be_read_during_compaction(one_at_a_time: None) -> None
     assert rolling.error is None and root.names(COMMITS) == []
 
 
-def test_the_record_of_a_missing_part_is_dropped_from_its_segment(folder: Folder) -> None:
-    commit_all(folder)
-    compact(folder, FINGERPRINT, 1)
-    finish(folder, MANIFEST)
-    folder.remove(part_name(2))
-    assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 1, 3, 4, 5}
-    run_job(folder)
-    assert_complete(folder)
-
-
-def test_parts_without_records_get_records_between_and_after_segments(folder: Folder) -> None:
-    commit_all(folder, [SHARDS[0], SHARDS[3]])
-    compact(folder, FINGERPRINT, 1)
-    for index in (1, 5):
-        folder.create(part_name(index), PARTS[index])
-    assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 1, 3, 5}
-    assert folder.names(COMMITS) == ["000001.json", "000005.json"]
-    run_job(folder)
-    assert_complete(folder)
-
-
 def test_a_segment_of_another_job_is_removed(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
     """A run that slept while another job took over its output, and then compacted its records."""
     commit_all(folder)

@@ -9,6 +9,7 @@ import logging
 import uuid
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -114,16 +115,6 @@ def test_a_later_attempt_is_discarded(folder: Folder) -> None:
     assert folder.read(part_name(0)) == first and folder.read(record_name(0)) == record
 
 
-def test_a_later_attempt_rebuilds_a_record_lost_in_a_crash(folder: Folder) -> None:
-    first = part(SHARDS[0])
-    folder.create(part_name(0), first)
-    second = part(SHARDS[0], keep=("topic",))
-    assert not commit(folder, SHARDS[0], second, part_stats(SHARDS[0], attempt=2), FINGERPRINT)
-    assert folder.read(part_name(0)) == first
-    assert json.loads(folder.read(record_name(0)))["sha256"] == hashlib.sha256(first).hexdigest()
-    assert records(folder)[0].rebuilt
-
-
 @pytest.mark.parametrize("shard", SHARDS, ids=["errors", "more", "one-row"])
 def test_a_rebuilt_record_counts_the_same(local: Folder, shard: Shard, caplog: pytest.LogCaptureFixture) -> None:
     local.create(part_name(shard.index), part(shard))
@@ -136,23 +127,6 @@ def test_a_rebuilt_record_counts_the_same(local: Folder, shard: Shard, caplog: p
     assert stats.rebuilt
     unknown = {one.name: getattr(stats, one.name) for one in fields(stats) if one.name not in [*COUNTS, "rebuilt"]}
     assert not any(unknown.values())
-
-
-def test_existing_parts_are_committed(folder: Folder) -> None:
-    assert committed_shards(folder, SHARDS, FINGERPRINT) == set()
-    commit_all(folder)
-    assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 1, 2}
-    assert committed_shards(folder, SHARDS[1:], FINGERPRINT) == {1, 2}
-    assert not any(stats.rebuilt for stats in records(folder))
-
-
-def test_a_record_without_its_part_is_an_open_shard(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
-    commit_all(folder)
-    folder.remove(part_name(1))
-    with caplog.at_level(logging.WARNING):
-        assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 2}
-    assert f"{part_name(1)} was committed and is gone" in caplog.text
-    assert folder.names(COMMITS) == ["000000.json", "000002.json"]
 
 
 def refusal(folder: Folder, index: int) -> str:
@@ -175,33 +149,20 @@ def test_parts_of_other_jobs_and_damaged_parts_are_named(folder: Folder) -> None
     data = part(SHARDS[1])
     folder.replace(part_name(1), part(SHARDS[1], fingerprint="0" * 64))
     assert "written by another job" in refusal(folder, 1)
-    folder.replace(part_name(1), _plain_parquet())
-    assert "written by another program" in refusal(folder, 1)
-    for damaged in (data[:-1], data[: len(data) // 2], b"", b"PAR1"):
-        folder.replace(part_name(1), damaged)
-        assert "damaged" in refusal(folder, 1)
-    folder.replace(part_name(1), part(SHARDS[0]))
-    assert "does not hold shard 1 (5 rows from row 4 of in/a.parquet)" in refusal(folder, 1)
-    for other in (replace(SHARDS[1], first_row=3), replace(SHARDS[1], url="in/b.parquet")):
-        folder.replace(part_name(1), part(other))
-        assert "does not hold shard 1 (5 rows from row 4 of in/a.parquet)" in refusal(folder, 1)
-    folder.replace(part_name(1), part(replace(SHARDS[1], rows=3)))
-    assert "does not hold shard 1 (5 rows from row 4 of in/a.parquet)" in refusal(folder, 1)
-    folder.replace(part_name(1), data)
-    assert committed_shards(folder, SHARDS, FINGERPRINT) == {1}
-
-
-def _plain_parquet() -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"a": [1]}), sink)
-    return bytes(sink.getvalue().to_pybytes())
-
-
-def test_a_damaged_page_is_noticed(local: Folder) -> None:
-    data = bytearray(part(SHARDS[1]))
-    data[8:200] = bytes(192)
-    local.create(part_name(1), bytes(data))
-    assert "damaged" in refusal(local, 1)
+    folder.replace(part_name(1), sink.getvalue().to_pybytes())
+    assert "written by another program" in refusal(folder, 1)
+    page = data[:8] + bytes(192) + data[200:]
+    for damaged in (data[:-1], data[: len(data) // 2], b"", b"PAR1", page):
+        folder.replace(part_name(1), damaged)
+        assert "damaged" in refusal(folder, 1)
+    others: Any = ({"first_row": 3}, {"url": "in/b.parquet"}, {"rows": 3})
+    for other in (SHARDS[0], *(replace(SHARDS[1], **changes) for changes in others)):
+        folder.replace(part_name(1), part(other))
+        assert "does not hold shard 1 (5 rows from row 4 of in/a.parquet)" in refusal(folder, 1)
+    folder.replace(part_name(1), data)
+    assert committed_shards(folder, SHARDS, FINGERPRINT) == {1}
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b'{"stats": {}}', b'{"stats": null}', b"\xff\xfe"])
@@ -211,13 +172,6 @@ def test_a_damaged_record_is_named(local: Folder, text: bytes) -> None:
     with pytest.raises(ValueError, match="damaged; run the job again") as caught:
         records(local)
     assert str(caught.value).startswith(f"{local.url}/{record_name(1)}: ") and "\n" not in str(caught.value)
-
-
-def test_records_are_sorted_by_shard(local: Folder) -> None:
-    assert records(local) == []
-    for shard in reversed(SHARDS):
-        commit(local, shard, part(shard), part_stats(shard), FINGERPRINT)
-    assert [stats.shard for stats in records(local)] == [0, 1, 2]
 
 
 def test_clear_removes_a_job_and_nothing_else(folder: Folder) -> None:
@@ -244,26 +198,16 @@ def test_temporary_files_of_killed_processes_are_removed(local: Folder) -> None:
     assert local.names("_job/tmp") == [] and len(local.names()) == 3
 
 
-class RecordingCoordinator(Coordinator):
-    """Stands for the coordinator actor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[int, bool, int, int, int]] = []
-
-    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
-        self.calls.append((shard, first, rows, errors, tokens))
-
-
-def test_a_commit_is_reported_and_removes_the_shards_markers(local: Folder) -> None:
-    coordinator = RecordingCoordinator()
+def test_a_commit_is_reported_and_removes_the_shards_markers(local: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator, calls = Coordinator(), []
+    monkeypatch.setattr(coordinator, "ended", lambda *call: calls.append(call))
     local.create(marker_name(1, "generate"), b"{}")
     for shard in (*SHARDS[:2], *SHARDS[1:]):
         commit_shard(shard, part(shard), part_stats(shard), local, FINGERPRINT, coordinator)
     assert committed_shards(local, SHARDS, FINGERPRINT) == {0, 1, 2}
     assert local.names(QUARANTINE) == []
-    assert [(shard, first) for shard, first, *_ in coordinator.calls] == [(0, True), (1, True), (1, False), (2, True)]
-    for shard, _, *counts in coordinator.calls:
+    assert [(shard, first) for shard, first, *_ in calls] == [(0, True), (1, True), (1, False), (2, True)]
+    for shard, _, *counts in calls:
         stats = part_stats(SHARDS[shard])
         assert counts == [stats.rows, stats.errors, stats.generated_tokens]
 
@@ -292,11 +236,6 @@ def test_a_part_holds_id_columns_kept_and_answers() -> None:
     assert table["error"].to_pylist() == [None, None, "prompt is null", None]
     assert table["token_ids"].to_pylist() == [[7], [7, 7], [], [7] * 4]
     assert table["mean_depth"].to_pylist() == [None, 3.0, None, 3.0]
-
-
-def test_ids_are_made_of_file_and_row() -> None:
-    table = read(part(SHARDS[1], id_column=None))
-    assert table["id"].to_pylist() == [f"a.parquet:{row}" for row in range(4, 9)]
 
 
 def test_a_part_depends_only_on_its_rows() -> None:

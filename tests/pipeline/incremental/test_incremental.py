@@ -242,49 +242,6 @@ def test_a_run_may_succeed_and_die_while_another_finishes_it_or_gives_it_up(vers
     assert point > 8
 
 
-def test_only_new_files_go_into_a_run() -> None:
-    world = World(inputs={"a": (7, "1"), "b": (8, "1")})
-    (first,) = world.run().finished
-    assert (first.run.number, [file.url for file in first.run.files], first.run.rows) == (1, ["a", "b"], 15)
-    world.inputs["c"] = (9, "1")
-    del world.inputs["a"]  # archived
-    (second,) = world.run().finished
-    assert (second.run.number, [file.url for file in second.run.files]) == (2, ["c"])
-    assert not second.resumed and second.run.folder != first.run.folder
-    again = world.run()
-    assert again.finished == [] and again.last is not None and again.last.number == 2
-
-
-def test_files_without_rows_wait_and_hold_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
-    world = World(inputs={"empty": (0, "1")})
-    assert world.run().finished == []
-    assert "1 new files have no rows" in caplog.text
-    world.inputs["a"] = (7, "1")
-    (only,) = world.run().finished
-    assert [file.url for file in only.run.files] == ["empty", "a"]
-
-
-def test_an_unfinished_run_is_finished_first_and_new_files_follow(caplog: pytest.LogCaptureFixture) -> None:
-    world = World(inputs={"a": (7, "1"), "b": (7, "1")})
-    _stop_after(world, "answer-a")
-    world.inputs["c"] = (7, "1")
-    first, second = world.run().finished
-    assert (first.run.number, first.resumed, first.result.fresh_rows) == (1, True, 1)
-    assert (second.run.number, second.resumed, [file.url for file in second.run.files]) == (2, False, ["c"])
-    assert f"run 1, which had not finished, is finished: root/{first.run.folder}" in caplog.text
-
-
-def test_another_job_gives_the_unfinished_run_up_and_takes_its_files(caplog: pytest.LogCaptureFixture) -> None:
-    world = World(inputs={"a": (7, "1"), "b": (7, "1")})
-    _stop_after(world, "answer-a")
-    (only,) = world.run(version=1).finished
-    assert only.run.number == 2 and [file.url for file in only.run.files] == ["a", "b"]
-    given_up = ledgers.read(world.root()).runs[0]
-    assert (given_up.state, given_up.why) == ("abandoned", "the job has changed in job")
-    assert "_SUCCESS" not in world.folder(given_up.folder)
-    assert "run 1 had not finished and is abandoned (the job has changed in job)" in caplog.text
-
-
 @pytest.mark.parametrize(("change", "says"), [("gone", "b: gone since"), ("other", "b: changed since")])
 def test_a_pinned_file_that_went_stops_the_run_until_it_is_given_up(change: str, says: str) -> None:
     world = World(inputs={"a": (7, "1"), "b": (7, "1")})

@@ -201,20 +201,6 @@ def test_each_run_takes_what_came_since_and_says_so(inbox: Inbox, flow: Any) -> 
     assert shown.exit_code == 0 and "8 rows in 5 shards" in shown.stdout
 
 
-def test_a_run_with_nothing_new_writes_nothing(inbox: Inbox, flow: Any) -> None:
-    inbox.add("a")
-    inbox.json()
-
-    def files() -> dict[str, tuple[int, int]]:
-        paths = [path for path in inbox.root.rglob("*") if path.is_file()]
-        return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths}
-
-    before = files()
-    assert inbox.json()["runs"] == [] and files() == before
-    inbox.add("b")
-    assert [run["run"] for run in inbox.json()["runs"]] == [2]
-
-
 def test_a_failed_run_is_finished_by_the_next_which_then_takes_what_is_new(inbox: Inbox, flow: Any) -> None:
     inbox.add("a", 6)
     flow(1, OSError("the disk is full"))
@@ -299,17 +285,6 @@ def test_an_unreadable_file_is_left_for_a_later_run_which_the_ledger_names(inbox
     assert len(inbox.answered()) == 9
     inbox.values["input"].update(since=None)
     assert "unreadable is for incremental runs: give since: last_success too" in inbox.run().stderr
-
-
-def test_a_pinned_file_that_changed_is_refused_until_the_run_is_given_up(inbox: Inbox, flow: Any) -> None:
-    inbox.add("a", 6)
-    flow(1, OSError("gone"))
-    assert inbox.run().exit_code == 1
-    flow()
-    inbox.add("a", 7)
-    assert inbox.refused().startswith(f"run 1 has not finished: {inbox.files / 'a.parquet'}: changed since")
-    assert [run["run"] for run in inbox.json("--overwrite")["runs"]] == [2]
-    assert inbox.states() == ["abandoned", "success"] and len(inbox.answered()) == 7
 
 
 def test_plain_jobs_and_incremental_runs_do_not_share_a_folder(inbox: Inbox, flow: Any) -> None:

@@ -42,7 +42,7 @@ from pipeline.prepare.prompts import (
 )
 from pipeline.report import progress
 from pipeline.report.job_page import first_rows
-from pipeline.report.progress import Rates, progress_line, rates
+from pipeline.report.progress import progress_line, rates
 from pipeline.report.summary import print_report
 from pipeline.storage.folder import Folder, open_folder
 
@@ -102,38 +102,10 @@ def test_totals_are_sums_and_maxima(shards: list[ShardStats]) -> None:
     json.dumps(totals.to_dict(), allow_nan=False)
 
 
-@given(st.lists(ANY_STATS, max_size=5), st.lists(ANY_STATS, max_size=5))
-@settings(deadline=None)
-def test_the_order_of_shards_does_not_matter(one: list[ShardStats], other: list[ShardStats]) -> None:
-    mine, theirs = (add_up(to_table(both)).to_dict() for both in ([*one, *other], [*other, *one]))
-    for name in ("labels", "common_answers", "warnings", "duplicate_examples"):
-        assert json.dumps(mine.pop(name)) == json.dumps(theirs.pop(name))
-    assert mine == pytest.approx(theirs)
-
-
 @given(ANY_STATS)
 @settings(deadline=None)
 def test_a_record_keeps_every_number(stats: ShardStats) -> None:
     assert ShardStats.from_record(json.loads(json.dumps(asdict(stats)))) == stats
-
-
-def test_a_record_that_lacks_a_number_is_refused() -> None:
-    values = asdict(part_stats(SHARDS[0]))
-    del values["layer_steps"]
-    with pytest.raises(KeyError):
-        ShardStats.from_record(values)
-
-
-def test_a_record_of_an_older_version_has_no_labels() -> None:
-    values = asdict(part_stats(SHARDS[0]))
-    del values["label_counts"]
-    older = ShardStats.from_record(values)
-    assert older.label_counts == "" and add_up(to_table([older])).labels == {}
-
-
-def test_a_record_with_a_damaged_list_is_refused() -> None:
-    with pytest.raises(TypeError, match="answer_lengths"):
-        ShardStats.from_record({**asdict(part_stats(SHARDS[0])), "answer_lengths": [-1]})
 
 
 def test_padding_is_weighted_by_computed_tokens() -> None:
@@ -279,28 +251,6 @@ def test_missing_rows_prevent_success(folder: Folder) -> None:
     assert finish(folder, MANIFEST).rows == 10
 
 
-def test_a_part_of_another_size_is_refused_at_every_run(folder: Folder) -> None:
-    data = folder.read(part_name(1))
-    folder.replace(part_name(1), data[:-1])
-    for _ in range(2):
-        with pytest.raises(
-            RowsMissing, match=r"^part-000001.parquet is not what was committed: run again with --repair"
-        ):
-            finish(folder, MANIFEST)
-    folder.remove(part_name(1))
-    assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 2}
-
-
-def test_a_lost_record_is_rebuilt(folder: Folder) -> None:
-    record = json.loads(folder.read(record_name(1)))
-    record["stats"]["rows"] = record["rows"] = 4
-    del record["check"]
-    for damage in (b"{", json.dumps(record).encode(), folder.read(record_name(2))):
-        folder.replace(record_name(1), damage)
-        assert finish(folder, MANIFEST).rows == 10
-        assert read_records(folder, FINGERPRINT)["rebuilt"].to_pylist() == [False, True, False]
-
-
 def test_a_record_of_no_shard_prevents_success(folder: Folder) -> None:
     folder.replace(
         record_name(9), encode_record(commit_record(b"", part_stats(Shard(9, "in/b.parquet", 1, 1))), FINGERPRINT)
@@ -358,13 +308,6 @@ def test_answers_of_one_token_have_no_columns_of_decode_steps() -> None:
     assert "decode s" in told and "labels" not in told and "rows/s" not in told
 
 
-def test_of_many_shards_the_slowest_are_shown() -> None:
-    records = [part_stats(Shard(index, "u", 0, 3), generate_seconds=float(index)) for index in range(30)]
-    lines = printed(to_table(records)).splitlines()
-    assert lines[0].strip() == "The 20 slowest of 30 shards"
-    assert [line.split()[0] for line in lines[2:22]] == [str(index) for index in range(10, 30)]
-
-
 def test_a_line_of_progress() -> None:
     work, run = Workload(8, 1000, 1, 50), RunProgress(2, 100, 0, 5000)
     assert progress_line(run, rates([(2.0, RunProgress()), (12.0, run)], 12.0, work), 12.0, work) == (
@@ -385,7 +328,7 @@ def test_the_rate_sinks_when_a_commit_is_overdue_and_the_time_left_follows_it(wa
     work = Workload(20, 1000, 0, 0)
     seen = [(5.0 * shards, RunProgress(shards, 50 * shards, 0, 50 * shards)) for shards in (3, 4)]
     found = rates(seen, 20.0 + waited, work)
-    assert found.rows_per_second == found.tokens_per_second == rate and found.eta_seconds == 800 / rate
+    assert found == {"rows_per_second": rate, "tokens_per_second": rate, "eta_seconds": 800 / rate}
 
 
 def test_rates_are_those_of_the_last_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,7 +358,7 @@ def test_rates_are_those_of_the_last_minutes(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_before_the_first_commit_progress_says_what_it_waits_for(run: RunProgress, waits_for: str) -> None:
-    line = progress_line(run, Rates(None, None, None), 3.0, Workload(8, 1000, 2, 300))
+    line = progress_line(run, {}, 3.0, Workload(8, 1000, 2, 300))
     assert line == f"2/8 shards  300/1,000 rows  {waits_for}  0:03 elapsed"
 
 

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fault_proxy import (
-    DELAY,
     DENIED,
     EXPIRED,
     LOST_ANSWER,
@@ -284,9 +283,3 @@ def test_under_any_mix_of_faults_a_folder_is_a_dictionary(
             held = {one: direct.read(one) for one in [*direct.names(), *(f"s/{x}" for x in direct.names("s"))]}
     proxy.script = lambda request: None
     assert {one: direct.read(one) for one in ("a", "b", "s/a") if one in held} == held
-
-
-def test_delays_cost_only_time(proxy: Proxy) -> None:
-    folder = new_folder(through(proxy))
-    proxy.script = lambda request: DELAY
-    assert folder.create("a", b"1") and folder.read("a") == b"1"

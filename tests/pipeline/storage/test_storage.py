@@ -56,11 +56,6 @@ def test_a_large_file_is_created_once_too(folder: Folder) -> None:
     assert folder.read("part") == data
 
 
-def test_an_empty_file_is_a_file(folder: Folder) -> None:
-    assert folder.create("empty", b"") and not folder.create("empty", b"x")
-    assert folder.read("empty") == b"" and folder.names() == ["empty"]
-
-
 def test_of_many_at_once_one_wins(folder: Folder) -> None:
     for round_ in range(3):
         start, won = threading.Barrier(8), []
@@ -143,26 +138,6 @@ def test_names_are_the_files_of_one_folder(folder: Folder) -> None:
     assert folder.names() == ["part-0", "part-1"]
     assert folder.names("_job") == ["job.json"]
     assert folder.names("_job/commits") == ["000.json"]
-
-
-def test_nothing_half_written_is_left(folder: Folder) -> None:
-    folder.create("a", b"1")
-    folder.create("a", b"2")
-    folder.replace("a", b"3")
-    assert folder.names("_job/tmp") == []
-    assert folder.names() == ["a"]
-
-
-def test_a_create_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = open_folder(str(tmp_path), LOCAL)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pipeline.storage.folder.os.link", full)
-    with pytest.raises(OSError, match="No space left"):
-        folder.create("a", b"1")
-    assert folder.names() == [] == folder.names("_job/tmp")
 
 
 def test_both_stores_heed_the_condition(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
