@@ -46,22 +46,14 @@ UNREADABLE = (ValueError, KeyError, OSError, TypeError, AttributeError)  # error
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The header of a GGUF file.
-
-    Args:
-        values: entries that are single values, by key, such as ``llama.block_count``; True for a list.
-        tokens: entries of its vocabulary.
-        types: names of its tensors' types, such as Q4_1.
-        rows: rows of each tensor, by name.
-        elements: numbers in all tensors.
-    """
+    """The header of a GGUF file."""
 
     path: Path
-    values: dict[str, Any]
-    tokens: int
-    types: frozenset[str]
-    rows: dict[str, int]
-    elements: int
+    values: dict[str, Any]  # entries that are single values, by key, such as ``llama.block_count``; True for a list
+    tokens: int  # entries of its vocabulary
+    types: frozenset[str]  # names of its tensors' types, such as Q4_1
+    rows: dict[str, int]  # of each tensor
+    elements: int  # numbers in all tensors
 
     @property
     def architecture(self) -> str:
@@ -148,11 +140,8 @@ def read_header(path: Path) -> GgufHeader:
 def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[str], None]) -> None:
     """Write the checkpoint of a GGUF file into `output`, a new or empty folder, which appears once it is complete.
 
-    Args:
-        dtype: type of the written weights.
-        report: receives a line of text before each step, and what the user should know of the result.
-
-    Raises UserError for a file that cannot be converted, or a folder that holds files; before weights are read.
+    dtype: of the written weights. report: receives lines of text. Raises UserError for a file that cannot be
+    converted, or a folder that holds files; before weights are read.
     """
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise UserError(f"OUT: {output} exists and is not empty; remove it, or choose a new folder")

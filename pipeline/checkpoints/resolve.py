@@ -45,21 +45,13 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RemoteCheckpoint:
-    """A checkpoint in a bucket or on the hub, pinned to versions of its files.
+    """A checkpoint in a bucket or on the hub, pinned to versions of its files."""
 
-    Args:
-        path: as the job file names it.
-        store: the bucket, or the commit on the hub.
-        key: name of the checkpoint in a node's cache.
-        files: the files to fetch.
-        cache: the nodes' cache folder; None is each node's default.
-    """
-
-    path: str
+    path: str  # as the job file names it
     store: BucketStore | HubStore
-    key: str
+    key: str  # its name in a node's cache
     files: tuple[RemoteFile, ...]
-    cache: str | None
+    cache: str | None  # the nodes' cache folder; None is each node's default
 
     @classmethod
     def pinned(
@@ -151,14 +143,8 @@ def resolve_checkpoint(
     A speed adapter is downloaded, and checked against the checkpoint. Where a bucket lists no SHA-256 of the
     weights, their digest is checked when they are loaded.
 
-    Args:
-        model: the job's model section.
-        storage: of `s3://` paths.
-        pinned: model identity of the job that is resumed; a hub revision that moved since stays at its commit.
-
-    Raises:
-        UserError: the checkpoint does not exist, access is refused, or the engine cannot run it.
-        StoreFailed: the store or the hub fails.
+    pinned: model identity of the job that is resumed; a hub revision that moved since stays at its commit. Raises
+    UserError for a checkpoint that does not exist, may not be read or cannot be run, StoreFailed if the store fails.
     """
     path = model.path
     refuse_file(path)
@@ -223,14 +209,9 @@ def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: Storage
 def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True, report: Report | None = None) -> Path:
     """The checkpoint's folder on this node, downloaded if necessary; safe to call from many processes.
 
-    Args:
-        source: a local folder, or the pinned files of a folder or a store.
-        weights: whether the weights are needed too.
-        report: receives a line now and then while files are downloaded; default the log.
-
-    Raises:
-        UserError: the files differ from the pinned ones, or the cache cannot hold them.
-        StoreFailed: the store or the hub fails.
+    weights: whether the weights are needed too. report: receives a line now and then while files are downloaded;
+    default the log. Raises UserError if the files differ from the pinned ones, or the cache cannot hold them;
+    StoreFailed if the store fails.
     """
     if isinstance(source, str):
         return Path(source)
@@ -314,13 +295,7 @@ def _verify(path: Path, file: RemoteFile, digests: dict[str, str]) -> str:
 
 @contextmanager
 def download_progress(path: str, total: int, folder: Path, report: Report | None = None) -> Iterator[None]:
-    """Report how much of a download has arrived below a folder, while the context lasts.
-
-    Args:
-        path: the checkpoint, as the job names it.
-        total: bytes of the download.
-        report: receives each line; default the log.
-    """
+    """Report how much of a download of `total` bytes has arrived below a folder, while the context lasts."""
     before = _bytes_in(folder)
 
     def tell() -> None:

@@ -31,12 +31,7 @@ class BudgetSpent(Interrupted):
 
 
 class Budget:
-    """Limits of a job and the use of its earlier runs.
-
-    Args:
-        device_seconds: device seconds of earlier runs.
-        tokens: tokens that earlier runs generated.
-    """
+    """Limits of a job and the use of its earlier runs, in device-seconds and generated tokens."""
 
     def __init__(self, config: JobConfig, folder: Folder, device_seconds: float, tokens: int) -> None:
         self.config, self.folder = config, folder

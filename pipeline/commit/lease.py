@@ -46,24 +46,15 @@ class LeaseLost(Exception):
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lease.
+    """The process that holds a lease."""
 
-    Args:
-        host, since: for people; seconds since 1970.
-        namespace: host, boot and process id namespace, within which `pid` names one process; "" if unknown.
-        started: start of the process, seconds after boot.
-        nonce: of this lease.
-        counter: heartbeats so far.
-        released: given back.
-    """
-
-    host: str = "unknown"
-    namespace: str = ""
+    host: str = "unknown"  # for people
+    namespace: str = ""  # host, boot and process id namespace, within which `pid` names one process; "" if unknown
     pid: int = 0
-    started: float = 0.0
-    nonce: str = ""
-    since: float = 0.0
-    counter: int = 0
+    started: float = 0.0  # seconds after boot
+    nonce: str = ""  # of this lease
+    since: float = 0.0  # seconds since 1970, for people
+    counter: int = 0  # heartbeats so far
     released: bool = False
 
     def describe(self) -> str:
@@ -101,12 +92,9 @@ def is_dead(holder: Holder, here: Holder) -> bool:
 
 
 class Lease:
-    """Held from `acquire` to `release`.
+    """The lease of a folder, held from `acquire` to `release`.
 
-    Args:
-        folder: the output.
-        beat: seconds between heartbeats.
-        watch: seconds without a heartbeat after which a holder counts as dead.
+    beat: seconds between heartbeats. watch: seconds without a heartbeat after which a holder counts as dead.
     """
 
     def __init__(self, folder: Folder, *, beat: float, watch: float) -> None:

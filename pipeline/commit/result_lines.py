@@ -34,10 +34,7 @@ def answer_lines(part: bytes, _: Shard) -> list[Line]:
 def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model: str) -> list[Line]:
     """The lines of a batch file's answers: a request's samples are the choices of one response.
 
-    Args:
-        fingerprint: of the job; ids follow from it, from file and row.
-        created: when the job was planned, seconds since 1970.
-        model: name of the model.
+    fingerprint: of the job; ids follow from it, from file and row. created: seconds since 1970.
     """
     requests: list[list[dict[str, Any]]] = []
     for row in _rows(part):

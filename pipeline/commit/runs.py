@@ -32,27 +32,17 @@ PACKAGES = ("skipdecode", "ray", "torch", "transformers", "tokenizers", "pyarrow
 
 @dataclass(frozen=True)
 class JobRun:
-    """A run of a job.
+    """A run of a job."""
 
-    Args:
-        began, ended: s since 1970; ended is None of a run that is at work, or was killed.
-        answering: s since 1970, when planning was over.
-        rows: that were left when it began.
-        devices: GPUs of all actors, or actors on CPUs, at most.
-        config: the keys of its job file that differ from their defaults.
-        versions: of Python and of packages on the driver.
-        host: of the driver.
-    """
-
-    began: float
-    answering: float
-    rows: int
-    devices: float
-    ended: float | None = None
+    began: float  # s since 1970
+    answering: float  # s since 1970, when planning was over
+    rows: int  # left when it began
+    devices: float  # GPUs of all actors, or actors on CPUs, at most
+    ended: float | None = None  # s since 1970; None of a run that is at work, or was killed
     price_per_hour: float | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    host: str = ""
+    config: dict[str, Any] = field(default_factory=dict)  # keys of its job file that differ from their defaults
+    versions: dict[str, str] = field(default_factory=dict)  # of Python and of packages on the driver
+    host: str = ""  # of the driver
 
 
 @contextmanager

@@ -30,17 +30,11 @@ TRIES = 20  # of a commit that other writers overtake
 
 @dataclass(frozen=True)
 class TableRecord:
-    """A table in `_job/tables.json`.
+    """A table in `_job/tables.json`."""
 
-    Args:
-        table: its name or folder.
-        parts: digest of the parts that it holds.
-        snapshot: that holds them; None while the commit is under way, or may have been when the run died.
-    """
-
-    table: str
-    parts: str
-    snapshot: int | None = None
+    table: str  # its name or folder
+    parts: str  # digest of the parts that it holds
+    snapshot: int | None = None  # None while the commit is under way, or may have been when the run died
 
 
 def check_table(config: JobConfig, schema: pa.Schema) -> None:

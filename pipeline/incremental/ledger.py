@@ -59,33 +59,21 @@ class ClaimedFile:
 
 @dataclass(frozen=True)
 class LedgerRun:
-    """A run of the ledger.
-
-    Args:
-        folder: name of its output folder in the root.
-        fingerprint: of its job.
-        began, ended: UTC.
-        by: the process that began it.
-        files: that it claims.
-        why: reason of an abandoned run.
-        table, snapshot: of an input table, its own id and the snapshot up to which the files reach; else "" and None.
-        left: URLs of new files that it could not read and left for a later run.
-        root: below which made-up ids name the files, in all runs of the ledger; see `PartSpec`.
-    """
+    """A run of the ledger. Its times are UTC."""
 
     number: int
-    folder: str
-    fingerprint: str
+    folder: str  # name of its output folder in the root
+    fingerprint: str  # of its job
     began: str
-    by: str
+    by: str  # the process that began it
     files: tuple[ClaimedFile, ...]
     state: State = "unfinished"
     ended: str = ""
-    why: str = ""
-    table: str = ""
-    snapshot: int | None = None
-    root: str | None = None
-    left: tuple[str, ...] = ()
+    why: str = ""  # reason of an abandoned run
+    table: str = ""  # id of an input table
+    snapshot: int | None = None  # of the input table, up to which the files reach
+    root: str | None = None  # below which made-up ids name the files, in all runs of the ledger; see `PartSpec`
+    left: tuple[str, ...] = ()  # URLs of new files that it could not read and left for a later run
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> LedgerRun:
@@ -176,11 +164,8 @@ def claim(
 ) -> LedgerRun:
     """Begin the next run, over the files of its manifest.
 
-    Args:
-        pin: the snapshot of an input table up to which the files reach.
-        left: URLs of new files that are left for a later run.
-
-    Raises ConcurrentRun if another process has begun it since the ledger was read.
+    pin: of an input table. left: URLs of new files that are left for a later run. Raises ConcurrentRun if another
+    process has begun it since the ledger was read.
     """
     assert ledger.last is None or ledger.last.state != "unfinished", "the previous run must have ended"
     number, began = ledger.last.number + 1 if ledger.last else 1, _now()
@@ -221,16 +206,9 @@ def end(root: Folder, run: LedgerRun, state: State, why: str = "") -> LedgerRun:
 
 
 def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[int, str]]:
-    """The listed files that no successful run holds, as from `list_files`.
+    """The listed files that no successful run holds. One with the recorded content, uploaded again, is not new.
 
-    A file with another version but the recorded content, uploaded again, is not new.
-
-    Args:
-        listed: the present input files.
-        changed: `input.changed`, for a file that was answered and has other content now.
-
-    Raises:
-        UserError: such a file, with `changed` error.
+    changed: `input.changed`, for a file that was answered and has other content now; "error" raises UserError.
     """
     answered = {file.url: (run, file) for run in ledger.succeeded for file in run.files}
     new: dict[str, tuple[int, str]] = {}

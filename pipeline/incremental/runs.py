@@ -87,13 +87,8 @@ def run(
 ) -> IncrementalResult:
     """Answer the input files that no successful run has answered, after the rest of an unfinished run.
 
-    Args:
-        limit: refused, rows left out would never be answered.
-        overwrite: abandon an unfinished run.
-        check: how the parts of an unfinished run are checked.
-        verbose, backend: as for `job.run`.
-
-    Raises what `job.run` raises, and ConcurrentRun.
+    Arguments as for `job.run`; overwrite abandons an unfinished run, a limit is refused. Raises what it raises, and
+    ConcurrentRun.
     """
     assert config.input.since == "last_success"
     if limit is not None:

@@ -175,6 +175,7 @@ def _text(value: Any) -> str:
     """Return a value of a prompt's column as text: of a chat the roles and contents of its messages."""
     if isinstance(value, list) and value and isinstance(value[0], dict) and "content" in value[0]:
         value = "\n".join(f"{message.get('role')}: {message['content']}" for message in value)
+    value = "" if value is None else value
     return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))[:ANSWER_CHARS]
 
 

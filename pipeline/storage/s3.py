@@ -72,16 +72,12 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
     its budget by as much. After a spent budget each call gets one try until the store answers: an outage costs one
     budget, not one a call.
 
-    Args:
-        retry_seconds: the budget of one call.
-        contact_seconds: the part of it for connecting to an endpoint that has never answered: it may be mistyped.
+    retry_seconds: the budget of one call. contact_seconds: the part of it for connecting to an endpoint that has never
+    answered: it may be mistyped.
 
-    Raises:
-        PermissionError: access is refused, or there are no credentials.
-        FileNotFoundError: there is no such object.
-        FileExistsError: a conditional put finds an object.
-        ConditionRefused: the store does not support conditional puts.
-        StoreFailed: any other failure. All are OSErrors of one line that names the URL.
+    All failures are OSErrors of one line that names the URL: PermissionError if access is refused or there are no
+    credentials, FileNotFoundError, FileExistsError of a conditional put, ConditionRefused if the store does not
+    support conditional puts, StoreFailed for any other.
     """
 
     retries = 1

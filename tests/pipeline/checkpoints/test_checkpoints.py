@@ -141,14 +141,6 @@ def test_a_sharded_checkpoint_is_fetched_by_its_index(sharded: Path, s3: Storage
     assert held(place) == wanted
 
 
-def test_a_shard_that_is_missing_is_known_before_anything_is_loaded(sharded: Path, s3: StorageConfig) -> None:
-    url = put(sharded, "s3://bucket/missing", s3)
-    gone = sorted(path.name for path in sharded.glob("model-*.safetensors"))[1]
-    client_of(s3).delete_object(Bucket="bucket", Key=f"missing/{gone}")
-    said = refusal(url, s3)
-    assert said.startswith(f"{url}: model.safetensors.index.json names {gone}, 1 of ")
-
-
 def test_a_change_in_the_bucket_makes_another_checkpoint(checkpoint: Path, s3: StorageConfig, place: Path) -> None:
     url = put(checkpoint, "s3://bucket/changing", s3)
     before = find(url, s3)

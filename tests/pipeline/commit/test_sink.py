@@ -218,19 +218,8 @@ def read(data: bytes) -> pa.Table:
 
 def test_a_part_holds_id_columns_kept_and_answers() -> None:
     table = read(part(SHARDS[0], keep=("topic", "id"), optional=("token_ids", "cumulative_logprob")))
-    assert table.column_names == [
-        "id",
-        "topic",
-        "sample_index",
-        "generated_text",
-        "finish_reason",
-        "prompt_tokens",
-        "generated_tokens",
-        "mean_depth",
-        "error",
-        "token_ids",
-        "cumulative_logprob",
-    ]
+    answers = "sample_index generated_text finish_reason prompt_tokens generated_tokens mean_depth error"
+    assert table.column_names == f"id topic {answers} token_ids cumulative_logprob".split()
     assert table["id"].to_pylist() == ["row-0", "row-0", "row-1", "row-2"]
     assert table["generated_text"].to_pylist() == ["answer 0", "answer 1", None, "answer 3"]
     assert table["error"].to_pylist() == [None, None, "prompt is null", None]

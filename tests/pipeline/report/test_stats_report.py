@@ -30,16 +30,7 @@ from pipeline.generate.stats import ShardStats, add_up, duplicate_ids, to_table
 from pipeline.input.rows import to_ipc
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
-from pipeline.prepare.prompts import (
-    ADDED,
-    CHOICES,
-    CONTROL_TOKENS,
-    ERROR,
-    FORM,
-    PROMPT_IDS,
-    SAMPLING,
-    TOOLS,
-)
+from pipeline.prepare.prompts import ADDED, CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
 from pipeline.report import progress
 from pipeline.report.job_page import first_rows
 from pipeline.report.progress import progress_line, rates
@@ -189,7 +180,7 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
     assert (counted.rows, counted.answers) == (5, table.num_rows)
     assert counted.errors == (1 if cache_bytes == 2**30 else 3)
     assert counted.prepare_seconds == 0.25 and counted.generate_seconds > 0 and not counted.rebuilt
-    for name in (
+    for name in [
         "shard",
         "rows",
         "answers",
@@ -207,7 +198,7 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
         "answer_depths",
         "error_kinds",
         "label_counts",
-    ):
+    ]:
         assert getattr(told, name) == getattr(counted, name), name
     assert told.mean_depth == pytest.approx(counted.mean_depth)
     assert 0 < counted.mean_depth < LAYERS
