@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -139,18 +140,17 @@ def _slowest(shards: pa.Table, manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _answers(folder: Folder, manifest: Manifest, shards: pa.Table, storage: StorageConfig) -> list[dict[str, Any]]:
-    """Return the first answers of the first committed part with their prompts; none if it cannot be read."""
-    try:
-        index = min(shards["shard"].to_pylist())
-        rows = [row for row in read_parquet(folder.read(part_name(index))).to_pylist() if not row["sample_index"]]
-    except (OSError, ValueError):
-        return []
-    prompts = _prompts(manifest, index, storage)
-    names = ("id", "generated_text", "finish_reason", "error")
-    return [
-        {"prompt": prompt, **{name: None if row[name] is None else str(row[name])[:ANSWER_CHARS] for name in names}}
-        for row, prompt in zip(rows, prompts, strict=False)
-    ]
+    """Return the first answers with their prompts, as far as parts and input can be read."""
+    names, found = ("id", "generated_text", "finish_reason", "error"), list[dict[str, Any]]()
+    with suppress(OSError, ValueError):
+        for index in sorted(shards["shard"].to_pylist()):
+            if len(found) >= SHOWN_ANSWERS:
+                break
+            rows = [row for row in read_parquet(folder.read(part_name(index))).to_pylist() if not row["sample_index"]]
+            for row, prompt in zip(rows, _prompts(manifest, index, storage), strict=False):
+                texts = {name: None if row[name] is None else str(row[name])[:ANSWER_CHARS] for name in names}
+                found.append({"prompt": prompt, **texts})
+    return found[:SHOWN_ANSWERS]
 
 
 def _prompts(manifest: Manifest, index: int, storage: StorageConfig) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 import fsspec
 from botocore.exceptions import BotoCoreError
@@ -39,44 +39,6 @@ class FileInfo(NamedTuple):
     tag: str = ""
 
 
-class Folder(Protocol):
-    """A folder of an output; names are relative to it and may hold slashes."""
-
-    @property
-    def url(self) -> str:
-        """The folder as the job file names it."""
-
-    def read(self, name: str) -> bytes:
-        """Return the bytes of a file. Raises FileNotFoundError if it does not exist."""
-
-    def open(self, name: str) -> IO[bytes]:
-        """Open a file to read parts of it. Raises FileNotFoundError if it does not exist."""
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Write a new file, complete and durable. False, without any change, if the name exists."""
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Write a complete file in place of any file of that name."""
-
-    def remove(self, name: str) -> None:
-        """Remove a file if it exists."""
-
-    def remove_all(self, names: Sequence[str]) -> None:
-        """Remove the files that exist, many in one call where the store allows it."""
-
-    def exists(self, name: str) -> bool:
-        """Tell whether a file exists."""
-
-    def names(self, subfolder: str = "") -> list[str]:
-        """Return the sorted names of the files directly in a subfolder; none if it does not exist."""
-
-    def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
-        """List the files in the folder whose names begin with one of `stems` or sort after `after`."""
-
-    def tag(self, name: str) -> str:
-        """Return the store's tag of a file, which changes with its bytes; empty on a local disk."""
-
-
 def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSystem, str]:
     """fsspec filesystem of a URL, and the path in it. Raises UserError for a scheme other than local and s3."""
     scheme = url.split("://", 1)[0] if "://" in url else "file"
@@ -96,26 +58,23 @@ def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSys
     return fs, url.removeprefix("s3://").rstrip("/")
 
 
-def open_folder(url: str, storage: StorageConfig) -> Folder:
-    """The folder at a URL, which need not exist."""
-    fs, path = filesystem(url, storage)
-    return LocalFolder(url, Path(path)) if isinstance(fs, LocalFileSystem) else ObjectFolder(url, fs, path)
-
-
 @dataclass(frozen=True)
 class LocalFolder:
-    """A folder on a POSIX filesystem."""
+    """A folder on a POSIX filesystem. url: as the job file names it."""
 
     url: str
     path: Path
 
     def read(self, name: str) -> bytes:
+        """Return the bytes of a file. Raises FileNotFoundError if it does not exist."""
         return (self.path / name).read_bytes()
 
     def open(self, name: str) -> IO[bytes]:
+        """Open a file to read parts of it. Raises FileNotFoundError if it does not exist."""
         return open(self.path / name, "rb")
 
     def create(self, name: str, data: bytes) -> bool:
+        """Write a new file, complete and durable. False, without any change, if the name exists."""
         target, temporary = self.path / name, self._write(name, data)
         try:
             os.link(temporary, target)
@@ -127,11 +86,13 @@ class LocalFolder:
         return True
 
     def replace(self, name: str, data: bytes) -> None:
+        """Write a complete file in place of any file of that name."""
         target = self.path / name
         self._write(name, data).replace(target)
         _sync_folder(target.parent)
 
     def remove(self, name: str) -> None:
+        """Remove a file if it exists."""
         (self.path / name).unlink(missing_ok=True)
 
     def remove_all(self, names: Sequence[str]) -> None:
@@ -142,6 +103,7 @@ class LocalFolder:
         return (self.path / name).is_file()
 
     def names(self, subfolder: str = "") -> list[str]:
+        """Return the sorted names of the files directly in a subfolder; none if it does not exist."""
         try:
             with os.scandir(self.path / subfolder) as entries:
                 return sorted(entry.name for entry in entries if entry.is_file())
@@ -149,6 +111,7 @@ class LocalFolder:
             return []
 
     def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
+        """List the files in the folder whose names begin with one of `stems` or sort after `after`."""
         lengths = {len(stem) for stem in stems}
         found: dict[str, FileInfo] = {}
         for name in self.names():
@@ -158,6 +121,7 @@ class LocalFolder:
         return found
 
     def tag(self, name: str) -> str:
+        """Return the store's tag of a file, which changes with its bytes; empty on a local disk."""
         return ""
 
     def _write(self, name: str, data: bytes) -> Path:
@@ -188,7 +152,7 @@ def _sync_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class ObjectFolder:
-    """A prefix in an S3 bucket, through `PatientS3FileSystem`. conditional: the store supports conditional puts."""
+    """A prefix in an S3 bucket, with the methods of `LocalFolder`. conditional: the store supports conditional puts."""
 
     url: str
     fs: Any
@@ -214,7 +178,7 @@ class ObjectFolder:
         return True
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """`create` by the store's own condition alone. Raises ConditionRefused if the store has none."""
+        """Create a file by the store's own condition alone. Raises ConditionRefused if the store has none."""
         try:
             self._put(name, data, mode="create")
             return True
@@ -276,6 +240,15 @@ class ObjectFolder:
             if not page.get("IsTruncated"):
                 return
             request["ContinuationToken"] = page["NextContinuationToken"]
+
+
+Folder = LocalFolder | ObjectFolder  # of an output; names are relative to it and may hold slashes
+
+
+def open_folder(url: str, storage: StorageConfig) -> Folder:
+    """The folder at a URL, which need not exist."""
+    fs, path = filesystem(url, storage)
+    return LocalFolder(url, Path(path)) if isinstance(fs, LocalFileSystem) else ObjectFolder(url, fs, path)
 
 
 def read_json(folder: Folder, name: str) -> Any:
