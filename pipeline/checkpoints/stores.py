@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from actors.engine.errors import UserError, flat
 from actors.engine.model.file_digests import CACHE_VARIABLE, cache_root
@@ -184,7 +185,7 @@ class HubStore:
 
         disable_progress_bars()
         names = [file.name for file in files]
-        options = {"revision": self.revision, "endpoint": self.endpoint, "cache_dir": self._cache()}
+        options: dict[str, Any] = {"revision": self.revision, "endpoint": self.endpoint, "cache_dir": self._cache()}
         with self._user_errors():
             return Path(snapshot_download(self.repo, allow_patterns=names, max_workers=STREAMS, **options))
 

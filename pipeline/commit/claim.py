@@ -62,7 +62,7 @@ def _check_replaceable(folder: Folder) -> None:
     for name in folder.names():
         if name.endswith(".parquet") and not PART.fullmatch(name):
             raise _strange(folder, name)
-    sizes = {}
+    sizes: dict[int, int] = {}
     try:
         stored = plan_files.load(folder)
         if stored is not None:

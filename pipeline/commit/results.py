@@ -41,7 +41,7 @@ def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None
     if config.result_format == "openai_batch":
         created, model = int(manifest.batching.planned), config.model.path
         to_lines = partial(batch_lines, fingerprint=manifest.fingerprint, created=created, model=model)
-    known, written = recorded(folder), set()
+    known, written = recorded(folder), set[str]()
     with announced("writing the answers as JSON Lines"):
         for name, data in cut(_lines(folder, manifest, to_lines), FILE_BYTES):
             digest = _sha256(data)
@@ -71,9 +71,11 @@ def check_free(folder: Folder, config: JobConfig) -> None:
 def has_results(folder: Folder, config: JobConfig) -> bool:
     """Whether the files that `output.format` asks for were all written, and are there."""
     kinds = KINDS.get(config.result_format, ())
-    files, done = _read(folder) if kinds else ({}, True)
+    if not kinds:
+        return True
+    files, done = _read(folder)
     own = [name for name in files if _kind(name) in kinds]
-    return not kinds or (done and bool(own) and all(folder.exists(name) for name in own))
+    return done and bool(own) and all(folder.exists(name) for name in own)
 
 
 def recorded(folder: Folder) -> dict[str, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ import pytest
 
 from pipeline.commit.lease import EPOCHS, Holder, Lease, LeaseHeld, is_dead, this_process
 from pipeline.config.job import StorageConfig
+from pipeline.storage.concurrency import repeating
 from pipeline.storage.folder import Folder, open_folder
 
 BEAT, WATCH = 0.05, 0.4
@@ -54,35 +56,17 @@ def write(folder: Folder, holder: Holder) -> None:
 
 def foreign(folder: Folder) -> Holder:
     """A holder on another host."""
-    return replace(
-        lease(folder).holder,
-        host="elsewhere",
-        namespace="elsewhere b pid:[1]",
-        pid=4321,
-        nonce="n",
-        since=1_700_000_000.0,
-    )
+    there = {"host": "elsewhere", "namespace": "elsewhere b pid:[1]", "pid": 4321, "since": 1_700_000_000.0}
+    return replace(lease(folder).holder, nonce="n", **there)
 
 
 @contextmanager
 def beating(folder: Folder, holder: Holder) -> Iterator[None]:
     """A thread that writes the heartbeats of `holder`."""
     write(folder, holder)
-    stop = threading.Event()
-
-    def beat() -> None:
-        counter = 0
-        while not stop.wait(BEAT):
-            counter += 1
-            write(folder, replace(holder, counter=counter))
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
+    beats = itertools.count(1)
+    with repeating(lambda: write(folder, replace(holder, counter=next(beats))), BEAT, "beats"):
         yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def until(condition: object, seconds: float = 5.0) -> None:
