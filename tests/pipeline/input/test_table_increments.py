@@ -290,7 +290,7 @@ def test_each_run_is_one_snapshot_of_the_output_table(
             run(job)
     assert [one.state for one in ledgers.read(open_folder(job.output.path, job.storage)).runs] == ["success"] * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit_tables, "_record", _once_then_dies())  # after the table's commit
+        patch.setattr(commit_tables, "write_json", _once_then_dies())  # after the table's commit
         with pytest.raises(KeyboardInterrupt):
             run(job)
     assert len(tables.snapshots(OUT)) == 2
@@ -312,7 +312,7 @@ def _fails(*args: Any) -> None:
 
 
 def _once_then_dies() -> Any:
-    record, calls = commit_tables._record, iter([True])
+    record, calls = commit_tables.write_json, iter([True])
 
     def write(*args: Any) -> None:
         if not next(calls, False):
