@@ -62,7 +62,7 @@ class VersionedJob:
     manifest: Any = None
     checkpoint: Any = None
     storage: Any = None
-    config: Any = field(default_factory=lambda: SimpleNamespace(max_error_rate=1))
+    config: Any = field(default_factory=lambda: SimpleNamespace(max_error_rate=1, storage=None))
 
 
 def _plan(config: Any, stored: Manifest | None, backend: Any, *, files: Files) -> VersionedJob:
