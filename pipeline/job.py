@@ -61,7 +61,7 @@ def run(
         check: how the parts of earlier runs are checked.
         verbose: show Ray's own messages.
         backend: where the stages run; default Ray Data.
-        process_began: s since 1970, for the report's start-up; default now.
+        process_began: s since 1970; default now.
 
     Raises:
         UserError: configuration or input is wrong, or the output belongs to another job.
@@ -112,15 +112,12 @@ def checked(job: PlannedJob, stored: Manifest | None, backend: Backend) -> Itera
         yield job
         return
     with backend.ready(config.actors):
-        arguments = generator_arguments(job)
-        yield replace(job, manifest=with_agreement(config, job.schedule, job.manifest, spec, arguments, backend))
+        manifest = with_agreement(config, job.schedule, job.manifest, spec, generator_arguments(job), backend)
+        yield replace(job, manifest=manifest)
 
 
 def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "quick") -> tuple[Totals, int]:
-    """Answer the shards that are not committed; return totals of the job, and the number of rows answered here.
-
-    check: how the parts of earlier runs are checked.
-    """
+    """Answer the shards that are not committed; return totals of the job, and the number of rows answered here."""
     manifest = job.manifest
     done = committed_shards(folder, manifest.shards, manifest.fingerprint, check)
     left = [shard for shard in manifest.shards if shard.index not in done]
@@ -133,8 +130,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
         storage = job.config.storage.after_planning()
         job = replace(job, config=job.config.model_copy(update={"storage": storage}))
         folder = probe_create(open_folder(folder.url, storage))
-        done_rows = manifest.rows - left_rows
-        workload = Workload(len(manifest.shards), manifest.rows, len(done), done_rows, job.began)
+        workload = Workload(len(manifest.shards), manifest.rows, len(done), manifest.rows - left_rows, job.began)
         budget = open_budget(job.config, folder, manifest.fingerprint)
         with (
             recorded_run(folder, job.config, job.began, left_rows),
@@ -143,8 +139,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
             budget.spending(session.coordinator, len(left)),
         ):
             session.run(job_stages(job, folder, left, session), workload, job.config.grace_seconds)
-    section = job.config.input
-    totals = finalize(folder, manifest, None if section.id_column is None else section.duplicate_ids)
+    totals = finalize(folder, manifest, job.config.input.duplicate_ids if job.config.input.id_column else None)
     write_results(folder, manifest, job.config)
     return totals, left_rows
 

@@ -98,7 +98,7 @@ def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardwar
             "model": config.model,
             "sampling": config.sampling.model_dump(),
             "reasoning": config.reasoning,
-            "actors": config.replicas.as_actors(),
+            "actors": config.replicas,
             "storage": config.storage,
         }
     )
@@ -112,15 +112,14 @@ def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardwar
         "reasoning": marks_of_thinking(job, checkpoint),
         "threads": batching.threads,
         "cache_bytes": batching.cache_bytes,
-        "max_batch": config.replicas.max_batch,
+        "max_batch": batching.max_batch,
     }
-    actors = config.replicas.as_actors()
-    need = actor_need(config.model, actors, checkpoint, batching)
-    if on_this_machine:
-        check_fits(need, config.model, actors, process_memory())
     replicas = config.replicas.model_copy(update={"threads": batching.threads})
+    need = actor_need(config.model, replicas, checkpoint, batching)
+    if on_this_machine:
+        check_fits(need, config.model, replicas, process_memory())
     config = config.model_copy(update={"replicas": replicas})
-    return PlannedServer(config, generator, limits, schedule, describe(need, config.model.dtype, actors))
+    return PlannedServer(config, generator, limits, schedule, describe(need, config.model.dtype, replicas))
 
 
 def key_digest(http: HttpConfig) -> str | None:
@@ -163,30 +162,30 @@ def build(args: dict[str, str]) -> Application:
 
 def application(planned: PlannedServer) -> Application:
     """Return the application of a planned server."""
-    replicas = planned.config.replicas
+    replicas, max_batch = planned.config.replicas, planned.generator["max_batch"]
     options: dict[str, Any] = {
         "ray_actor_options": {
-            "num_cpus": actor_cpus(replicas.as_actors()),
+            "num_cpus": actor_cpus(replicas),
             "num_gpus": replicas.gpus,
             "runtime_env": {"env_vars": ONE_LOOP},
         },
         # a replica's own queue refuses what is too much, with a time to come again
-        "max_ongoing_requests": 2 * (replicas.max_batch + MAX_WAITING),
+        "max_ongoing_requests": 2 * (max_batch + MAX_WAITING),
         "max_queued_requests": MAX_WAITING,
         "backpressure_config": {"status_code": 429, "retry_after_s": 1},
         "graceful_shutdown_timeout_s": GRACE_SECONDS,
         "logging_config": QUIET,
-        **_scaling(replicas),
+        **_scaling(replicas, max_batch),
     }
     server = Server.options(**options)  # type: ignore[attr-defined]
     bound = server.bind(planned.load, planned.limits)
     return bound  # type: ignore[no-any-return]
 
 
-def _scaling(replicas: ReplicasConfig) -> dict[str, Any]:
+def _scaling(replicas: ReplicasConfig, max_batch: int) -> dict[str, Any]:
     if replicas.max is None:
         return {"num_replicas": replicas.count or 1}
-    target = max(1, replicas.max_batch // 2)  # requests of a replica, above which another one starts
+    target = max(1, max_batch // 2)  # requests of a replica, above which another one starts
     return {
         "num_replicas": None,
         "autoscaling_config": {
@@ -216,7 +215,7 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
                 f"{http.host}: others than this machine can send requests, without a key; http.api_key_env asks for one"
             )
         announce(planned.described)
-        with ray_session(planned.config.replicas.as_actors(), verbose):
+        with ray_session(planned.config.replicas, verbose):
             announce("starting Ray Serve and loading the model")
             with _ray_serve(http.host, http.port):
                 serve.run(application(planned), name=NAME, logging_config=QUIET)

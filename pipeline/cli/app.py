@@ -12,17 +12,14 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.adapt import adapt
 from pipeline.cli.command import command
-from pipeline.cli.convert import convert
-from pipeline.cli.evaluate import evaluate
-from pipeline.cli.init import init
+from pipeline.cli.init import convert, init
+from pipeline.cli.learn import adapt, evaluate, tune
 from pipeline.cli.plan import plan
 from pipeline.cli.report import report
 from pipeline.cli.run import run
 from pipeline.cli.serve import serve
 from pipeline.cli.try_rows import try_rows
-from pipeline.cli.tune import tune
 
 
 def demo(

@@ -41,11 +41,12 @@ UNTYPED = ("actors", "botocore", "pipeline", "ray")  # their errors need no type
 class Advice:
     """What a command's last line adds to an error.
 
-    file: configuration file that a UserError concerns; set once it is loaded, as loading names the file itself.
-    output: the folder whose lease another run may hold.
-    failed, interrupted: what to do next, a clause each.
-    out_of_memory: what to lower after torch has run out of memory, a clause.
-    verbose: print the traceback too.
+    Args:
+        file: configuration file that a UserError concerns; set once it is loaded, as loading names the file itself.
+        output: the folder whose lease another run may hold.
+        failed, interrupted: what to do next, a clause each.
+        out_of_memory: what to lower after torch has run out of memory, a clause.
+        verbose: print the traceback too.
     """
 
     file: str = ""
@@ -72,23 +73,19 @@ def stop(code: int, message: str) -> typer.Exit:
 
 
 @contextmanager
-def command(verbose: bool, log_json: bool = False, **advice: str) -> Iterator[Advice]:
-    """Set the process up, and run a command in the block; arguments of `Advice`. See `errors_as_exit_status`."""
-    setup(verbose, log_json)
-    found = Advice(**advice, verbose=verbose)
-    with errors_as_exit_status(found):
-        yield found
-
-
-@contextmanager
-def errors_as_exit_status(advice: Advice) -> Iterator[None]:
-    """End the command with one line and an exit status after any exception.
+def command(verbose: bool = False, log_json: bool = False, **clauses: str) -> Iterator[Advice]:
+    """Set the process up, and end the command with one line and an exit status after any exception in the block.
 
     2: a `UserError`, also one raised in a Ray task, or a missing optional package. 4: a signal. 5: another run holds
     the output. 1: everything else; its traceback goes to a log file, which the line names.
+
+    Args:
+        clauses: of `Advice`.
     """
+    setup(verbose, log_json)
+    advice = Advice(**clauses, verbose=verbose)
     try:
-        yield
+        yield advice
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
     except KeyboardInterrupt as error:
@@ -102,19 +99,18 @@ def errors_as_exit_status(advice: Advice) -> Iterator[None]:
 
 
 def _end(error: Exception, advice: Advice) -> typer.Exit:
-    wrong = user_error(error)
-    if wrong is not None:
+    if (wrong := user_error(error)) is not None:
         return stop(BAD_CONFIG, ": ".join(filter(None, (advice.file, str(wrong)))))
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if package in EXTRAS:
-        return stop(BAD_CONFIG, f"{package} is not installed: {install_command(EXTRAS[package])}")
+    if extra := EXTRAS.get(package):
+        return stop(BAD_CONFIG, f"{package} is not installed: {install_command(extra)}")
     if not isinstance(error, ImportError) and _is_held(error):
         return stop(LEASE, f"another run holds {advice.output}: {error}")
-    clauses = [f"failed: {_described(error)}", advice.failed]
-    if _is_out_of_memory(error):
-        clauses = [f"failed: {str(error).partition('. ')[0]}", advice.out_of_memory, advice.failed]
-    log = write_log(error)
-    clauses.append(f"traceback: {log}" if log else "--verbose prints the traceback")
+    torch, log = sys.modules.get("torch"), write_log(error)
+    clauses = [f"failed: {_described(error)}"]
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        clauses = [f"failed: {str(error).partition('. ')[0]}", advice.out_of_memory]
+    clauses += [advice.failed, f"traceback: {log}" if log else "--verbose prints the traceback"]
     return stop(FAILED, "; ".join(filter(None, clauses)))
 
 
@@ -152,17 +148,11 @@ def _is_held(error: BaseException) -> bool:
     return isinstance(error, LeaseHeld | LeaseLost | ConcurrentRun)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
-
-
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
 Changes = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a key of the file. Repeatable.")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show Ray's own messages and tracebacks.")]
-
-
 LogJson = Annotated[
     bool, typer.Option("--log-json", help="Write log and progress to standard error as JSON, one object a line.")
 ]
@@ -182,19 +172,21 @@ def setup(verbose: bool, log_json: bool = False) -> None:
         logging.basicConfig(level=level, format=lines, stream=sys.stderr)
     for name in ("pipeline.plan.memory", "pipeline.checkpoints.stores"):  # always shown
         logging.getLogger(name).setLevel(logging.INFO)
-    # quiet before they are imported
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # of a job that is killed: until then Ray Data keeps its CPUs from other jobs; a job renews its request each 10 s
-    os.environ.setdefault("RAY_DATA_AUTOSCALING_REQUEST_EXPIRE_TIME_S", "30")
+    values = {  # quiet before they are imported
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # of a job that is killed: until then Ray Data keeps its CPUs from others; a job renews its request each 10 s
+        "RAY_DATA_AUTOSCALING_REQUEST_EXPIRE_TIME_S": "30",
+    }
     if not os.environ.get("RAY_ADDRESS"):  # a Ray of our own is for this machine's loopback and for this user alone
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        values |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
     if not verbose:
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+        values["RAY_BACKEND_LOG_LEVEL"] = "fatal"
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
 
 
 class JsonLines(JsonFormatter):

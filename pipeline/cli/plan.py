@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipeline.cli.command import Changes, Verbose, command
+from pipeline.cli.command import Changes, JobFile, Verbose, command
 
 
 def plan(
-    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    job: JobFile,
     changes: Changes = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Plan only the first rows of the input.")] = None,
     seconds: Annotated[float, typer.Option(min=1, help="Time for the sample, all speeds together.")] = 120,

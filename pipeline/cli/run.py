@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline.cli.command import ROW_ERRORS, Changes, LogJson, Verbose, command, stop
+from pipeline.cli.command import ROW_ERRORS, Changes, JobFile, LogJson, Verbose, command, stop
 
 if TYPE_CHECKING:
     from pipeline.commit.sink import Check
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    job: JobFile,
     changes: Changes = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Answer only the first rows of the input.")] = None,
     overwrite: Annotated[
@@ -50,15 +49,8 @@ def run(
         _run(config, metrics_port, options, as_json=as_json, show=show)
 
 
-def _run(
-    config: JobConfig,
-    metrics_port: int | None,
-    options: dict[str, Any],
-    *,
-    as_json: bool,
-    show: int,
-) -> None:
-    from pipeline.runtime.announce import announced, goes_to_log, record
+def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *, as_json: bool, show: int) -> None:
+    from pipeline.runtime.announce import announce, announced, goes_to_log
 
     with announced("loading libraries"):
         import psutil
@@ -97,7 +89,8 @@ def _run(
         for folder, result in done
     ]
     outcome = values[0] if answered is None else runs_summary(config.output.path, answered, values)
-    record("the job is finished", "summary", summary=outcome)
+    if goes_to_log():
+        announce("the job is finished", "summary", summary=outcome)
     if as_json:
         typer.echo(json.dumps(outcome))
     errors_and_rows = [

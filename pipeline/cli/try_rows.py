@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipeline.cli.command import Changes, Verbose, command
+from pipeline.cli.command import Changes, JobFile, Verbose, command
 
 
 def try_rows(
-    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    job: JobFile,
     changes: Changes = None,
     rows: Annotated[int, typer.Option(min=1, help="How many rows, from the first on.")] = 5,
     verbose: Verbose = False,

@@ -15,7 +15,7 @@ from pipeline.commit.finalize import totals_of
 from pipeline.commit.records import read_records
 from pipeline.config.job import JobConfig
 from pipeline.generate.coordinator import Coordinator
-from pipeline.runtime.signals import Interrupted, asker, shielded
+from pipeline.runtime.signals import Interrupted, interrupter, shielded
 from pipeline.storage.concurrency import repeating
 from pipeline.storage.folder import Folder, read_json, write_json
 
@@ -63,7 +63,7 @@ class Budget:
         if self.config.budget is None:
             yield
             return
-        ask, reached = asker(), list[str]()
+        ask, reached = interrupter(with_grace=True), list[str]()
 
         def watch() -> None:
             try:
@@ -74,7 +74,7 @@ class Budget:
             found = self.spent(time.monotonic() - self.began, run.tokens)
             if found is not None and not reached and run.shards + run.at_work < shards:
                 reached.append(found)
-                ask(found)
+                ask()
 
         try:
             with repeating(watch, POLL_SECONDS, "budget"):

@@ -81,19 +81,15 @@ class AdaptConfig(Section):
     )
     references: str | None = Field(None, description="input column with right answers, a string or a list of strings")
     max_tokens: int | None = Field(
-        None, ge=4, description="tokens of prompt and answer; longer pairs are not trained on; default no limit"
+        None, ge=4, description="tokens of a pair that is trained on, at most; default no limit"
     )
-    loss: dict[str, Any] = Field(
-        default_factory=dict, description="keys of tune's loss; default distillation: 1, references: 0"
-    )
+    loss: dict[str, Any] = Field(default_factory=dict, description="keys of tune's loss; default distillation: 1 alone")
     weights: Literal["adapter", "full"] = Field(
         "adapter",
         description="adapter: train a speed adapter, and the job keeps its checkpoint, at 1x unchanged; full: train "
         "all weights, into a checkpoint of the job's own",
     )
-    adapter: dict[str, Any] = Field(
-        default_factory=dict, description="keys of tune's adapter; default rank 32, all linear layers"
-    )
+    adapter: dict[str, Any] = Field(default_factory=dict, description="keys of tune's adapter; default rank 32")
     training: dict[str, Any] = Field(
         default_factory=dict,
         description="keys of tune's training; default 3 epochs, 16 rows and all speeds a step, learning rate 1e-3, of "

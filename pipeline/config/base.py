@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, get_args
 
@@ -76,8 +77,11 @@ def _place(value: str) -> str:
 Place = Annotated[str, AfterValidator(_place)]  # a path or URL; it is written to the output, so it holds no secret
 
 
+_NAMES = re.compile(r"(password|passwd|pwd|secret|token|credential|api_?key)[^=&;]*=", re.I)
+
+
 def _endpoint(value: str) -> str:
-    if "@" in value:
+    if "@" in value or _NAMES.search(value):
         raise holds_secret()
     return value
 

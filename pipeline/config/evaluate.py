@@ -9,21 +9,17 @@ from pydantic import Field, model_validator
 from actors.engine.errors import UserError
 from actors.engine.types import check_compatible
 from pipeline.config.base import Place, Section
+from pipeline.config.forms import Labels, check_labels
 from pipeline.config.input import Paths
-from pipeline.config.job import Labels, ModelConfig, SamplingConfig, ScheduleConfig, StorageConfig
-from pipeline.config.labels import check_labels
+from pipeline.config.job import ModelConfig, SamplingConfig, ScheduleConfig, StorageConfig
 
 DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")
 
 
 class EvalDataConfig(Section):
-    path: Paths = Field(
-        description="files, folders or globs as of input.path, with prompts, and references if there are any"
-    )
+    path: Paths = Field(description="files, folders or globs with prompts, and references if there are any")
     prompt: str = Field("prompt", description="column of text, or of lists of token ids")
-    references: str | None = Field(
-        "references", description="column: a string, or a list of strings; null: agreement with full depth alone"
-    )
+    references: str | None = Field("references", description="column of right answers; null: agreement with full depth")
     id: str = Field("id", description="column carried into the answers, if the data has it")
     limit: int | None = Field(None, ge=1, description="rows")
 
@@ -39,11 +35,9 @@ class EvalConfig(Section):
     data: EvalDataConfig
     model: ModelConfig
     reference_model: Place | None = Field(
-        None, description="checkpoint whose full depth all lines are compared with; null: model at 1x"
+        None, description="checkpoint that all lines are compared with; null: model at 1x"
     )
-    baselines: dict[str, str] = Field(
-        default_factory=dict, description="further checkpoints of the same tokenizer, at full depth, by name"
-    )
+    baselines: dict[str, str] = Field(default_factory=dict, description="checkpoints of the same tokenizer by name")
     output: Place = Field(description="folder for the tables, the plot and the answers")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="keys other than the depths")
     speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal; 1 is always evaluated too")
@@ -51,19 +45,15 @@ class EvalConfig(Section):
         default_factory=list,
         description="prompt policies that are evaluated at every speed, in addition to the schedule's own",
     )
-    compare: float | None = Field(
-        None, gt=1, description="nominal speed at which other keep orders, decays and baselines run too"
-    )
+    compare: float | None = Field(None, gt=1, description="nominal speed for other keep orders, decays and baselines")
     learned_order: list[int] | None = Field(
         None, description="with compare: a learned keep order; null: measure it, as schedule.keep_order: measured does"
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    choices: Labels | None = Field(
-        None, description="labels, or a .json file with a list of them, one of which answers each row"
-    )
+    choices: Labels | None = Field(None, description="labels, or a .json file of them; one is a row's answer")
     max_batch: int = Field(64, ge=1, description="rows a batch at most")
     cache_bytes: int | None = Field(
-        None, ge=1, description="bytes of key/value cache of one batch; default 1 GiB on CPU, 8 GiB on a GPU"
+        None, ge=1, description="bytes of key/value cache; default 1 GiB on CPU, 8 GiB a GPU"
     )
     threads: int | None = Field(None, ge=1, description="torch threads; default all cores")
     runs: int = Field(1, ge=1, description="times each line is timed; the median is shown")

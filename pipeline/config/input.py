@@ -10,14 +10,14 @@ from pydantic import BeforeValidator, Field, model_validator
 from actors.engine.errors import UserError, suggestion
 from actors.engine.types import SamplingParams
 from pipeline.config.base import Place, Section
-from pipeline.config.output_format import FormColumn
+from pipeline.config.forms import FormColumn
 
 LONGEST_RECORD = 2**27  # bytes of a row of text
 TableFormat = Literal["iceberg", "delta"]
 InputFormat = Literal["parquet", "jsonl", "csv", "openai_batch", TableFormat]
 
 
-def _one_or_many(value: Any) -> Any:
+def one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
@@ -36,7 +36,7 @@ def _sampling_columns(value: Any) -> Any:
     raise UserError("must name a struct column, or give columns as {parameter: column}")
 
 
-Paths = Annotated[list[Place], BeforeValidator(_one_or_many), Field(min_length=1)]
+Paths = Annotated[list[Place], BeforeValidator(one_or_many), Field(min_length=1)]
 
 
 class ExampleConfig(Section):
@@ -65,7 +65,7 @@ class InputConfig(Section):
         "of a folder: .parquet",
     )
     snapshot: int | None = Field(
-        None, ge=0, description="of a table: Iceberg's snapshot id, Delta's version; default: the newest at planning"
+        None, ge=0, description="Iceberg's snapshot id, Delta's version; default: the newest at planning"
     )
     csv_field_bytes: int = Field(
         2**20,
@@ -73,17 +73,13 @@ class InputConfig(Section):
         le=LONGEST_RECORD,
         description="of a CSV file, bytes of a quoted field, at most: a longer one is taken for a quote never closed",
     )
-    id: str | None = Field(
-        None, description="column that is copied to `id`; default: the file's path below the input, and row number"
-    )
-    prompt: str | None = Field(
-        None, description="column of text, or of lists of token ids, which are not changed; default 'prompt'"
-    )
+    id: str | None = Field(None, description="column copied to `id`; default: the file's path below the input, and row")
+    prompt: str | None = Field(None, description="column of text, or of lists of token ids; default 'prompt'")
     template: str | None = Field(
-        None, description="Jinja2 template over the row's columns; nested values as meta.question and tags[0]"
+        None, description="Jinja2 template over the row's columns, such as meta.question, tags[0]"
     )
     messages: str | None = Field(
-        None, description="column of chats: list of struct with role and content (text, or parts of text), or as JSON"
+        None, description="column of chats: structs with role and content (text or parts), or JSON"
     )
     chat: bool = Field(False, description="make the text a user message; implied by system and examples")
     system: str | None = Field(
@@ -103,7 +99,7 @@ class InputConfig(Section):
         description="sampling per row: a struct, map or JSON column, or {parameter: column}; null: the job's",
     )
     choices: str | None = Field(
-        None, description="column of lists of labels, one of which is the row's answer; null: the job's choices"
+        None, description="column of lists of labels for the row's answer; null: the job's choices"
     )
     output_format: FormColumn | None = Field(
         None,
@@ -115,9 +111,7 @@ class InputConfig(Section):
         description="column of tools for the chat template, a list or JSON: [{type: function, function: {name, "
         "description, parameters}}]; null: none. Calls become the column tool_calls",
     )
-    continue_final: bool = Field(
-        False, description="answers continue the last message where it is the assistant's; else they begin a new one"
-    )
+    continue_final: bool = Field(False, description="answers continue the assistant's last message, if it is the last")
     special_tokens: Literal["text", "parse"] | None = Field(
         None,
         description="control tokens such as <|im_end|> that the input spells: text, or parse them; default: text in "

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from actors.engine.errors import UserError
 from actors.engine.types import EngineName, SamplingParams, check_compatible
 from pipeline.config.adapt import AdaptConfig
-from pipeline.config.base import Endpoint, Place, Section, holds_secret
-from pipeline.config.input import InputConfig, TableFormat
-from pipeline.config.labels import check_labels, labels_given
-from pipeline.config.output_format import Form
+from pipeline.config.base import Endpoint, Place, Section
+from pipeline.config.forms import Form, Labels, check_labels
+from pipeline.config.input import InputConfig, TableFormat, one_or_many
 
 
 class BudgetConfig(Section):
@@ -22,15 +20,6 @@ class BudgetConfig(Section):
     hours: float | None = Field(None, gt=0, description="device-hours: hours of a run × GPUs, or × actors on CPUs")
     money: float | None = Field(None, gt=0, description="device-hours × price_per_hour")
     tokens: int | None = Field(None, ge=1, description="tokens generated")
-
-
-_SECRET = re.compile(r"(password|passwd|pwd|secret|token|credential|api_?key)[^=&;]*=", re.I)
-
-
-def _without_query_secrets(value: str) -> str:
-    if _SECRET.search(value):
-        raise holds_secret()
-    return value
 
 
 class CatalogConfig(Section):
@@ -44,7 +33,7 @@ class CatalogConfig(Section):
     type: Literal["sql", "rest", "glue", "hive"] | None = Field(
         None, description="kind of catalog; default: pyiceberg's setting, else by the scheme of uri"
     )
-    uri: Annotated[Endpoint, AfterValidator(_without_query_secrets)] | None = Field(
+    uri: Endpoint | None = Field(
         None, description="of the catalog, such as sqlite:////data/catalog.db; one with a password: in the environment"
     )
     warehouse: Place | None = Field(None, description="where new tables are kept: local or s3:// folder, or its name")
@@ -62,12 +51,7 @@ RESULT_NAMES = ("answers", "results", "errors")  # of the files that output.form
 
 
 def _many(value: Any) -> Any:
-    if isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
-
-
-Labels = Annotated[tuple[str, ...], BeforeValidator(labels_given), Field(min_length=1)]
+    return tuple(one_or_many(value)) if isinstance(value, str | list) else value
 
 
 class ReasoningConfig(Section):
@@ -91,7 +75,7 @@ class OutputConfig(Section):
     keep: list[str] = Field(default_factory=list, description="input columns to copy to the output, besides id")
     strip: bool = Field(True, description="remove white space at both ends of the text")
     parse: bool = Field(
-        False, description="write a column `parsed` of structs: the answers as values of output_format.json_schema"
+        False, description="write a column `parsed`: the answers as structs of output_format.json_schema"
     )
     token_ids: bool = Field(False, description="write a column with the generated token ids")
     cumulative_logprob: bool = Field(False, description="write the sum of the tokens' log-probabilities, nats")
@@ -124,10 +108,7 @@ class ModelConfig(Section):
         description="low-rank weights for speeds above 1x, which skipdecode adapt writes: local or s3:// folder, made "
         "for the weights of path; at 1x they are not loaded",
     )
-    cache: Place | None = Field(
-        None,
-        description="folder on each node for downloads; default $SKIPDECODE_CACHE, else ~/.cache/skipdecode",
-    )
+    cache: Place | None = Field(None, description="for downloads; default $SKIPDECODE_CACHE, else ~/.cache/skipdecode")
     dtype: Dtype = Field("bfloat16", description="weights, activations and cache")
     weights: Literal["int8"] | None = Field(
         None,
@@ -157,14 +138,15 @@ class ModelConfig(Section):
             raise UserError("weights: fp8 was removed with the engine that ran it; write vllm: {quantization: fp8}")
         return values
 
-    @model_validator(mode="after")
-    def _vllm_fits(self) -> ModelConfig:
-        if self.vllm is not None and self.engine == "library":
-            raise UserError("vllm cannot be combined with engine: library; leave one of them out")
-        return self
+    def check_actors(self, gpus: float, section: str) -> None:
+        """Raise UserError if actors with so many GPUs cannot run it."""
+        if self.weights is not None and gpus:
+            raise UserError(f"model.weights: int8 is for CPUs: leave it out, or leave out {section}.gpus")
 
     @model_validator(mode="after")
-    def _int8_fits(self) -> ModelConfig:
+    def _fits_together(self) -> ModelConfig:
+        if self.vllm is not None and self.engine == "library":
+            raise UserError("vllm cannot be combined with engine: library; leave one of them out")
         for key, conflicts in (("dtype", self.dtype != "bfloat16"), ("device", self.device == "cuda")):
             if self.weights is not None and conflicts:
                 value = f"{key}: {getattr(self, key)}"
@@ -187,9 +169,7 @@ class ScheduleConfig(Section):
     keep_order: KeepOrder | list[int] | None = Field(
         None, description="layers, most needed first; measured: adapt, tune and evaluate measure it on their own rows"
     )
-    prompt: Literal["full", "first"] | None = Field(
-        None, description="layers run over the prompt: all, or those of d(0)"
-    )
+    prompt: Literal["full", "first"] | None = Field(None, description="layers run over the prompt: all, or of d(0)")
 
     def changes(self) -> dict[str, Any]:
         """The keys of this class that the file sets, lists as tuples: those that determine the layers that run."""
@@ -197,25 +177,28 @@ class ScheduleConfig(Section):
         return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
 
-class JobScheduleConfig(ScheduleConfig):
+class RunScheduleConfig(ScheduleConfig):
+    """A schedule to run at, such as that of requests that name no `speed`."""
+
+    unadapted: bool = Field(
+        False, description="run a schedule that the checkpoint was not trained for; its text may be ruined"
+    )
+
+
+class JobScheduleConfig(RunScheduleConfig):
     """A job's schedule, and the checks against one that ruins the text."""
 
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
         "exact": (False, "leave it out; schedule.speedup: 1 gives full depth's answers")
     }
 
-    unadapted: bool = Field(
-        False, description="run a schedule that the checkpoint was not trained for; its text may be ruined"
-    )
     min_agreement: float = Field(
         0.6,
         ge=0,
         le=1,
         description="least share of tokens in which the schedule agrees with full depth; below it a new job stops",
     )
-    agreement_rows: int = Field(
-        16, ge=0, description="rows of its own on which a new job measures that agreement; 0: it does not"
-    )
+    agreement_rows: int = Field(16, ge=0, description="rows on which a new job measures that agreement; 0: none")
 
 
 class SamplingConfig(Section):
@@ -234,12 +217,12 @@ class SamplingConfig(Section):
         (), description="string or list of strings; the text ends before the first occurrence"
     )
     stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_many)] = Field(
-        (), description="further token ids that end a row"
+        (), description="token ids that end a row"
     )
     ignore_eos: bool = Field(False, description="do not end a row at the model's own stop tokens")
     n: int = Field(1, ge=1, lt=2**31, description="answers per prompt, at most 1024")
     logprobs: int | None = Field(
-        None, ge=0, description="alternatives listed with each sampled token in a column logprobs; default: no column"
+        None, ge=0, description="alternatives to each token in a column logprobs; default: no column"
     )
     seed: int = Field(0, ge=0, lt=2**63, description="seed of the job's random numbers")
 
@@ -254,16 +237,14 @@ class SamplingConfig(Section):
 
 
 class ActorsConfig(Section):
-    count: int | None = Field(None, ge=1, description="number of actors; default 1 without min and max")
-    min: int | None = Field(None, ge=1, description="least number of actors, autoscaling")
-    max: int | None = Field(None, ge=1, description="largest number of actors, autoscaling")
+    count: int | None = Field(None, ge=1, description="number; default 1 without min and max")
+    min: int | None = Field(None, ge=1, description="least number, autoscaling")
+    max: int | None = Field(None, ge=1, description="largest number, autoscaling")
     gpus: float = Field(0, ge=0, description="GPUs per actor")
     cpus: float | None = Field(None, gt=0, description="logical CPUs per actor; default its threads")
-    wait_seconds: float = Field(
-        600, ge=0, description="seconds to wait for a cluster to grow until the least number of actors fits"
-    )
+    wait_seconds: float = Field(600, ge=0, description="seconds in which a cluster may grow for the least number")
     threads: int | None = Field(
-        None, ge=1, description="torch threads per actor; default CPUs of its node ÷ actors there, on CPU"
+        None, ge=1, description="torch threads; default CPUs of its node ÷ actors there, on CPU"
     )
     cache_bytes: int | None = Field(
         None,
@@ -298,11 +279,9 @@ class ActorsConfig(Section):
 class StorageConfig(Section):
     endpoint_url: Endpoint | None = Field(None, description="S3 endpoint; credentials only from the usual AWS places")
     region: str | None = Field(None, description="S3 region")
-    retry_seconds: float = Field(
-        300, ge=0, description="seconds for which a failing S3 call is retried, with growing waits; 0: one try"
-    )
+    retry_seconds: float = Field(300, ge=0, description="seconds for which a failing S3 call is retried; 0: one try")
     contact_seconds: float = Field(
-        20, ge=0, description="the same for an S3 endpoint that has never answered, while a job is planned"
+        20, ge=0, description="the same while planning, for an endpoint that has never answered"
     )
 
     catalog: CatalogConfig = Field(default_factory=CatalogConfig, description="of Iceberg tables")
@@ -346,21 +325,11 @@ class JobConfig(Section):
     )
     actors: ActorsConfig = Field(default_factory=ActorsConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
-    shard_rows: int | None = Field(
-        None, ge=1, description="rows a shard; default min(4096, ceil(rows ÷ (4 × most actors)))"
-    )
+    shard_rows: int | None = Field(None, ge=1, description="rows a shard; default min(4096, ceil(rows ÷ (4 × actors)))")
     shard_bytes: int = Field(64 * 2**20, ge=1, description="uncompressed input bytes per shard")
-    max_error_rate: float = Field(
-        0.01, ge=0, le=1, description="share of rows with errors; above it the exit status is 3"
-    )
-    grace_seconds: float = Field(
-        20, ge=0, description="after SIGTERM or SIGINT, to finish shards in flight; 0 drops them"
-    )
-    attempts: int = Field(
-        3,
-        ge=1,
-        description="deaths of a worker after which a row that runs alone is an error, or loading fails",
-    )
+    max_error_rate: float = Field(0.01, ge=0, le=1, description="largest share of row errors; above it exit status 3")
+    grace_seconds: float = Field(20, ge=0, description="seconds after a signal for shards at work; 0 drops them")
+    attempts: int = Field(3, ge=1, description="deaths of a worker that make a lone row an error, or loading fail")
     price_per_hour: float | None = Field(
         None, gt=0, description="money for an hour of one device: a GPU, or an actor on CPUs; for `plan` and the budget"
     )
@@ -388,21 +357,20 @@ class JobConfig(Section):
             raise UserError("budget.money needs price_per_hour, the money for an hour of one device")
         if self.input.retry is not None and self.output.is_table:
             raise UserError("input.retry would add rows that output.table holds already; leave one of both out")
-        if self.model.weights is not None and self.actors.gpus:
-            raise UserError("model.weights: int8 is for CPUs: leave it out, or leave out actors.gpus")
+        self.model.check_actors(self.actors.gpus, "actors")
         if self.output.format == "openai_batch" and not self.input.is_batch:
             raise UserError("output.format: openai_batch answers such requests: set input.format: openai_batch too")
         if self.choices is not None:
             check_labels(self.choices, 2)
-        if self.choices is not None or self.input.choices is not None:
-            check_compatible("choices", self.sampling.params())
-        if self.output_format is not None or self.input.output_format is not None:
-            if self.choices is not None or self.input.choices is not None:
-                raise UserError("give choices or output_format, not both")
-            check_compatible("output_format", self.sampling.params())
-        if self.input.tools is not None and (
-            self.choices or self.input.choices or self.output_format or self.input.output_format
-        ):
+        forms = {
+            "choices": self.choices or self.input.choices,
+            "output_format": self.output_format or self.input.output_format,
+        }
+        if all(forms.values()):
+            raise UserError("give choices or output_format, not both")
+        for name in filter(forms.get, forms):
+            check_compatible(name, self.sampling.params())
+        if self.input.tools is not None and any(forms.values()):
             raise UserError("input.tools does not go with choices or output_format: a call would have another form")
         form = self.output_format
         if self.output.parse and (form is None or form.kind != "json_schema" or self.input.output_format is not None):

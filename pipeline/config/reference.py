@@ -7,17 +7,17 @@ import types
 from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from actors.engine.errors import UserError
+from pipeline.config.base import Section
 from pipeline.config.evaluate import EvalConfig
 from pipeline.config.job import JobConfig
 from pipeline.config.serve import ServeConfig
 from pipeline.config.tune import TuneConfig
 
-FILES: dict[str, type[BaseModel]] = {
+FILES: dict[str, type[Section]] = {
     "Job files: `run`, `try`, `plan`, `adapt`, `report`": JobConfig,
     "Training files: `tune`": TuneConfig,
     "Evaluation files: `evaluate`": EvalConfig,
@@ -45,10 +45,12 @@ def described(section: str | None = None) -> str:
     return "\n".join(found.values())
 
 
-def leaves(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def leaves(model: type[Section], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield the dotted name and the field of every key of a model and of its sections."""
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
+        if name in model.removed:
+            continue
         if section is None:
             yield f"{path}{name}", field
         else:
@@ -67,11 +69,11 @@ def parts(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[Section] | None:
     """Return the section that a field holds, alone or in a list."""
     for part in parts(annotation):
         for kind in (part, *get_args(part)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if isinstance(kind, type) and issubclass(kind, Section):
                 return kind
     return None
 

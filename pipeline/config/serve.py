@@ -12,18 +12,10 @@ from pipeline.config.job import (
     ActorsConfig,
     ModelConfig,
     ReasoningConfig,
+    RunScheduleConfig,
     SamplingConfig,
-    ScheduleConfig,
     StorageConfig,
 )
-
-
-class ServeScheduleConfig(ScheduleConfig):
-    """The schedule of requests that name no `speed`."""
-
-    unadapted: bool = Field(
-        False, description="allow schedules that the checkpoint was not trained for; their text may be ruined"
-    )
 
 
 class ServeSamplingConfig(SamplingConfig):
@@ -33,38 +25,15 @@ class ServeSamplingConfig(SamplingConfig):
     temperature: float = Field(1.0, ge=0, description="0 is greedy, otherwise at least 0.01")
 
 
-class ReplicasConfig(Section):
+class ReplicasConfig(ActorsConfig):
+    """A replica is an actor whose rows are the answers of requests; 256 more requests wait, further ones get 429."""
+
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "events_per_second": (
-            1000,
-            "each step's tokens are sent at once; a client that reads slowly gets fewer events",
-        ),
+        "events_per_second": (1000, "each step's tokens are sent at once; a slow client gets fewer events"),
         "target_requests": (None, "another replica starts above half of max_batch requests: set max_batch"),
         "max_waiting": (256, "256 answers wait, further requests get status 429; raise max or count"),
+        "scheduler": (None, "a server always refills; leave it out"),
     }
-
-    count: int | None = Field(None, ge=1, description="number of replicas; default 1 without min and max")
-    min: int | None = Field(None, ge=1, description="least number of replicas, autoscaling")
-    max: int | None = Field(None, ge=1, description="largest number of replicas, autoscaling")
-    gpus: float = Field(0, ge=0, description="GPUs per replica")
-    cpus: float | None = Field(None, gt=0, description="logical CPUs per replica; default its threads")
-    threads: int | None = Field(
-        None, ge=1, description="torch threads per replica; default CPUs of its node ÷ replicas there, on CPU"
-    )
-    cache_bytes: int | None = Field(
-        None, ge=1, description="bytes of key/value cache of the answers in flight; default 1 GiB on CPU, 8 GiB a GPU"
-    )
-    max_batch: int = Field(64, ge=1, description="answers in flight at most; 256 more wait, above it status is 429")
-
-    @model_validator(mode="after")
-    def _fixed_or_range(self) -> ReplicasConfig:
-        self.as_actors()
-        return self
-
-    def as_actors(self) -> ActorsConfig:
-        """The same as a job's actors, for what plans memory."""
-        names = ("count", "min", "max", "gpus", "cpus", "threads", "cache_bytes", "max_batch")
-        return ActorsConfig(**{name: getattr(self, name) for name in names})
 
 
 class HttpConfig(Section):
@@ -76,7 +45,7 @@ class HttpConfig(Section):
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 is every network")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
     api_key_env: str | None = Field(
-        None, min_length=1, description="environment variable that holds the API key; default: no key is asked for"
+        None, min_length=1, description="environment variable with the API key; default: no key"
     )
     timeout_seconds: float = Field(600, gt=0, description="after which a request ends with status 504")
 
@@ -88,9 +57,9 @@ class ServeConfig(Section):
 
     model: ModelConfig
     name: str | None = Field(
-        None, min_length=1, description="by which requests name the model; default: last part of model.path"
+        None, min_length=1, description="the model's name in requests; default: last part of model.path"
     )
-    schedule: ServeScheduleConfig = Field(default_factory=ServeScheduleConfig)
+    schedule: RunScheduleConfig = Field(default_factory=RunScheduleConfig)
     sampling: ServeSamplingConfig = Field(default_factory=ServeSamplingConfig)
     reasoning: ReasoningConfig | Literal["auto"] | None = Field(
         None,
@@ -102,15 +71,10 @@ class ServeConfig(Section):
     storage: StorageConfig = Field(default_factory=StorageConfig)
 
     @model_validator(mode="after")
-    def _engine_serves(self) -> ServeConfig:
+    def _fits_together(self) -> ServeConfig:
         if self.model.engine == "vllm" or self.model.vllm is not None:
             raise UserError("model.engine: vllm is for jobs; `vllm serve` with the add-on serves it (actors/README.md)")
-        return self
-
-    @model_validator(mode="after")
-    def _int8_fits(self) -> ServeConfig:
-        if self.model.weights is not None and self.replicas.gpus:
-            raise UserError("model.weights: int8 is for CPUs: leave it out, or leave out replicas.gpus")
+        self.model.check_actors(self.replicas.gpus, "replicas")
         return self
 
     @property

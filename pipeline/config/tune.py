@@ -8,8 +8,9 @@ from pydantic import Field, model_validator
 
 from actors.engine.errors import UserError
 from pipeline.config.base import Place, Section
+from pipeline.config.forms import Labels
 from pipeline.config.input import Paths
-from pipeline.config.job import Decay, KeepOrder, Labels, ScheduleConfig
+from pipeline.config.job import Decay, KeepOrder, ScheduleConfig
 
 RANK = 32  # of a speed adapter
 
@@ -30,12 +31,10 @@ class TuneDataConfig(Section):
     train_reference: str = Field("reference", description="column: a string, or a list of strings")
     dev_reference: str = Field("references", description="column: a string, or a list of strings")
     ended: str | None = Field(
-        None, description="column of booleans: false for a response that was cut off, from which no end is learned"
+        None, description="column of booleans: false for a response that was cut off: no end is learned from it"
     )
     collapse_whitespace: bool = Field(False, description="replace each run of white space in a response by one space")
-    choices: Labels | None = Field(
-        None, description="labels, or a .json file with a list of them; every response must be one of them"
-    )
+    choices: Labels | None = Field(None, description="labels, or a .json file of them; every response is one")
     dev_rows: int = Field(256, ge=2, description="pairs of the dev set, evenly spaced over its files")
     max_tokens: int = Field(256, ge=4, description="tokens of prompt and response; longer pairs are left out")
 
@@ -43,19 +42,15 @@ class TuneDataConfig(Section):
 class TuneScheduleConfig(Section):
     speedups: list[float] = Field([1.0], min_length=1, description="nominal; one is drawn for each batch")
     also: list[ScheduleConfig] = Field(
-        default_factory=list, description="further schedules to draw from: keys on top of this section's"
+        default_factory=list, description="further schedules: keys on top of this section's"
     )
-    compare: float | None = Field(
-        None, ge=1, description="draw from evaluate's comparisons at this nominal speed too, all equally often"
-    )
+    compare: float | None = Field(None, ge=1, description="draw from evaluate's comparisons at this nominal speed too")
     learned_order: list[int] | None = Field(
         None, description="with compare: the keep order that `evaluate` learned from the model, as it prints it"
     )
     default: float | None = Field(None, description="nominal speed-up of jobs without one; default the last")
     horizon: int | None = Field(None, ge=2, description="tokens; default the median response of the training data")
-    decay: Decay = Field(
-        "linear", description="shape of the depth curve; default of this and the keys below: the start checkpoint's"
-    )
+    decay: Decay = Field("linear", description="shape of the depth curve; default, as below: the start checkpoint's")
     warmup: int = Field(1, ge=0, description="lowest layers that always run; default with measured: by the order")
     keep_order: KeepOrder | list[int] = Field(
         "paper", description="layers, most needed first; measured: on the start weights and training pairs"
@@ -69,15 +64,9 @@ class LossConfig(Section):
     references: float = Field(1.0, ge=0, description="cross-entropy on the data's responses")
     distillation: float = Field(0.0, ge=0, description="KL divergence from the teacher at full depth")
     temperature: float = Field(1.0, gt=0, description="of both distributions in the divergence")
-    teacher: Place | None = Field(
-        None, description="checkpoint folder with the same tokenizer; default the start weights, frozen"
-    )
-    teacher_top_k: int = Field(
-        64, ge=1, description="likeliest tokens of the teacher's distribution that are kept; all others count as one"
-    )
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=1, description="probability spread over the vocabulary in the cross-entropy"
-    )
+    teacher: Place | None = Field(None, description="checkpoint with the same tokenizer; default the start weights")
+    teacher_top_k: int = Field(64, ge=1, description="likeliest tokens of the teacher; all others count as one")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="probability spread over the vocabulary")
 
     @model_validator(mode="after")
     def _some(self) -> LossConfig:
@@ -93,13 +82,9 @@ class LossConfig(Section):
 class AdapterConfig(Section):
     """A speed adapter: low-rank weights beside the frozen model, for speeds above 1x, which are all trained at once."""
 
-    start: Place | None = Field(
-        None, description="speed adapter to go on from, for this model; rank, alpha and targets are then its own"
-    )
+    start: Place | None = Field(None, description="speed adapter to go on from, with its rank, alpha and targets")
     rank: int | None = Field(None, ge=1, description=f"columns of each low-rank matrix; default {RANK}")
-    alpha: int | None = Field(
-        None, ge=1, description="an adapter's product is scaled by alpha / rank; default twice the rank"
-    )
+    alpha: int | None = Field(None, ge=1, description="its product is scaled by alpha / rank; default twice the rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="on an adapter's input, while training")
     targets: list[str] | None = Field(
         None,
@@ -121,9 +106,7 @@ class TrainingConfig(Section):
     epochs: float = Field(1.0, gt=0, description="passes over the training pairs")
     max_steps: int = Field(-1, description="optimizer steps; -1: by epochs")
     batch_size: int = Field(64, ge=1, description="pairs a step, over all workers and micro-batches")
-    speeds_per_step: int = Field(
-        1, ge=1, description="schedules drawn for each step that run the same layers over prompts, computed once"
-    )
+    speeds_per_step: int = Field(1, ge=1, description="schedules drawn for a step that share their passes over prompts")
     prompt_gradient: bool = Field(
         True,
         description="learn from the prompts' part in each loss; false: from prompts' last tokens and responses alone",
@@ -149,9 +132,7 @@ class TrainingConfig(Section):
     early_stopping: int | None = Field(
         None, ge=1, description="dev-set losses without improvement before training stops; the best weights are kept"
     )
-    threads: int | None = Field(
-        None, ge=1, description="torch threads; default all cores, with workers workers.cpus each"
-    )
+    threads: int | None = Field(None, ge=1, description="torch threads; default all cores, or workers.cpus")
 
 
 class WorkersConfig(Section):
@@ -171,14 +152,10 @@ class TuneConfig(Section):
 
     model: TuneModelConfig
     data: TuneDataConfig
-    output: Place = Field(
-        description="folder for the tuned checkpoint, or the speed adapter; resumable state in its _training folder"
-    )
+    output: Place = Field(description="folder for the checkpoint or speed adapter; resumable state in its _training")
     schedule: TuneScheduleConfig = Field(default_factory=TuneScheduleConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
-    adapter: AdapterConfig | None = Field(
-        None, description="train a speed adapter (model.speed_adapter of a job) instead of all weights"
-    )
+    adapter: AdapterConfig | None = Field(None, description="train a speed adapter instead of all weights")
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     workers: WorkersConfig | None = Field(None, description="train in several processes")
 

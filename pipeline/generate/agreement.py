@@ -75,7 +75,7 @@ class Agreement:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Agreement:
-        """From `dataclasses.asdict`, after JSON. Raises TypeError if the values are not its fields."""
+        """Read `dataclasses.asdict`, after JSON. Raises TypeError if the values are not its fields."""
         examples = tuple(Example(**example) for example in values.get("examples", ()))
         return cls(**{**values, "examples": examples})
 
@@ -115,43 +115,49 @@ def measure_agreement(
     """
     from actors.engine.library.divergence import Model, teacher_forced
 
-    given = _prepared(rows, files, schema, storage, spec)
+    prepared = (
+        prompt
+        for row, table in read_shards(files, rows, schema, storage)
+        for prompt in prompts(prepare_table(table, spec), row)
+    )
+    given = [replace(prompt, sampling={}) for prompt in prepared if prompt.error is None]
     if not given:
         return Agreement()
     full, fast = _generators(generator, len(given))
     first = 1 if len(fast.schedule.prompt_layers) == fast.schedule.num_layers else 0  # token that may differ
     at_full, full_stats = _answers(full, given, prefix)
-    texts = [(answer.row, answer.token_ids or (), answer.generated_text) for answer in at_full]
-    answers = [answer for answer in texts if len(answer[1]) > first]
+    answers = [answer for answer in at_full if len(answer.token_ids or ()) > first]
     if not answers:
         return Agreement()
     fast_answers, fast_stats = _answers(fast, given, prefix)
-    asked = [given[row] for row, *_ in answers]
-    pairs = [(given[row].ids, ids) for row, ids, _ in answers]
+    asked = [given[answer.row] for answer in answers]
+    ids = [answer.token_ids or () for answer in answers]
     at_full_depth, at_speed = (Model(one.engine.decoder, one.schedule) for one in (full, fast))
+    pairs = [(prompt.ids, tokens) for prompt, tokens in zip(asked, ids, strict=True)]
     [scores] = teacher_forced(at_full_depth, [at_speed], pairs, first=first)
-    tokens, agreed = int(scores.tokens.sum()), int(scores.agreed.sum())
+    compared, agreed = int(scores.tokens.sum()), int(scores.agreed.sum())
+    token_kl = float(scores.kl.sum()) / compared
     labels = generator["choices"] is not None or any(prompt.choices for prompt in asked)
     if labels:
         at_speed_texts = {answer.row: answer.generated_text for answer in fast_answers}
-        agreed = sum(text == at_speed_texts[row] for row, _, text in answers)
+        compared = len(answers)
+        agreed = sum(answer.generated_text == at_speed_texts[answer.row] for answer in answers)
     prompt_tokens = sum(len(prompt.ids) - len(prefix) for prompt in asked)
-    lengths = [len(ids) for _, ids in pairs]
+    lengths = [len(tokens) for tokens in ids]
     contents = {file.url: file.digest or file.version for file in files}
-    examples = tuple(
-        Example(contents[prompt.source], prompt.row, text)
-        for prompt, (_, ids, text) in zip(asked, answers, strict=True)
-        if text is not None and len(ids) < MOST_TOKENS
-    )
     return Agreement(
-        rows=len({row for row, *_ in answers}),
+        rows=len({answer.row for answer in answers}),
         labels=labels,
-        compared=len(answers) if labels else tokens,
+        compared=compared,
         agreed=agreed,
-        token_kl=float(scores.kl.sum()) / tokens,
+        token_kl=token_kl,
         prompt_tokens=prompt_tokens / len(answers),
         answer_tokens=sum(lengths) / len(answers),
-        examples=examples,
+        examples=tuple(
+            Example(contents[prompt.source], prompt.row, answer.generated_text)
+            for prompt, answer, length in zip(asked, answers, lengths, strict=True)
+            if answer.generated_text is not None and length < MOST_TOKENS
+        ),
         skipped=None if MOST_TOKENS in lengths else skipped_share(fast.schedule, prompt_tokens, lengths),
         prefill_ratio=_ratio(full_stats.prefill_seconds, fast_stats.prefill_seconds) if first == 0 else 1.0,
         decode_ratio=_ratio(*(one.decode_seconds / max(one.decode_steps, 1) for one in (full_stats, fast_stats))),
@@ -170,7 +176,7 @@ def _ratio(full: float, fast: float) -> float | None:
 
 
 def skipped_share(schedule: Schedule, prompt_tokens: int, answers: Sequence[int]) -> float:
-    """Share of full depth's layer runs that a schedule skips.
+    """Return the share of full depth's layer runs that a schedule skips.
 
     Args:
         prompt_tokens: of all rows.
@@ -181,20 +187,8 @@ def skipped_share(schedule: Schedule, prompt_tokens: int, answers: Sequence[int]
     return 1 - run / (schedule.num_layers * max(prompt_tokens + sum(steps), 1))
 
 
-def _prepared(
-    rows: Sequence[Shard], files: Sequence[InputFile], schema: pa.Schema, storage: StorageConfig, spec: PromptSpec
-) -> list[Prompt]:
-    """The rows that can be answered, each with the job's own sampling parameters."""
-    given = [
-        prompt
-        for row, table in read_shards(files, rows, schema, storage)
-        for prompt in prompts(prepare_table(table, spec), row)
-    ]
-    return [replace(prompt, sampling={}) for prompt in given if prompt.error is None]
-
-
 def _generators(generator: Mapping[str, Any], rows: int) -> tuple[Generator, Generator]:
-    """The model at full depth, without a speed adapter, and under the job's schedule; both answer greedily."""
+    """Return the model at full depth, without a speed adapter, and under the job's schedule; both answer greedily."""
     sampling = generator["sampling"]
     most = min(sampling["max_new_tokens"], MOST_TOKENS)
     greedy = {"temperature": 0.0, "n": 1, "logprobs": None, "max_new_tokens": most}

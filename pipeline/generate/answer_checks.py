@@ -58,23 +58,23 @@ def count_answers(texts: Sequence[str]) -> dict[str, Any]:
 def warnings(
     counts: Mapping[str, int], common: Mapping[str, int], answers: int, least: int = LEAST_ANSWERS
 ) -> list[str]:
-    """Return one line for each sign that more of the answers show than `CHECKS` allows; none for fewer than `least`.
+    """Return one line for each sign that more answers show than `CHECKS` allows; none for fewer than `least` answers.
 
     Args:
         counts: answers that show a sign, by the names in `CHECKS`.
-        common: answers that are a text, by text.
+        common: number of answers by text.
         answers: number of answers without an error.
-        least: number of answers from which on a share says something.
     """
+    if answers < least:
+        return []
     text, same = max(common.items(), key=lambda pair: pair[1], default=("", 0))
-    example = {"same_answers": f": {text!r}"}
-    lines = []
-    for name, share, sign in CHECKS:
-        count = {"same_answers": same, "cut_off": 0, **counts}[name]
-        if answers >= least and count > share * answers:
-            shown = f"{count:,} of {answers:,} answers ({count / answers:.1%}) {sign}{example.get(name, '')}"
-            lines.append(f"{shown}; `skipdecode try` shows prompts and answers")
-    return lines
+    found = {"cut_off": 0, **counts, "same_answers": same}
+    return [
+        f"{found[name]:,} of {answers:,} answers ({found[name] / answers:.1%}) {sign}"
+        f"{f': {text!r}' if name == 'same_answers' else ''}; `skipdecode try` shows prompts and answers"
+        for name, share, sign in CHECKS
+        if found[name] > share * answers
+    ]
 
 
 def warnings_of(texts: Sequence[str], least: int = LEAST_ANSWERS, cut_off: int = 0) -> list[str]:

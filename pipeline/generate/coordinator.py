@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
+
+SHOWN_KINDS = 3  # of errors
 
 
 @dataclass(frozen=True)
@@ -11,10 +15,12 @@ class RunProgress:
     """Counts of what this run has committed, and what its actors do now.
 
     Args:
+        kinds: answers with an error, by kind, the most frequent first.
         loading: actors that load their model.
         actors: actors that have loaded it.
         download: the last line of a download.
         at_work: shards that have begun and are not yet committed.
+        example: the newest answer that an actor has shown.
     """
 
     shards: int = 0
@@ -25,6 +31,8 @@ class RunProgress:
     download: str = ""
     at_work: int = 0
     actors: int = 0
+    kinds: tuple[tuple[str, int], ...] = ()
+    example: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,8 @@ class Coordinator:
         self.loads: dict[str | None, int] = {}
         self.downloads: dict[str | None, str] = {}
         self.actors: set[str | None] = set()
+        self.kinds = Counter[str]()
+        self.example = ""
 
     def loading(self, actor: str | None) -> int:
         """Note that an actor begins to load its model; return how many loads it began since the last complete one."""
@@ -79,13 +89,24 @@ class Coordinator:
         self.at_work.add(shard)
         return True
 
-    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
-        """Note that a shard is committed. first: by this attempt, and the other arguments are its numbers."""
+    def show(self, example: str) -> None:
+        """Keep an answer for the driver to show."""
+        self.example = example
+
+    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int, kinds: str = "") -> None:
+        """Note that a shard is committed.
+
+        Args:
+            first: by this attempt; the other arguments are its numbers.
+            kinds: see `ShardStats.error_kinds`.
+        """
         self.done.add(shard)
         self.at_work.discard(shard)
         if first:
             done = self.committed
             self.committed = RunProgress(done.shards + 1, done.rows + rows, done.errors + errors, done.tokens + tokens)
+            for kind, answers, *_ in json.loads(kinds or "[]"):
+                self.kinds[kind or "other"] += answers
 
     def stop(self) -> set[int]:
         """Let no further shard begin; return the shards at work."""
@@ -104,4 +125,6 @@ class Coordinator:
             download=next(iter(self.downloads.values()), ""),
             at_work=len(self.at_work),
             actors=len(self.actors),
+            kinds=tuple(self.kinds.most_common(SHOWN_KINDS)),
+            example=self.example,
         )

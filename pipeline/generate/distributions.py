@@ -20,29 +20,29 @@ _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{16,}\b|\d[\d,.]*\d|\d")
 
 
 def bins_of(values: np.ndarray) -> np.ndarray:
-    """The bin of each value; values are integers of at least 0."""
+    """Return the bin of each value; values are integers of at least 0."""
     octaves = np.floor(np.log2(np.maximum(values, EXACT))).astype(np.int64)
     within = (values >> (octaves - 3)) - PER_OCTAVE
     return np.where(values < EXACT, values, EXACT + (octaves - 4) * PER_OCTAVE + within)
 
 
-def histogram(values: Sequence[int] | np.ndarray) -> list[int]:
-    """How many of the values, which are at least 0, lie in each bin; without the empty bins at the end."""
-    counts: list[int] = np.bincount(bins_of(np.asarray(values, dtype=np.int64))).tolist()
+def histogram(values: Sequence[int]) -> list[int]:
+    """Count the values in each bin; bins after the last value are left out."""
+    counts: list[int] = np.bincount(bins_of(np.array(values, dtype=np.int64))).tolist()
     return counts
 
 
 def depth_histogram(depths: Sequence[float | None]) -> list[int]:
-    """How many mean depths lie between d and d + 1 layers, for d = 0, 1, ...; null ones are not counted."""
+    """Count the mean depths between d and d + 1 layers, for d = 0, 1, ...; null ones are left out."""
     known = [int(depth) for depth in depths if depth is not None]
     counts: list[int] = np.bincount(np.array(known, dtype=np.int64)).tolist()
     return counts
 
 
 def label_counts(part: pa.Table) -> str:
-    """JSON of {label: answers} over the answers that are one of `choices`, the most frequent first.
+    """Return JSON of {label: answers}, the most frequent first; "" for a job without choices, or for too many labels.
 
-    "" for a job without choices, and for more than `MOST_LABELS` labels, which rows with labels of their own may have.
+    Rows with labels of their own may have more than `MOST_LABELS`.
     """
     if "choice_probability" not in part.column_names:
         return ""
@@ -51,7 +51,7 @@ def label_counts(part: pa.Table) -> str:
 
 
 def kind_of(error: str) -> str:
-    """An error without what differs by row: quoted text, numbers, digests."""
+    """Return an error without what differs by row: quoted text, numbers, digests."""
     return _VARIABLE.sub("…", error[:EXAMPLE_CHARS])[:KIND_CHARS]
 
 
@@ -64,19 +64,16 @@ def id_value(row_id: pa.Scalar) -> Any:
 
 
 def error_kinds(part: pa.Table) -> str:
-    """JSON of [kind, answers, id, error]: the `KINDS` most frequent ones, each with its first example.
+    """Return JSON of [kind, answers, id, error]: the `KINDS` most frequent kinds with their first example.
 
-    Further kinds are counted together in a last entry, whose texts are empty. "" if there is no error.
+    A last entry with empty texts counts all other kinds. "" if there is no error.
     """
     bad = part.select(["id", "error"]).filter(part["error"].is_valid())
-    if not bad.num_rows:
-        return ""
     errors = bad["error"].to_pylist()
     kinds = [kind_of(error) for error in errors]
-    counts = Counter(kinds)
     listed: list[list[str | int]] = []
-    for kind, count in counts.most_common(KINDS):
+    for kind, count in Counter(kinds).most_common(KINDS):
         place = kinds.index(kind)
         listed.append([kind, count, str(id_value(bad["id"][place]))[:ID_CHARS], errors[place][:EXAMPLE_CHARS]])
-    rest = len(kinds) - sum(count for _, count in counts.most_common(KINDS))
-    return json.dumps([*listed, ["", rest, "", ""]] if rest else listed)
+    rest = len(kinds) - sum(int(count) for _, count, *_ in listed)
+    return json.dumps([*listed, ["", rest, "", ""]] if rest else listed) if listed else ""

@@ -35,20 +35,17 @@ class LiveCounts:
         """Report now. sink: default the installed one."""
         engine = self.source.engine
         with self._lock:
-            self._report(engine.stats, sink)
+            stats, before = engine.stats, self._reported
+            # counts of dropped rows are taken back; a counter is not
+            most = {item.name: max(getattr(stats, item.name), getattr(before, item.name)) for item in fields(stats)}
+            self._reported = EngineStats(**most)
+        for name in COUNTERS:
+            metrics.add(name, most[name] - getattr(before, name), sink=sink)
+        metrics.add("seconds", most["prefill_seconds"] - before.prefill_seconds, part="prefill", sink=sink)
+        metrics.add("seconds", most["decode_seconds"] - before.decode_seconds, part="decode", sink=sink)
         metrics.set_gauge("rows_in_flight", len(engine.rows), sink=sink)
         metrics.set_gauge("cache_bytes", engine.used_cache_bytes(), sink=sink)
         metrics.set_gauge("cache_bytes_limit", self.source.cache_bytes, sink=sink)
-
-    def _report(self, stats: EngineStats, sink: metrics.Sink | None) -> None:
-        before = self._reported
-        for name in COUNTERS:
-            metrics.add(name, getattr(stats, name) - getattr(before, name), sink=sink)
-        metrics.add("seconds", stats.prefill_seconds - before.prefill_seconds, part="prefill", sink=sink)
-        metrics.add("seconds", stats.decode_seconds - before.decode_seconds, part="decode", sink=sink)
-        # counts of dropped rows are taken back; a counter is not
-        most = {item.name: max(getattr(stats, item.name), getattr(before, item.name)) for item in fields(stats)}
-        self._reported = EngineStats(**most)
 
 
 def _run(reference: weakref.ref[LiveCounts], sink: metrics.Sink) -> None:

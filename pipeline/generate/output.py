@@ -22,23 +22,18 @@ ANSWER_FIELDS = [
     pa.field("mean_depth", pa.float64()),
     pa.field("error", pa.string()),
 ]
-_TOKEN_LOGPROB = [
-    pa.field("token_id", pa.int32()),
-    pa.field("token", pa.string()),
-    pa.field("logprob", pa.float64()),
-]
+_TOKEN_LOGPROB = [("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float64())]
+_TOKEN_LOGPROBS = pa.struct([*_TOKEN_LOGPROB, ("top", pa.list_(pa.struct(_TOKEN_LOGPROB)))])
 OPTIONAL_FIELDS = {
-    "token_ids": pa.field("token_ids", pa.list_(pa.int32())),
-    "cumulative_logprob": pa.field("cumulative_logprob", pa.float64()),
-    "logprobs": pa.field(
-        "logprobs",
-        pa.list_(pa.struct([*_TOKEN_LOGPROB, pa.field("top", pa.list_(pa.struct(_TOKEN_LOGPROB)))])),
-    ),
-    "choice_probability": pa.field("choice_probability", pa.float64()),
-    "reasoning": pa.field("reasoning", pa.string()),
-    "tool_calls": pa.field(
-        "tool_calls", pa.list_(pa.struct([pa.field("name", pa.string()), pa.field("arguments", pa.string())]))
-    ),
+    name: pa.field(name, kind)
+    for name, kind in {
+        "token_ids": pa.list_(pa.int32()),
+        "cumulative_logprob": pa.float64(),
+        "logprobs": pa.list_(_TOKEN_LOGPROBS),
+        "choice_probability": pa.float64(),
+        "reasoning": pa.string(),
+        "tool_calls": pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())])),
+    }.items()
 }
 PARSED = "parsed"
 
@@ -81,30 +76,25 @@ def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, shard:
         rows: the shard's input rows.
         answers: sorted by row and sample index.
     """
+    columns = {"id": row_ids(rows, spec.id_column, spec.root, shard)}
+    columns |= {name: rows[name] for name in spec.keep if name != "id"}
     owners = [answer.row for answer in answers]
-    names = ["id", *(name for name in spec.keep if name != "id")]
-    columns = [row_ids(rows, spec.id_column, spec.root, shard), *(rows[name] for name in names[1:])]
     if owners != list(range(rows.num_rows)):
-        columns = [column.take(pa.array(owners, pa.int64())) for column in columns]
-    errors = [answer.error for answer in answers]
+        columns = {name: column.take(pa.array(owners, pa.int64())) for name, column in columns.items()}
+    given = {field.name: field.type for field in [*ANSWER_FIELDS, *(OPTIONAL_FIELDS[name] for name in spec.optional)]}
+    values = {name: [getattr(answer, name) for answer in answers] for name in given}
+    if "tool_calls" in values:
+        values["tool_calls"] = [calls and [call.to_dict() for call in calls] for calls in values["tool_calls"]]
     if spec.parsed is not None:
-        parsed, errors = parse_answers([answer.generated_text for answer in answers], errors, spec.parsed)
-    for column in [*ANSWER_FIELDS, *(OPTIONAL_FIELDS[name] for name in spec.optional)]:
-        values = [getattr(answer, column.name) for answer in answers]
-        if column.name == "error":
-            values = errors
-        if column.name == "tool_calls":
-            values = [None if each is None else [one.to_dict() for one in each] for each in values]
-        names.append(column.name)
-        columns.append(pa.array(values, column.type))
+        parsed, values["error"] = parse_answers(values["generated_text"], values["error"], spec.parsed)
+    columns |= {name: pa.array(values[name], kind) for name, kind in given.items()}
     if spec.parsed is not None:
-        names.append(PARSED)
-        columns.append(parsed)
-    return pa.table(columns, names=names)
+        columns[PARSED] = parsed
+    return pa.table(columns)
 
 
 def part_bytes(table: pa.Table, spec: PartSpec, shard: Shard) -> bytes:
-    """The part as Parquet bytes. Its footer names job, shard, input file and first row; equal for every attempt."""
+    """Return the part as Parquet bytes. Its footer names job, shard, input file and first row."""
     metadata = {
         "skipdecode.fingerprint": spec.fingerprint,
         **shard_metadata(shard),
@@ -118,7 +108,7 @@ def part_bytes(table: pa.Table, spec: PartSpec, shard: Shard) -> bytes:
 
 
 def shard_metadata(shard: Shard) -> dict[str, str]:
-    """Footer metadata of a part that names its shard."""
+    """Return footer metadata of a part that names its shard."""
     return {
         "skipdecode.shard": str(shard.index),
         "skipdecode.file": shard.url,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -34,45 +34,29 @@ from pipeline.input.shards import Shard
 from pipeline.prepare.prompts import CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
-
-class Worker(Protocol):
-    """The process that a stage runs in."""
-
-    owns_process: bool  # whether process-wide settings may be changed
-
-    def actor(self) -> str | None:
-        """Id of the actor, the same after a restart; None outside an actor."""
-        ...
-
-    def node(self) -> str:
-        """Host, and on a cluster the node."""
-        ...
-
-    def attempt(self) -> int:
-        """2 in an actor that was restarted, else 1."""
-        ...
-
-    def export_metrics(self) -> None:
-        """Send the metrics of this process to where the worker's process exports them, if it does."""
-        ...
+EXAMPLE_SECONDS = 20.0  # least time between two answers that an actor shows
+EXAMPLE_TOKENS, EXAMPLE_CHARS = 24, 160  # of the end of the prompt, and of prompt and answer each
 
 
-class ThisProcess:
-    """A worker that shares its process with the caller of the job."""
+class Worker:
+    """The process that a stage runs in; this one is the job's own. owns_process: process-wide settings may change."""
 
     owns_process = False
 
     def actor(self) -> str | None:
+        """Return the id of the actor, the same after a restart; None outside an actor."""
         return None
 
     def node(self) -> str:
+        """Return the host, and on a cluster the node."""
         return socket.gethostname()
 
     def attempt(self) -> int:
+        """Return 2 in an actor that was restarted, else 1."""
         return 1
 
     def export_metrics(self) -> None:
-        pass
+        """Send the metrics of this process to where the worker's process exports them, if it does."""
 
 
 def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
@@ -107,21 +91,21 @@ class _Turn:
 class ShardGenerator:
     """Callable class: answers whole shards with one Generator, and commits them.
 
-    A shard is committed here, in the call that answered it, as nothing else then has to run before its part exists:
-    a task of its own would wait until Ray Data has CPUs for it, which another dataset may hold.
+    A shard is committed in the call that answered it: a task of its own would wait until Ray Data has CPUs for it,
+    which another dataset may hold.
 
-    It may be called by two threads: the second shard then begins while the last rows of the first one finish, where
-    `Generator` joins calls, else when they have ended; in both cases while the first one is committed. A shard whose
-    process has died before shares with no other.
+    Two threads may call it. The second shard then begins while the last rows of the first one finish, if `Generator`
+    joins calls, else when they have ended; in both cases while the first one is committed. A shard whose process has
+    died before shares with no other.
 
     Args:
         generator: arguments of `Generator`; checkpoint and speed adapter as `fetch` takes them.
         part: what the parts hold.
         commit: called with each answered shard, its part and its statistics.
+        quarantine: of the run.
+        coordinator: of the run, asked before each shard.
         check_output: called before the model is loaded; raises UserError if this node cannot see the job's output.
         prefix: token ids with which the job's prompts begin.
-        coordinator: of the run, asked before each shard; None answers every shard.
-        quarantine: of the run; None retries a row that kills this process for ever.
         worker: the process that this runs in.
         devices: GPUs of this actor, or 1 on CPUs.
         price_per_hour: money for an hour of one; 0 without a price.
@@ -135,52 +119,44 @@ class ShardGenerator:
         generator: Mapping[str, Any],
         part: PartSpec,
         commit: Callable[[Shard, bytes, ShardStats], None],
-        check_output: Callable[[], None] | None = None,
+        quarantine: Quarantine,
+        coordinator: Coordinator,
+        check_output: Callable[[], None] = lambda: None,
         prefix: Sequence[int] = (),
-        coordinator: Coordinator | None = None,
-        quarantine: Quarantine | None = None,
         worker: Worker | None = None,
         devices: float = 1.0,
         price_per_hour: float = 0.0,
     ) -> None:
-        self.worker = worker or ThisProcess()
+        self.part, self.commit, self.quarantine, self.coordinator = part, commit, quarantine, coordinator
+        self.prefix, self.devices, self.price_per_hour = prefix, devices, price_per_hour
+        self.worker = worker or Worker()
         self.worker.export_metrics()
-        if check_output is not None:
-            check_output()
-        if self.worker.owns_process:
-            logging.getLogger("transformers").setLevel(logging.ERROR)
-        if coordinator is not None and quarantine is not None:
-            loads = coordinator.loading(self.worker.actor())
-            if loads > quarantine.attempts:
-                raise RuntimeError(
-                    f"an actor died while it loaded the model, attempt {loads - 1} of {quarantine.attempts}: look at "
-                    "the node's memory and its kernel's log, or lower actors.count"
-                )
+        check_output()
+        actor = self.worker.actor()
+        loads = coordinator.loading(actor)
+        if loads > quarantine.attempts:
+            raise RuntimeError(
+                f"an actor died while it loaded the model, attempt {loads - 1} of {quarantine.attempts}: look at "
+                "the node's memory and its kernel's log, or lower actors.count"
+            )
         # Ray constructs in one thread and calls in another, and OpenMP keeps a thread pool for each calling thread:
         # a model loaded in one thread and run in another took twice the time with two torch threads
         self.thread = ThreadPoolExecutor(1, "generator")
-        settings = fetched(generator, self._downloading(coordinator))
+        settings = fetched(generator, partial(coordinator.downloading, actor))
         self.generator = self.thread.submit(Generator, **settings).result()
         self.counts = LiveCounts(self.generator)
         self.loaded = time.time()
         if self.worker.owns_process:
+            logging.getLogger("transformers").setLevel(logging.ERROR)
             # loaded objects stay: a collection that scans them each time takes a tenth of a small model's time
             gc.collect()
             gc.freeze()
             # behind the handlers of Python come those of Ray, in which a process may wait for ever for its own lock
             atexit.register(os._exit, 0)
-        self.part, self.commit = part, commit
-        self.devices, self.price_per_hour = devices, price_per_hour
-        self.prefix = prefix
-        self.coordinator = coordinator
-        self.quarantine = quarantine
         self._turns, self._last_turn, self._last_ended = threading.Lock(), _Turn(), 0.0
         self._last_turn.end()
-        if coordinator is not None:
-            coordinator.loaded(self.worker.actor())
-
-    def _downloading(self, coordinator: Coordinator | None) -> Callable[[str], None] | None:
-        return None if coordinator is None else partial(coordinator.downloading, self.worker.actor())
+        self._shown = 0.0  # when an answer was shown
+        coordinator.loaded(actor)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Answer and commit shards: columns shard, url, first_row, rows, prepare_seconds -> shard, if committed."""
@@ -199,97 +175,95 @@ class ShardGenerator:
             before, self._last_turn = self._last_turn, turn
         try:
             before.drains.wait()
-            if self.quarantine is not None and not before.ended.is_set() and self.quarantine.knows(shard.index):
+            if not before.ended.is_set() and self.quarantine.knows(shard.index):
                 before.ended.wait()  # a death must be that of one shard
-            if self.coordinator is not None and not self.coordinator.begin(shard.index):
+            if not self.coordinator.begin(shard.index):
                 return False
             began, alone = time.perf_counter(), before.ended.is_set()
-            # before anything that may kill this process
-            shard_attempt = None if self.quarantine is None else self.quarantine.begin(shard.index, shard.rows)
-            answers, engine = self._answers(shard_attempt, asked, turn)
+            attempt = self.quarantine.begin(shard.index, shard.rows)  # before anything that may kill this process
+            answers, engine = self._answers(attempt, asked, turn)
             with self._turns:  # steps shared with another shard have no seconds of one shard
                 alone = alone and (self._last_turn is turn or not turn.drains.is_set())
             _check_rows(answers, shard)
             before.ended.wait()
-            if shard_attempt is None or not shard_attempt.isolated:
+            if not attempt.isolated:
                 turn.end()  # an isolated shard keeps its turn, or the next one's death would count as its own
             table = part_table(rows, answers, self.part, shard)
             data = part_bytes(table, self.part, shard)
             self.counts.report()
-            seconds, finished = self._seconds_since(began), time.time()
-            device_seconds = seconds * self.devices
-            money, million_tokens = device_seconds * self.price_per_hour / 3600, engine.generated_tokens / 1e6
-            measured = {
-                **asdict(engine),
-                "control_tokens": lambda: pc.sum(rows[CONTROL_TOKENS]).as_py() or 0,
-                "prepare_seconds": prepare_seconds,
-                "generate_seconds": seconds,
-                "device_seconds": device_seconds,
-                "money": money,
-                "device_seconds_per_million_tokens": _share(alone * device_seconds, million_tokens),
-                "money_per_million_tokens": _share(alone * money, million_tokens),
-                "tokens_per_second": _share(alone * engine.generated_tokens, seconds),
-                "padding_fraction": _share(
-                    engine.padded_prompt_tokens - engine.prompt_tokens, engine.padded_prompt_tokens
-                ),
-                "mean_depth": _share(engine.layer_steps, engine.decode_steps),
-                "peak_memory_bytes": self.generator.peak_memory_bytes,
-                "started": finished - seconds,
-                "finished": finished,
-                "device": self.generator.device_name,
-                "node": self.worker.node,
-                "attempt": self.worker.attempt,
-                "actor": self.worker.actor,
-                "loaded": self.loaded,
-            }
+            measured = {**self._measured(engine, began, alone), "prepare_seconds": prepare_seconds}
+            measured["control_tokens"] = lambda: pc.sum(rows[CONTROL_TOKENS]).as_py() or 0
+            self._show(asked, answers)
             self.commit(shard, data, ShardStats.of_run(shard.index, table, measured))
             return True
         finally:
             before.ended.wait()
             turn.end()
 
-    def _seconds_since(self, began: float) -> float:
-        """The time of the shard that has ended just now: since it began, and since the last one ended."""
-        with self._turns:
-            now = time.perf_counter()
-            seconds, self._last_ended = now - max(began, self._last_ended), now
-        return seconds
-
-    def _answers(
-        self, shard_attempt: ShardAttempt | None, rows: list[Prompt], turn: _Turn
-    ) -> tuple[list[Answer], EngineStats]:
+    def _answers(self, attempt: ShardAttempt, rows: list[Prompt], turn: _Turn) -> tuple[list[Answer], EngineStats]:
         """Return the answers to a shard's rows, in row order, and the engine's counts.
 
         After a death group by group, each batch recorded before it runs.
         """
-        if shard_attempt is None or not shard_attempt.isolated:
+        if not attempt.isolated:
             return self._answer(rows, on_drain=turn.drains.set)
-        errors = shard_attempt.errors
         answers, stats = list[Answer](), EngineStats()
-        for group in filter(None, [tuple(errors), *shard_attempt.groups]):
+        for group in filter(None, [tuple(attempt.errors), *attempt.groups]):
 
             def enter(positions: Sequence[int], group: tuple[int, ...] = group) -> None:
-                shard_attempt.enter([group[position] for position in positions])
+                attempt.enter([group[position] for position in positions])
 
-            prompts = [replace(rows[row], error=errors.get(row, rows[row].error)) for row in group]
-            of_group, counted = self._answer(prompts, enter)
+            asked = [replace(rows[row], error=attempt.errors.get(row, rows[row].error)) for row in group]
+            of_group, counted = self._answer(asked, on_batch=enter)
             answers += [replace(answer, row=group[answer.row]) for answer in of_group]
             stats = stats.plus(counted)
         return sorted(answers, key=lambda answer: answer.row), stats  # the answers to a row are in order, and stay so
 
-    def _answer(
-        self,
-        rows: list[Prompt],
-        on_batch: Callable[[Sequence[int]], None] | None = None,
-        on_drain: Callable[[], None] | None = None,
-    ) -> tuple[list[Answer], EngineStats]:
-        generator = self.generator
-        work = generator.begin(rows, self.prefix, on_batch, on_drain)
-        self.thread.submit(generator.run, work).result()
-        return generator.finish(work), work.call.stats
+    def _answer(self, rows: list[Prompt], **told: Callable[..., None]) -> tuple[list[Answer], EngineStats]:
+        """Answer rows in the generator's thread. told: callbacks of `Generator.begin`."""
+        work = self.generator.begin(rows, self.prefix, **told)
+        self.thread.submit(self.generator.run, work).result()
+        return self.generator.finish(work), work.call.stats
+
+    def _measured(self, engine: EngineStats, began: float, alone: bool) -> dict[str, Any]:
+        """Return the statistics of the shard that has ended just now; its seconds count since the last one ended."""
+        with self._turns:
+            now = time.perf_counter()
+            seconds, self._last_ended = now - max(began, self._last_ended), now
+        finished, device_seconds, tokens = time.time(), seconds * self.devices, engine.generated_tokens
+        money = device_seconds * self.price_per_hour / 3600
+        return {
+            **asdict(engine),
+            "generate_seconds": seconds,
+            "device_seconds": device_seconds,
+            "money": money,
+            "device_seconds_per_million_tokens": _share(alone * device_seconds, tokens / 1e6),
+            "money_per_million_tokens": _share(alone * money, tokens / 1e6),
+            "tokens_per_second": _share(alone * tokens, seconds),
+            "padding_fraction": _share(engine.padded_prompt_tokens - engine.prompt_tokens, engine.padded_prompt_tokens),
+            "mean_depth": _share(engine.layer_steps, engine.decode_steps),
+            "peak_memory_bytes": self.generator.peak_memory_bytes,
+            "started": finished - seconds,
+            "finished": finished,
+            "device": self.generator.device_name,
+            "node": self.worker.node,
+            "attempt": self.worker.attempt,
+            "actor": self.worker.actor,
+            "loaded": self.loaded,
+        }
+
+    def _show(self, asked: Sequence[Prompt], answers: Sequence[Answer]) -> None:
+        """Give the coordinator an answer to show, if the last one is some time ago."""
+        answer = next((one for one in answers if one.error is None), None)
+        if answer is None or time.monotonic() - self._shown < EXAMPLE_SECONDS:
+            return
+        self._shown = time.monotonic()
+        prompt = self.generator.tokenizer.decode(list(asked[answer.row].ids[-EXAMPLE_TOKENS:]))
+        text = answer.generated_text or str(answer.tool_calls or "")
+        self.coordinator.show(f"…{prompt[-EXAMPLE_CHARS:]!r} -> {text[:EXAMPLE_CHARS]!r}")
 
 
-def _check_rows(answers: Sequence[Any], shard: Shard) -> None:
+def _check_rows(answers: Sequence[Answer], shard: Shard) -> None:
     """Raise RuntimeError unless each row of a shard is answered, once and in order."""
     answered = [answer.row for answer in answers if answer.sample_index == 0]
     if answered != list(range(shard.rows)):

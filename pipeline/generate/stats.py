@@ -22,16 +22,13 @@ log = logging.getLogger(__name__)
 
 
 def _unit(unit: str, default: Any = 0, total: str = "sum") -> Any:
-    """Return a field with its unit and default, and how its total over shards forms: sum, max, or none."""
-    metadata = {"unit": unit, "total": total}
-    if default == []:
-        return field(default_factory=list, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    """Declare a statistic: its unit and default, and how its total over shards forms: sum, max, or none."""
+    given: dict[str, Any] = {"default_factory": list} if default == [] else {"default": default}
+    return field(**given, metadata={"unit": unit, "total": total})
 
 
-SIGNS = ("empty_answers", "repeating_answers")
 LATER = {  # fields that older records lack
-    **dict.fromkeys((*SIGNS, "control_tokens"), 0),
+    **dict.fromkeys(("empty_answers", "repeating_answers", "control_tokens"), 0),
     **dict.fromkeys(("label_counts", "common_answers"), ""),
 }
 
@@ -97,42 +94,19 @@ class ShardStats(Counts):
 
     @classmethod
     def from_record(cls, values: dict[str, Any]) -> ShardStats:
-        """Statistics of a commit record. Raises KeyError, TypeError or ValueError for a damaged one."""
+        """Read a commit record. Raises KeyError, TypeError or ValueError for a damaged one."""
         values = {**LATER, **values}
         return cls(**{item.name: _checked(item, values[item.name]) for item in fields(cls)})
 
     @classmethod
     def of_run(cls, shard: int, part: pa.Table, measured: Mapping[str, Any]) -> ShardStats:
-        """Statistics of a shard that has just been answered. They never fail it.
+        """Count what a part holds, and add what the actor has measured. Never fails the shard.
 
         Args:
             measured: values of further fields, or functions that return them. A value that cannot be had, or that a
-                record cannot hold, is logged and left at 0 or empty.
+                record cannot hold, is logged and left at its default.
         """
-        return cls._known(shard, {**measured, **_counts(part)})
-
-    @classmethod
-    def of_part(cls, shard: int, part: pa.Table, num_layers: int) -> ShardStats:
-        """Statistics of a rebuilt record: counts from the part; times, memory and device are unknown and zero.
-
-        part: with its footer.
-        """
-        tokens, depths = (part[name].to_pylist() for name in ("generated_tokens", "mean_depth"))
-        steps = [max(count - 1, 0) for count in tokens]
-        layer_steps = round(sum(count * (depth or 0.0) for count, depth in zip(steps, depths, strict=True)))
-        known = {
-            "generated_tokens": sum(tokens),
-            "mean_depth": layer_steps / sum(steps) if sum(steps) else 0.0,
-            "decode_steps": sum(steps),
-            "layer_steps": layer_steps,
-            "full_layer_steps": num_layers * sum(steps),
-            "rebuilt": True,
-        }
-        return cls._known(shard, {**_counts(part), **known})
-
-    @classmethod
-    def _known(cls, shard: int, values: Mapping[str, Any]) -> ShardStats:
-        """Statistics from those of the values, or of what functions among them return, that a record can hold."""
+        values = {**measured, **_counts(part)}
         known: dict[str, Any] = {"shard": shard}
         for item in fields(cls):
             value = values.get(item.name)
@@ -144,9 +118,25 @@ class ShardStats(Counts):
                 log.warning("shard %d: no statistic %s: %s", shard, item.name, flat(error))
         return cls(**known)
 
+    @classmethod
+    def of_part(cls, shard: int, part: pa.Table, num_layers: int) -> ShardStats:
+        """Rebuild a record: counts from the part with its footer; times, memory and device stay zero."""
+        tokens, depths = (part[name].to_pylist() for name in ("generated_tokens", "mean_depth"))
+        steps = [max(count - 1, 0) for count in tokens]
+        layer_steps = round(sum(count * (depth or 0.0) for count, depth in zip(steps, depths, strict=True)))
+        known = {
+            "generated_tokens": sum(tokens),
+            "mean_depth": layer_steps / sum(steps) if sum(steps) else 0.0,
+            "decode_steps": sum(steps),
+            "layer_steps": layer_steps,
+            "full_layer_steps": num_layers * sum(steps),
+            "rebuilt": True,
+        }
+        return cls.of_run(shard, part, known)
+
 
 def _checked(item: Field[Any], value: Any) -> Any:
-    """The value of a field, if a record can hold it. Raises TypeError or ValueError."""
+    """Return the value of a field, if a record can hold it. Raises TypeError or ValueError."""
     kind = str(item.type)
     if kind == "list[int]":
         if type(value) is not list or not all(type(one) is int and 0 <= one < 2**31 for one in value):
@@ -163,9 +153,14 @@ def _checked(item: Field[Any], value: Any) -> Any:
 
 def _counts(part: pa.Table) -> dict[str, Any]:
     """Return the fields of `ShardStats` that a part holds; those that an odd value of a row may fail are functions."""
-    good = part.filter(pc.is_null(part["error"]))
+    first = part.filter(pc.equal(part["sample_index"], 0))
     answered = part.filter(pc.not_equal(part["finish_reason"], "error"))
     reasons = part["finish_reason"].to_pylist()
+
+    @cache
+    def prompt_tokens() -> list[int]:
+        tokens: list[int] = first["prompt_tokens"].filter(pc.is_null(first["error"])).to_pylist()
+        return tokens
 
     @cache
     def checks() -> dict[str, Any]:
@@ -176,14 +171,14 @@ def _counts(part: pa.Table) -> dict[str, Any]:
         return count_answers(texts)
 
     return {
-        "rows": input_rows(part),
+        "rows": first.num_rows,
         "answers": part.num_rows,
         "errors": error_rows(part),
         "duplicate_ids": lambda: duplicate_ids(part),
-        "prompt_tokens": lambda: sum(_first_samples(good)["prompt_tokens"].to_pylist()),
+        "prompt_tokens": lambda: sum(prompt_tokens()),
         "stopped": reasons.count("stop"),
         "cut_off": reasons.count("length"),
-        "prompt_lengths": lambda: histogram(_first_samples(good)["prompt_tokens"].to_pylist()),
+        "prompt_lengths": lambda: histogram(prompt_tokens()),
         "answer_lengths": lambda: histogram(answered["generated_tokens"].to_pylist()),
         "answer_depths": lambda: depth_histogram(part["mean_depth"].to_pylist()),
         "error_kinds": lambda: error_kinds(part),
@@ -192,29 +187,22 @@ def _counts(part: pa.Table) -> dict[str, Any]:
     }
 
 
-def input_rows(part: pa.Table) -> int:
-    """Number of input rows that a part answers."""
-    return int(_first_samples(part).num_rows)
-
-
 def error_rows(part: pa.Table) -> int:
-    """Input rows with an error in any of their answers."""
-    row = pc.cumulative_sum(pc.cast(_is_first(part), pa.int64()))
+    """Count the input rows with an error in any of their answers."""
+    row = pc.cumulative_sum(pc.cast(pc.equal(part["sample_index"], 0), pa.int64()))
     return int(pc.count_distinct(row.filter(pc.is_valid(part["error"]))).as_py())
 
 
 def duplicate_ids(part: pa.Table) -> int:
-    """Input rows whose id an earlier row of the part has."""
-    return int(input_rows(part) - pc.count_distinct(part["id"], mode="all").as_py())
+    """Count the input rows whose id an earlier row of the part has."""
+    rows = pc.sum(pc.equal(part["sample_index"], 0)).as_py() or 0
+    return int(rows - pc.count_distinct(part["id"], mode="all").as_py())
 
 
-def _first_samples(part: pa.Table) -> pa.Table:
-    return part.filter(_is_first(part))
-
-
-def _is_first(part: pa.Table) -> pa.Array | pa.ChunkedArray:
-    """Tell of each output row whether it is the first of its input row."""
-    return pc.equal(part["sample_index"], 0)
+DERIVED = (  # values of `Totals` that follow from others
+    *("warnings", "mean_depth", "layer_ratio", "device_seconds_per_million_tokens"),
+    *("money_per_million_tokens", "padding_fraction"),
+)
 
 
 @dataclass(frozen=True)
@@ -244,39 +232,39 @@ class Totals(Counts):
     @property
     def mean_depth(self) -> float | None:
         """Mean d(t) over the decode steps."""
-        return self.layer_steps / self.decode_steps if self.decode_steps else None
+        return _ratio(self.layer_steps, self.decode_steps)
 
     @property
     def layer_ratio(self) -> float | None:
         """Layers of full depth ÷ layers run, over decode steps."""
-        return self.full_layer_steps / self.layer_steps if self.layer_steps else None
+        return _ratio(self.full_layer_steps, self.layer_steps)
 
     @property
     def device_seconds_per_million_tokens(self) -> float | None:
         """Seconds of a device for a million generated tokens; None without tokens."""
-        return 1e6 * self.device_seconds / self.generated_tokens if self.generated_tokens else None
+        return _ratio(1e6 * self.device_seconds, self.generated_tokens)
 
     @property
     def money_per_million_tokens(self) -> float | None:
         """Money for a million generated tokens; None without tokens or price."""
-        return 1e6 * self.money / self.generated_tokens if self.generated_tokens and self.money else None
+        return _ratio(1e6 * self.money, self.generated_tokens) or None
 
     @property
     def padding_fraction(self) -> float:
         """Share of prefill that was padding."""
-        return self.padding_tokens / self.padded_prompt_tokens if self.padded_prompt_tokens else 0.0
+        return _ratio(self.padding_tokens, self.padded_prompt_tokens) or 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with the derived ones."""
-        derived = (
-            *("warnings", "mean_depth", "layer_ratio", "device_seconds_per_million_tokens"),
-            *("money_per_million_tokens", "padding_fraction"),
-        )
-        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+        return {**asdict(self), **{name: getattr(self, name) for name in DERIVED}}
+
+
+def _ratio(part: float, total: float) -> float | None:
+    return part / total if total else None
 
 
 def add_up(shards: pa.Table) -> Totals:
-    """Totals over shards, one per row of a table as in `STATS_SCHEMA`."""
+    """Add up shards, one per row of a table as in `STATS_SCHEMA`."""
     padding = pc.multiply(shards["padding_fraction"], pc.cast(shards["padded_prompt_tokens"], pa.float64()))
     labels, common = Counter[str](), Counter[str]()
     for counter, column in ((labels, "label_counts"), (common, "common_answers")):
@@ -285,8 +273,8 @@ def add_up(shards: pa.Table) -> Totals:
     values: dict[str, Any] = {
         "shards": shards.num_rows,
         "padding_tokens": round(pc.sum(padding).as_py() or 0.0),
-        "common_answers": dict(list(_most_frequent_first(common).items())[:MOST_COMMON]),
-        "labels": _most_frequent_first(labels),
+        "common_answers": dict(_most_frequent_first(common)[:MOST_COMMON]),
+        "labels": dict(_most_frequent_first(labels)),
     }
     for item in fields(Counts):
         total = pc.max(shards[item.name]) if item.metadata["total"] == "max" else pc.sum(shards[item.name])
@@ -294,32 +282,28 @@ def add_up(shards: pa.Table) -> Totals:
     return Totals(**values)
 
 
-def _most_frequent_first(counts: Counter[str]) -> dict[str, int]:
-    return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
+def _most_frequent_first(counts: Counter[str]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
 
 
-_TYPES = {
-    "int": pa.int64(),
-    "float": pa.float64(),
-    "str": pa.string(),
-    "bool": pa.bool_(),
-    "list[int]": pa.list_(pa.int32()),
-}
+_TYPES = {"int": "int64", "float": "float64", "str": "string", "bool": "bool"}
 STATS_SCHEMA = pa.schema(
     [
-        pa.field(item.name, _TYPES[str(item.type)], metadata={"unit": item.metadata["unit"]})
+        pa.field(
+            item.name,
+            pa.list_(pa.int32()) if item.type == "list[int]" else pa.type_for_alias(_TYPES[str(item.type)]),
+            metadata={"unit": item.metadata["unit"]},
+        )
         for item in fields(ShardStats)
     ]
 )
 
 
 def to_table(shards: Iterable[ShardStats]) -> pa.Table:
-    """One row per shard, in their order; the columns' metadata holds their units."""
-    listed = list(shards)
-    columns = {item.name: [getattr(shard, item.name) for shard in listed] for item in fields(ShardStats)}
-    return pa.table(columns, schema=STATS_SCHEMA)
+    """Return one row per shard, in their order; the columns' metadata holds their units."""
+    return pa.Table.from_pylist([vars(shard) for shard in shards], schema=STATS_SCHEMA)
 
 
 def slowest_shards(shards: pa.Table, count: int) -> pa.Table:
-    """Statistics of the shards that took longest, at most `count`, slowest first."""
+    """Return the shards that took longest, at most `count`, slowest first."""
     return shards.sort_by([("generate_seconds", "descending"), ("shard", "ascending")]).slice(0, count)

@@ -20,7 +20,7 @@ from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams, check_compatible
 from actors.openai_requests import CompletionRequest
 from actors.tool_calls import checked_tools, form_of
-from pipeline.config.labels import check_labels
+from pipeline.config.forms import check_labels
 from pipeline.input import schema
 from pipeline.messages import is_unicode, one_line
 from pipeline.prepare.chat import read_messages, render_chat

@@ -26,6 +26,8 @@ from pipeline.runtime.announce import announce, goes_to_log
 PLAIN_SECONDS = 10.0
 LIVE_SECONDS = 0.5
 RATE_SECONDS = 300.0  # rates are those of the commits of so many seconds
+EXAMPLE_SECONDS = 60.0  # between two answers that are shown
+KIND_CHARS = 60  # of a kind of error
 STARVED_SECONDS = 20.0  # after which a line says that actors wait for rows
 
 
@@ -53,7 +55,8 @@ def progress_line(run: RunProgress, found: Mapping[str, float], seconds: float, 
     """
     line = f"{work.done_shards + run.shards}/{work.shards} shards  {work.done_rows + run.rows:,}/{work.rows:,} rows"
     if run.errors:
-        line += f" ({run.errors:,} errors)"
+        kinds = ", ".join(f"{answers:,} {kind[:KIND_CHARS]}" for kind, answers in run.kinds)
+        line += f" ({run.errors:,} errors{': ' if kinds else ''}{kinds})"
     if run.shards == 0:
         line += f"  {_waits_for(run)[1]}"
     if found:
@@ -96,6 +99,7 @@ class Progress:
         self.work = work
         self.seen: deque[tuple[float, RunProgress]] = deque()  # see `rates`
         self.phase = ""
+        self.example, self.example_due = "", 0.0
         self.starved_since: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
@@ -121,6 +125,7 @@ class Progress:
         except (ray.exceptions.RayError, TimeoutError):
             return "progress unknown: the run's coordinator does not answer", {}
         now = time.monotonic()
+        self.example = run.example
         self.phase = "rows" if run.shards else _waits_for(run)[0]
         if not self.seen and (run.at_work or run.shards):
             self.seen.append((now, run))
@@ -136,6 +141,7 @@ class Progress:
             metrics.set_gauge("eta_seconds", found["eta_seconds"])
         fields: dict[str, Any] = {"seconds": seconds, "shards_done": work.done_shards + run.shards}
         fields |= {"shards": work.shards, "rows_done": done, "rows": work.rows, "errors": run.errors, **found}
+        fields |= {"error_kinds": dict(run.kinds)} if run.kinds else {}
         return progress_line(run, found, seconds, work) + self._starved(run, now), fields
 
     def _starved(self, run: RunProgress, now: float) -> str:
@@ -155,6 +161,13 @@ class Progress:
         """Whether one line is redrawn on a terminal, and goes at the end."""
         return not goes_to_log() and Console(file=sys.stderr).is_terminal
 
+    def _due_example(self) -> str:
+        """Return a line with the newest answer, once a minute; else ""."""
+        if not self.example or time.monotonic() < self.example_due:
+            return ""
+        self.example_due = time.monotonic() + EXAMPLE_SECONDS
+        return f"example: {self.example}"
+
     def _show(self) -> None:
         if not self._is_live():
             shown, phase = time.monotonic(), ""
@@ -165,7 +178,11 @@ class Progress:
                         line += ": the first rows"
                     shown, phase = time.monotonic(), self.phase
                     announce(line, "progress", **fields)
+                if example := self._due_example():
+                    announce(example, "example")
             return
         with Live(console=Console(file=sys.stderr), transient=True, refresh_per_second=4) as live:
             while not self._stop.wait(LIVE_SECONDS):
                 live.update(Text(self._read()[0]))
+                if example := self._due_example():
+                    live.console.print(Text(example))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
-from pipeline.generate.stage import ThisProcess, Worker
+from pipeline.generate.stage import Worker
 from pipeline.input.rows import read_blocks
-from pipeline.run.stages import Actors, Backend, Read, Stage, Tasks
+from pipeline.run.stages import Backend, Read, Stage, Tasks
 from pipeline.runtime.signals import Interrupted, graceful
 
 
@@ -26,13 +26,17 @@ class InProcessSession:
     """See `Session`."""
 
     def __init__(self) -> None:
-        self.coordinator = Coordinator()
-        self.worker: Worker = ThisProcess()
+        self.coordinator, self.worker = Coordinator(), Worker()
 
     def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
         batches: Iterator[Any] = iter(())
         for stage in stages:
-            batches = self._read(stage) if isinstance(stage, Read) else map(_function(stage), batches)
+            if isinstance(stage, Read):
+                batches = self._read(stage)
+            elif isinstance(stage, Tasks):
+                batches = map(partial(stage.function, **stage.arguments), batches)
+            else:
+                batches = map(stage.callable_class(**stage.arguments), batches)
         with graceful(grace_seconds, self.coordinator.stop, self.coordinator.working) as grace:
             for _ in batches:
                 pass
@@ -44,10 +48,3 @@ class InProcessSession:
             if self.coordinator.stopped:
                 return
             yield {name: block[name].to_numpy() for name in block.column_names}
-
-
-def _function(stage: Tasks | Actors) -> Callable[[Any], Any]:
-    if isinstance(stage, Actors):
-        function: Callable[[Any], Any] = stage.callable_class(**stage.arguments)
-        return function
-    return partial(stage.function, **stage.arguments)

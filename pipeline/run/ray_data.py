@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
 import ray
@@ -13,18 +13,12 @@ from ray.data.context import AutoscalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.engine.machine import process_cpus, process_memory
+from pipeline import metrics
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.messages import one_line
-from pipeline.metrics import installed
 from pipeline.report.progress import Progress
-from pipeline.run.ray_session import (
-    actor_cpus,
-    check_metrics_port,
-    is_own_ray,
-    ray_session,
-    smallest_node,
-)
+from pipeline.run.ray_session import actor_cpus, check_metrics_port, is_own_ray, ray_session, smallest_node
 from pipeline.run.remote import RayMetrics, RayWorker, RemoteCoordinator, exporting
 from pipeline.run.source import ShardSource
 from pipeline.run.stages import Actors, Backend, Read, Stage, Tasks
@@ -52,8 +46,7 @@ class RayData(Backend):
     starts_workers = True
 
     def __init__(self, *, verbose: bool = False, metrics_port: int | None = None) -> None:
-        self.verbose = verbose
-        self.metrics_port = metrics_port
+        self.verbose, self.metrics_port = verbose, metrics_port
         if metrics_port is not None:
             check_metrics_port(metrics_port)
 
@@ -80,10 +73,8 @@ class RayData(Backend):
                 raise Died(one_line(error)) from None
             return results
 
-    @contextmanager
-    def ready(self, actors: ActorsConfig) -> Iterator[None]:
-        with ray_session(actors, self.verbose, self.metrics_port):
-            yield
+    def ready(self, actors: ActorsConfig) -> AbstractContextManager[None]:
+        return ray_session(actors, self.verbose, self.metrics_port)
 
     @contextmanager
     def session(self, actors: ActorsConfig, output: str) -> Iterator[RaySession]:
@@ -101,16 +92,14 @@ class RaySession:
     """See `Session`."""
 
     def __init__(self, coordinator: Coordinator, output: str, *, verbose: bool) -> None:
-        self.coordinator = coordinator
-        self.output = output
-        self.verbose = verbose
-        self.worker = RayWorker(output)
+        self.coordinator, self.worker = coordinator, RayWorker(output)
+        self.output, self.verbose = output, verbose
 
     def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
         """Run as in `Session`. Raises RayError of a task that failed for good."""
         batches = _dataset(stages, self.output, verbose=self.verbose)
         with (
-            installed(RayMetrics(self.output)),
+            metrics.installed(RayMetrics(self.output)),
             Progress(self.coordinator, workload),
             graceful(grace_seconds, _shards(self.coordinator.stop), _shards(self.coordinator.working)) as grace,
         ):
@@ -139,12 +128,12 @@ def _shards(method: Callable[[], set[int]]) -> Callable[[], set[int]]:
 
 
 def _dataset(stages: Sequence[Stage], output: str, *, verbose: bool) -> Dataset:
-    """Lazily, the batches after the last stage; the workers' metrics have the label `output`."""
-    read, *others = stages
-    assert isinstance(read, Read)
-    source = ShardSource(read.shards, read.files, read.schema, read.storage, READ_TASK_ROWS, READ_TASK_BYTES, output)
-    actors = next(stage.actors for stage in others if isinstance(stage, Actors))
-    most = max(2, actors.most * TASKS_OF_ACTOR["gpu" if actors.gpus else "cpu"])
+    """Return the batches after the last stage, lazily; the workers' metrics have the label `output`."""
+    read, prepare, generate = stages
+    assert isinstance(read, Read) and isinstance(prepare, Tasks) and isinstance(generate, Actors)
+    source = ShardSource(read, READ_TASK_ROWS, READ_TASK_BYTES, output)
+    actors, place = generate.actors, _place()
+    most = max(2, actors.most * TASKS_OF_ACTOR["gpu" if actors.gpus else "cpu"])  # tasks of a stage at the same time
     with warnings.catch_warnings():
         # Ray Data retries a task whose process died without limit, unless max_retries is passed in a deprecated way
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
@@ -153,20 +142,40 @@ def _dataset(stages: Sequence[Stage], output: str, *, verbose: bool) -> Dataset:
             num_cpus=TASK_CPUS,
             concurrency=min(most, len(source.tasks)),
             override_num_blocks=1,
-            ray_remote_args={"max_retries": READ_RETRIES, **_place()},
+            ray_remote_args={"max_retries": READ_RETRIES, **place},
         )
         context = batches.context  # a copy of the caller's, inherited by the datasets below
         # a block a shard, and with one number of blocks none is split: a `repartition` in place of both takes a whole
         # CPU, and waits for it where another dataset of the cluster has asked for all others
         context.target_max_block_size = 1
-        context.enable_progress_bars = verbose
-        context.print_on_execution_start = verbose
-        scale_for(context.autoscaling_config, max((one.calls for one in others if isinstance(one, Actors)), default=1))
+        context.enable_progress_bars = context.print_on_execution_start = verbose
+        scale_for(context.autoscaling_config, generate.calls)
         context.execution_no_progress_timeout_s = -1  # a slow shard is not a dead one
         context.raise_original_map_exception = True  # else an error's last line is "UDF failed", not why
-        for stage in others:
-            batches = batches.map_batches(**_arguments(stage, output, most), batch_size=1)
-    return batches
+        batches = batches.map_batches(
+            exporting(prepare.function, output),
+            fn_kwargs=dict(prepare.arguments),
+            batch_size=1,
+            batch_format="numpy",
+            num_cpus=TASK_CPUS,
+            concurrency=most,
+            max_retries=prepare.retries,
+            **place,
+        )
+        sizes = {"size": actors.most} if actors.min is None else {"min_size": actors.min, "max_size": actors.max}
+        threads = {"max_concurrent_calls_per_actor": generate.calls, "enable_true_multi_threading": True}
+        pool: dict[str, Any] = {**sizes, **(threads if generate.calls > 1 else {})}
+        return batches.map_batches(
+            cast(Any, generate.callable_class),
+            fn_constructor_kwargs=dict(generate.arguments),
+            compute=ActorPoolStrategy(max_tasks_in_flight_per_actor=SHARDS_OF_ACTOR, **pool),
+            batch_size=1,
+            batch_format="numpy",
+            num_cpus=actor_cpus(actors),
+            num_gpus=actors.gpus or None,
+            max_restarts=-1,  # the coordinator counts those that die while they load
+            max_task_retries=generate.retries,
+        )
 
 
 def scale_for(scaling: AutoscalingConfig, calls: int) -> None:
@@ -183,37 +192,3 @@ def _place() -> dict[str, Any]:
     """Ray options of tasks that ask for no CPUs: not on a node without any, such as a head that is to run nothing."""
     without = [node["NodeID"] for node in ray.nodes() if node["Alive"] and not node["Resources"].get("CPU")]
     return {"label_selector": {"ray.io/node-id": f"!in({','.join(without)})"}} if without else {}
-
-
-def _arguments(stage: Stage, output: str, most: int) -> dict[str, Any]:
-    """Of `map_batches`. most: tasks of a stage at the same time."""
-    if isinstance(stage, Tasks):
-        return {
-            "fn": exporting(stage.function, output),
-            "fn_kwargs": dict(stage.arguments),
-            "batch_format": "numpy",
-            "num_cpus": TASK_CPUS,
-            "concurrency": most,
-            "max_retries": stage.retries,
-            **_place(),
-        }
-    assert isinstance(stage, Actors)
-    return {
-        "fn": stage.callable_class,
-        "fn_constructor_kwargs": dict(stage.arguments),
-        "compute": _pool(stage.actors, stage.calls),
-        "batch_format": "numpy",
-        "num_cpus": actor_cpus(stage.actors),
-        "num_gpus": stage.actors.gpus or None,
-        "max_restarts": -1,  # the coordinator counts those that die while they load
-        "max_task_retries": stage.retries,
-    }
-
-
-def _pool(actors: ActorsConfig, calls: int) -> ActorPoolStrategy:
-    """calls: that an actor takes at once."""
-    sizes = {"size": actors.most} if actors.min is None else {"min_size": actors.min, "max_size": actors.max}
-    settings: dict[str, Any] = {**sizes, "max_tasks_in_flight_per_actor": SHARDS_OF_ACTOR}
-    if calls > 1:
-        settings |= {"max_concurrent_calls_per_actor": calls, "enable_true_multi_threading": True}
-    return ActorPoolStrategy(**settings)

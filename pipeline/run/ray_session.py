@@ -10,11 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,32 +39,24 @@ ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 class _Connection:
-    """The connection of this process to Ray, which Ray allows once: jobs in several threads share it."""
+    """The connection of this process to Ray, which Ray allows once: jobs in several threads share it.
+
+    The first user makes it unless there is one, the last user ends it. head: process of a Ray that was started for it.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.users = 0
-        self.ours = False  # made by the first user, ended by the last
-        self.head: subprocess.Popen[str] | None = None  # of a Ray that was started for it; nothing can be added to that
-        self.levels: dict[logging.Logger | logging.Handler, int] = {}  # before, to be restored
+        self.head: subprocess.Popen[str] | None = None
+        self.undo = ExitStack()
 
     def enter(self, verbose: bool, metrics_port: int | None) -> None:
         with self.lock:
             if self.users == 0:
-                self._set_levels(verbose)
-                self.ours = not ray.is_initialized()
                 try:
-                    if self.ours:
-                        with announced("starting Ray"):
-                            address = os.environ.get("RAY_ADDRESS", "")
-                            if not address:
-                                self.head = _start_head(verbose, metrics_port)
-                                address = _address(self.head)
-                                threading.Thread(target=_announce_death, args=(self.head,), daemon=True).start()
-                            _connect(address, verbose)
-                    self._set_levels(verbose)  # of handlers that Ray has added
+                    self._open(verbose, metrics_port)
                 except BaseException:
-                    self._leave()
+                    self._close()
                     raise
             self.users += 1
 
@@ -73,54 +64,57 @@ class _Connection:
         with self.lock, shielded():
             self.users -= 1
             if self.users == 0:
-                self._leave()
+                self._close()
 
-    def _leave(self) -> None:
+    def _open(self, verbose: bool, metrics_port: int | None) -> None:
+        levels: dict[logging.Logger | logging.Handler, int] = {}  # before, to be restored
+        self.undo.callback(lambda: [one.setLevel(level) for one, level in levels.items()])
+        _set_levels(levels, verbose)
+        if not ray.is_initialized():
+            with announced("starting Ray"):
+                address = os.environ.get("RAY_ADDRESS", "")
+                if not address:
+                    self.head = _start_head(verbose, metrics_port)
+                    self.undo.callback(_end, self.head)
+                    address = _address(self.head)
+                    threading.Thread(target=_announce_death, args=(self.head,), daemon=True).start()
+                self.undo.callback(ray.shutdown)
+                _connect(address, verbose)
+        _set_levels(levels, verbose)  # of handlers that Ray has added
+
+    def _close(self) -> None:
         with shielded():
-            if self.ours:
-                ray.shutdown()
-            if self.head is not None:
-                _end(self.head)
-        self.ours, self.head = False, None
-        for logger, level in self.levels.items():
-            logger.setLevel(level)
-        self.levels = {}
+            self.undo.close()
+        self.head = None
 
-    def _set_levels(self, verbose: bool) -> None:
-        """The job itself reports what ends it, in one line."""
-        for name, level in (("ray", logging.ERROR), ("ray.data", logging.CRITICAL)):
-            logger = logging.getLogger(name)
-            quiet: list[logging.Logger | logging.Handler] = [logger]
-            if name == "ray.data":  # Ray's own handlers, not the caller's
-                quiet = [
-                    handler
-                    for handler in logger.handlers
-                    if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray.")
-                ]
-            for target in quiet:
-                self.levels.setdefault(target, target.level)
-                target.setLevel(logging.INFO if verbose else level)
+
+def _set_levels(levels: dict[logging.Logger | logging.Handler, int], verbose: bool) -> None:
+    """Make Ray quiet, as the job itself reports what ends it; note the levels before."""
+    quiet: dict[logging.Logger | logging.Handler, int] = {logging.getLogger("ray"): logging.ERROR}
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray."):
+            quiet[handler] = logging.CRITICAL
+    for target, level in quiet.items():
+        levels.setdefault(target, target.level)
+        target.setLevel(logging.INFO if verbose else level)
 
 
 _connection = _Connection()
 
 
 def is_own_ray() -> bool:
-    """Whether jobs run on a Ray of their own on this machine, be it started yet or not."""
+    """Tell whether jobs run on a Ray of their own on this machine, be it started yet or not."""
     return _connection.head is not None or not (ray.is_initialized() or os.environ.get("RAY_ADDRESS"))
 
 
 def on_cluster() -> bool:
-    """Whether the job's actors may run on other nodes than this one."""
+    """Tell whether the job's actors may run on other nodes than this one."""
     several = ray.is_initialized() and sum(bool(node["Alive"]) for node in ray.nodes()) > 1
     return several or bool(os.environ.get("RAY_ADDRESS"))
 
 
 def actor_cpus(actors: ActorsConfig) -> float:
-    """Logical CPUs of an actor: its threads; on a Ray of the job's own no more than an even share of all CPUs.
-
-    Nothing else runs there, so that more actors than CPUs are the user's choice.
-    """
+    """Return the logical CPUs of an actor: its threads, on a Ray of the job's own at most an even share of all CPUs."""
     if actors.cpus is not None:
         return actors.cpus
     cpus = float(actors.threads or 1)
@@ -128,7 +122,7 @@ def actor_cpus(actors: ActorsConfig) -> float:
 
 
 def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:
-    """CPUs and bytes of memory of the smallest node with CPUs, and the number of such nodes.
+    """Return CPUs and bytes of memory of the smallest node with CPUs, and the number of such nodes.
 
     Waits where the cluster has yet to grow. UserError if it does not.
     """
@@ -139,7 +133,7 @@ def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:
 
 
 def check_metrics_port(port: int) -> None:
-    """UserError if no Ray of our own could serve metrics there."""
+    """Raise UserError if no Ray of our own could serve metrics there."""
     if not is_own_ray():
         raise UserError("--metrics-port is for a Ray of the job's own; the nodes of a cluster have ports of their own")
     try:
@@ -150,7 +144,7 @@ def check_metrics_port(port: int) -> None:
 
 @contextmanager
 def connected(verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
-    """A Ray for the block: the caller's, else the cluster that RAY_ADDRESS names, else one of our own.
+    """Connect to Ray for the block: the caller's, else the cluster that RAY_ADDRESS names, else one of our own.
 
     metrics_port: on which one of our own serves metrics; default any. Log levels and signal handlers are the caller's
     again afterwards.
@@ -204,7 +198,7 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
 
 
 def placement_problem(actors: ActorsConfig, resources: dict[str, float]) -> str:
-    """Why the least number of actors does not fit; "" if it does. Reads and prepares ask for no CPUs."""
+    """Say why the least number of actors does not fit; "" if it does. Reads and prepares ask for no CPUs."""
     least = actors.min or actors.most
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     if least * actor_cpus(actors) > cpus:
@@ -292,11 +286,9 @@ def _connect(address: str, verbose: bool) -> None:
 
 
 def _start_error(error: Exception, address: str) -> Exception:
-    """The error to raise in place of what `ray.init` raised."""
-    refused = isinstance(error, ray.exceptions.AuthenticationError) or (
-        isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ and _accepts(address)
-    )
-    if refused:
+    """Return the error to raise in place of what `ray.init` raised."""
+    no_token = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
+    if isinstance(error, ray.exceptions.AuthenticationError) or (no_token and _accepts(address)):
         return ConnectionError(
             f"Ray at {address} runs but refuses this client: if the cluster uses tokens, set RAY_AUTH_MODE=token, and "
             "RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node"
@@ -308,11 +300,10 @@ def _start_error(error: Exception, address: str) -> Exception:
 
 def _accepts(address: str) -> bool:
     host, _, port = address.rpartition(":")
-    try:
+    with suppress(OSError, ValueError):
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-    except (OSError, ValueError):
-        return False
-    return True
+        return True
+    return False
 
 
 @contextmanager
@@ -323,9 +314,9 @@ def _quiet_start() -> Iterator[None]:
     """
     kept = os.dup(2)
     try:
-        with tempfile.TemporaryFile() as dropped:
+        with open(os.devnull, "w") as dropped:
             os.dup2(dropped.fileno(), 2)
-            yield
+        yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.util.metrics import Counter, Gauge
 
 from pipeline import metrics
 from pipeline.generate.coordinator import Coordinator
+from pipeline.generate.stage import Worker
 from pipeline.metrics import METRICS, OUTPUT
 
 PREFIX = "skipdecode_"  # Ray adds ray_ before it, and _total after a counter
+ANSWER_SECONDS = 5.0  # in which the driver expects the coordinator to answer
 
 
 class RayMetrics:
@@ -32,20 +34,11 @@ class RayMetrics:
         _metric(name).set(value, tags=self.labels)
 
 
-def export(output: str) -> None:
-    """Export the metrics of this worker process, which works for the job of that output folder."""
-    metrics.install(RayMetrics(output))
-
-
 @cache
 def _metric(name: str) -> Any:
     metric = METRICS[name]
     kind = Counter if metric.kind == "counter" else Gauge
     return kind(f"{PREFIX}{name}", description=metric.text, tag_keys=(OUTPUT, *metric.labels))
-
-
-Result = TypeVar("Result")
-ANSWER_SECONDS = 5.0  # in which the driver expects the coordinator to answer
 
 
 class RemoteCoordinator:
@@ -62,8 +55,8 @@ class RemoteCoordinator:
         return lambda *arguments: ray.get(getattr(self.handle, name).remote(*arguments), timeout=seconds)
 
 
-class RayWorker:
-    """A process of Ray's; see `Worker`. output: the job's output folder, the label of its metrics."""
+class RayWorker(Worker):
+    """A process of Ray's. output: the job's output folder, the label of its metrics."""
 
     owns_process = True
 
@@ -75,26 +68,22 @@ class RayWorker:
         return actor
 
     def node(self) -> str:
-        """Host and the beginning of the Ray node's id: containers and local nodes share host names."""
+        """Return the host and the beginning of the Ray node's id: containers and local nodes share host names."""
         return f"{socket.gethostname()} {ray.get_runtime_context().get_node_id()[:8]}"
 
     def attempt(self) -> int:
-        """Ray counts no attempts of a task, only whether its actor was restarted."""
+        """Return 2 after a restart: Ray counts no attempts of a task."""
         return 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)
 
     def export_metrics(self) -> None:
-        """Metrics go to Ray."""
-        export(self.output)
+        metrics.install(RayMetrics(self.output))
 
 
 def exporting(function: Callable[..., Any], output: str) -> Callable[..., Any]:
-    """A stage's function, which exports the metrics of the job of that output folder from its worker process.
-
-    It keeps its name, by which Ray shows the stage.
-    """
+    """Return a stage's function that exports metrics from its worker process, under the name by which Ray shows it."""
 
     def call(batch: Any, **arguments: Any) -> Any:
-        export(output)
+        metrics.install(RayMetrics(output))
         return function(batch, **arguments)
 
     call.__name__ = function.__name__

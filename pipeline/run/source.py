@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,35 +11,27 @@ import pyarrow as pa
 from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
-from pipeline.config.job import StorageConfig
-from pipeline.input.files import InputFile
+from pipeline import metrics
 from pipeline.input.rows import read_blocks
-from pipeline.input.shards import Shard, group_shards
-from pipeline.run.remote import export
+from pipeline.input.shards import group_shards
+from pipeline.run.remote import RayMetrics
+from pipeline.run.stages import Read
 
 
 class ShardSource(Datasource):
     """Ray Data source of shards: one block per shard, as `read_blocks` yields them.
 
-    A read task takes consecutive shards of one file, at most `task_rows` rows and `task_bytes` bytes of them. output:
-    the job's output folder, the label of the metrics of its processes.
+    Args:
+        read: the shards. A read task takes consecutive ones of one file.
+        task_rows, task_bytes: most of a read task, unless one shard has more.
+        output: the job's output folder, the label of its metrics.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        files: Sequence[InputFile],
-        schema: pa.Schema,
-        storage: StorageConfig,
-        task_rows: int,
-        task_bytes: int,
-        output: str,
-    ) -> None:
+    def __init__(self, read: Read, task_rows: int, task_bytes: int, output: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tasks = group_shards(shards, files, task_rows, task_bytes)
-        self.files = {file.url: file for file in files}
-        self.schema = schema
-        self.storage = storage
+        files = {file.url: file for file in read.files}
+        groups = group_shards(read.shards, read.files, task_rows, task_bytes)
+        self.tasks = [replace(read, shards=shards, files=[files[shards[0].url]]) for shards in groups]
         self.output = output
 
     def estimate_inmemory_data_size(self) -> int | None:
@@ -47,18 +40,16 @@ class ShardSource(Datasource):
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
-        return [self._read_task(shards) for shards in self.tasks]
+        return [
+            ReadTask(  # without a reference to self, which would be pickled into every task
+                partial(_read, task, self.output),
+                BlockMetadata(len(task.shards), size_bytes=None, input_files=(task.files[0].url,), exec_stats=None),
+            )
+            for task in self.tasks
+        ]
 
-    def _read_task(self, shards: list[Shard]) -> ReadTask:
-        # without a reference to self, which would be pickled into every task
-        read = partial(_read, self.output, shards, self.files[shards[0].url], self.schema, self.storage)
-        metadata = BlockMetadata(num_rows=len(shards), size_bytes=None, input_files=(shards[0].url,), exec_stats=None)
-        return ReadTask(read, metadata)
 
-
-def _read(
-    output: str, shards: Sequence[Shard], file: InputFile, schema: pa.Schema, storage: StorageConfig
-) -> Iterator[pa.Table]:
-    """A read task, in a worker process."""
-    export(output)
-    yield from read_blocks([file], shards, schema, storage)
+def _read(task: Read, output: str) -> Iterator[pa.Table]:
+    """Read shards, in a worker process."""
+    metrics.install(RayMetrics(output))
+    yield from read_blocks(task.files, task.shards, task.schema, task.storage)

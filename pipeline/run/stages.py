@@ -63,11 +63,11 @@ class Actors:
         calls: that an actor takes at once, each in a thread of its own.
     """
 
-    callable_class: type
+    callable_class: Callable[..., Callable[[Any], Any]]
     arguments: Mapping[str, Any]
     actors: ActorsConfig
     retries: int
-    calls: int = 1
+    calls: int
 
 
 Stage = Read | Tasks | Actors
@@ -105,41 +105,27 @@ class Backend(Hardware):
 
 
 def job_stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Session) -> list[Stage]:
-    """The three stages of a run over these shards."""
-    config, manifest, coordinator = job.config, job.manifest, session.coordinator
+    """Return the three stages of a run over these shards."""
+    config, manifest, coordinator, run = job.config, job.manifest, session.coordinator, uuid.uuid4().hex
     # a shard's rows may share steps with the last rows of the shard before; the generator decides
     promises_bytes = config.model.dtype == "float32" and config.model.engine != "vllm"
     may_join = manifest.batching.scheduler == "refill" and not promises_bytes
-    run_id = uuid.uuid4().hex
-    preparing, generating = (Quarantine(folder, run_id, config.attempts, stage) for stage in STAGE_NAMES)
+    preparing, generating = (Quarantine(folder, run, config.attempts, stage) for stage in STAGE_NAMES)
+    spec = prompt_spec(config, job.checkpoint, manifest.batching.planned)
+    generate = {
+        "generator": generator_arguments(job),
+        "part": part_spec(job),
+        "commit": partial(commit_shard, folder=folder, fingerprint=manifest.fingerprint, coordinator=coordinator),
+        "check_output": partial(check_output, folder, manifest.fingerprint),
+        "prefix": manifest.batching.prefix,
+        "coordinator": coordinator,
+        "quarantine": generating,
+        "worker": session.worker,
+        "devices": config.actors.gpus or 1.0,
+        "price_per_hour": config.price_per_hour or 0.0,
+    }
     return [
         Read(shards, manifest.files, manifest.schema, config.storage),
-        Tasks(
-            prepare,
-            {
-                "spec": prompt_spec(config, job.checkpoint, manifest.batching.planned),
-                "quarantine": preparing,
-            },
-            retries=QUARANTINED_RETRIES,
-        ),
-        Actors(
-            ShardGenerator,
-            {
-                "generator": generator_arguments(job),
-                "part": part_spec(job),
-                "commit": partial(
-                    commit_shard, folder=folder, fingerprint=manifest.fingerprint, coordinator=coordinator
-                ),
-                "check_output": partial(check_output, folder, manifest.fingerprint),
-                "prefix": manifest.batching.prefix,
-                "coordinator": coordinator,
-                "quarantine": generating,
-                "worker": session.worker,
-                "devices": config.actors.gpus or 1.0,
-                "price_per_hour": config.price_per_hour or 0.0,
-            },
-            config.actors,
-            retries=QUARANTINED_RETRIES,
-            calls=2 if may_join else 1,
-        ),
+        Tasks(prepare, {"spec": spec, "quarantine": preparing}, QUARANTINED_RETRIES),
+        Actors(ShardGenerator, generate, config.actors, QUARANTINED_RETRIES, calls=2 if may_join else 1),
     ]

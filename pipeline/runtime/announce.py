@@ -36,19 +36,13 @@ def announce_to_log(to_log: bool) -> None:
 
 
 def goes_to_log() -> bool:
-    """Whether announcements are log records."""
+    """Tell whether announcements are log records."""
     return _log.propagate
 
 
 def announce(text: str, event: str = "announcement", level: int = logging.INFO, **fields: Any) -> None:
     """Print a line, such as the stage that begins; in a log of JSON lines an event with these fields."""
     _log.log(level, "%s", text, extra={EVENT: event, **fields})
-
-
-def record(text: str, event: str, **fields: Any) -> None:
-    """`announce` in a log of JSON lines; printed nowhere else."""
-    if goes_to_log():
-        announce(text, event, **fields)
 
 
 @contextmanager
@@ -76,25 +70,18 @@ class Timer:
         self._last = time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether `INTERVAL` has passed since the start, or since the last time that it had."""
-        now = time.monotonic()
-        due = now - self._last >= INTERVAL
-        if due:
-            self._last = now
-        return due
+        """Tell whether `INTERVAL` has passed since the start, or since the last time that it had."""
+        if time.monotonic() - self._last < INTERVAL:
+            return False
+        self._last = time.monotonic()
+        return True
 
 
 class RowProgress:
-    """Announces how many rows are done.
-
-    Args:
-        stage: name of the work.
-        rows: their number.
-    """
+    """Announces how many of the rows of a stage are done."""
 
     def __init__(self, stage: str, rows: int) -> None:
-        self.stage = stage
-        self.rows = rows
+        self.stage, self.rows = stage, rows
         self._started: set[int] = set()
         self._timer = Timer()
 

@@ -40,34 +40,31 @@ def call_isolated(
     """
     paths = [ROOT, *sys.path]  # a worker of Ray has its working directory first, which may hold a folder `pipeline`
     question = pickle.dumps((paths, memory_bytes)) + pickle.dumps((function, arguments))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-P", "-c", CHILD]
     try:
         process = subprocess.run(
-            [sys.executable, "-P", "-c", CHILD],
-            input=question,
-            capture_output=True,
-            timeout=seconds,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            check=False,
+            command, input=question, capture_output=True, timeout=seconds, env=environment, check=False
         )
     except subprocess.TimeoutExpired:
         raise Died(f"killed after {seconds:g} s") from None
     if process.returncode < 0:
         raise Died(f"killed by {signal.Signals(-process.returncode).name}")
     try:
-        returned, value = pickle.loads(process.stdout)
+        result: Result
+        result, error = pickle.loads(process.stdout)
     except (pickle.UnpicklingError, EOFError):
         lines = process.stderr.decode(errors="replace").split("\n")
         raise Died(f"exit status {process.returncode}: {' '.join(filter(None, lines[-2:])).strip()}") from None
-    if returned:
-        result: Result = value
-        return result
-    if isinstance(value, MemoryError):
+    if isinstance(error, MemoryError):
         raise Died("out of memory")
-    raise value
+    if error is not None:
+        raise error
+    return result
 
 
 def answer_caller() -> None:
-    """The child's part: one call, read from standard input; its outcome goes to what was standard output."""
+    """Answer one call, read from standard input, in the child; its outcome goes to what was standard output."""
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever the function prints
     question = io.BytesIO(sys.stdin.buffer.read())
@@ -78,8 +75,8 @@ def answer_caller() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, resource.RLIM_INFINITY))
     function, arguments = pickle.load(question)
     try:
-        outcome = pickle.dumps((True, function(*arguments)))
+        outcome = pickle.dumps((function(*arguments), None))
     except Exception as error:
-        outcome = pickle.dumps((False, error))
+        outcome = pickle.dumps((None, error))
     answer.write(outcome)
     answer.close()

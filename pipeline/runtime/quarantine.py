@@ -56,7 +56,6 @@ class Marker:
         return replace(self, running=(), alone={**self.alone, **alone})
 
     def encode(self) -> bytes:
-        """Return the marker as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -87,11 +86,10 @@ class Quarantine:
 
     def knows(self, shard: int) -> bool:
         """Tell whether an attempt at a shard has left its marker."""
-        try:
+        with suppress(FileNotFoundError):
             self.folder.read(marker_name(shard, self.stage))
-        except FileNotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     def begin(self, shard: int, rows: int) -> ShardAttempt:
         """Begin an attempt at a shard of `rows` rows, and write its marker.

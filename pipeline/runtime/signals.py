@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from queue import Empty, SimpleQueue
+from functools import partial
 from types import FrameType
 
 from pipeline.messages import counted
@@ -42,36 +42,28 @@ class _Job:
         self.raised = threading.Event()  # Interrupted is raised, or may not be raised any more
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal, in the main thread."""
+        """Handle a signal, in the main thread; it may come inside any call, so that no lock is taken."""
         name = signal.Signals(number).name
-        if self.shields:
-            self.missed = name
-        elif self.grace is not None and self.grace.signal is None:
-            self.grace.ask(name)
-        else:
-            self.missed = name if self.grace is None or self.grace.signal is None else self.grace.signal
+        if self.grace is not None and self.grace.signal is None and not self.shields:
+            self.grace.signal = name
+            return
+        self.missed = (self.grace is not None and self.grace.signal) or name
+        if not self.shields:
             self.raise_missed()
 
-    def interrupt(self) -> None:
-        """Interrupt the job from another thread, without grace."""
-        if self.in_main_thread:
-            if self.grace is not None and self.grace.signal is None:
-                self.grace.signal = signal.SIGTERM.name
-            while not self.raised.is_set():  # a signal just before a call that waits does not end that call
-                os.kill(os.getpid(), signal.SIGTERM)
-                if self.shields or self.raised.wait(POLL_SECONDS):
-                    return
-        elif self.grace is not None:
-            self.grace.ask(signal.SIGTERM.name)
-        else:
+    def interrupt(self, *, with_grace: bool) -> None:
+        """Interrupt the job from another thread."""
+        if self.grace is not None:
+            self.grace.signal = self.grace.signal or signal.SIGTERM.name
+            if with_grace or not self.in_main_thread:
+                return
+        elif not self.in_main_thread:
             self.missed = signal.SIGTERM.name
-
-    def ask(self, reason: str) -> None:
-        """Interrupt the job from another thread, with grace where it has some."""
-        if self.grace is None:
-            self.interrupt()
-        elif self.grace.signal is None:
-            self.grace.ask(reason)
+            return
+        while not self.raised.is_set():  # a signal just before a call that waits does not end that call
+            os.kill(os.getpid(), signal.SIGTERM)
+            if self.shields or self.raised.wait(POLL_SECONDS):
+                return
 
     def raise_missed(self) -> None:
         """Raise `Interrupted` for an interrupt that came while it could not be raised."""
@@ -91,42 +83,30 @@ _jobs = _Jobs()
 class Grace:
     """The time in which shards at work may end after the first signal. `graceful` makes it.
 
-    After `ask`, a background thread calls `stop` once, then `at_work` every 0.2 s. When either returns an empty set, or
-    `seconds` have passed, it interrupts a job in the main thread.
+    Once `signal` is set, a background thread calls `stop` once, then `at_work` every 0.2 s. When either returns an
+    empty set, or `seconds` have passed, it interrupts a job in the main thread.
 
     Args:
         seconds: the longest time for the work to end.
         stop: lets no further shard begin, and returns the indices of the shards at work.
         at_work: returns the indices of the shards still at work.
-        job: the job to interrupt; None outside of `interruptible`, then `ask` must not be called.
 
     `signal`: name of the first signal, SIGTERM also for a lost lease; None before.
     """
 
     def __init__(
-        self, seconds: float, stop: Callable[[], set[int]], at_work: Callable[[], set[int]], job: _Job | None
+        self, seconds: float, stop: Callable[[], set[int]], at_work: Callable[[], set[int]], job: _Job
     ) -> None:
         self.seconds, self.stop, self.at_work, self.job = seconds, stop, at_work, job
         self.signal: str | None = None
-        # a handler may run inside any call of the main thread; SimpleQueue.put alone is safe there
-        self._asked: SimpleQueue[str | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._wait, name="grace", daemon=True)
-        self._thread.start()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="grace", daemon=True)
+        self.thread.start()
 
-    def ask(self, name: str) -> None:
-        """Begin the grace."""
-        self.signal = name
-        self._asked.put(name)
-
-    def end(self) -> None:
-        """End the thread: no signal is sent from here on."""
-        self._asked.put(None)
-        self._thread.join()
-
-    def _wait(self) -> None:
-        if self._asked.get() is None:
-            return
-        assert self.job is not None
+    def _watch(self) -> None:
+        while self.signal is None:
+            if self.ended.wait(POLL_SECONDS / 4):
+                return
         at_work = self.stop()
         if not self.job.in_main_thread:
             return
@@ -141,20 +121,17 @@ class Grace:
         while not self.job.raised.is_set():
             if not at_work or time.monotonic() >= end:
                 os.kill(os.getpid(), signal.SIGTERM)
-            try:
-                self._asked.get(timeout=POLL_SECONDS)
+            if self.ended.wait(POLL_SECONDS):
                 return
-            except Empty:
-                at_work = at_work and self.at_work()
+            at_work = at_work and self.at_work()
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Run a job in this thread: in the main thread, SIGTERM and SIGINT become `Interrupted`."""
     before, job = _jobs.current, _Job()
-    handlers = {}
-    if job.in_main_thread:
-        handlers = {number: signal.signal(number, job.on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = (signal.SIGTERM, signal.SIGINT) if job.in_main_thread else ()
+    handlers = {number: signal.signal(number, job.on_signal) for number in numbers}
     _jobs.current = job
     try:
         yield
@@ -169,28 +146,25 @@ def interruptible() -> Iterator[None]:
 @contextmanager
 def graceful(seconds: float, stop: Callable[[], set[int]], at_work: Callable[[], set[int]]) -> Iterator[Grace]:
     """Begin a `Grace` at the first signal. The work may also end by itself after a signal: check `signal` then."""
-    job = _jobs.current
+    job = _jobs.current or _Job()
     grace = Grace(seconds, stop, at_work, job)
     try:
-        if job is not None and (seconds > 0 or not job.in_main_thread):
+        if seconds > 0 or not job.in_main_thread:
             job.grace = grace
             job.raise_missed()
         yield grace
     finally:
         try:
-            grace.end()
+            grace.ended.set()  # no signal is sent from here on
+            grace.thread.join()
         finally:
-            if job is not None:
-                job.grace = None
+            job.grace = None
 
 
 @contextmanager
 def shielded() -> Iterator[None]:
     """Run cleanup that no interrupt cuts short: `Interrupted` is raised at the end of the outermost block."""
-    job = _jobs.current
-    if job is None:
-        yield
-        return
+    job = _jobs.current or _Job()
     job.shields += 1
     try:
         yield
@@ -200,16 +174,13 @@ def shielded() -> Iterator[None]:
         job.raise_missed()
 
 
-def interrupter() -> Callable[[], None]:
-    """Return a function for other threads that interrupts the job of this thread, without grace.
+def interrupter(*, with_grace: bool = False) -> Callable[[], None]:
+    """Return a function for other threads that interrupts the job of this thread.
 
     Outside of `interruptible` it does nothing.
+
+    Args:
+        with_grace: give the grace of a first signal.
     """
     job = _jobs.current
-    return job.interrupt if job is not None else lambda: None
-
-
-def asker() -> Callable[[str], None]:
-    """Return a function for other threads, called with a reason: as `interrupter`, but with a first signal's grace."""
-    job = _jobs.current
-    return job.ask if job is not None else lambda reason: None
+    return partial(job.interrupt, with_grace=with_grace) if job is not None else lambda: None

@@ -50,6 +50,7 @@ from pipeline.plan.manifest import read_footers  # noqa: E402
 from pipeline.run.ray_data import READ_TASK_BYTES, READ_TASK_ROWS  # noqa: E402
 from pipeline.run.ray_session import OBJECT_STORE_BYTES, ray_session  # noqa: E402
 from pipeline.run.source import ShardSource  # noqa: E402
+from pipeline.run.stages import Read  # noqa: E402
 
 MODES = ("million", "shards", "nodes", "plan", "text")
 NODE_ACTORS = 2
@@ -191,7 +192,7 @@ def plan(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     figures["shards_mib"] = round((process.memory_info().rss - before) / MIB)
     began = time.perf_counter()
     schema = pa.schema([("id", pa.int64()), ("prompt", pa.string())])
-    source = ShardSource(listed, files, schema, StorageConfig(), READ_TASK_ROWS, READ_TASK_BYTES, "out")
+    source = ShardSource(Read(listed, files, schema, StorageConfig()), READ_TASK_ROWS, READ_TASK_BYTES, "out")
     figures["units_seconds"] = round(time.perf_counter() - began, 2)
     figures["read_tasks"] = len(source.tasks)
     began = time.perf_counter()

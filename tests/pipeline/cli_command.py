@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -15,9 +17,17 @@ import yaml
 
 from pipeline.config.job import JobConfig
 
+MARK = "SKIPDECODE_TEST_MARK"  # a variable in the environment of a command and of all processes below it
 
-def parts(output: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(output.glob("*.parquet"))}
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The living processes that carry a mark."""
+    found = []
+    for one in psutil.process_iter():
+        with suppress(psutil.Error):
+            if one.status() != psutil.STATUS_ZOMBIE and one.environ().get(MARK) == mark:
+                found.append(one)
+    return found
 
 
 class Command:
@@ -28,13 +38,14 @@ class Command:
     def __init__(self, folder: Path, job: JobConfig, *options: str) -> None:
         self.file = folder / "job.yaml"
         self.file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
+        self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
             [sys.executable, *self.arguments, str(self.file), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", MARK: self.mark},
         )
 
     def end(self) -> tuple[int, str, str]:
@@ -52,6 +63,13 @@ class Command:
             assert time.monotonic() < deadline
             time.sleep(every)
 
+    def assert_nothing_left(self) -> None:
+        """All processes that the command started end within two minutes; on a quiet machine in seconds."""
+        deadline = time.monotonic() + 120
+        while left := marked(self.mark):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.2)
+
 
 class SlowCommand(Command):
     """The same with slow stages, so that a signal comes before its end."""
@@ -63,21 +81,3 @@ def assert_released(output: Path) -> None:
     """The last run has released its lease."""
     (term,) = (output / "_job" / "lease").iterdir()
     assert json.loads(term.read_text())["released"]
-
-
-def rays() -> set[int]:
-    """Process ids of all Ray servers and workers on this machine."""
-    found = set()
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if "raylet" in line or "gcs_server" in line or line.startswith("ray::"):
-            found.add(process.info["pid"])
-    return found
-
-
-def assert_no_new_rays(before: set[int]) -> None:
-    """All Ray processes that are not in `before` end within two minutes; on a quiet machine in seconds."""
-    deadline = time.monotonic() + 120
-    while new := rays() - before:
-        assert time.monotonic() < deadline, new
-        time.sleep(0.2)

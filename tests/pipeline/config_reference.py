@@ -5,24 +5,28 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 from pydantic import BaseModel
 
+from pipeline.config.base import Section
 from pipeline.config.reference import FILES, default_of, in_list, kind_of, section_of
 
 README = Path(__file__).parents[2] / "configs" / "README.md"
 BETWEEN = re.compile(r"(?<=<!-- keys -->\n).*?(?=<!-- /keys -->)", re.S)
 
 
-def tables(model: type[BaseModel], seen: set[str], path: str = "") -> list[str]:
+def tables(model: type[Section], seen: dict[tuple[type, str], str], path: str = "") -> list[str]:
     """Return the lines of a section's table, and after it those of the sections below it.
 
-    seen: rows of the files before, which are left out; the rows of this file are added.
+    seen: the section in which a key of a class has been listed; such keys are left out, and those of this one added.
     """
-    lines, below = [], []
+    new, others, below = [], set(), []
     for name, field in model.model_fields.items():
+        if name in model.removed:
+            continue
         section = section_of(field.annotation)
         if section is not None:
             dotted = f"{path}{name}"
@@ -34,26 +38,25 @@ def tables(model: type[BaseModel], seen: set[str], path: str = "") -> list[str]:
             below += ["", f"#### `{dotted}{mark}`", "", sentence, ""]
             below += tables(section, seen, f"{dotted}{mark}.")
             continue
+        owner = next(one for one in model.__mro__ if name in inspect.get_annotations(one))
+        if (owner, name) in seen:
+            others.add(seen[owner, name])
+            continue
+        seen[owner, name] = path.rstrip(".")
         text = (field.description or "").replace("|", r"\|").replace("\n", " ")
         kind = kind_of(field.annotation).replace("|", r"\|")
         default = default_of(field).replace("|", r"\|")
-        lines.append(f"| `{path}{name}` | {kind} | {'' if default == '-' else f'`{default}`'} | {text} |")
-    keys = {line.replace(f"`{path}", "`", 1) if path.endswith("[].") else line for line in lines}
-    if path.endswith("[].") and keys <= {line.replace("`schedule.", "`", 1) for line in seen}:
-        return ["Keys as in the section `schedule` of job files."]
-    new = [line for line in lines if line not in seen]
-    seen |= set(lines)
-    head = ["| key | type | default | meaning and unit |", "|---|---|---|---|"] if new else []
-    if len(new) < len(lines):
-        others = "Further keys" if new else "All keys"
-        head = [f"{others} as in the section of this name above.", *([""] if new else []), *head]
-    return [*head, *new, *below]
+        new.append(f"| `{path}{name}` | {kind} | {'' if default == '-' else f'`{default}`'} | {text} |")
+    named = " and ".join(f"`{one}`" for one in sorted(others))
+    head = [f"{'Further' if new else 'All'} keys as in the section {named} of job files.", ""] if others else []
+    table = ["| key | type | default | meaning and unit |", "|---|---|---|---|", *new] if new else []
+    return [*(head if new else head[:1]), *table, *below]
 
 
 def reference() -> str:
     """The generated part of configs/README.md."""
     lines: list[str] = []
-    seen: set[str] = set()
+    seen: dict[tuple[type, str], str] = {}
     for title, model in FILES.items():
         lines += ["", f"### {title}", "", *tables(model, seen)]
     return "\n".join(lines) + "\n\n"

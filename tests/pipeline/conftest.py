@@ -8,7 +8,6 @@ from pathlib import Path
 
 import boto3
 import bucket_server
-import forked_command
 import pytest
 import ray
 from tiny_checkpoint import tiny_checkpoint
@@ -107,13 +106,6 @@ def start_ray() -> None:
     """Start Ray again: after a job that failed, a cancelled worker may be in the middle of an import."""
     ray.shutdown()
     ray.init(address="local", num_cpus=3, num_gpus=2, include_dashboard=False, log_to_driver=False)
-
-
-@pytest.fixture(scope="session")
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
-    """A command that is `skipdecode` in a process of its own, without Ray."""
-    with forked_command.forking(tmp_path_factory.mktemp("forked") / "socket") as command:
-        yield command
 
 
 @pytest.fixture

@@ -20,6 +20,27 @@ from pipeline.run.in_process import InProcess
 from pipeline.runtime.signals import Interrupted
 
 
+def job_values(path: Path | str, output: Path | str, checkpoint: Path | str, /, **changes: Any) -> dict[str, Any]:
+    """The file of a small job. changes: by key; those of a section are added to the section's."""
+    values: dict[str, Any] = {
+        "input": {"path": str(path)},
+        "output": {"path": str(output)},
+        "model": {"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
+        "schedule": {"agreement_rows": 0},
+        "sampling": {"max_new_tokens": 6},
+        "actors": {"threads": 1},
+        "max_error_rate": 1.0,
+    }
+    for name, change in changes.items():
+        values[name] = {**values.get(name, {}), **change} if isinstance(change, dict) else change
+    return values
+
+
+def job_config(path: Path | str, output: Path | str, checkpoint: Path | str, /, **changes: Any) -> JobConfig:
+    """`job_values` as a model."""
+    return JobConfig.model_validate(job_values(path, output, checkpoint, **changes))
+
+
 def run_in_process(config: JobConfig, **options: Any) -> JobResult:
     """`pipeline.job.run` on the in-process backend."""
     return jobs.run(config, backend=InProcess(), **options)
@@ -28,6 +49,11 @@ def run_in_process(config: JobConfig, **options: Any) -> JobResult:
 def answered_rows(output: Path) -> list[dict[str, Any]]:
     """The rows of all parts, in order."""
     return [row for part in sorted(output.glob("part-*.parquet")) for row in pq.read_table(part).to_pylist()]
+
+
+def parts(output: Path) -> dict[str, bytes]:
+    """The bytes of the parts."""
+    return {path.name: path.read_bytes() for path in sorted(output.glob("part-*.parquet"))}
 
 
 def run_and_read(values: dict[str, Any]) -> list[dict[str, Any]]:

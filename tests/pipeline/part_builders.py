@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from memory_folder import MemoryFolder
 
 from actors.answers import Answer
 from pipeline.commit.finalize import finalize, write_success
+from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.distributions import histogram
 from pipeline.generate.output import PartSpec, part_bytes, part_table
+from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import ShardStats, Totals
 from pipeline.input.files import InputFile
+from pipeline.input.rows import to_ipc
 from pipeline.input.shards import Shard
 from pipeline.plan.batching import Batching
 from pipeline.plan.manifest import Manifest
+from pipeline.runtime.quarantine import Quarantine
 from pipeline.storage.folder import Folder
 
 LAYERS = 4
@@ -53,6 +59,20 @@ class Commits:
 
     def __call__(self, shard: Shard, data: bytes, stats: ShardStats) -> None:
         self.parts[shard.index], self.stats[shard.index] = data, stats
+
+
+def shard_generator(settings: dict[str, Any], part: PartSpec, commits: Commits, **more: Any) -> ShardGenerator:
+    """An actor of a run of its own."""
+    quarantine = Quarantine(MemoryFolder(), "run", 2, "generate")
+    return ShardGenerator(settings, part, commits, **{"quarantine": quarantine, "coordinator": Coordinator(), **more})
+
+
+def shard_batch(index: int, rows: pa.Table, url: str = "in/a.parquet", first_row: int = 0) -> dict[str, Any]:
+    """A shard as it travels between the stages."""
+    data = np.empty(1, dtype=object)
+    data[0] = to_ipc(rows)
+    place = {"shard": np.array([index]), "url": np.array([url], dtype=object), "first_row": np.array([first_row])}
+    return {**place, "rows": data, "prepare_seconds": np.array([0.25])}
 
 
 def part_spec(**changes: Any) -> PartSpec:

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import ray
 import yaml
+from cli_command import MARK, marked
 from fault_bench import SHARDS, TRIAL_SECONDS, Bench, Hung, Trial, parts, time_limit
 from ray.cluster_utils import Cluster
 from slow_stages import Slowness, slowed
@@ -35,7 +36,6 @@ from pipeline.storage.folder import Folder
 ROOT = Path(__file__).parents[2]
 TITLES = {"actor": "ShardGenerator", "prepare": "(prepare)", "write": "ShardGenerator"}  # of Ray's workers
 SLOWNESS = {"prepare": Slowness(prepare=0.6, answer=0.0, commit=0.0), "write": Slowness(commit=0.6)}
-MARK = "SKIPDECODE_TEST_MARK"
 LEFT_SECONDS = 30.0  # after which no process that a killed driver had started may be alive
 
 
@@ -238,7 +238,7 @@ def _start(command: list[str], mark: str, said: Path) -> subprocess.Popen[bytes]
 def _end(mark: str, patience: float) -> list[str]:
     """Waits for all processes that carry the mark to end, then kills the rest: their titles."""
     deadline = time.monotonic() + patience
-    while (left := _marked(mark)) and time.monotonic() < deadline:
+    while (left := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     titles = [title(one) for one in left]
     for one in left:
@@ -247,14 +247,3 @@ def _end(mark: str, patience: float) -> list[str]:
         except psutil.NoSuchProcess:
             continue
     return titles
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    found = []
-    for one in psutil.process_iter():
-        try:
-            if one.status() != psutil.STATUS_ZOMBIE and one.environ().get(MARK) == mark:
-                found.append(one)
-        except psutil.Error:
-            continue
-    return found

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError
 from pipeline.config.adapt import OF_TEXTS, SHORT
-from pipeline.config.labels import normalized
+from pipeline.config.forms import normalized
 from pipeline.learn.adapt.configs import ANSWERS, HELD_OUT, SAMPLE, TRAIN
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table

@@ -21,8 +21,8 @@ from actors.generator import Generator
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.config.adapt import SHORT
 from pipeline.config.evaluate import EvalConfig, EvalDataConfig
+from pipeline.config.forms import normalized
 from pipeline.config.job import StorageConfig
-from pipeline.config.labels import normalized
 from pipeline.generate.settings import generator_settings
 from pipeline.input.rows import read_columns
 from pipeline.input.schema import MissingColumn

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics.bleu import BLEU
 
-from pipeline.config.labels import normalized
+from pipeline.config.forms import normalized
 from pipeline.generate.answer_checks import repeated_ngrams
 
 log = logging.getLogger(__name__)

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from part_builders import Commits
+from part_builders import Commits, part_spec, shard_generator
 
 from pipeline.checkpoints import resolve as stores
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.checkpoints.stores import BucketStore
 from pipeline.config.job import ModelConfig, StorageConfig
 from pipeline.generate.coordinator import Coordinator
-from pipeline.generate.stage import PartSpec, ShardGenerator
 from pipeline.storage.folder import open_folder
 
 
@@ -62,6 +61,6 @@ def test_an_actor_reports_its_download_to_the_coordinator(
     monkeypatch.setattr(stores, "FIRST_SECONDS", 0.01)
     monkeypatch.setattr(BucketStore, "download", wait_for_a_line)
     coordinator = Recorder()
-    part = PartSpec(id_column=None, keep=(), optional=(), fingerprint="f", num_layers=4)
-    ShardGenerator({"checkpoint": source, "dtype": "float32", "threads": 1}, part, Commits(), coordinator=coordinator)
+    settings = {"checkpoint": source, "dtype": "float32", "threads": 1}
+    shard_generator(settings, part_spec(), Commits(), coordinator=coordinator)
     assert lines[0].startswith(f"downloading {bucket.url}: 0 MiB of ") and coordinator.read().loading == 0

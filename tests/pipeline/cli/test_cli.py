@@ -17,12 +17,14 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 import yaml
+from in_process import job_values
 from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
 from pipeline.cli.app import app
-from pipeline.cli.command import Advice, cause_line, errors_as_exit_status
+from pipeline.cli.command import cause_line
+from pipeline.cli.command import command as running
 from pipeline.config.job import JobConfig, ModelConfig, StorageConfig
 from pipeline.messages import install_command
 from pipeline.planned import planned_schedule
@@ -32,13 +34,8 @@ from pipeline.storage.errors import StoreFailed
 @pytest.fixture
 def job(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
     pq.write_table(pa.table({"id": ["a"], "prompt": ["alpha"], "n": [1]}), tmp_path / "in.parquet")
-    return {
-        "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
-        "output": {"path": str(tmp_path / "out")},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "shared_prefix": False,  # to sample it starts a process at every plan
-        "schedule": {"agreement_rows": 0},
-    }
+    values = job_values(tmp_path / "in.parquet", tmp_path / "out", checkpoint, input={"id": "id"})
+    return {**values, "sampling": {}, "shared_prefix": False}  # to sample it starts a process at every plan
 
 
 def refused(tmp_path: Path, job: dict[str, Any], *options: str, command: str = "run") -> str:
@@ -285,7 +282,7 @@ def ended(error: Exception, **advice: Any) -> tuple[int, str]:
 
     @command.command()
     def main() -> None:
-        with errors_as_exit_status(Advice(**advice)):
+        with running(**advice):
             raise error
 
     result = CliRunner().invoke(command, [])
@@ -351,8 +348,9 @@ def test_planning_imports_neither_ray_nor_torch_at_first() -> None:
     assert imported_with("pipeline.job") == set()
 
 
-@pytest.mark.parametrize("command", ["run", "adapt", "tune", "evaluate"])
-@pytest.mark.parametrize("text", ["input: [", "inptu: {}"])
+@pytest.mark.parametrize(
+    ("command", "text"), [("run", "input: ["), ("adapt", "inptu: {}"), ("tune", "inptu: {}"), ("evaluate", "input: [")]
+)
 def test_a_mistyped_file_is_refused_before_heavy_libraries_are_imported(
     tmp_path: Path, command: str, text: str
 ) -> None:

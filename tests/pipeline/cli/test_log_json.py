@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from in_process import job_values
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app
@@ -20,7 +21,7 @@ from pipeline.cli.command import JsonLines
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.report import progress as progress_module
 from pipeline.report.progress import Progress
-from pipeline.runtime.announce import announce, announce_to_log, record
+from pipeline.runtime.announce import announce, announce_to_log
 
 pytestmark = pytest.mark.usefixtures("own_handlers")
 
@@ -43,15 +44,8 @@ def events(lines: str) -> list[dict[str, Any]]:
 
 def job(folder: Path, checkpoint: Path, **changes: Any) -> Path:
     pq.write_table(pa.table({"id": [1, 2, 3], "prompt": ["alpha", None, "bravo"]}), folder / "in.parquet")
-    values = {
-        "input": {"path": str(folder / "in.parquet"), "id": "id"},
-        "output": {"path": str(folder / "out")},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 4},
-        "max_error_rate": 1.0,
-    }
-    (folder / "job.yaml").write_text(yaml.safe_dump({**values, **changes}))
+    values = job_values(folder / "in.parquet", folder / "out", checkpoint, **changes)
+    (folder / "job.yaml").write_text(yaml.safe_dump(values))
     return folder / "job.yaml"
 
 
@@ -77,7 +71,6 @@ def test_a_failed_command_ends_with_an_event(in_process: None, tmp_path: Path, c
 
 def test_without_the_flag_lines_are_text(capsys: pytest.CaptureFixture[str]) -> None:
     announce("answering", "stage", rows=3)
-    record("only for machines", "summary")
     assert capsys.readouterr().err == "answering\n"
 
 

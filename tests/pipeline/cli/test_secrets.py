@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cli_command import Command
+from in_process import job_config
 from leaks import assert_listens_here_alone, assert_no_secret, listening, planted_secrets
 from typer.testing import CliRunner
 
@@ -36,19 +37,9 @@ def bucket_job(checkpoint: Path, s3: StorageConfig, name: str, **changes: Any) -
     fs, path = filesystem(f"s3://bucket/{name}", s3)
     with fs.open(f"{path}/in/a.parquet", "wb") as file:
         pq.write_table(pa.table({"prompt": [None, *(f"name[{row}]" for row in range(23))]}), file)
-    values: dict[str, Any] = {
-        "input": {"path": f"s3://bucket/{name}/in"},
-        "output": {"path": f"s3://bucket/{name}/out"},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 8},
-        "actors": {"threads": 1, "cache_bytes": 2**20},
-        "storage": s3.model_dump(),
-        "shard_rows": 4,
-        "shared_prefix": False,  # to sample it starts a process at every plan
-        "max_error_rate": 1.0,
-    }
-    return JobConfig.model_validate({**values, **changes})
+    own: dict[str, Any] = {"storage": s3.model_dump(), "actors": {"cache_bytes": 2**20}, "shard_rows": 4}
+    own |= {"shared_prefix": False}  # to sample it starts a process at every plan
+    return job_config(f"s3://bucket/{name}/in", f"s3://bucket/{name}/out", checkpoint, **own, **changes)
 
 
 def written(s3: StorageConfig, name: str, *texts: str) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from in_process import run_in_process
+from in_process import job_values, run_in_process
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -29,15 +29,8 @@ def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
     for number, prompts in enumerate((["alpha", None, "bravo"], ["cheap pub", "alpha bravo", "food"])):
         table = pa.table({"id": [f"{number}-{row}" for row in range(3)], "prompt": pa.array(prompts, pa.string())})
         pq.write_table(table, tmp_path / "in" / f"{number}.parquet")
-    return {
-        "input": {"path": str(tmp_path / "in"), "id": "id"},
-        "output": {"path": str(tmp_path / "out")},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 6, "temperature": 1.0, "seed": 5},
-        "actors": {"threads": 1},
-        "max_error_rate": 1,
-    }
+    sampling = {"temperature": 1.0, "seed": 5}
+    return job_values(tmp_path / "in", tmp_path / "out", checkpoint, input={"id": "id"}, sampling=sampling)
 
 
 def job_file(folder: Path, values: dict[str, Any]) -> str:

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from cli_command import Command, assert_no_new_rays, assert_released, rays
-from cli_command import parts as parts_of
+from cli_command import Command, assert_released
+from in_process import parts as parts_of
 from part_builders import FINGERPRINT, part, part_stats
 from typer.testing import CliRunner
 
@@ -126,15 +126,16 @@ def test_a_job_that_fills_the_disk_is_finished_once_there_is_space(tmp_path: Pat
     """Three runs of the command, on a Ray of their own."""
     whole = job.model_copy(update={"output": job.output.model_copy(update={"path": str(tmp_path / "whole")})})
     assert Command(tmp_path, whole).end()[0] == 0
-    output, before = disk.path / "out", rays()
+    output = disk.path / "out"
     disk.remount("size=96k")  # the job's own records too
-    code, _, err = Command(tmp_path, job).end()
+    first = Command(tmp_path, job)
+    code, _, err = first.end()
     assert code == 1, err
     assert "Traceback" not in err
     assert "No space left on device: " in err.splitlines()[-1] and str(output) in err.splitlines()[-1], err
     early = parts_of(output)
     assert 0 < len(early) < 12
-    assert_no_new_rays(before)
+    first.assert_nothing_left()
     disk.remount("size=1m")
     assert Command(tmp_path, job).end()[0] == 0
     assert parts_of(output) == parts_of(tmp_path / "whole")

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from cli_command import Command, assert_no_new_rays, assert_released, rays
-from cli_command import parts as parts_of
+from cli_command import Command, assert_released
+from in_process import parts as parts_of
 from part_builders import FINGERPRINT, part, part_stats
 
 from pipeline.commit.sink import clear_temporaries, commit
@@ -182,7 +182,6 @@ def test_a_whole_run_that_wakes_up_after_it_was_replaced_changes_nothing(
             "shard_rows": 4,
         }
     )
-    before = rays()
     first = WatchingCommand(tmp_path, job)
     first.wait_for_parts(output, 2)
     driver = psutil.Process(first.process.pid)
@@ -206,5 +205,5 @@ def test_a_whole_run_that_wakes_up_after_it_was_replaced_changes_nothing(
     after = contents(open_folder(str(output), job.storage))
     passing = ("/_job/tmp/", "/_job/quarantine/")  # which the next command clears away
     assert {name: one for name, one in after.items() if not any(part in name for part in passing)} == finished
-    assert_no_new_rays(before)
+    first.assert_nothing_left()
     assert yaml.safe_load((output / "_SUCCESS").read_text())["rows"] == 96

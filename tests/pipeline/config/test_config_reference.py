@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from actors.engine.errors import UserError
+from pipeline.config.job import JobConfig
 from pipeline.config.load import load_values, parse_yaml
 from pipeline.config.reference import FILES, described, leaves
 
@@ -47,8 +48,6 @@ def test_the_readme_lists_every_recipe() -> None:
 
 
 def test_the_example_of_a_budget_is_valid() -> None:
-    from pipeline.config.job import JobConfig
-
     text = config_reference.README.read_text().partition("```yaml\n")[2].partition("```")[0]
     required = {"input": {"path": "in"}, "output": {"path": "out"}, "model": {"path": "m"}}
     config = JobConfig.model_validate({**required, **parse_yaml(text)})

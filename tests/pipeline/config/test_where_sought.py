@@ -10,8 +10,8 @@ import pytest
 
 from actors.engine.errors import UserError
 from pipeline.checkpoints.resolve import resolve_checkpoint
+from pipeline.config.forms import labels_given
 from pipeline.config.job import JobConfig, ModelConfig, StorageConfig
-from pipeline.config.labels import labels_given
 from pipeline.config.load import load_config
 from pipeline.input.files import list_files
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from in_process import job_values
 from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
@@ -60,15 +61,8 @@ def test_a_text_repeats_itself_if_half_of_its_4_grams_are_repeats(text: str, exp
 def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
     """Twenty rows with one prompt: greedy answers are the same."""
     pq.write_table(pa.table({"prompt": ["alpha bravo"] * 20}), tmp_path / "in.parquet")
-    return {
-        "input": {"path": str(tmp_path / "in.parquet")},
-        "output": {"path": str(tmp_path / "out")},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "choices": ["cheap pub", "food"],
-        "actors": {"threads": 1},
-        "shard_rows": 8,
-    }
+    labels = {"choices": ["cheap pub", "food"], "shard_rows": 8}
+    return job_values(tmp_path / "in.parquet", tmp_path / "out", checkpoint, **labels)
 
 
 def command(values: dict[str, Any], folder: Path, *arguments: str) -> str:

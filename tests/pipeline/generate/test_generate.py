@@ -5,24 +5,24 @@ from __future__ import annotations
 import io
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from part_builders import LAYERS, Commits, part_spec
+from part_builders import LAYERS, Commits, part_spec, shard_batch, shard_generator
 from prompt_specs import spec_of
 
-from actors.answers import Answer, Prompt
+from actors.answers import Answer
 from actors.generator import Generator, RowsAtWork
 from pipeline.commit.records import commit_record, decode_record, encode_record
 from pipeline.generate import stage as generate
+from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.stats import ShardStats
-from pipeline.input.rows import to_ipc
 from pipeline.prepare.prompts import prepare_table
 
 
@@ -40,10 +40,8 @@ def test_a_model_is_loaded_and_run_in_one_thread(checkpoint: Path, monkeypatch: 
             super().run(work)
 
     monkeypatch.setattr(generate, "Generator", Watched)
-    settings = {"checkpoint": str(checkpoint), "dtype": "float32", "device": "cpu"}
-    actor = generate.ShardGenerator(settings, part_spec(), Commits())
     with ThreadPoolExecutor(1) as other:
-        other.submit(actor._answer, [Prompt([1, 9, 3], "in/a.parquet", 0)]).result()
+        other.submit(committed, checkpoint).result()
     assert len(seen) == 2 and len(set(seen)) == 1
 
 
@@ -51,17 +49,21 @@ SETTINGS = {"dtype": "float32", "device": "cpu", "sampling": {"max_new_tokens": 
 DATES = pa.array([20_000, 2**31 - 1, -(2**31)], pa.date32())  # years 2024, 5,881,580 and -5,877,641
 
 
-def committed(checkpoint: Path, **columns: Any) -> Commits:
+def committed(checkpoint: Path, how: Mapping[str, Any] = MappingProxyType({}), **columns: Any) -> Commits:
     """A shard of three rows, the second with an error, answered and committed."""
     rows = pa.table({"prompt": ["alpha", None, "beta"], "id": ["a", "b", "c"], **columns})
-    column = np.empty(1, dtype=object)
-    column[0] = to_ipc(prepare_table(rows, spec_of(checkpoint)))
-    commits = Commits()
-    batch = {"shard": np.array([3]), "url": np.array(["in/a.parquet"], dtype=object), "first_row": np.array([30])}
-    generate.ShardGenerator({"checkpoint": str(checkpoint), **SETTINGS}, part_spec(), commits)(
-        {**batch, "rows": column, "prepare_seconds": np.zeros(1)}
-    )
+    commits, prepared = Commits(), prepare_table(rows, spec_of(checkpoint))
+    actor = shard_generator({"checkpoint": str(checkpoint), **SETTINGS}, part_spec(), commits, **how)
+    actor(shard_batch(3, prepared, first_row=30))
     return commits
+
+
+def test_an_actor_shows_an_answer_with_the_end_of_its_prompt(checkpoint: Path) -> None:
+    """So that a wrong template is seen while the job runs."""
+    coordinator = Coordinator()
+    committed(checkpoint, {"coordinator": coordinator})
+    prompt, answer = coordinator.read().example.split(" -> ")
+    assert prompt.startswith("…") and "alpha" in prompt and answer
 
 
 def without(answers: list[Answer]) -> list[Answer]:

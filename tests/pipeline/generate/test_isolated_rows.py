@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from memory_folder import MemoryFolder
-from part_builders import Commits, part_spec
+from part_builders import Commits, part_spec, shard_batch, shard_generator
 from poison_stages import KILLER
 from prompt_specs import spec_of
 
 from actors.engine.engine import Engine
-from pipeline.generate.stage import ShardGenerator
-from pipeline.input.rows import from_ipc, to_ipc
+from pipeline.input.rows import from_ipc
 from pipeline.prepare import prompts as prepares
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ADDED, ERROR, prepare_table
@@ -46,13 +44,6 @@ def table() -> pa.Table:
     return pa.table({"id": [f"row-{row}" for row in range(ROWS)], "prompt": prompts})
 
 
-def batch(rows: pa.Table) -> dict[str, Any]:
-    column = np.empty(1, dtype=object)
-    column[0] = to_ipc(rows)
-    urls = np.array(["in/a.parquet"], dtype=object)
-    return {"shard": np.array([3]), "url": urls, "first_row": np.array([100]), "rows": column}
-
-
 def test_prepare_gives_up_only_the_rows_that_kill(spec: PromptSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     want = prepare_table(table(), spec)
     tokenize = prepares.tokenize
@@ -67,7 +58,7 @@ def test_prepare_gives_up_only_the_rows_that_kill(spec: PromptSpec, monkeypatch:
     deaths = 0
     while True:
         try:
-            got = from_ipc(prepare(batch(table()), spec, quarantine)["rows"][0])
+            got = from_ipc(prepare(shard_batch(3, table()), spec, quarantine)["rows"][0])
             break
         except Death:
             deaths += 1
@@ -86,7 +77,7 @@ def test_generate_gives_up_only_the_rows_that_kill(
     spec: PromptSpec, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, samples: int
 ) -> None:
     prepared = prepare_table(table(), spec)
-    given = {**batch(prepared), "prepare_seconds": np.zeros(1)}
+    given = shard_batch(3, prepared)
     settings = {
         "checkpoint": str(checkpoint),
         "sampling": {"max_new_tokens": 8, "temperature": 1.0, "n": samples},
@@ -97,7 +88,7 @@ def test_generate_gives_up_only_the_rows_that_kill(
     }
     part = part_spec(optional=("token_ids",))
     commits = Commits()
-    ShardGenerator(settings, part, commits)(given)
+    shard_generator(settings, part, commits)(given)
     want = pq.read_table(io.BytesIO(commits.parts.pop(3)))
     deadly_ids = [prepared["__prompt_ids"][row].as_py() for row in sorted(POISON)]
     admit = Engine.admit
@@ -111,7 +102,7 @@ def test_generate_gives_up_only_the_rows_that_kill(
     quarantine = Quarantine(MemoryFolder(), "run", 2, "generate")
     deaths = 0
     while True:
-        actor = ShardGenerator(settings, part, commits, quarantine=quarantine)
+        actor = shard_generator(settings, part, commits, quarantine=quarantine)
         try:
             actor(given)
             break

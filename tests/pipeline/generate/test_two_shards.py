@@ -9,11 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from memory_folder import MemoryFolder
-from part_builders import Commits, part_spec
+from part_builders import Commits, part_spec, shard_batch, shard_generator
 from prompt_specs import spec_of
 
 from actors.engine.decoder import Decoder
@@ -21,10 +20,9 @@ from actors.engine.engine import Engine
 from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import ShardStats
-from pipeline.input.rows import to_ipc
 from pipeline.input.shards import Shard
 from pipeline.prepare.prompts import prepare_table
-from pipeline.runtime.quarantine import Quarantine, marker_name
+from pipeline.runtime.quarantine import Quarantine, marker_name, release_shard
 
 ROWS = 24
 
@@ -35,21 +33,8 @@ def shards(checkpoint: Path) -> list[dict[str, Any]]:
     batches = []
     for shard in range(3):
         words = [" ".join(["cheap"] * (1 + (row + shard) % 4)) for row in range(ROWS)]
-        column = np.empty(1, dtype=object)
-        column[0] = to_ipc(
-            prepare_table(pa.table({"id": [f"{shard}-{row}" for row in range(ROWS)], "prompt": words}), spec)
-        )
-        urls = np.array(["in/a.parquet"], dtype=object)
-        first = np.array([100 * shard])
-        batches.append(
-            {
-                "shard": np.array([shard]),
-                "url": urls,
-                "first_row": first,
-                "rows": column,
-                "prepare_seconds": np.zeros(1),
-            }
-        )
+        rows = pa.table({"id": [f"{shard}-{row}" for row in range(ROWS)], "prompt": words})
+        batches.append(shard_batch(shard, prepare_table(rows, spec), first_row=100 * shard))
     return batches
 
 
@@ -62,7 +47,7 @@ def actor(checkpoint: Path, commits: Commits | None = None, **more: Any) -> Shar
         "scheduler": "refill",
         "max_batch": 8,
     }
-    return ShardGenerator(settings, part_spec(optional=("token_ids",)), commits or Commits(), **more)
+    return shard_generator(settings, part_spec(optional=("token_ids",)), commits or Commits(), **more)
 
 
 def at_once(one: ShardGenerator, shards: list[dict[str, Any]]) -> list[list[int]]:
@@ -90,11 +75,8 @@ def test_a_part_does_not_depend_on_the_shard_before(
     monkeypatch.setattr(Decoder, "rows_independent", joins)
     coordinator = Coordinator()
     quarantine = Quarantine(MemoryFolder(), "run", 2, "generate")
-    assert at_once(actor(checkpoint, together, coordinator=coordinator, quarantine=quarantine), shards) == [
-        [0],
-        [1],
-        [2],
-    ]
+    one = actor(checkpoint, together, coordinator=coordinator, quarantine=quarantine)
+    assert at_once(one, shards) == [[0], [1], [2]]
     assert coordinator.working() == {0, 1, 2}
     assert joins or together.parts == alone.parts
     for shard in range(3):
@@ -124,6 +106,7 @@ def test_the_second_shard_begins_while_the_first_one_ends(
     assert max(steps) == 2
     # of shards that share steps the seconds of each are not known, nor its rates
     assert commits.stats[0].tokens_per_second == commits.stats[1].device_seconds_per_million_tokens == 0
+    release_shard(one.quarantine.folder, 0)
     one(shards[0])
     assert commits.stats[0].tokens_per_second > 0
 

@@ -18,6 +18,7 @@ from pipeline.input.files import list_files, read_footer
 from pipeline.input.rows import from_ipc
 from pipeline.input.shards import cut_shards
 from pipeline.run.source import ShardSource
+from pipeline.run.stages import Read
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import filesystem
 
@@ -85,7 +86,7 @@ def test_listed_files_are_read_by_the_ray_source(place: tuple[str, StorageConfig
     assert len(both[0][0].group_bytes) == 2 and all(size > 0 for size in both[0][0].group_bytes)
     shards = cut_shards([file for file, _ in both], 3, 10**9)
     assert [(shard.first_row, shard.rows) for shard in shards] == [(0, 3), (3, 2), (0, 3), (3, 1)]
-    source = ShardSource(shards, [file for file, _ in both], columns, storage, 100, 10**9, "out")
+    source = ShardSource(Read(shards, [file for file, _ in both], columns, storage), 100, 10**9, "out")
     blocks = [block for task in source.get_read_tasks(2) for block in task()]
     rows = [from_ipc(row["rows"])["id"].to_pylist() for block in blocks for row in block.to_pylist()]
     assert rows == [[0, 1, 2], [3, 4], [5, 6, 7], [8]]

@@ -16,6 +16,7 @@ from pipeline.input.files import InputFile, list_files, read_footer
 from pipeline.input.rows import from_ipc
 from pipeline.input.shards import Shard, cut_shards, group_shards, read_groups
 from pipeline.run.source import ShardSource
+from pipeline.run.stages import Read
 
 LOCAL = StorageConfig()
 PROMPT = pa.schema([("prompt", pa.string())])
@@ -79,7 +80,7 @@ def test_shards_are_read_row_by_row(
     expected = [list(range(shard.first_row, shard.first_row + shard.rows)) for shard in shards]
     assert [table["id"].to_pylist() for table in tables] == expected
     assert all(table.column_names == ["id", "prompt"] for table in tables)
-    tasks = ShardSource(shards, [file], PROMPT, LOCAL, task_rows, 2**30, "out").get_read_tasks(3)
+    tasks = ShardSource(Read(shards, [file], PROMPT, LOCAL), task_rows, 2**30, "out").get_read_tasks(3)
     blocks = [block for task in tasks for block in task()]
     assert all(block.num_rows == 1 for block in blocks)
     rows = [block.to_pylist()[0] for block in blocks]
@@ -103,7 +104,7 @@ def test_read_tasks_keep_to_one_file_and_their_limits() -> None:
     assert rows_of(group_shards(shards, files, 100, 10**9)) == [[4] * 5] * 2
     assert rows_of(group_shards(shards, files, 100, 90)) == [[4, 4], [4, 4], [4]] * 2
     assert rows_of(group_shards(shards, files, 1, 1)) == [[4]] * 10
-    tasks = ShardSource(shards, files, PROMPT, LOCAL, 8, 10**9, "out").get_read_tasks(1)
+    tasks = ShardSource(Read(shards, files, PROMPT, LOCAL), 8, 10**9, "out").get_read_tasks(1)
     assert [task.metadata.num_rows for task in tasks] == [2, 2, 1, 2, 2, 1]
     names = Counter(name for task in tasks for name in task.metadata.input_files or ())
     assert names == {"a": 3, "b": 3}

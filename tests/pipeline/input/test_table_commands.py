@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import logging
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import yaml
 from pyiceberg.catalog import load_catalog
+from pyiceberg.utils.config import Config
 from shown_commands import ROOT, blocks, commands_of_example, run_commands
 from table_stores import config, local_tables, prompts
 from typer.testing import CliRunner
@@ -60,9 +60,13 @@ def test_a_password_in_a_catalogs_uri_is_refused_and_not_repeated(tmp_path: Path
 
 @pytest.mark.parametrize("way", ["works", "does not answer"])
 def test_a_catalogs_secrets_from_the_environment_are_in_no_message_or_file(
-    way: str, tmp_path: Path, checkpoint: Path, forked: tuple[str, ...]
+    way: str,
+    in_process: None,
+    tmp_path: Path,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """pyiceberg reads its settings when it is imported: in a process of its own."""
     tables = local_tables("iceberg", tmp_path)
     tables.append("in.prompts", prompts(0, 2))
     uri = tables.storage()["catalog"]["uri"] if way == "works" else f"http://user:{PASSWORD}@127.0.0.1:9/catalog"
@@ -71,23 +75,17 @@ def test_a_catalogs_secrets_from_the_environment_are_in_no_message_or_file(
     job = config(tables, checkpoint, input=source, output=output, storage={"catalog": {"name": "test"}})
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
     settings = {"URI": uri, "TOKEN": PASSWORD, "WAREHOUSE": f"{tmp_path}/house", "S3__SECRET_ACCESS_KEY": PASSWORD}
-    result = subprocess.run(
-        [*forked, "run", str(tmp_path / "job.yaml"), "--verbose"],
-        env={
-            **os.environ,
-            **{f"PYICEBERG_CATALOG__TEST__{key}": value for key, value in settings.items()},
-            "TMPDIR": str(tmp_path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    for key, value in settings.items():
+        monkeypatch.setenv(f"PYICEBERG_CATALOG__TEST__{key}", value)
+    monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", Config())  # pyiceberg reads it when it is imported
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with caplog.at_level(logging.DEBUG, "pipeline"):
+        result = CliRunner().invoke(app, ["run", str(tmp_path / "job.yaml"), "--verbose"])
     if way == "works":
-        assert result.returncode == 0 and len(tables.rows("in.answers")) == 2, result.stderr
+        assert result.exit_code == 0 and len(tables.rows("in.answers")) == 2, result.stderr
     else:
-        assert result.returncode == 1 and "skipdecode: failed: storage.catalog 'test': " in result.stderr, result.stderr
-    assert PASSWORD not in result.stdout + result.stderr
+        assert result.exit_code == 1 and "skipdecode: failed: storage.catalog 'test': " in result.stderr, result.stderr
+    assert PASSWORD not in result.output + caplog.text
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or PASSWORD.encode() not in path.read_bytes(), path
 

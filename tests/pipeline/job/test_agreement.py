@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import run_in_process
+from in_process import job_values, run_in_process
 from rich.console import Console
 
 from actors.answers import Prompt
@@ -43,15 +43,9 @@ def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
     (tmp_path / "in").mkdir()
     prompts = [f"{WORDS[row % 4]} {row}" if row != 7 else None for row in range(ROWS)]
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in" / "a.parquet", row_group_size=8)
-    return {
-        "input": {"path": str(tmp_path / "in")},
-        "output": {"path": str(tmp_path / "out")},
-        "model": {"path": str(checkpoint), "dtype": "float32", "cache": str(tmp_path / "cache")},
-        "schedule": {"min_agreement": 0.0},
-        "sampling": {"max_new_tokens": 12, "temperature": 1.0},
-        "actors": {"threads": 1},
-        "max_error_rate": 0.1,
-    }
+    schedule, sampling = {"agreement_rows": 16, "min_agreement": 0.0}, {"max_new_tokens": 12, "temperature": 1.0}
+    model = {"cache": str(tmp_path / "cache")}
+    return job_values(tmp_path / "in", tmp_path / "out", checkpoint, schedule=schedule, sampling=sampling, model=model)
 
 
 def job(values: dict[str, Any], **sections: Any) -> JobConfig:

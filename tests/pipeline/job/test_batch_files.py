@@ -5,16 +5,12 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
-from in_process import run_example, run_in_process
+from in_process import answered_rows, job_values, run_example, run_in_process
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
@@ -54,20 +50,8 @@ def write(path: Path, requests: Sequence[dict[str, Any]]) -> None:
 
 
 def config(path: Path, output: Path, checkpoint: Path, **changes: Any) -> JobConfig:
-    values: dict[str, Any] = {
-        "input": {"path": str(path), "format": "openai_batch"},
-        "output": {"path": str(output)},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 6},
-        "actors": {"threads": 1, "max_batch": 8},
-        "shard_rows": 3,
-    }
-    return JobConfig.model_validate({**values, **changes})
-
-
-def answers(folder: Path) -> list[dict[str, Any]]:
-    return [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+    values = job_values(path, output, checkpoint, shard_rows=3, actors={"max_batch": 8})
+    return JobConfig.model_validate({**values, "input": {"path": str(path), "format": "openai_batch"}, **changes})
 
 
 def test_each_request_is_answered_by_its_own_parameters(tmp_path: Path, chat_checkpoint: Path) -> None:
@@ -76,7 +60,7 @@ def test_each_request_is_answered_by_its_own_parameters(tmp_path: Path, chat_che
     job = config(tmp_path / "in.jsonl", tmp_path / "out", chat_checkpoint)
     totals = run_in_process(job).totals
     assert (totals.rows, totals.answers, totals.errors) == (8, 9, 2)
-    rows = answers(tmp_path / "out")
+    rows = answered_rows(tmp_path / "out")
     assert [row["id"] for row in rows] == [f"request-{number}" for number in (0, 1, 2, 3, 3, 4, 5, 6, 7)]
     assert {row["id"]: row["error"] for row in rows if row["error"]} == {
         f"request-{number}": error for number, error in ERRORS.items()
@@ -94,7 +78,7 @@ def test_each_request_is_answered_by_its_own_parameters(tmp_path: Path, chat_che
         source = {"path": str(tmp_path / "one.jsonl"), "sampling": {"max_new_tokens": "k"}, **columns}
         output = tmp_path / f"one-{number}"
         run_in_process(config(tmp_path, output, chat_checkpoint, input=source))
-        (alone,) = answers(output)
+        (alone,) = answered_rows(output)
         assert alone["generated_text"] == by_id[f"request-{number}", 0]["generated_text"]
 
 
@@ -152,7 +136,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_results_and_errors_are_those_of_the_parts(tmp_path: Path, chat_checkpoint: Path) -> None:
     write(tmp_path / "in.jsonl", REQUESTS)
     run_in_process(config(tmp_path / "in.jsonl", tmp_path / "out", chat_checkpoint))
-    rows = answers(tmp_path / "out")
+    rows = answered_rows(tmp_path / "out")
     results, errors = (lines(tmp_path / "out" / f"{name}.jsonl") for name in ("results", "errors"))
     assert [line["custom_id"] for line in results] == [f"request-{number}" for number in (0, 1, 2, 3, 6, 7)]
     assert {line["custom_id"]: line["response"]["body"]["error"]["message"] for line in errors} == {
@@ -257,7 +241,7 @@ def test_any_job_writes_its_answers_as_json_lines(tmp_path: Path, checkpoint: Pa
     job = config(tmp_path, tmp_path, checkpoint, input=source)
     job = JobConfig.model_validate({**job.model_dump(exclude_unset=True), "output": asked})
     assert run_in_process(job).fresh_rows == 0
-    assert lines(tmp_path / "out" / "answers.jsonl") == answers(tmp_path / "out")
+    assert lines(tmp_path / "out" / "answers.jsonl") == answered_rows(tmp_path / "out")
     with pytest.raises(ValueError, match=r"set input\.format: openai_batch too"):
         JobConfig.model_validate({**job.model_dump(exclude_unset=True), "output": {**asked, "format": "openai_batch"}})
 
@@ -316,47 +300,3 @@ def test_results_of_parts_that_were_answered_again_replace_the_former(tmp_path: 
     run_in_process(job)
     assert (out / "results.jsonl").read_bytes() == made and not (out / "results-0001.jsonl").exists()
     assert recorded(open_folder(str(out), StorageConfig())).keys() == {"results.jsonl", "errors.jsonl"}
-
-
-KILLED = """
-import json, os, signal, sys
-sys.path.insert(0, {tests!r})
-from in_process import run_example, run_in_process
-from pipeline import job as jobs
-from pipeline.config.job import JobConfig
-
-commit, calls = stages.commit_shard, []
-
-def killed(*arguments, **options):
-    calls.append(1)
-    if len(calls) == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return commit(*arguments, **options)
-
-stages.commit_shard = killed
-run_in_process(JobConfig.model_validate(json.loads({values!r})))
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_process_is_resumed_with_the_same_answers(tmp_path: Path, chat_checkpoint: Path) -> None:
-    """A real SIGKILL after two of three shards; what differs is the time of planning."""
-    write(tmp_path / "in.jsonl", REQUESTS)
-    whole, killed = (config(tmp_path / "in.jsonl", tmp_path / name, chat_checkpoint) for name in ("whole", "killed"))
-    run_in_process(whole)
-    values = json.dumps(killed.model_dump(exclude_unset=True))
-    script = KILLED.format(tests=str(Path(__file__).parents[1]), values=values)
-    done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[3], capture_output=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert len(list((tmp_path / "killed").glob("*.parquet"))) == 2
-    assert run_in_process(killed).fresh_rows == 2
-    first, second = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).glob("part*")} for name in ("whole", "killed")
-    )
-    assert first == second
-    for name in ("results", "errors"):
-        pair = [lines(tmp_path / folder / f"{name}.jsonl") for folder in ("whole", "killed")]
-        for found in pair:
-            for line in found:
-                line["response"]["body"].pop("created", None)
-        assert pair[0] == pair[1]

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from in_process import job_config, job_values, run_in_process
 from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
@@ -23,6 +24,7 @@ from pipeline.input.shards import cut_shards
 from pipeline.plan import plan_files
 from pipeline.run.in_process import InProcess
 from pipeline.run.source import ShardSource
+from pipeline.run.stages import Read
 from pipeline.storage.folder import Folder, open_folder
 
 ROWS, SHARD_ROWS = 40, 10
@@ -54,9 +56,8 @@ def tasks(place: tuple[Folder, StorageConfig]) -> list[Callable[[], Any]]:
     folder, storage = place
     ((url, (size, version)),) = list_files([f"{folder.url}/in.parquet"], storage).items()
     file, _ = read_footer(url, size, version, storage)
-    return ShardSource(
-        cut_shards([file], SHARD_ROWS, 2**30), [file], SCHEMA, storage, 2 * SHARD_ROWS, 2**30, "out"
-    ).get_read_tasks(1)
+    read = Read(cut_shards([file], SHARD_ROWS, 2**30), [file], SCHEMA, storage)
+    return ShardSource(read, 2 * SHARD_ROWS, 2**30, "out").get_read_tasks(1)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
@@ -112,12 +113,7 @@ def test_between_run_and_resume_the_command_refuses_and_names_the_file(
     inputs.mkdir()
     for name in ("a", "b"):
         (inputs / f"{name}.parquet").write_bytes(OLD)
-    values = {
-        "input": {"path": str(inputs)},
-        "output": {"path": str(tmp_path / "out")},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-    }
+    values = job_values(inputs, tmp_path / "out", checkpoint)
     config = JobConfig.model_validate(values)
     folder = open_folder(config.output.path, config.storage)
     plan_files.save(folder, jobs.plan(config, None, InProcess()).manifest)
@@ -137,19 +133,11 @@ def test_between_run_and_resume_the_command_refuses_and_names_the_file(
 def test_another_input_path_for_an_output_is_named(tmp_path: Path, checkpoint: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.parquet").write_bytes(OLD)
-    values = {
-        "input": {"path": f"{tmp_path}/a.parquet"},
-        "output": {"path": f"{tmp_path}/out"},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 1},
-        "actors": {"threads": 1},
-    }
-    jobs.run(JobConfig.model_validate(values), backend=InProcess(), limit=2)
-    values["input"] = {"path": f"{tmp_path}/b.parquet"}
+    first, second = (job_config(tmp_path / f"{name}.parquet", tmp_path / "out", checkpoint) for name in ("a", "b"))
+    run_in_process(first, limit=2)
     (tmp_path / "a.parquet").unlink()
     with pytest.raises(UserError) as refused:
-        jobs.run(JobConfig.model_validate(values), backend=InProcess(), limit=2)
+        run_in_process(second, limit=2)
     assert str(refused.value) == (
         f"{tmp_path}/out: this output belongs to the input {tmp_path}/a.parquet, not to {tmp_path}/b.parquet; "
         "choose another output.path, or start again with --overwrite"

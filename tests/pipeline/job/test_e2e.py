@@ -1,4 +1,4 @@
-"""The demo checkpoint on E2E test prompts at 3x, two actors: whole, killed half-way, into a bucket."""
+"""The demo checkpoint on E2E test prompts at 3x, two actors: whole, and killed half-way."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from cli_command import Command, parts
-from in_process import run_in_process
+from cli_command import Command
+from in_process import parts, run_in_process
 
 from actors.engine.cpu.library import multiplies
-from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.storage.folder import open_folder
+from pipeline.config.job import JobConfig
 
 ROOT = Path(__file__).parents[3]
 E2E = ROOT.parent / "shared" / "data" / "e2e"
@@ -39,14 +38,6 @@ def job(output: Path | str, **changes: Any) -> JobConfig:
     return JobConfig.model_validate({**values, **changes})
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("e2e")
-    code, out, err = Command(folder, job(folder / "out"), "--json").end()
-    assert code == 0, err
-    return folder / "out", json.loads(out.splitlines()[-1])
-
-
 def assert_short_of_half_the_depth(output: Path, count: int, summary: dict[str, Any]) -> None:
     """Every prompt has a text, at less than half of the 24 layers."""
     rows = pq.read_table(output).to_pylist()
@@ -65,17 +56,11 @@ def test_the_first_prompts_in_this_process(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_all_prompts_by_the_command(undisturbed: tuple[Path, dict[str, Any]]) -> None:
-    output, summary = undisturbed
-    assert_short_of_half_the_depth(output, ROWS, summary)
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_killed_half_way_and_started_again_the_bytes_are_the_same(
-    undisturbed: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    assert_the_same_when_killed(tmp_path, job(tmp_path / "out"), parts(undisturbed[0]))
+def test_killed_half_way_and_started_again_the_bytes_are_the_same(tmp_path: Path) -> None:
+    code, out, err = Command(tmp_path, job(tmp_path / "whole"), "--json").end()
+    assert code == 0, err
+    assert_short_of_half_the_depth(tmp_path / "whole", ROWS, json.loads(out.splitlines()[-1]))
+    assert_the_same_when_killed(tmp_path, job(tmp_path / "out"), parts(tmp_path / "whole"))
 
 
 @pytest.mark.ray
@@ -105,23 +90,3 @@ def assert_the_same_when_killed(tmp_path: Path, config: JobConfig, whole: dict[s
     assert json.loads(out.splitlines()[-1])["fresh_rows"] < ROWS
     assert parts(tmp_path / "out") == whole
     assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in early} == early
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_the_same_into_a_bucket(undisturbed: tuple[Path, dict[str, Any]], s3: StorageConfig, tmp_path: Path) -> None:
-    """Killed half-way, too."""
-    whole = parts(undisturbed[0])
-    bucket = job("s3://bucket/e2e", storage=s3.model_dump(exclude_none=True))
-    folder = open_folder("s3://bucket/e2e", s3)
-    first = Command(tmp_path, bucket)
-    first.wait_until(lambda: len([name for name in folder.names() if name.startswith("part-")]) >= len(whole) // 2)
-    os.killpg(first.process.pid, signal.SIGKILL)
-    first.process.wait()
-    early = {name: folder.read(name) for name in folder.names() if name.startswith("part-")}
-    assert len(early) < len(whole)
-    code, _, err = Command(tmp_path, bucket).end()
-    assert code == 0, err
-    found = {name: folder.read(name) for name in folder.names() if name.startswith("part-")}
-    assert found == whole
-    assert {name: found[name] for name in early} == early

@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from in_process import job_config
 from ray_free_run import MadeUpParts
 
 from actors.engine.errors import UserError
@@ -20,10 +21,7 @@ def config(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     """A job of ten rows whose parts no model writes."""
     monkeypatch.setattr(jobs, "ray_backend", lambda **_: MadeUpParts())
     pq.write_table(pa.table({"prompt": [f"prompt {row}" for row in range(10)]}), tmp_path / "in.parquet")
-    values = {"input": {"path": str(tmp_path / "in.parquet")}, "output": {"path": str(tmp_path / "out")}}
-    return JobConfig.model_validate(
-        {**values, "model": {"path": str(checkpoint)}, "schedule": {"agreement_rows": 0}, "shard_rows": 4}
-    )
+    return job_config(tmp_path / "in.parquet", tmp_path / "out", checkpoint, shard_rows=4)
 
 
 def files(config: JobConfig) -> dict[str, tuple[int, int, bytes]]:

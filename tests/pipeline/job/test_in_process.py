@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import run_in_process, run_interrupted
+from in_process import job_config, parts, run_in_process, run_interrupted
 
 from actors.engine.errors import UserError
 from pipeline.commit.lease import LeaseLost
@@ -38,28 +38,17 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(inputs: Path, output: Path, checkpoint: Path, **changes: Any) -> JobConfig:
-    values: dict[str, Any] = {
-        "input": {"path": str(inputs), "id": "id"},
-        "output": {"path": str(output), "token_ids": True},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 6, "temperature": 1.0, "seed": 5},
-        "actors": {"threads": 1, "max_batch": 8},
-        "shard_rows": 6,
-        "max_error_rate": 0.1,
-    }
-    return JobConfig.model_validate({**values, **changes})
+def config(inputs: Path, output: Path, checkpoint: Path) -> JobConfig:
+    sampling = {"temperature": 1.0, "seed": 5}
+    return job_config(
+        inputs, output, checkpoint, input={"id": "id"}, output={"token_ids": True}, sampling=sampling, shard_rows=6
+    )
 
 
 @pytest.fixture(scope="module")
 def finished(inputs: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, JobResult]:
     output = tmp_path_factory.mktemp("finished") / "out"
     return output, run_in_process(config(inputs, output, checkpoint))
-
-
-def parts(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.parquet"))}
 
 
 def test_an_interrupt_lets_shards_at_work_end_and_the_same_command_finishes(
@@ -113,8 +102,7 @@ def test_a_job_in_a_thread_that_loses_its_lease_ends_alone(
         if folder.url.endswith("/loses"):
             leases = sorted(name for name in folder.names("_job/lease") if name.endswith(".json"))
             folder.create("_job/lease/000009.json", folder.read(f"_job/lease/{leases[-1]}"))
-            for _ in range(2000):
-                time.sleep(0.01)
+            time.sleep(1)
         return commit_shard(*arguments, folder=folder, **named)
 
     monkeypatch.setattr(stages, "commit_shard", lose_the_lease)

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from cli_command import Command, SlowCommand, assert_no_new_rays, assert_released, parts, rays
-from in_process import run_in_process
+from cli_command import Command, SlowCommand, assert_released
+from in_process import job_config, parts, run_in_process
 from leaks import assert_listens_here_alone, assert_no_secret, listening, planted_secrets
 from ray.data import DataContext
 from safetensors.torch import load_file, save_file
@@ -62,17 +62,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(inputs: Path | str, into: Path | str, checkpoint: Path, **changes: Any) -> JobConfig:
     values: dict[str, Any] = {
-        "input": {"path": str(inputs), "id": "id"},
-        "output": {"path": str(into), "keep": ["topic"], "token_ids": True, "cumulative_logprob": True},
-        "model": {"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
-        "schedule": {"agreement_rows": 0},
+        "input": {"id": "id"},
+        "output": {"keep": ["topic"], "token_ids": True, "cumulative_logprob": True},
         "sampling": SAMPLED,
         "actors": ACTORS,
         "shard_rows": 10,
         "shared_prefix": False,  # to sample it starts a process at every plan
         "max_error_rate": 0.1,
     }
-    return JobConfig.model_validate({**values, **changes})
+    return job_config(inputs, into, checkpoint, **{**values, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +79,12 @@ def undisturbed(
 ) -> tuple[Path, jobs.JobResult]:
     """Output and result of a job in this process."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    return folder / "out", run_in_process(config(inputs, folder / "out", checkpoint, **measured(checkpoint, folder)))
+    return folder / "out", run_in_process(config(inputs, folder / "out", checkpoint, **measured(folder)))
 
 
-def measured(checkpoint: Path, cache: Path) -> dict[str, Any]:
+def measured(cache: Path) -> dict[str, Any]:
     """Keys of a job that measures its agreement with full depth on a few rows."""
-    model = {"path": str(checkpoint), "dtype": "float32", "device": "cpu", "cache": str(cache / "cache")}
-    return {"schedule": {"agreement_rows": 4, "min_agreement": 0.0}, "model": model}
+    return {"schedule": {"agreement_rows": 4, "min_agreement": 0.0}, "model": {"cache": str(cache / "cache")}}
 
 
 def test_every_row_is_answered_once_in_its_place(undisturbed: tuple[Path, jobs.JobResult]) -> None:
@@ -157,7 +154,7 @@ def test_two_actors_on_ray_write_the_same_parts_and_leave_the_callers_settings(
     """The actors ask for GPUs, which are pretended: each sees one."""
     output, alone = undisturbed
     actors = {**ACTORS, "gpus": 1, "cpus": 0.5}
-    job = config(inputs, tmp_path / "out", checkpoint, actors=actors, **measured(checkpoint, tmp_path))
+    job = config(inputs, tmp_path / "out", checkpoint, actors=actors, **measured(tmp_path))
     before = process_settings()
     outcome = jobs.run(job)
     assert process_settings() == before
@@ -277,13 +274,8 @@ def test_actors_that_ask_for_gpus_see_their_own(
 
 
 def test_a_template_and_ids_from_file_and_row(inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
-    job = config(
-        inputs,
-        tmp_path,
-        checkpoint,
-        input={"path": str(inputs / "in-0.parquet"), "template": "{{ prompt }} about {{ topic }}"},
-        output={"path": str(tmp_path), "keep": ["prompt"]},
-    )
+    source = {"template": "{{ prompt }} about {{ topic }}"}
+    job = config(inputs / "in-0.parquet", tmp_path, checkpoint, input=source, output={"keep": ["prompt"]})
     outcome = run_in_process(job)
     rows = pq.read_table(tmp_path).to_pylist()
     assert {row["id"] for row in rows} == {f"in-0.parquet:{row}" for row in range(40)}
@@ -294,48 +286,31 @@ def test_a_template_and_ids_from_file_and_row(inputs: Path, checkpoint: Path, tm
 def test_placement_is_checked_before_it_can_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_session, "is_own_ray", lambda: False)
 
-    def actors(**keys: Any) -> Any:
-        return JobConfig.model_validate(
-            {"input": {"path": "x"}, "output": {"path": "y"}, "model": {"path": "z"}, "actors": keys}
-        ).actors
-
-    assert not placement_problem(actors(count=2), {"CPU": 2.0})
-    for keys in ({"count": 3}, {"count": 1, "threads": 3}, {"count": 1, "cpus": 2.5}):
-        problem = placement_problem(actors(**keys), {"CPU": 2.0})
+    assert not placement_problem(ActorsConfig(count=2), {"CPU": 2.0})
+    for actors in (ActorsConfig(count=3), ActorsConfig(count=1, threads=3), ActorsConfig(count=1, cpus=2.5)):
+        problem = placement_problem(actors, {"CPU": 2.0})
         assert "do not fit on 2 CPUs: lower actors.count or actors.threads, or set actors.cpus" in problem
-    problem = placement_problem(actors(count=3, gpus=0.5, cpus=0.1), {"CPU": 2.0, "GPU": 1.0})
+    problem = placement_problem(ActorsConfig(count=3, gpus=0.5, cpus=0.1), {"CPU": 2.0, "GPU": 1.0})
     assert problem.startswith("3 actors of 0.5 GPUs do not fit on 1 GPUs")
-    assert not placement_problem(actors(min=1, max=9, gpus=1), {"CPU": 4.0, "GPU": 1.0})
+    assert not placement_problem(ActorsConfig(min=1, max=9, gpus=1), {"CPU": 4.0, "GPU": 1.0})
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("again", ["in_process", pytest.param("on_ray", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_killed_run_started_again_is_as_if_undisturbed(
-    undisturbed: tuple[Path, jobs.JobResult],
-    inputs: Path,
-    checkpoint: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    caplog: pytest.LogCaptureFixture,
-    again: str,
+    undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """The killed run is on Ray, where processes may outlive the driver; to start it again there takes half a minute."""
     whole, _ = undisturbed
     output = tmp_path / "out"
     job = config(inputs, output, checkpoint, actors={**ACTORS, "count": 1})
-    before = rays()
     first = SlowCommand(tmp_path, job)
     first.wait_for_parts(output, 2)
     os.killpg(first.process.pid, signal.SIGKILL)
     first.process.wait()
     early = {path.name: path.stat().st_mtime_ns for path in output.glob("*.parquet")}
     assert len(early) < len(parts(whole)), "killed too late to prove anything"
-    if again == "on_ray":
-        code, out, err = Command(tmp_path, job, "--json").end()
-    else:
-        request.getfixturevalue("in_process")
-        result = invoke(tmp_path, job, "--json")
-        code, out, err = result.exit_code, result.stdout, result.stderr + caplog.text
+    second = Command(tmp_path, job, "--json")
+    code, out, err = second.end()
     assert code == 0, err
     assert "resuming: " in err
     assert "ray" not in err.lower().replace("skipdecode", "")
@@ -345,7 +320,8 @@ def test_a_killed_run_started_again_is_as_if_undisturbed(
     assert parts(output) == parts(whole)
     assert {name: (output / name).stat().st_mtime_ns for name in early} == early
     assert not list((output / "_job" / "tmp").iterdir())
-    assert_no_new_rays(before)
+    first.assert_nothing_left()
+    second.assert_nothing_left()
 
 
 @pytest.mark.ray
@@ -364,7 +340,6 @@ def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
     actors = {**ACTORS, "count": 1}
     job = config(source.url, output, checkpoint, grace_seconds=grace, actors=actors, storage=s3.model_dump())
     run_in_process(config(source.url, whole, checkpoint, storage=s3.model_dump()))
-    before = rays()
     ports: set[tuple[str, str]] = set()
     calls = itertools.count()
 
@@ -394,24 +369,20 @@ def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
         # a shard counts as at work until a little after its commit, so that some may be among the early parts
         assert len(parts(output)) >= max(early, int(stopping[1]))
         assert len(list((output / "_job" / "commits").iterdir())) == len(parts(output))
-    assert_no_new_rays(before)
+    run.assert_nothing_left()
     if grace:
         run_in_process(job)
         assert parts(output) == parts(whole)
         assert_released(output)
 
 
-@pytest.mark.ray
-def test_what_is_wrong_beside_the_checkpoint_is_exit_2_and_no_ray_stays(
-    inputs: Path, checkpoint: Path, tmp_path: Path
+def test_actors_that_do_not_fit_this_machine_are_refused_before_ray_starts(
+    inputs: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = rays()
-    wrong = config(inputs, tmp_path / "out", checkpoint, actors={"cache_bytes": 2**50})
-    code, out, err = Command(tmp_path, wrong).end()
-    assert (code, out) == (2, "")
-    told = [line for line in err.splitlines() if not line.endswith(" ...")]  # announces what takes long on this machine
-    assert len(told) == 2 and told[0].startswith("model: ") and "do not fit in this machine's" in told[1]
-    assert_no_new_rays(before)
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("too late"))
+    result = invoke(tmp_path, config(inputs, tmp_path / "out", checkpoint, actors={"cache_bytes": 2**50}))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "do not fit in this machine's" in result.stderr.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import answered_rows, run_in_process
+from in_process import answered_rows, job_config, run_in_process
 from ray_free_run import MadeUpParts
 from typer.testing import CliRunner
 
@@ -27,18 +27,8 @@ def job(folder: Path, checkpoint: Path, **changes: Any) -> JobConfig:
     """Ten rows, one of them without a prompt."""
     prompts = [None, *(f"alpha {row}" for row in range(9))]
     pq.write_table(pa.table({"id": list(range(10)), "prompt": pa.array(prompts, pa.string())}), folder / "in.parquet")
-    values: dict[str, Any] = {
-        "input": {"path": str(folder / "in.parquet"), "id": "id"},
-        "output": {"path": str(folder / "out")},
-        "model": {"path": str(checkpoint), "dtype": "float32", "cache": str(folder / "cache")},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 6},
-        "actors": {"threads": 1},
-        "shard_rows": 4,
-        "price_per_hour": 2.0,
-        "max_error_rate": 1.0,
-    }
-    return JobConfig.model_validate({**values, **changes})
+    own = {"input": {"id": "id"}, "model": {"cache": str(folder / "cache")}, "shard_rows": 4, "price_per_hour": 2.0}
+    return job_config(folder / "in.parquet", folder / "out", checkpoint, **own, **changes)
 
 
 def files(folder: Path) -> dict[Path, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import answered_rows, run_and_read, run_in_process, run_interrupted
+from in_process import answered_rows, job_values, run_and_read, run_in_process, run_interrupted
 
 from pipeline.config.job import JobConfig
 from pipeline.incremental import runs
@@ -26,15 +26,8 @@ def write(folder: Path, names: list[str]) -> None:
 
 
 def job(checkpoint: Path, output: Path, *paths: Path, **section: Any) -> dict[str, Any]:
-    return {
-        "input": {"path": [str(path) for path in paths], **section},
-        "output": {"path": str(output)},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 2},
-        "actors": {"threads": 1},
-        "shard_rows": 2,
-    }
+    source = {"path": [str(path) for path in paths], **section}
+    return job_values(paths[0], output, checkpoint, input=source, sampling={"max_new_tokens": 2}, shard_rows=2)
 
 
 def ids(rows: list[dict[str, Any]]) -> list[str]:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process import run_in_process
+from in_process import job_config, run_in_process
 from recorded_metrics import Recorded
 
 from actors.engine.types import EngineStats
@@ -28,17 +28,8 @@ STORE = {"store_retries"}  # tests/pipeline/storage/test_s3.py
 
 def config(folder: Path, checkpoint: Path) -> JobConfig:
     pq.write_table(pa.table({"id": range(20), "prompt": [None, *["alpha bravo"] * 19]}), folder / "in.parquet")
-    values = {
-        "input": {"path": str(folder / "in.parquet"), "id": "id"},
-        "output": {"path": str(folder / "out")},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 6},
-        "actors": {"threads": 1, "max_batch": 4},
-        "shard_rows": 5,
-        "price_per_hour": 3600.0,
-    }
-    return JobConfig.model_validate(values)
+    own = {"input": {"id": "id"}, "actors": {"max_batch": 4}, "shard_rows": 5, "price_per_hour": 3600.0}
+    return job_config(folder / "in.parquet", folder / "out", checkpoint, **own)
 
 
 def test_the_metrics_of_a_job_are_its_totals(tmp_path: Path, checkpoint: Path) -> None:

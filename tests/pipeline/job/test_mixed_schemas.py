@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from in_process import job_config
 from prompt_specs import spec_of
 
 from actors.engine.types import SamplingParams
@@ -120,17 +121,8 @@ def write_files(folder: Path) -> dict[str, tuple[str, str | None]]:
 
 
 def config(inputs: Path, into: Path, checkpoint: Path, **changes: Any) -> JobConfig:
-    values: dict[str, Any] = {
-        "input": {"path": str(inputs), "id": "key"},
-        "output": {"path": str(into), "keep": ["name", "topic", "tags", "a.b"]},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 4},
-        "actors": {"count": 1, "threads": 1},
-        "shard_rows": 3,
-        "max_error_rate": 1,
-    }
-    return JobConfig.model_validate({**values, **changes})
+    keep = ["name", "topic", "tags", "a.b"]
+    return job_config(inputs, into, checkpoint, input={"id": "key"}, output={"keep": keep}, shard_rows=3, **changes)
 
 
 @pytest.mark.timeout(400)

@@ -12,8 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from cli_command import Command, parts
+from cli_command import Command
 from fault_proxy import DELAY, EXPIRED, Fault, Proxy, Request, fault_proxy, mixed
+from in_process import job_config, parts
 
 from pipeline import job as jobs
 from pipeline.config.job import JobConfig, StorageConfig
@@ -37,17 +38,17 @@ def fill(storage: StorageConfig, checkpoint: Path, count: int = ROWS) -> str:
 
 
 def config(root: str, output: Path | str, storage: StorageConfig, cache: Path, **sampling: Any) -> JobConfig:
-    values: dict[str, Any] = {
-        "input": {"path": f"{root}/in", "id": "id"},
-        "output": {"path": str(output), "token_ids": True},
-        "model": {"path": f"{root}/model", "dtype": "float32", "cache": str(cache)},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 8, "temperature": 1.0, **sampling},
-        "actors": {"count": 1, "threads": 1},
-        "storage": storage.model_dump(exclude_none=True),
-        "shard_rows": 5,
-    }
-    return JobConfig.model_validate(values)
+    return job_config(
+        f"{root}/in",
+        output,
+        f"{root}/model",
+        input={"id": "id"},
+        output={"token_ids": True},
+        model={"cache": str(cache)},
+        sampling={"max_new_tokens": 8, "temperature": 1.0, **sampling},
+        storage=storage.model_dump(exclude_none=True),
+        shard_rows=5,
+    )
 
 
 def parts_of(folder: Folder) -> dict[str, bytes]:

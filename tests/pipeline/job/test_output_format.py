@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import regex
-from in_process import run_in_process
+from in_process import job_values, run_and_read, run_in_process
 
 from actors.engine.errors import UserError
 from pipeline.config.job import JobConfig
@@ -34,25 +34,14 @@ def values(folder: Path, checkpoint: Path, **changes: Any) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     prompts = [f"name[Zizzi], food[{row}]" for row in range(8)]
     pq.write_table(pa.table({"prompt": prompts, "form": [*REGEXES, *REGEXES]}), folder / "in.parquet")
-    return {
-        "input": {"path": str(folder / "in.parquet")},
-        "output": {"path": str(folder / "out"), "strip": False},
-        "model": {"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
-        "schedule": {"speedup": 2, "agreement_rows": 0},
-        "sampling": {"max_new_tokens": 36, "temperature": 1.0},
-        "max_error_rate": 1.0,
-        **changes,
-    }
-
-
-def run(job: dict[str, Any]) -> list[dict[str, Any]]:
-    run_in_process(JobConfig.model_validate(job))
-    return list(pq.read_table(job["output"]["path"]).to_pylist())
+    own = {"schedule": {"speedup": 2}, "sampling": {"max_new_tokens": 36, "temperature": 1.0}}
+    own |= {"output": {"strip": False}}
+    return job_values(folder / "in.parquet", folder / "out", checkpoint, **{**own, **changes})
 
 
 def test_every_answer_of_a_job_fits_its_schema(tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
-    rows = run(values(tmp_path, checkpoint, output_format={"json_schema": str(tmp_path / "schema.json")}))
+    rows = run_and_read(values(tmp_path, checkpoint, output_format={"json_schema": str(tmp_path / "schema.json")}))
     assert len(rows) == 8
     for row in rows:  # the longest text has 34 bytes
         jsonschema.validate(json.loads(row["generated_text"]), SCHEMA)
@@ -75,7 +64,7 @@ def test_answers_that_are_cut_off_keep_their_text_in_every_sample(tmp_path: Path
 def test_each_row_has_a_form_of_its_own_or_the_jobs(tmp_path: Path, checkpoint: Path) -> None:
     job = values(tmp_path, checkpoint, output_format={"grammar": 'start: "all " /[x-z]/'})
     job["input"]["output_format"] = {"regex": "form"}
-    rows = run(job)
+    rows = run_and_read(job)
     for row, pattern in zip(rows, [*REGEXES, *REGEXES], strict=True):
         if pattern == REGEXES[3]:
             assert "look-around" in row["error"] and row["generated_text"] is None
@@ -84,7 +73,7 @@ def test_each_row_has_a_form_of_its_own_or_the_jobs(tmp_path: Path, checkpoint: 
             assert regex.fullmatch(pattern or "all [x-z]", row["generated_text"])
     alone = values(tmp_path / "alone", checkpoint)
     alone["input"]["output_format"] = {"regex": "form"}
-    assert [row["error"] for row in run(alone)][2] == "output_format: regex is null"
+    assert [row["error"] for row in run_and_read(alone)][2] == "output_format: regex is null"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +103,7 @@ def test_rows_own_schemas_are_checked_after_generation_as_the_jobs(tmp_path: Pat
         forms = [json.dumps(unique) if row else None for row in range(len(table))]
         pq.write_table(table.append_column("form", [forms]), job["input"]["path"])
         job["input"]["output_format"] = {"json_schema": "form"}
-        first, *rows = run(job)
+        first, *rows = run_and_read(job)
         assert first["generated_text"] == "7" and first["error"] is None
         for row in rows:
             if not check:
@@ -132,7 +121,7 @@ def test_thinking_is_a_column_before_the_parsed_answer(tmp_path: Path, checkpoin
     marks = {"start": "[", "end": "e"}
     job = values(tmp_path, checkpoint, output_format={"json_schema": schema}, reasoning=marks)
     job["output"] |= {"parse": True, "strip": True}
-    for row in run(job):
+    for row in run_and_read(job):
         assert row["reasoning"] is not None and "e" not in row["reasoning"]
         if row["error"] is None:
             assert row["parsed"]["a"] in ("x", "y") and row["parsed"] == json.loads(row["generated_text"])
@@ -161,9 +150,9 @@ def test_the_example_runs_as_its_comment_says(
 
 
 def test_another_form_is_another_job(tmp_path: Path, checkpoint: Path) -> None:
-    run(values(tmp_path, checkpoint, output_format={"regex": "[a-c]"}))
+    run_and_read(values(tmp_path, checkpoint, output_format={"regex": "[a-c]"}))
     with pytest.raises(UserError, match="output_format"):
-        run(values(tmp_path, checkpoint, output_format={"regex": "[a-d]"}))
+        run_and_read(values(tmp_path, checkpoint, output_format={"regex": "[a-d]"}))
 
 
 def test_parsed_answers_are_a_typed_column(tmp_path: Path, checkpoint: Path) -> None:
@@ -195,4 +184,4 @@ def test_parsed_answers_need_one_schema_with_one_type(tmp_path: Path, checkpoint
         job = values(tmp_path, checkpoint, output_format=form)
         job["output"]["parse"] = True
         with pytest.raises(ValueError, match=message):
-            run(job)
+            run_and_read(job)

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import run_and_read
+from in_process import job_values, run_and_read
 
 from actors.engine.errors import UserError
 from pipeline.config.job import JobConfig, StorageConfig
@@ -38,16 +38,9 @@ def write(folder: Path, kind: str, own: dict[str, Any] | None = None) -> None:
 
 
 def job(path: str, checkpoint: Path, output: Path, keep: list[str], **sections: Any) -> dict[str, Any]:
-    return {
-        "input": {"path": path, "id": "dt", "template": "{{ lang or '' }} {{ prompt }}"},
-        "output": {"path": str(output), "keep": keep},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 2},
-        "actors": {"threads": 1},
-        "shard_rows": 2,
-        **sections,
-    }
+    source = {"id": "dt", "template": "{{ lang or '' }} {{ prompt }}"}
+    own = {"sampling": {"max_new_tokens": 2}, "shard_rows": 2}
+    return job_values(path, output, checkpoint, input=source, output={"keep": keep}, **own, **sections)
 
 
 def refusal(values: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import yaml
+from in_process import job_config
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -37,18 +38,16 @@ def job(checkpoint: Path, tmp_path: Path) -> JobConfig:
     assert lengths.count(lengths[POISON]) == 1, lengths
     assert lengths[POISON] == poison_stages.DEADLY_TOKENS, lengths
     pq.write_table(pa.table({"id": [f"row-{row}" for row in range(ROWS)], "prompt": prompts}), tmp_path / "in.parquet")
-    return JobConfig.model_validate(
-        {
-            "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
-            "output": {"path": str(tmp_path / "out"), "token_ids": True},
-            "model": {"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
-            "schedule": {"agreement_rows": 0},
-            "sampling": {"max_new_tokens": 6, "temperature": 1.0, "seed": 3},
-            "actors": {"count": 1, "threads": 1, "max_batch": 2},
-            "shard_rows": SHARD_ROWS,
-            "attempts": 1,
-            "max_error_rate": 0.2,
-        }
+    return job_config(
+        tmp_path / "in.parquet",
+        tmp_path / "out",
+        checkpoint,
+        input={"id": "id"},
+        output={"token_ids": True},
+        sampling={"temperature": 1.0, "seed": 3},
+        actors={"count": 1, "max_batch": 2},
+        shard_rows=SHARD_ROWS,
+        attempts=1,
     )
 
 
@@ -80,8 +79,8 @@ def undisturbed(job: JobConfig, folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("stage", "deadly"),
     [
-        ("ShardGenerator", poison_stages.DeadlyGenerate),
-        pytest.param("prepare", poison_stages.deadly_prepare, marks=pytest.mark.slow),
+        pytest.param("ShardGenerator", poison_stages.DeadlyGenerate, marks=pytest.mark.slow),
+        ("prepare", poison_stages.deadly_prepare),
     ],
     ids=["generate", "prepare"],
 )
@@ -103,6 +102,7 @@ def test_a_row_that_kills_its_process_is_found(
     assert list((tmp_path / "out" / "_job" / "quarantine").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_no_actor_of_a_finished_job_stays_in_an_exit_handler(
     own_ray: None, job: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

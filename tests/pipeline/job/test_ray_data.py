@@ -67,14 +67,22 @@ def program() -> str:
     return block
 
 
-def test_the_generator_in_a_program_of_ones_own_runs_on_one_cpu(prompts: Path, tmp_path: Path) -> None:
-    """README's program, as it stands."""
-    process = started(program(), tmp_path, 1)
-    try:
-        said, _ = process.communicate(timeout=300)
-    finally:
-        end(process)
-    assert process.returncode == 0, said
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_generator_in_a_program_of_ones_own(
+    own_ray: None, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    """README's program, as it stands. alone: in a process of its own, on a Ray of one CPU."""
+    if alone:
+        process = started(program(), tmp_path, 1)
+        try:
+            said, _ = process.communicate(timeout=300)
+        finally:
+            end(process)
+        assert process.returncode == 0, said
+    else:
+        (tmp_path / "configs").symlink_to(ROOT / "configs")
+        monkeypatch.chdir(tmp_path)
+        exec(compile(program(), "README.md", "exec"), {})
     rows = sorted(pq.read_table(tmp_path / "answers").to_pylist(), key=lambda row: row["id"])
     assert [row["id"] for row in rows] == list(range(ROWS))
     assert all(row["error"] is None and row["generated_tokens"] > 0 for row in rows)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from in_process import job_config
 
 from actors.answers import Prompt
 from actors.generator import Generator
 from pipeline import job as jobs
-from pipeline.config.job import JobConfig
 from pipeline.generate.output import ANSWER_FIELDS
 from pipeline.prepare.chat import Chat, render_chat
 
@@ -41,17 +41,14 @@ def write_input(folder: Path) -> None:
 
 
 def run(tmp_path: Path, checkpoint: Path, name: str, **changes: Any) -> tuple[jobs.JobResult, list[dict[str, Any]]]:
-    values: dict[str, Any] = {
-        "input": {"path": str(tmp_path / "in"), "id": "id", "messages": "chat", "system": SYSTEM, "sampling": "own"},
-        "output": {"path": str(tmp_path / name), "token_ids": True, "cumulative_logprob": True},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 6, "logprobs": 1, "seed": 3},
-        "actors": {"count": 2, "threads": 1, "max_batch": 5},
+    own: dict[str, Any] = {
+        "input": {"id": "id", "messages": "chat", "system": SYSTEM, "sampling": "own"},
+        "output": {"token_ids": True, "cumulative_logprob": True},
+        "sampling": {"logprobs": 1, "seed": 3},
+        "actors": {"count": 2, "max_batch": 5},
         "shard_rows": 8,
-        "max_error_rate": 0.5,
     }
-    outcome = jobs.run(JobConfig.model_validate({**values, **changes}))
+    outcome = jobs.run(job_config(tmp_path / "in", tmp_path / name, checkpoint, **{**own, **changes}))
     return outcome, pq.read_table(tmp_path / name).to_pylist()
 
 

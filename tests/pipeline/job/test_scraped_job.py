@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow as pa
@@ -23,9 +24,10 @@ import yaml
 from cli_command import Command
 from dashboard_queries import SCRAPE, queries
 from fault_proxy import SLOW_DOWN, Request, fault_proxy
+from in_process import job_config, job_values
 from local_cluster import LocalCluster
 
-from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.config.job import StorageConfig
 
 SECONDS = 300.0  # until every query has an answer
 
@@ -77,18 +79,15 @@ def test_prometheus_answers_every_query_while_a_job_runs(s3: StorageConfig, chec
     try:
         with fault_proxy(s3.endpoint_url) as proxy, prometheus(tmp_path, cluster.folder) as url:
             proxy.script = faults  # type: ignore[assignment]
-            job = {
-                "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
-                "output": {"path": "s3://bucket/metrics"},
-                "model": {"path": str(checkpoint), "dtype": "float32"},
-                "schedule": {"agreement_rows": 0},
-                "sampling": {"max_new_tokens": 40, "temperature": 1.0},
-                "actors": {"count": 1, "threads": 1, "max_batch": 4},
-                "storage": {"endpoint_url": proxy.url},
-                "shard_rows": 64,
-                "max_error_rate": 1.0,
-            }
-            JobConfig.model_validate(job)
+            job = job_values(
+                tmp_path / "in.parquet",
+                "s3://bucket/metrics",
+                checkpoint,
+                sampling={"max_new_tokens": 40, "temperature": 1.0},
+                actors={"count": 1, "max_batch": 4},
+                storage={"endpoint_url": proxy.url},
+                shard_rows=64,
+            )
             (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
             command = ["--", "python", "-m", "pipeline", "run", str(tmp_path / "job.yaml")]
             submitted = cluster.job("submit", "--no-wait", "--submission-id", "one", "--working-dir", ".", *command)
@@ -119,19 +118,12 @@ def test_prometheus_answers_every_query_while_a_job_runs(s3: StorageConfig, chec
 @pytest.mark.ray
 def test_a_job_of_its_own_ray_serves_metrics_and_logs_objects(checkpoint: Path, tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": range(20_000), "prompt": ["alpha"] * 20_000}), tmp_path / "in.parquet")
-    values = {
-        "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
-        "output": {"path": str(tmp_path / "out")},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 40, "temperature": 1.0},
-        "actors": {"count": 1, "threads": 1, "max_batch": 1},
-        "shard_rows": 64,
-        "grace_seconds": 0,
-    }
+    sampling, actors = {"max_new_tokens": 40, "temperature": 1.0}, {"count": 1, "max_batch": 1}
+    own: dict[str, Any] = {"sampling": sampling, "actors": actors, "shard_rows": 64, "grace_seconds": 0}
+    config = job_config(tmp_path / "in.parquet", tmp_path / "out", checkpoint, **own)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = Command(tmp_path, JobConfig.model_validate(values), "--log-json", "--metrics-port", str(port))
+    command = Command(tmp_path, config, "--log-json", "--metrics-port", str(port))
 
     def scraped() -> bool:
         try:

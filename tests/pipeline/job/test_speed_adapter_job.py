@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import answered_rows, run_in_process
+from in_process import answered_rows, job_config, run_in_process
 from random_adapter import random_adapter
 from safetensors.torch import load_file, save_file
 
@@ -40,16 +40,9 @@ def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(inputs: Path, output: Path, checkpoint: Path, adapter: Path | None, **changes: Any) -> JobConfig:
-    model = {"path": str(checkpoint), "dtype": "float32"}
-    values: dict[str, Any] = {
-        "input": {"path": str(inputs)},
-        "output": {"path": str(output), "token_ids": True},
-        "model": model if adapter is None else {**model, "speed_adapter": str(adapter)},
-        "sampling": {"max_new_tokens": 6, "temperature": 1.0, "seed": 5},
-        "actors": {"threads": 1},
-    }
-    schedule = {"agreement_rows": 0, **changes.get("schedule", {})}
-    return JobConfig.model_validate({**values, **changes, "schedule": schedule})
+    own = {"output": {"token_ids": True}, "sampling": {"temperature": 1.0, "seed": 5}}
+    model = {} if adapter is None else {"speed_adapter": str(adapter)}
+    return job_config(inputs, output, checkpoint, model=model, **own, **changes)
 
 
 def test_a_job_at_1x_has_the_answers_of_the_base(inputs: Path, checkpoint: Path, adapter: Path, tmp_path: Path) -> None:

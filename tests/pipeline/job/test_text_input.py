@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import run_in_process
+from in_process import answered_rows, job_config, parts, run_in_process
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
@@ -32,6 +32,9 @@ ROWS = [
 ]
 
 
+FEW = {"max_new_tokens": 4}
+
+
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(list(rows)), path)
@@ -49,28 +52,12 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
 
 
-def config(path: Path, output: Path, checkpoint: Path, **changes: Any) -> JobConfig:
-    values: dict[str, Any] = {
-        "input": {"path": str(path), "id": "id", **changes.pop("input", {})},
-        "output": {"path": str(output)},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 4},
-        "actors": {"threads": 1, "max_batch": 8},
-        "shard_rows": 6,
-    }
-    return JobConfig.model_validate({**values, **changes})
+def config(path: Path, output: Path, checkpoint: Path, /, **changes: Any) -> JobConfig:
+    source, sampling = ({**own, **changes.pop(name, {})} for name, own in (("input", {"id": "id"}), ("sampling", FEW)))
+    return job_config(path, output, checkpoint, input=source, sampling=sampling, shard_rows=6, **changes)
 
 
-def parts(folder: Path) -> list[bytes]:
-    return [path.read_bytes() for path in sorted(folder.glob("*.parquet"))]
-
-
-def answers(folder: Path) -> list[dict[str, Any]]:
-    return [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
-
-
-def test_rows_in_any_format_have_the_same_answers(tmp_path: Path, checkpoint: Path) -> None:
+def test_rows_in_any_format_have_the_same_answered_rows(tmp_path: Path, checkpoint: Path) -> None:
     """The CSV's ids and prompts are text, and its temperatures numbers, as in the other files."""
     found = {}
     for suffix in ("parquet", "jsonl", "jsonl.gz", "csv", "csv.gz"):
@@ -78,7 +65,7 @@ def test_rows_in_any_format_have_the_same_answers(tmp_path: Path, checkpoint: Pa
         write(path, [{**row, "heat": 0.0} for row in ROWS])
         job = config(path, tmp_path / suffix, checkpoint, input={"sampling": {"temperature": "heat"}})
         assert run_in_process(job).totals.errors == 0
-        found[suffix] = answers(tmp_path / suffix)
+        found[suffix] = answered_rows(tmp_path / suffix)
     assert [row["id"] for row in found["parquet"]] == [row["id"] for row in ROWS]
     assert all(rows == found["parquet"] for rows in found.values())
 
@@ -138,13 +125,13 @@ def test_a_damaged_line_is_its_rows_error(tmp_path: Path, checkpoint: Path) -> N
     path.write_bytes(b"\n".join(lines))
     totals = run_in_process(config(path, tmp_path / "out", checkpoint)).totals
     assert (totals.rows, totals.errors) == (len(ROWS), 2)
-    rows = answers(tmp_path / "out")
+    rows = answered_rows(tmp_path / "out")
     assert rows[4]["id"] is None and rows[4]["error"].startswith("not JSON: JSONDecodeError")
     assert rows[9]["error"] == "prompt is null"
     whole = tmp_path / "whole.jsonl"
     write(whole, ROWS)
     run_in_process(config(whole, tmp_path / "whole", checkpoint))
-    others = [row for number, row in enumerate(answers(tmp_path / "whole")) if number not in (4, 9)]
+    others = [row for number, row in enumerate(answered_rows(tmp_path / "whole")) if number not in (4, 9)]
     assert others == [row for number, row in enumerate(rows) if number not in (4, 9)]
 
 
@@ -160,7 +147,7 @@ def test_chats_and_sampling_may_differ_in_shape_from_row_to_row(tmp_path: Path, 
     write(path, rows)
     job = config(path, tmp_path / "out", chat_checkpoint, input={"messages": "chat", "sampling": "own"})
     run_in_process(job)
-    found = answers(tmp_path / "out")
+    found = answered_rows(tmp_path / "out")
     assert found[0]["generated_text"] == found[1]["generated_text"] and found[0]["generated_tokens"] == 2
     assert [row["id"] for row in found] == [1, 2, 3]
     assert found[2]["error"] == "sampling: max_new_tokens = 0: must be at least 1"
@@ -172,7 +159,7 @@ def test_a_schema_may_be_an_object_of_its_row(tmp_path: Path, checkpoint: Path) 
     write(path, [{"id": number, "prompt": "alpha", "form": schema} for number, schema in enumerate(schemas)])
     source = {"output_format": {"json_schema": "form"}}
     run_in_process(config(path, tmp_path / "out", checkpoint, input=source, sampling={"max_new_tokens": 20}))
-    found = answers(tmp_path / "out")
+    found = answered_rows(tmp_path / "out")
     assert [json.loads(row["generated_text"]) for row in found[:3]] == ["a", ["b", 1], "c"]
     assert found[3]["error"] == "json_schema: is a int; it must be an object"
 
@@ -186,7 +173,7 @@ def test_a_shared_prefix_is_found_and_try_shows_rows(tmp_path: Path, checkpoint:
     with open(path, "ab") as file:
         file.write(b"x" * 2**28)  # too long a line, which no look at the first rows meets
     tried = answer_first_rows(job, 8)
-    made = answers(tmp_path / "out")[:8]
+    made = answered_rows(tmp_path / "out")[:8]
     assert [row.id for row in tried] == [row["id"] for row in made]
     assert [row.answers[0].generated_text for row in tried] == [row["generated_text"] for row in made]
 
@@ -214,14 +201,12 @@ def test_incremental_runs_answer_each_file_once(tmp_path: Path, checkpoint: Path
     """JSON Lines in and out: a dated folder for each run, with its own answers.jsonl."""
     inbox = tmp_path / "inbox"
     inbox.mkdir()
-    job = config(inbox, tmp_path / "root", checkpoint, input={"format": "jsonl", "since": "last_success"})
-    job = JobConfig.model_validate(
-        {**job.model_dump(exclude_unset=True), "output": {"path": str(tmp_path / "root"), "format": "jsonl"}}
-    )
+    section = {"format": "jsonl", "since": "last_success"}
+    job = config(inbox, tmp_path / "root", checkpoint, input=section, output={"format": "jsonl"})
     for number, rows in enumerate((ROWS[:5], ROWS[5:8])):
         write(inbox / f"{number}.jsonl", rows)
         (run,) = incremental.run(job, backend=InProcess()).finished
         folder = tmp_path / "root" / run.run.folder
         found = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
-        assert [row["id"] for row in found] == [row["id"] for row in rows] and found == answers(folder)
+        assert [row["id"] for row in found] == [row["id"] for row in rows] and found == answered_rows(folder)
     assert incremental.run(job, backend=InProcess()).finished == []

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import run_and_read, run_in_process
+from in_process import job_values, run_and_read, run_in_process
 from openai.types.chat import ChatCompletion
 
 from actors.engine.errors import UserError
@@ -52,17 +52,9 @@ def model_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def values(folder: Path, checkpoint: Path, rows: pa.Table, **changes: Any) -> dict[str, Any]:
     pq.write_table(rows, folder / "in.parquet")
-    return {
-        "input": {"path": str(folder / "in.parquet"), "messages": "messages", "tools": "tools"},
-        "output": {"path": str(folder / "out")},
-        "model": {"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
-        "schedule": {"speedup": 1},
-        "sampling": {"max_new_tokens": 4},
-        "actors": {"threads": 1},
-        "shard_rows": 100,
-        "max_error_rate": 1.0,
-        **changes,
-    }
+    own = {"input": {"messages": "messages", "tools": "tools"}, "schedule": {"speedup": 1}}
+    own |= {"sampling": {"max_new_tokens": 4}, "shard_rows": 100}
+    return job_values(folder / "in.parquet", folder / "out", checkpoint, **{**own, **changes})
 
 
 def test_the_prompt_is_transformers_own(tool_checkpoint: Path) -> None:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from in_process import job_config
 from local_cluster import ROOT, LocalCluster
 
 from pipeline.commit.sink import part_name
@@ -29,16 +30,9 @@ def job(folder: Path, rows: int) -> JobConfig:
     folder.mkdir()
     table = pa.table({"id": list(range(rows)), "prompt": [f"name[Zizzi], area[{row}]" for row in range(rows)]})
     pq.write_table(table, folder / "in.parquet")
-    values: dict[str, Any] = {
-        "input": {"path": str(folder / "in.parquet"), "id": "id"},
-        "output": {"path": str(folder / "out")},
-        "model": {"path": str(CHECKPOINT)},
-        "schedule": {"speedup": 1.0, "agreement_rows": 0},
-        "sampling": {"max_new_tokens": 32},
-        "actors": {"count": 2, "threads": 1},
-        "shard_rows": SHARD_ROWS,
-    }
-    return JobConfig.model_validate(values)
+    own: dict[str, Any] = {"input": {"id": "id"}, "model": {"dtype": "bfloat16"}, "schedule": {"speedup": 1.0}}
+    own |= {"sampling": {"max_new_tokens": 32}, "actors": {"count": 2}, "shard_rows": SHARD_ROWS}
+    return job_config(folder / "in.parquet", folder / "out", CHECKPOINT, **own)
 
 
 def start(cluster: LocalCluster, config: JobConfig) -> subprocess.Popen[str]:

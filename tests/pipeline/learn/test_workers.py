@@ -22,7 +22,7 @@ from tiny_checkpoint import tiny_checkpoint
 from tune_recipes import copying_recipe, train_recipe
 from worker_faults import killed, out_of_memory, sleep, user_error, wrong_value
 
-from pipeline.cli.command import Advice, errors_as_exit_status
+from pipeline.cli.command import command
 from pipeline.learn.tune.workers import run_processes
 from pipeline.runtime.signals import Interrupted, interrupter, interruptible
 
@@ -107,7 +107,7 @@ def test_a_worker_fails_as_a_training_in_one_process(
 ) -> None:
     with (
         pytest.raises(typer.Exit) as ended,
-        errors_as_exit_status(Advice(file="tune.yaml", out_of_memory="lower batch_size")),
+        command(file="tune.yaml", out_of_memory="lower batch_size"),
     ):
         run_processes(2, function)
     written = capfd.readouterr().err.strip()

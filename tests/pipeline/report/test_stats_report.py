@@ -10,13 +10,23 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from part_builders import FINGERPRINT, LAYERS, Commits, finish, manifest_of, part, part_spec, part_stats
+from part_builders import (
+    FINGERPRINT,
+    LAYERS,
+    Commits,
+    finish,
+    manifest_of,
+    part,
+    part_spec,
+    part_stats,
+    shard_batch,
+    shard_generator,
+)
 from rich.console import Console
 
 from pipeline.commit.finalize import STATS, SUMMARY, RowsMissing, write_statistics
@@ -25,9 +35,7 @@ from pipeline.commit.sink import SUCCESS, commit, committed_shards, part_name
 from pipeline.config.job import StorageConfig
 from pipeline.generate.agreement import Agreement
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
-from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import ShardStats, add_up, duplicate_ids, to_table
-from pipeline.input.rows import to_ipc
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
 from pipeline.prepare.prompts import ADDED, CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
@@ -141,7 +149,7 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
         }
     )
     commits = Commits()
-    actor = ShardGenerator(
+    actor = shard_generator(
         {
             "checkpoint": str(checkpoint),
             "dtype": "float32",
@@ -155,17 +163,7 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
         devices=2,
         price_per_hour=1800.0,
     )
-    column = np.empty(1, dtype=object)
-    column[:] = [to_ipc(rows)]
-    actor(
-        {
-            "shard": np.array([7]),
-            "url": np.array(["in/a.parquet"]),
-            "first_row": np.array([10]),
-            "rows": column,
-            "prepare_seconds": np.array([0.25]),
-        }
-    )
+    actor(shard_batch(7, rows, first_row=10))
     counted = ShardStats.from_record(json.loads(json.dumps(asdict(commits.stats[7]))))
     assert counted.device_seconds == 2 * counted.generate_seconds > 0
     assert counted.money == pytest.approx(counted.device_seconds / 2)
@@ -310,6 +308,8 @@ def test_a_line_of_progress() -> None:
     )
     work, run = Workload(8, 1000, 2, 300), RunProgress(6, 700, 1, 0)
     last = progress_line(run, rates([(0.4, RunProgress()), (60.0, run)], 60.0, work), 60.0, work)
+    run = RunProgress(6, 700, 3, 0, kinds=(("prompt is null", 2), ("no …", 1)))
+    assert " rows (3 errors: 2 prompt is null, 1 no …)  " in progress_line(run, {}, 1.0, work)
     assert last == "8/8 shards  1,000/1,000 rows (1 errors)  11.7 rows/s  1:00 elapsed"
 
 
@@ -392,13 +392,14 @@ def test_the_coordinator_counts_each_shard_once() -> None:
     coordinator.loaded("a")
     assert coordinator.read() == RunProgress(actors=1)
     assert coordinator.begin(0) and coordinator.begin(1) and coordinator.begin(2)
-    coordinator.ended(0, True, 10, 1, 100)
+    coordinator.ended(0, True, 10, 1, 100, '[["prompt is null", 1, "row-3", "prompt is null"]]')
     coordinator.ended(1, True, 5, 0, 50)
+    kinds = (("prompt is null", 1),)
     coordinator.ended(1, False, 5, 0, 50)  # a second attempt adds nothing
-    assert coordinator.read() == RunProgress(2, 15, 1, 150, at_work=1, actors=1)
+    assert coordinator.read() == RunProgress(2, 15, 1, 150, at_work=1, actors=1, kinds=kinds)
     assert not coordinator.begin(1)  # the actor died after its commit, and its task is tried again
     coordinator.ended(2, True, 5, 0, 50)
-    assert coordinator.read() == RunProgress(3, 20, 1, 200, actors=1)
+    assert coordinator.read() == RunProgress(3, 20, 1, 200, actors=1, kinds=kinds)
     coordinator.begin(4)
     coordinator.ended(4, True, 5, 0, 50)
     coordinator.begin(5)
@@ -430,5 +431,8 @@ def test_a_line_says_at_once_what_the_run_waits_for_and_when_the_first_rows_are_
         wait_for("answering 1 shard")
         coordinator.ended(0, True, 125, 0, 5000)
         wait_for("1/8 shards  125/1,000 rows")
+        for example in ("…'a prompt' -> 'answer 1'", "…'a prompt' -> 'answer 2'"):
+            coordinator.show(example)
+            wait_for("example: …'a prompt' -> 'answer 1'")
         time.sleep(0.1)
-    assert said[-1].endswith("elapsed: the first rows") and len(said) == 4  # each once, within ten seconds
+    assert said[-2].endswith("elapsed: the first rows") and len(said) == 5  # each once, within ten seconds

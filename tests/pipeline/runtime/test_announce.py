@@ -14,7 +14,7 @@ from pipeline.runtime.announce import RowProgress, announce_checks, announced
 def test_rows_that_ran_are_counted_from_time_to_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = iter([0.0, 9.0, 10.0, 19.0, 20.0, 30.0])
+    clock = iter([0.0, 9.0, 10.0, 10.0, 19.0, 20.0, 20.0, 30.0, 30.0])
     monkeypatch.setattr(
         announce, "time", SimpleNamespace(monotonic=lambda: next(clock))
     )  # the clock of this module alone

@@ -1,0 +1,96 @@
+"""Forms of answers as a job file or a row gives them: labels, JSON Schema, regex, grammar. Needs no tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from actors.engine.constraints.output_format import KINDS, OutputFormat
+from actors.engine.errors import UserError, flat
+from pipeline.messages import check_unicode, where_sought
+
+_FILES = {"json_schema": ".json", "grammar": ".lark"}
+
+
+def _text_of(file: str) -> str:
+    try:
+        return Path(file).read_text()
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file{where_sought(file)}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {flat(error)}") from None
+
+
+def labels_given(value: Any) -> Any:
+    """Return the value of a key `choices` as a tuple: labels, or the name of a JSON file with a list of labels.
+
+    Raises UserError for a label that is not text, or a file that holds something else.
+    """
+    if isinstance(value, str) and value.endswith(".json"):
+        file, text = value, _text_of(value)
+        try:
+            value = json.loads(text)
+            check_unicode(value, "label")
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file}: cannot be read as JSON: {flat(error)}") from None
+        if not isinstance(value, list):
+            raise UserError(f"must hold one list of labels, not {type(value).__name__}")
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        return value
+    for label in value:
+        if not isinstance(label, str):
+            raise UserError(
+                f"labels are text, and {label!r} is not; put it in quotes (true and false are YAML booleans)"
+            )
+    return tuple(value)
+
+
+def normalized(label: str) -> str:
+    """Strip and lower-case a label for exact match."""
+    return label.strip().lower()
+
+
+def check_labels(labels: Sequence[str | None], least: int = 1) -> None:
+    """Raise UserError for fewer labels than `least`, or a label that is null, empty or repeated."""
+    if not labels:
+        raise UserError("choices is empty")
+    if len(labels) < least:
+        raise UserError(f"choices: {labels[0]!r} is the only label, so that it would be every answer; give two or more")
+    seen = set[str]()
+    for index, label in enumerate(labels):
+        if label is None or not label.strip():
+            raise UserError(f"choices: label {index + 1} is {'null' if label is None else 'empty'}")
+        if label in seen:
+            raise UserError(f"choices: {label!r} is repeated")
+        seen.add(label)
+
+
+def _form(value: Any) -> Any:
+    """Return the form of `{json_schema: …}`, `{regex: …}` or `{grammar: …}`; a .json or .lark file may hold it."""
+    if not isinstance(value, dict):
+        return value
+    read = dict(value)
+    for kind, ending in _FILES.items():
+        text = read.get(kind)
+        if isinstance(text, str) and text.endswith(ending) and "\n" not in text:
+            read[kind] = _text_of(text)
+    form = OutputFormat.of(read)
+    form.check()
+    return form
+
+
+def _column(value: Any) -> Any:
+    if isinstance(value, dict) and not (len(value) == 1 and set(value) <= set(KINDS)):
+        raise UserError(f"must be {{form: column}} with one of {', '.join(KINDS)}")
+    return value
+
+
+Labels = Annotated[tuple[str, ...], BeforeValidator(labels_given), Field(min_length=1)]
+Form = Annotated[OutputFormat, BeforeValidator(_form), PlainSerializer(lambda form: form.to_dict(), return_type=dict)]
+FormColumn = Annotated[dict[str, str], BeforeValidator(_column)]
