@@ -75,7 +75,7 @@ def _call(
         *(np.empty(count, kind) for kind in (np.int64, np.float32, np.float32)),
         *(np.empty((count, most), kind) for kind in (np.int64, np.float32)),
     ]
-    read = [
+    read: Results = [
         places,
         np.frombuffer(b"".join([row.packed for row in own]), np.uint8),
         np.array([row.drawn for row in own], np.int64),
