@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,18 @@ def fewest(schedules: Collection[Schedule]) -> tuple[int, ...]:
     return tuple(min(one.depth(position) for one in schedules) for position in range(longest))
 
 
+def of_older_record(spec: ScheduleSpec, num_layers: int, least: int) -> tuple[int, ...]:
+    """Return `Trained.depths` of a record that holds only the lowest depth of all positions.
+
+    They are the lowest of the stored curve at any speed that runs at least so many layers.
+    """
+    drawn = [spec.build(num_layers)]
+    with suppress(UserError):  # a spec without horizon
+        speeds = (quarters / 4 for quarters in range(5, 4 * num_layers + 1))
+        drawn += [spec.overridden({"speedup": speed}).build(num_layers) for speed in speeds]
+    return (*fewest([one for one in drawn if one.depths[-1] >= least])[:-1], least)
+
+
 def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> ScheduleSpec:
     """The spec in the values of a ``skipdecode.json`` without `TRAINED`, checked against a model of `num_layers`.
 
@@ -110,21 +123,23 @@ def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> Schedu
 
 
 def read_trained(value: Any, spec: ScheduleSpec, num_layers: int, source: str) -> Trained:
-    """Return the record of the training in the ``skipdecode.json`` of a spec.
+    """Return the record of the training in a ``skipdecode.json``. An older one has `min_depth` for `depths`.
 
     Raises UserError that begins with `source` and names the wrong key.
     """
-    if not isinstance(value, dict) or set(value) != {"depths", "prompt"}:
+    if not isinstance(value, dict) or set(value) not in ({"depths", "prompt"}, {"min_depth", "prompt"}):
         raise UserError(f"{source}: {TRAINED} must hold depths and prompt, and no other key")
-    stored, prompt, depths = spec.build(num_layers), value["prompt"], value["depths"]
+    stored, prompt, depths = spec.build(num_layers), value["prompt"], value.get("depths", [value.get("min_depth")])
     if not isinstance(depths, list) or not 1 <= len(depths) <= MAX_HORIZON:
         raise UserError(f"{source}: {TRAINED}.depths must list 1 to {MAX_HORIZON} numbers of layers")
     for depth, before in zip(depths, [num_layers, *depths], strict=False):
         if type(depth) is not int or not 1 <= depth <= before:
-            raise UserError(f"{source}: {TRAINED}.depths = {depth!r}: must be a whole number in [1, {before}]")
+            key = "depths" if "depths" in value else "min_depth"
+            raise UserError(f"{source}: {TRAINED}.{key} = {depth!r}: must be a whole number in [1, {before}]")
     if not isinstance(prompt, list) or not prompt or any(policy not in PROMPT_POLICIES for policy in prompt):
         raise UserError(f"{source}: {TRAINED}.prompt = {prompt!r}: must list some of {', '.join(PROMPT_POLICIES)}")
-    return Trained(tuple(depths), tuple(prompt), stored.keep_order, stored.warmup)
+    known = tuple(depths) if "depths" in value else of_older_record(spec, num_layers, depths[0])
+    return Trained(known, tuple(prompt), stored.keep_order, stored.warmup)
 
 
 def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
