@@ -6,7 +6,7 @@ IDLE = tests/engine tests/serving tests/pipeline/learn
 RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline tests/test_wheel.py --include='test_*.py')
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo real real-model wheel test test-vllm coverage test-slow test-mutations test-ceph lint bench bench-full bench-scale bench-serve peers soak clean evidence-e2e evidence-slots evidence-dense evidence-orders evidence-real-text evidence-real-labels evidence-real-summaries
+.PHONY: demo real real-model wheel test test-vllm coverage test-slow test-mutations test-ceph lint bench bench-full bench-scale bench-serve peers peers-faults faults soak clean evidence-e2e evidence-slots evidence-dense evidence-orders evidence-real-text evidence-real-labels evidence-real-summaries
 
 demo: .venv/installed
 	@.venv/bin/skipdecode demo work/demo
@@ -97,6 +97,18 @@ work/peers/llama-cpp/installed:
 	$(@D)/bin/pip install --quiet llama-cpp-python==0.3.36
 	touch $@
 
+# What `make faults SYSTEMS=all` compares with.
+peers-faults: work/peers/ray-data/installed work/peers/daft/installed work/peers/datatrove/installed
+
+work/peers/ray-data/installed: PACKAGES = "ray[data]==2.60.0" pyarrow==26.0.1
+work/peers/daft/installed: PACKAGES = daft==0.7.26
+# without its extra `inference`, which brings vLLM and SGLang
+work/peers/datatrove/installed: PACKAGES = "datatrove[io,s3]==0.10.1" aiofiles aiosqlite httpx
+work/peers/ray-data/installed work/peers/daft/installed work/peers/datatrove/installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet $(PACKAGES)
+	touch $@
+
 # A server under 1, 8 and 32 clients on loopback, beside the bulk engine; a few minutes.
 bench-serve: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/serve_load.py
@@ -104,6 +116,12 @@ bench-serve: .venv/installed-dev
 # About ten minutes; infra/SCALE.md holds its figures.
 bench-scale: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/scale.py
+
+# Eleven faults, five times each, and what is lost, repeated and falsified; an hour for this project alone. SYSTEMS=all: the
+# peers too, hours. What work/faults.json holds is not run again.
+SYSTEMS ?= this project
+faults: .venv/installed-dev $(if $(filter all,$(SYSTEMS)),peers-faults)
+	.venv/bin/python tests/benchmarks/faults/faults.py --systems "$(SYSTEMS)" $(OPTIONS)
 
 # At least 30 kills of each kind; OPTIONS="--store moto --minutes 20" and so on.
 soak: .venv/installed-dev
