@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import keyword
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from actors.engine.errors import UserError
+from pipeline.config.forms import normalized
 from pipeline.config.input import InputFormat
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.config.load import dump_yaml, parse_yaml, validated
@@ -31,6 +32,10 @@ IDS = ("id", "uuid", "key", "row_id", "custom_id", "index", "name")
 CHATS = ("messages", "conversation", "conversations", "chat")
 PROMPTS = ("prompt", "question", "instruction", "query", "request", "input")  # columns that say what to do
 TEXTS = ("text", "content", "body", "document", "article", "review", "sentence", "description", "title")
+ANSWERS = (  # columns of true answers
+    *("label", "labels", "answer", "answers", "reference", "references", "target", "gold", "expected", "summary"),
+    *("highlights", "completion", "response", "output", "category", "class", "intent", "sentiment", "emotion"),
+)
 REQUEST = {"custom_id", "method", "url", "body"}  # columns of an OpenAI batch
 SUMMARY = "\n\nSummary:"  # end of a template for a model that continues texts
 LABELS, LABEL_LENGTH = 12, 40  # values of a column of labels, and characters of one, at most
@@ -95,16 +100,36 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
         assert first is not None
         raise first
     url, entry = next(iter(listed_files.items()))
+    return Sample(len(listed_files), given, first_rows(url, *entry, file_format(url, given), storage))
+
+
+def first_rows(url: str, size: int, version: str, kind: str, storage: StorageConfig) -> dict[str, list[Any]]:
+    """Return values of the first rows of a file by column. Raise UserError if it has none that can be read."""
     names: list[str] = [""]  # of no column: a first look finds the names, a second one their types
     for _ in range(2):
-        file, schema = read_layout(url, *entry, storage, file_format(url, given), TextColumns(names), ROWS)
+        file, schema = read_layout(url, size, version, storage, kind, TextColumns(names), ROWS)
         names = schema.names
     schema = common_schema([(file, schema)], list(dict.fromkeys([*path_values(url), *names])), storage)
     shards = cut_shards([file], ROWS, SAMPLE_BYTES)[:1]
     tables = [table.filter(pc.field(ERROR).is_null()) for _, table in read_shards([file], shards, schema, storage)]
     if not tables or not tables[0].num_rows:
         raise UserError(f"{url}: no row that can be read")
-    return Sample(len(listed_files), given, tables[0].select(schema.names).to_pydict())
+    values: dict[str, list[Any]] = tables[0].select(schema.names).to_pydict()
+    return values
+
+
+def true_answers(columns: Mapping[str, Sequence[Any]], choices: Collection[str] | None = None) -> str | None:
+    """Return the column that looks like true answers: it holds the job's labels, or has a usual name; None if none."""
+    labels = None if choices is None else set(map(normalized, choices))
+
+    def fits(value: Any) -> bool:
+        texts = value if isinstance(value, list) else [value]
+        is_text = bool(texts) and all(isinstance(text, str) for text in texts)
+        return is_text and (labels is None or all(normalized(text) in labels for text in texts))
+
+    fitting = [name for name, values in columns.items() if _all(values, fits)]
+    named = sorted((name for name in fitting if name.lower() in ANSWERS), key=lambda name: ANSWERS.index(name.lower()))
+    return next(iter([*named, *(fitting if labels is not None else [])]), None)
 
 
 def propose(columns: Mapping[str, Sequence[Any]]) -> Proposal:
@@ -211,6 +236,11 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
     notes = "".join(f"# {printable(line)}\n" for line in (f"Columns: {listed(sample.columns)}", *proposal.notes))
     chat = "  # chat: true                      # for a model with a chat template\n"
     hint = "" if is_chat or "chat" in keys else chat
+    used, template = [*proposal.keys.values()], str(keys.get("template"))
+    rest = {key: one for key, one in sample.columns.items() if key not in used and f"{{ {key} }}" not in template}
+    right = true_answers(rest)
+    looks = f"{right} looks like true answers, by which `skipdecode adapt` can judge"
+    adapt = "" if right is None else f"# adapt: {{references: {right}}}       # {looks}\n"
     edit = "  # replace it: a folder, s3://…, or a model on the hub\n" if model == PLACEHOLDER else ""
     return f"""# Written by `skipdecode init {printable(path)}`. Every key: `skipdecode keys`.
 #
@@ -226,7 +256,7 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
 {dump_yaml({"model": {"path": model}})}{edit}\
   # dtype: float32                  # default bfloat16
 # schedule: {{speedup: 2}}            # fewer layers a token; `skipdecode adapt` trains a model for it first
-sampling:
+{adapt}sampling:
   max_new_tokens: 128               # tokens of an answer, at most
   temperature: 0.0                  # 0 is greedy
 {_choices(proposal.labels)}

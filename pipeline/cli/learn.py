@@ -16,6 +16,9 @@ from pipeline.runtime.announce import announce_checks
 def adapt(
     job: JobFile,
     changes: Changes = None,
+    probe_only: Annotated[
+        bool, typer.Option("--probe", help="Train nothing: say in minutes what an adaptation could give, and its cost.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -43,8 +46,17 @@ def adapt(
         from pipeline.learn.adapt import run as adaptation
         from pipeline.learn.adapt.report import print_adapted, to_dict, too_tight
 
+        console = Console(soft_wrap=True, stderr=as_json)
+        if probe_only:
+            from pipeline.learn.adapt.probe import print_probe, probe
+
+            found = probe(config, str(job))
+            print_probe(console, found)
+            if as_json:
+                typer.echo(json.dumps(found))
+            return
         adapted = adaptation.adapt(config, values, str(job), verbose=verbose)
-        print_adapted(Console(soft_wrap=True, stderr=as_json), adapted)
+        print_adapted(console, adapted)
         if as_json:
             typer.echo(json.dumps(to_dict(adapted)))
         if adapted.chosen is None:

@@ -111,8 +111,6 @@ class AdaptConfig(Section):
             raise UserError("speedups: a value is repeated")
         if self.metric in OF_REFERENCES and self.references is None:
             raise UserError(f"metric: {self.metric} needs references, a column of right answers")
-        if self.training.get("early_stopping") is not None:
-            raise UserError("training.early_stopping would choose by the held-out rows: set epochs instead")
         if self.adapter and self.weights == "full":
             raise UserError("adapter has no effect with weights: full; leave one of them out")
         return self

@@ -127,10 +127,10 @@ class TrainingConfig(Section):
         "it; false: float32 for both",
     )
     seed: int = Field(0, ge=0, description="initial weights, order of pairs, drawn speeds")
-    eval_steps: int = Field(200, ge=1, description="optimizer steps between dev-set losses")
+    eval_steps: int = Field(200, ge=1, description="optimizer steps between dev-set losses; at most a tenth of all")
     save_steps: int = Field(200, ge=1, description="optimizer steps between checkpoints to resume from")
     early_stopping: int | None = Field(
-        None, ge=1, description="dev-set losses without improvement before training stops; the best weights are kept"
+        None, ge=1, description="dev-set losses without improvement before training stops"
     )
     threads: int | None = Field(None, ge=1, description="torch threads; default all cores, or workers.cpus")
 

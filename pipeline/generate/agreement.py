@@ -2,11 +2,13 @@
 
 Full depth answers the rows greedily. Free text: over the tokens of these answers, the share at which the schedule's
 most likely token is full depth's, and the KL divergence of the distributions. Labels: the share of rows that get the
-same label.
+same label. Beside it stands the share that chance has: of labels, always full depth's commonest one; of tokens, those
+of another row's answer at the same places.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,6 +55,8 @@ class Agreement:
         rows: that were compared. Others failed, or have no token that the schedule can change.
         labels: whether labels were compared, one a row, or tokens.
         compared, agreed: labels or tokens.
+        by_chance: of these, how many agree with answers that do not depend on their row.
+        kappa: Cohen's, of labels.
         token_kl: KL(full depth || schedule), nats a token, mean.
         prompt_tokens, answer_tokens: of a row, mean; prompts without the shared prefix.
         skipped: share of full depth's layer runs that the schedule skips; None if `MOST_TOKENS` cut answers off.
@@ -72,6 +76,8 @@ class Agreement:
     examples: tuple[Example, ...] = ()
     prefill_ratio: float | None = None
     decode_ratio: float | None = None
+    by_chance: int | None = None
+    kappa: float | None = None
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Agreement:
@@ -84,13 +90,21 @@ class Agreement:
         """The share that agrees; None if nothing was compared."""
         return self.agreed / self.compared if self.compared else None
 
+    @property
+    def is_useless(self) -> bool:
+        """Whether answers that do not depend on their row agree as often; not told where full depth gives one label."""
+        return self.by_chance is not None and self.agreed <= self.by_chance < self.compared
+
     def __str__(self) -> str:
         if self.share is None:
             return "not measured: no sampled row has a token that the schedule can change"
         unit = "labels" if self.labels else "tokens"
+        chance = "" if self.by_chance is None else f" (chance: {self.by_chance / self.compared:.2f})"
+        kappa = "" if self.kappa is None else f", Cohen's kappa {self.kappa:.2f}"
+        useless = "; at or below chance: useless" if self.is_useless else ""
         return (
-            f"{self.share:.2f} of {self.compared:,} {unit} as at full depth, token KL {self.token_kl:.2g} nats, over "
-            f"{counted(self.rows, 'row')}"
+            f"{self.share:.2f} of {self.compared:,} {unit} as at full depth{chance}{kappa}, token KL "
+            f"{self.token_kl:.2g} nats, over {counted(self.rows, 'row')}{useless}"
         )
 
 
@@ -135,13 +149,19 @@ def measure_agreement(
     at_full_depth, at_speed = (Model(one.engine.decoder, one.schedule) for one in (full, fast))
     pairs = [(prompt.ids, tokens) for prompt, tokens in zip(asked, ids, strict=True)]
     [scores] = teacher_forced(at_full_depth, [at_speed], pairs, first=first)
-    compared, agreed = int(scores.tokens.sum()), int(scores.agreed.sum())
+    compared, agreed, kappa = int(scores.tokens.sum()), int(scores.agreed.sum()), None
     token_kl = float(scores.kl.sum()) / compared
     labels = generator["choices"] is not None or any(prompt.choices for prompt in asked)
+    by_chance = sum(
+        own == other
+        for own_ids, other_ids in zip(ids, [*ids[1:], ids[0]], strict=True)
+        for own, other in zip(own_ids[first:], other_ids[first:], strict=False)
+    )
     if labels:
         at_speed_texts = {answer.row: answer.generated_text for answer in fast_answers}
-        compared = len(answers)
-        agreed = sum(answer.generated_text == at_speed_texts[answer.row] for answer in answers)
+        both = [(answer.generated_text, at_speed_texts[answer.row]) for answer in answers]
+        compared, agreed = len(answers), sum(own == other for own, other in both)
+        by_chance, kappa = chance_of(both)
     prompt_tokens = sum(len(prompt.ids) - len(prefix) for prompt in asked)
     lengths = [len(tokens) for tokens in ids]
     contents = {file.url: file.digest or file.version for file in files}
@@ -150,6 +170,8 @@ def measure_agreement(
         labels=labels,
         compared=compared,
         agreed=agreed,
+        by_chance=by_chance if len(answers) > 1 else None,
+        kappa=kappa,
         token_kl=token_kl,
         prompt_tokens=prompt_tokens / len(answers),
         answer_tokens=sum(lengths) / len(answers),
@@ -162,6 +184,15 @@ def measure_agreement(
         prefill_ratio=_ratio(full_stats.prefill_seconds, fast_stats.prefill_seconds) if first == 0 else 1.0,
         decode_ratio=_ratio(*(one.decode_seconds / max(one.decode_steps, 1) for one in (full_stats, fast_stats))),
     )
+
+
+def chance_of(labels: Sequence[tuple[str | None, str | None]]) -> tuple[int, float]:
+    """Return how often full depth gives its commonest label, and Cohen's kappa, of labels (full depth's, at speed)."""
+    full, fast = (Counter(column) for column in zip(*labels, strict=True))
+    expected = sum(full[label] * fast[label] for label in full) / len(labels)
+    agreed = sum(own == other for own, other in labels)
+    kappa = (agreed - expected) / (len(labels) - expected) if expected < len(labels) else 0.0
+    return max(full.values()), kappa
 
 
 def _answers(generator: Generator, given: Sequence[Prompt], prefix: Sequence[int]) -> tuple[list[Answer], EngineStats]:

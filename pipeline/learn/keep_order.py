@@ -60,9 +60,6 @@ def measured_order(
         warmup: Lowest layers that must always run; None: as many as begin the order, at most an eighth of all.
         cache: Folder of `model.cache`; None is the default one.
         report: Receives the stages of the work.
-
-    Raises:
-        UserError: No row has a prompt and a response.
     """
     kept = min(ROWS, len(rows))
     chosen = [(list(prompt), list(response)) for prompt, response in (rows[n * len(rows) // kept] for n in range(kept))]
@@ -141,20 +138,15 @@ def rank_layers(
     try:
         with torch.inference_mode(), packed(decoder.model):
             passes = [ResponsePasses(decoder, pairs) for pairs in batches(rows, decoder.vocab_size)]
-            return _eliminate(decoder, passes, warmup, candidates, report)
+            return _eliminate(passes, range(warmup, decoder.num_layers), candidates, report)
     finally:
         decoder.model.train(was_training)
 
 
 def _eliminate(
-    decoder: Decoder,
-    batches: Sequence[ResponsePasses],
-    warmup: int,
-    candidates: int | None,
-    report: Callable[[str], None],
+    batches: Sequence[ResponsePasses], layers: range, candidates: int | None, report: Callable[[str], None]
 ) -> LayerRanking:
-    tokens = sum(batch.tokens for batch in batches)
-    remaining = list(range(warmup, decoder.num_layers))
+    tokens, remaining = sum(batch.tokens for batch in batches), list(layers)
     bypassed: list[int] = []
     divergence: list[float] = []
     at_full_depth = _influence(batches, remaining)
@@ -174,13 +166,13 @@ def _eliminate(
         for batch in batches:
             batch.bypass(least)
         left = _work_left(len(remaining), candidates)
-        minutes = (time.monotonic() - began) * left / max(total_work - left, 1) / 60
+        seconds = (time.monotonic() - began) * left / max(total_work - left, 1)
         report(
             f"keep order: {len(remaining)} layers left, loss {lowest / tokens:.4f} nats per token without {bypassed}; "
-            f"at most about {minutes:.1f} min left"
+            f"at most about {seconds / 60:.1f} min left"
         )
     remaining.sort(key=lambda layer: (-at_full_depth[layer], -layer))
-    return LayerRanking((*range(warmup), *remaining, *reversed(bypassed)), tuple(divergence), tokens)
+    return LayerRanking((*range(layers.start), *remaining, *reversed(bypassed)), tuple(divergence), tokens)
 
 
 def _work_left(layers: int, candidates: int | None) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from actors.engine.schedule.schedule import Schedule, ScheduleSpec, depths_for_speedup, fall
+from actors.engine.schedule.schedule import ScheduleSpec, depths_for_speedup, fall
 
 PAPER: dict[str, Any] = {"decay": "linear", "keep_order": "paper", "prompt": "full"}
 POWERS = (0.5, 2.0)  # falls fastest at first; falls fastest at last
@@ -82,14 +82,6 @@ def comparisons(
     for compared in variants:
         compared.spec.build(num_layers)
     return variants
-
-
-def comparison_schedules(
-    spec: ScheduleSpec, num_layers: int, speedup: float, tokens: int, learned: Sequence[int] | None = None
-) -> dict[str, Schedule]:
-    """The comparisons, built, by name: to train one checkpoint for all of them alike."""
-    variants = comparisons(spec, num_layers, speedup, tokens, learned)
-    return {variant.name: variant.spec.build(num_layers) for variant in variants}
 
 
 def _curve(spec: ScheduleSpec, num_layers: int, steps: int) -> list[float]:

@@ -56,11 +56,6 @@ def values(inputs: Path | str, answers: Path, checkpoint: Path, **adapt: Any) ->
     }
 
 
-def called_here(function: Callable[..., Any], *arguments: Any, seconds: float) -> Any:
-    """`call_isolated` without the seconds that a new process takes."""
-    return function(*arguments)
-
-
 class Fakes:
     """Stands in for the pipeline, tune and evaluate. Row r of the sample: r % 5 tokens of answer, of every fourth
     one cut off; `fail` names a stage that is interrupted."""
@@ -70,9 +65,10 @@ class Fakes:
         self.error: Exception | None = None
         self.deadly: int | None = None  # row of the sample whose process died
         self.prompt_seconds = 0.0  # of ten
+        self.harmed: list[str] = []
+        self.chance: dict[str, dict[str, float]] = {}
         self.losses: dict[float, float] = {1.0: 0.0, 2.0: 3.0, 3.0: 8.0}
         patch.setattr(adaptation.jobs, "run", self.run)
-        patch.setattr("pipeline.learn.adapt.pairs.call_isolated", called_here)
         patch.setattr(adaptation, "_tune", self.tune)
         patch.setattr(adaptation, "_evaluate", self.evaluate)
 
@@ -114,7 +110,7 @@ class Fakes:
             pq.write_table(pa.Table.from_pylist(rows[first : first + 7], schema), out / f"part-{part:06d}.parquet")
         batching = SimpleNamespace(planned=0.0, threads=3, cache_bytes=2**20)
         seconds = {"prefill_seconds": self.prompt_seconds, "decode_seconds": 10 - self.prompt_seconds}
-        totals = SimpleNamespace(**seconds, warnings=[])
+        totals = SimpleNamespace(**seconds, prompt_tokens=900, generated_tokens=60, warnings=[])
         return SimpleNamespace(manifest=SimpleNamespace(batching=batching), totals=totals)
 
     def _error(self, row: int, prompt: str | None) -> str | None:
@@ -127,24 +123,22 @@ class Fakes:
         self.longest = longest
         if self.error is not None:
             raise self.error
-        model = str(task.resolved.source)
-        self.recipe = configs.tune_config(task.config, task.shape, model, longest, task.folder, task.source, prompts)
-        folder = task.folder / configs.trained(task.config)
-        folder.mkdir(exist_ok=True)
-        (folder / "tune.json").write_text("{}")
-        return {}
+        self.recipe = configs.tune_config(task, str(task.resolved.source), longest, prompts)
+        task.trained.mkdir(exist_ok=True)
+        (task.trained / "tune.json").write_text("{}")
+        return {"harmed": self.harmed}
 
     def evaluate(self, task: Any, prompts: list[str], *, tuned: bool, actors: dict[str, int]) -> dict[str, Any]:
         self.note("after" if tuned else "before")
         self.actors = actors
-        whole = tuned and not configs.trains_adapter(task.config)
+        whole = tuned and task.options.weights == "full"
         lines = [self.line(None, 0.0, 0.1)] if whole else []
         for prompt in prompts:  # skipping in the prompt takes half the time and loses half a point more
             for nominal, loss in self.losses.items():
                 further = 0.5 * (prompt == "first")
                 seconds = (0.1 - further / 10) / nominal
                 lines.append(self.line(nominal, loss + further + 40 * (not tuned), seconds, prompt))
-        return {"lines": lines}
+        return {"lines": lines, "chance": self.chance}
 
     @staticmethod
     def line(nominal: float | None, loss: float, seconds: float, prompt: str = "full") -> dict[str, Any]:

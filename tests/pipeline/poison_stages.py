@@ -10,12 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from pipeline.generate.stage import ShardGenerator
-from pipeline.learn.adapt.pairs import prompt_ids
 from pipeline.prepare import prompts as prepares
-from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.stage import prepare
 
 KILLER = "killer"  # a word of the deadly row's prompt
@@ -87,10 +83,3 @@ def deadly_prepare(*rest: Any, **named: Any) -> dict[str, Any]:
 def deadly_prompt_ids(*_: Any) -> None:
     """Dies when a sample of rows is prepared while the job is planned."""
     die()
-
-
-def prompt_ids_or_death(table: pa.Table, spec: PromptSpec) -> list[list[int] | None]:
-    """`prompt_ids` of a template that kills its process at the prompt "alpha 4"."""
-    if "alpha 4" in table["q"].to_pylist():
-        die()
-    return prompt_ids(table, spec)

@@ -9,22 +9,29 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.learn.evaluate.results import Line
+from pipeline.learn.evaluate.results import Line, Scores, uselessness
 from pipeline.messages import duration
 
 
-def choose(metric: str, tolerance: float, lines: Sequence[Line]) -> Line | None:
+def choose(metric: str, tolerance: float, lines: Sequence[Line], chance: Scores) -> Line | None:
     """The fastest speed-up whose `loss_high` is within `tolerance`, of equally fast ones the shallower; None without.
 
-    A nominal 1 is no speed-up.
+    A nominal 1 is no speed-up, and a line that is no better than chance is never chosen.
     """
-    within = [line for line in _candidates(lines) if line.scores[metric].loss_high <= tolerance]
+    within = [
+        line
+        for line in _speedups(lines)
+        if line.scores[metric].loss_high <= tolerance and uselessness(line, chance, metric) is None
+    ]
     return min(within, key=lambda line: (line.seconds, -(line.layer_ratio or 1.0)), default=None)
 
 
-def nearest(metric: str, lines: Sequence[Line]) -> Line:
-    """The speed-up that the smallest tolerance would admit."""
-    return min(_candidates(lines), key=lambda line: (line.scores[metric].loss_high, line.seconds))
+def nearest(metric: str, lines: Sequence[Line], chance: Scores) -> Line:
+    """The speed-up that the smallest tolerance would admit; a useless one only if all are."""
+    return min(
+        _speedups(lines),
+        key=lambda line: (uselessness(line, chance, metric) is not None, line.scores[metric].loss_high, line.seconds),
+    )
 
 
 def full_depth(lines: Sequence[Line]) -> Line:
@@ -32,7 +39,7 @@ def full_depth(lines: Sequence[Line]) -> Line:
     return min(lines, key=lambda line: line.nominal or 0.0)
 
 
-def _candidates(lines: Sequence[Line]) -> list[Line]:
+def _speedups(lines: Sequence[Line]) -> list[Line]:
     return [line for line in lines if line.nominal is not None and line.nominal > 1]
 
 
@@ -78,34 +85,26 @@ class BreakEven:
         return self.at_rows is not None and self.rows >= self.at_rows
 
     @property
-    def without(self) -> float:
-        """Seconds of the job without adaptation."""
-        return self.rows * self.full / self.actors
-
-    @property
     def saved(self) -> float:
         """Seconds that this job saves, less the cost of adaptation; negative if it loses."""
-        return self.without - self.rows * self.fast / self.actors - self.cost
+        return self.rows * (self.full - self.fast) / self.actors - self.cost
 
     def sentences(self, speed: str) -> list[str]:
         """Cost and savings as text."""
-        lines = [
-            f"adaptation took {duration(self.cost)}, without the evaluation before it; a row takes one actor "
-            f"{duration(self.full)} at full depth without it and {duration(self.fast)} at {speed} with it"
-        ]
-        job = f"this job has {self.rows:,} rows"
+        job, without = f"this job has {self.rows:,} rows", self.rows * self.full / self.actors
         if self.at_rows is None:
-            lines.append(f"break-even: never, for {speed} saves no time on this hardware; adaptation does not pay")
+            verdict = f"never, for {speed} saves no time on this hardware; adaptation does not pay"
         elif not self.pays:
-            lines.append(f"break-even: {self.at_rows:,} rows; {job}, so that adaptation does not pay for it alone")
+            verdict = f"{self.at_rows:,} rows; {job}, so that adaptation does not pay for it alone"
         else:
-            percent = 100 * self.saved / self.without
-            lines.append(
-                f"break-even: {self.at_rows:,} rows; {job}: {duration(self.without)} become "
-                f"{duration(self.without - self.saved)}, adaptation included: {percent:.0f}% saved"
+            verdict = (
+                f"{self.at_rows:,} rows; {job}: {duration(without)} become {duration(without - self.saved)}, "
+                f"adaptation included: {100 * self.saved / without:.0f}% saved"
             )
-        lines.append(
+        return [
+            f"adaptation took {duration(self.cost)}, without the evaluation before it; a row takes one actor "
+            f"{duration(self.full)} at full depth without it and {duration(self.fast)} at {speed} with it",
+            f"break-even: {verdict}",
             f"(assumed: {self.actors:.3g} actor{'s' * (self.actors != 1)} in parallel, each on hardware of "
-            "its own, as fast as this machine)"
-        )
-        return lines
+            "its own, as fast as this machine)",
+        ]

@@ -1,11 +1,13 @@
-"""Configurations that an adaptation makes: the full-depth job, the recipes of tune and evaluate, the job to run."""
+"""The task of an adaptation, and the configs it makes: full-depth job, recipes of tune and evaluate, job file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from actors.engine.errors import UserError, flat
 from actors.engine.schedule.schedule import MEASURED, ScheduleSpec
@@ -14,23 +16,17 @@ from pipeline.config.adapt import LEARNING_RATE, LOSS, TRAINING, AdaptConfig
 from pipeline.config.job import JobConfig, JobScheduleConfig
 from pipeline.config.load import dump_yaml, validated
 from pipeline.config.tune import TuneConfig
-from pipeline.messages import install_command
+from pipeline.input.files import InputFile
 
-KEPT = (
-    "horizon",
-    "decay",
-    "power",
-    "steps",
-    "warmup",
-    "keep_order",
-    "prompt",
-)  # of the schedule
+KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # of the schedule
 CHECKS = ("min_agreement", "agreement_rows")  # keys of the user's schedule that the job file keeps
 NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # key -> the decay that it shapes
-SAMPLE, ANSWERS, TRAIN, HELD_OUT = "sample.parquet", "full-depth", "train.parquet", "held-out.parquet"
+SAMPLE, ANSWERS, TRAIN = "sample.parquet", "full-depth", "train.parquet"
+DEV, HELD_OUT = "dev.parquet", "held-out.parquet"  # rows that choose the step of the training, and the speed
 CHECKPOINT, ADAPTER, BEFORE, AFTER, JOB_FILE = "checkpoint", "speed-adapter", "before", "after", "job.yaml"
+# files and folders of the stages
+STAGE_FILES = (SAMPLE, ANSWERS, TRAIN, DEV, HELD_OUT, CHECKPOINT, ADAPTER, BEFORE, AFTER)
 PROMPT_SHARE = 1 / 3  # of a job's time: without skipping in the prompt, no speed gains more than 3x
-STAGE_FILES = (SAMPLE, ANSWERS, TRAIN, HELD_OUT, CHECKPOINT, ADAPTER, BEFORE, AFTER)  # files and folders of the stages
 
 
 def options(config: JobConfig) -> AdaptConfig:
@@ -38,71 +34,63 @@ def options(config: JobConfig) -> AdaptConfig:
     return config.adapt or AdaptConfig()
 
 
-def output_folder(config: JobConfig) -> Path:
-    """The adaptation's folder. Raises UserError if it is not local."""
-    folder = options(config).output or f"{config.output.path.rstrip('/')}-adapt"
-    if "://" in folder:
-        raise UserError(f"adapt.output: {folder} is not local, and training writes local files: name a local folder")
-    return Path(folder)
-
-
-def prompt_policies(config: JobConfig, shape: Mapping[str, Any], prompt_share: float) -> list[str]:
-    """The prompt policies to train and evaluate, the checkpoint's own first.
-
-    prompt_share: of the prompts in the seconds of the job at full depth.
-    """
-    wanted = options(config).prompt
-    if wanted != "auto":
-        return [wanted]
-    further = ["first"] if prompt_share >= PROMPT_SHARE and config.schedule.prompt is None else []
-    return list(dict.fromkeys([shape["prompt"], *further]))
-
-
-def trains_adapter(config: JobConfig) -> bool:
-    """Whether a speed adapter is trained, and not all weights."""
-    return options(config).weights == "adapter"
-
-
 def trained(config: JobConfig) -> str:
     """Name of the folder that training writes."""
-    return ADAPTER if trains_adapter(config) else CHECKPOINT
+    return ADAPTER if options(config).weights == "adapter" else CHECKPOINT
 
 
-def check_installed(config: JobConfig) -> None:
-    """Raise UserError that names a missing package of tune or evaluate; none is imported."""
-    packages = ["sacrebleu", "rouge_score", "matplotlib", *(["peft"] if trains_adapter(config) else [])]
-    missing = [name for name in packages if find_spec(name) is None]
-    if missing:
-        raise UserError(f"{missing[0]} is not installed: {install_command('tune,eval')}")
+@dataclass(frozen=True)
+class Task:
+    """An adaptation to run.
+
+    source: name of the job file. folder: of the adaptation. files, schema: of the input. shape: the schedule's keys
+    that training keeps. inputs: digest of the input's listing.
+    """
+
+    config: JobConfig
+    source: str
+    folder: Path
+    resolved: ResolvedCheckpoint
+    files: list[InputFile]
+    schema: pa.Schema
+    shape: dict[str, Any]
+    inputs: str
+
+    @property
+    def options(self) -> AdaptConfig:
+        """The job's `adapt` section."""
+        return options(self.config)
+
+    @property
+    def trained(self) -> Path:
+        """The folder that training writes."""
+        return self.folder / trained(self.config)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the job's input."""
+        return sum(file.rows for file in self.files)
+
+    def prompt_policies(self, prompt_share: float) -> list[str]:
+        """The prompt policies to train and evaluate, the checkpoint's own first.
+
+        prompt_share: of the prompts in the seconds of the job at full depth.
+        """
+        if self.options.prompt != "auto":
+            return [self.options.prompt]
+        further = ["first"] if prompt_share >= PROMPT_SHARE and self.config.schedule.prompt is None else []
+        return list(dict.fromkeys([self.shape["prompt"], *further]))
 
 
 def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -> JobConfig:
     """The same job over the sample, every token through all layers, one answer a row, ids by row number."""
     folder = folder.resolve()  # workers on other nodes have other working directories
-    sample = config.input.model_copy(
-        update={
-            "path": [str(folder / SAMPLE)],
-            "format": None,
-            "snapshot": None,
-            "id": None,
-            "since": None,
-            "changed": "error",
-        }
-    )
-    output = config.output.model_copy(
-        update={
-            "path": str(folder / ANSWERS),
-            "format": None,
-            "table": None,
-            "keep": [],
-            "token_ids": True,
-            "cumulative_logprob": False,
-        }
-    )
+    whole = {"format": None, "snapshot": None, "id": None, "since": None, "changed": "error"}
+    plain = {"format": None, "table": None, "keep": [], "token_ids": True, "cumulative_logprob": False}
     return config.model_copy(
         update={
-            "input": sample,
-            "output": output,
+            "input": config.input.model_copy(update={"path": [str(folder / SAMPLE)], **whole}),
+            "output": config.output.model_copy(update={"path": str(folder / ANSWERS), **plain}),
             "model": config.model.model_copy(update={"path": pinned_path(config, resolved)}),
             "schedule": JobScheduleConfig(speedup=1.0),
             "sampling": config.sampling.model_copy(update={"n": 1}),
@@ -135,40 +123,28 @@ def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, 
     return {key: value for key, value in spec.to_dict().items() if key in KEPT and key not in left_out}
 
 
-def tune_config(
-    config: JobConfig,
-    shape: Mapping[str, Any],
-    model: str,
-    max_tokens: int,
-    folder: Path,
-    source: str,
-    prompts: Sequence[str],
-) -> TuneConfig:
+def tune_config(task: Task, model: str, max_tokens: int, prompts: Sequence[str]) -> TuneConfig:
     """Tune's recipe. Raises UserError for wrong options.
 
     model: local folder. max_tokens: of the longest pair. prompts: prompt policies; all are drawn equally often.
     """
-    adapt = options(config)
-    own, *further = prompts
-    also = [{"speedup": speedup, "prompt": prompt} for prompt in further for speedup in adapt.speedups if speedup > 1]
+    adapt, own = task.options, prompts[0]
+    also = [{"speedup": speed, "prompt": prompt} for prompt in prompts[1:] for speed in adapt.speedups if speed > 1]
     columns = {"prompt": "prompt", "train_reference": "response", "dev_reference": "response", "ended": "ended"}
+    dev = DEV if (task.folder / DEV).exists() else HELD_OUT
+    files = {"train": str(task.folder / TRAIN), "dev": str(task.folder / dev)}
     values: dict[str, Any] = {
         "model": {"path": model},
-        "data": {
-            "train": str(folder / TRAIN),
-            "dev": str(folder / HELD_OUT),
-            "max_tokens": max(4, adapt.max_tokens or max_tokens),
-            **columns,
-        },
-        "output": str(folder / trained(config)),
-        "schedule": {"speedups": list(adapt.speedups), **shape, "prompt": own, "also": also},
+        "data": {**files, "max_tokens": max(4, adapt.max_tokens or max_tokens), **columns},
+        "output": str(task.trained),
+        "schedule": {"speedups": list(adapt.speedups), **task.shape, "prompt": own, "also": also},
         "loss": {**LOSS, **adapt.loss},
-        "adapter": adapt.adapter if trains_adapter(config) else None,
+        "adapter": adapt.adapter if adapt.weights == "adapter" else None,
         "training": {
             **TRAINING,
             "learning_rate": LEARNING_RATE[adapt.weights],
             "speeds_per_step": len(adapt.speedups),
-            "bf16": config.model.dtype != "float32",
+            "bf16": task.config.model.dtype != "float32",
             **adapt.training,
         },
         "workers": adapt.workers or None,
@@ -177,36 +153,35 @@ def tune_config(
 
 
 def eval_values(
-    config: JobConfig,
-    shape: Mapping[str, Any],
-    model: Mapping[str, str],
-    reference: str | None,
-    output: Path,
-    folder: Path,
-    prompts: Sequence[str],
+    task: Task, model: str, shape: Mapping[str, Any], prompts: Sequence[str], *, tuned: bool
 ) -> dict[str, Any]:
     """Evaluate's recipe, over the held-out rows, greedy: sampled answers would differ without any loss of quality.
 
-    model: keys of the model section that differ from the job's. reference: checkpoint whose full depth losses are
-    against; None: the model's own. Rows' own sampling is ignored.
-    Keys for runs, threads, cache and rows in flight are not included.
+    Rows' own sampling is ignored, and keys for threads, cache and rows in flight are not included. The job's checkpoint
+    is timed once, as the choice does not depend on its times.
+
+    Args:
+        model: folder of the job's checkpoint.
+        shape: the trained schedule without its depths.
+        tuned: evaluate the trained checkpoint, against the job's own at full depth, or the job's own.
     """
-    adapt = options(config)
+    config, adapt = task.config, task.options
+    whole = tuned and adapt.weights == "full"  # an adapter's 1x is the job's own checkpoint
+    path = {"path": str(task.trained) if whole else model}
+    adapter = {"speed_adapter": str(task.trained)} if tuned and not whole else {}
     greedy = {"temperature": 0.0, "n": 1, "logprobs": None}
+    references = None if adapt.references is None else "references"
     return {
-        "data": {
-            "path": str(folder / HELD_OUT),
-            "prompt": "prompt",
-            "references": None if adapt.references is None else "references",
-        },
-        "model": {**config.model.model_dump(), **model},
-        "reference_model": reference,
-        "output": str(output),
+        "data": {"path": str(task.folder / HELD_OUT), "prompt": "prompt", "references": references},
+        "model": {**config.model.model_dump(), **path, **adapter},
+        "reference_model": model if whole else None,
+        "output": str(task.folder / (AFTER if tuned else BEFORE)),
         "schedule": {key: list(value) if isinstance(value, tuple) else value for key, value in shape.items()},
         "speedups": sorted({1.0, *adapt.speedups}),
         "prompts": list(prompts),
         "sampling": {**config.sampling.model_dump(), **greedy},
         "choices": None if config.choices is None else list(config.choices),
+        "runs": adapt.runs if tuned else 1,
         "storage": config.storage.model_dump(),
     }
 
@@ -219,7 +194,8 @@ def tuned_model(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -
     path = folder / trained(config)
     relative = isinstance(resolved.source, str) and not Path(config.model.path).is_absolute()
     own = str(path if relative else path.resolve())
-    return {"path": pinned_path(config, resolved), "speed_adapter": own} if trains_adapter(config) else {"path": own}
+    is_adapter = options(config).weights == "adapter"
+    return {"path": pinned_path(config, resolved), "speed_adapter": own} if is_adapter else {"path": own}
 
 
 def job_text(
@@ -232,5 +208,4 @@ def job_text(
         "model": {**values["model"], **model},
         "schedule": {key: value for key, value in checks.items() if key in CHECKS} | dict(schedule),
     }
-    head = "".join(f"# {flat(line)}\n" for line in comment)
-    return head + dump_yaml(job)
+    return "".join(f"# {flat(line)}\n" for line in comment) + dump_yaml(job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,16 +15,15 @@ import pyarrow.parquet as pq
 from actors.engine.errors import UserError
 from pipeline.config.adapt import OF_TEXTS, SHORT
 from pipeline.config.forms import normalized
-from pipeline.learn.adapt.configs import ANSWERS, HELD_OUT, SAMPLE, TRAIN
+from pipeline.learn.adapt.configs import ANSWERS, DEV, HELD_OUT, SAMPLE, TRAIN
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
-from pipeline.runtime.isolated import Died, call_isolated
 from pipeline.storage.owned_folder import replacing
 from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
-ISOLATED_SECONDS = 600.0  # for the prompts of a sample
+DEV_ROWS, DEV_SHARE = 64, 0.1  # most rows that watch the training, and their share of those drawn for it
 SCHEMA = pa.schema(
     [
         ("prompt", pa.list_(pa.int32())),
@@ -48,9 +47,9 @@ def split_end(tokens: Sequence[int], end: int | None) -> tuple[list[int], bool]:
 def write_pairs(
     folder: Path, spec: PromptSpec, held_out: int, references: str | None, choices: Sequence[str] | None
 ) -> dict[str, int]:
-    """Join the sample with its answers and write the files of held-out rows and of training rows.
+    """Join the sample with its answers and write the files of rows that are held out, trained on, and watch it.
 
-    Return counts of written rows (`train`, `held_out`), of rows that are left out (`errors`, `empty` answers,
+    Return counts of written rows (`train`, `dev`, `held_out`), of rows that are left out (`errors`, `empty` answers,
     `unreferenced`: held-out rows without a usable reference, `repeated`: training rows with a held-out row's prompt),
     and the tokens of the `longest` pair, its end token included.
 
@@ -64,26 +63,26 @@ def write_pairs(
     Raises:
         UserError: too few rows are left.
     """
-    sample = read_parquet((folder / SAMPLE).read_bytes())
-    answers = _answers(folder / ANSWERS)
-    prompts = _prompts(sample, answers, spec)
+    sample, answers = read_parquet((folder / SAMPLE).read_bytes()), _answers(folder / ANSWERS)
+    failed = {row: answers[row]["error"] for row in range(sample.num_rows) if answers[row]["error"] is not None}
+    if failed:
+        row, error = next(iter(failed.items()))
+        log.warning("%d rows of the sample have an error and are left out; row %d: %s", len(failed), row, error)
+    answered = [row for row in range(sample.num_rows) if row not in failed]
+    prompts = dict(zip(answered, prompt_ids(sample.take(answered), spec), strict=True))
     end = tokenizer_of(spec.checkpoint).eos_token_id
     values: list[Any] = sample[references].to_pylist() if references is not None else [None] * sample.num_rows
     labels = None if choices is None else {normalized(label) for label in choices}
     kept: dict[str, list[dict[str, Any]]] = {HELD_OUT: [], TRAIN: []}
-    left_out = Counter(errors=sample.num_rows - len(prompts), empty=0, unreferenced=0, repeated=0)
+    left_out = Counter(errors=len(failed), empty=0, unreferenced=0, repeated=0)
     evaluated: set[tuple[int, ...]] = set()  # prompts of held-out rows, which come first
     for row, prompt in prompts.items():
         response, ended = split_end(answers[row]["token_ids"], end)
-        usable = _usable_references(values[row], labels)
-        pair = {
-            "prompt": prompt,
-            "response": response,
-            "ended": ended,
-            "text": answers[row]["generated_text"],
-            "references": usable,
-        }
-        if not response:
+        usable, text = _usable_references(values[row], labels), answers[row]["generated_text"]
+        pair = {"prompt": prompt, "response": response, "ended": ended, "text": text, "references": usable}
+        if prompt is None:
+            left_out["errors"] += 1
+        elif not response:
             left_out["empty"] += 1
         elif row >= held_out and tuple(prompt) in evaluated:
             left_out["repeated"] += 1  # its score would be of a memorized answer
@@ -102,23 +101,16 @@ def write_pairs(
                 f"{left_out['unreferenced']} have no reference, {left_out['repeated']} have a held-out row's prompt; "
                 f"raise adapt.rows, or look into {folder / ANSWERS}"
             )
+    pairs = [*kept[TRAIN], *kept[HELD_OUT]]
+    watching = min(DEV_ROWS, int(DEV_SHARE * len(kept[TRAIN])))
+    if watching >= 2:
+        kept[DEV], kept[TRAIN] = kept[TRAIN][:watching], kept[TRAIN][watching:]
     for name, rows in kept.items():
         with replacing(folder / name) as temporary:
             pq.write_table(pa.Table.from_pylist(rows, SCHEMA), temporary)
-    pairs = [*kept[TRAIN], *kept[HELD_OUT]]
     longest = max(len(pair["prompt"]) + len(pair["response"]) + int(pair["ended"]) for pair in pairs)
-    return {"train": len(kept[TRAIN]), "held_out": len(kept[HELD_OUT]), **left_out, "longest": longest}
-
-
-def _prompts(sample: pa.Table, answers: dict[int, dict[str, Any]], spec: PromptSpec) -> dict[int, list[int]]:
-    """Row -> prompt, for the rows without an error."""
-    failed = {row: answers[row]["error"] for row in range(sample.num_rows) if answers[row]["error"] is not None}
-    if failed:
-        row, error = next(iter(failed.items()))
-        log.warning("%d rows of the sample have an error and are left out; row %d: %s", len(failed), row, error)
-    answered = [row for row in range(sample.num_rows) if row not in failed]
-    prompts = prompts_isolated(sample.take(answered), spec)
-    return {row: ids for row, ids in zip(answered, prompts, strict=True) if ids is not None}
+    written = {"train": len(kept[TRAIN]), "dev": len(kept.get(DEV, [])), "held_out": len(kept[HELD_OUT])}
+    return {**written, **left_out, "longest": longest}
 
 
 def prompt_ids(table: pa.Table, spec: PromptSpec) -> list[list[int] | None]:
@@ -128,51 +120,28 @@ def prompt_ids(table: pa.Table, spec: PromptSpec) -> list[list[int] | None]:
     return [ids if error is None else None for ids, error in zip(*columns, strict=True)]
 
 
-def prompts_isolated(
-    table: pa.Table,
-    spec: PromptSpec,
-    prepare: Callable[[pa.Table, PromptSpec], list[list[int] | None]] = prompt_ids,
-) -> list[list[int] | None]:
-    """`prompt_ids`, in a process of its own: a row whose template or tokenizer kills it is None, after a warning.
-
-    The row is searched for by halves.
-    """
-    try:
-        return call_isolated(prepare, table, spec, seconds=ISOLATED_SECONDS)
-    except Died as death:
-        if table.num_rows == 1:
-            log.warning("a row of the sample is left out: its prompt cannot be prepared: %s", death)
-            return [None]
-    half = table.num_rows // 2
-    return [*prompts_isolated(table[:half], spec, prepare), *prompts_isolated(table[half:], spec, prepare)]
-
-
-def default_metric(folder: Path, *, choices: bool, references: bool) -> str:
-    """The metric of a job that names none, by its held-out rows.
+def metric_of(folder: Path, asked: str | None, *, choices: bool, references: bool) -> str:
+    """The metric of a job, by its held-out rows unless one is asked for.
 
     With references: exact match of labels, BLEU where a row has several references, else ROUGE-L. Without: exact
-    agreement of labels and of short answers, else fidelity.
+    agreement of labels and of short answers, else fidelity. Raises UserError if a metric of texts is asked for labels.
     """
     table = read_parquet((folder / HELD_OUT).read_bytes(), ["references", "response"])
     texts = table["references"].to_pylist()
+    labels = all(len(text.split()) == 1 for row in texts for text in row)
+    if asked in OF_TEXTS and labels and not choices:
+        raise UserError(
+            f"adapt.metric: {asked} is not for labels, and every reference of the {len(texts)} held-out rows is one "
+            "word; take exact_match"
+        )
+    if asked is not None:
+        return asked
     if not references:
         short = median(map(len, table["response"].to_pylist())) <= SHORT
         return "agreement_exact" if choices or short else "fidelity"
-    if choices or all(len(text.split()) == 1 for row in texts for text in row):
+    if choices or labels:
         return "exact_match"
     return "bleu" if any(len(row) > 1 for row in texts) else "rouge_l"
-
-
-def check_metric(folder: Path, metric: str) -> None:
-    """Raise UserError if the held-out references are labels, one word each, and `metric` is one of texts."""
-    if metric not in OF_TEXTS:
-        return
-    rows = read_parquet((folder / HELD_OUT).read_bytes(), ["references"])["references"].to_pylist()
-    if all(len(text.split()) == 1 for row in rows for text in row):
-        raise UserError(
-            f"adapt.metric: {metric} is not for labels, and every reference of the {len(rows)} held-out rows is one "
-            "word; take exact_match"
-        )
 
 
 def _usable_references(value: Any, labels: Collection[str] | None) -> list[str]:
@@ -184,7 +153,6 @@ def _usable_references(value: Any, labels: Collection[str] | None) -> list[str]:
 def _answers(folder: Path) -> dict[int, dict[str, Any]]:
     """Row number in the sample, the end of the id that the job makes -> first answer."""
     columns = ["id", "sample_index", "generated_text", "token_ids", "error"]
-    rows = pa.concat_tables(
-        read_parquet(path.read_bytes(), columns) for path in sorted(folder.glob("part-*.parquet"))
-    ).to_pylist()
+    parts = [read_parquet(path.read_bytes(), columns) for path in sorted(folder.glob("part-*.parquet"))]
+    rows = pa.concat_tables(parts).to_pylist()
     return {int(row["id"].rsplit(":", 1)[1]): row for row in rows if row["sample_index"] == 0}

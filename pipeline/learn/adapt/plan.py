@@ -3,79 +3,61 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
 from actors.engine.errors import UserError
 from actors.engine.model.file_digests import file_digest
 from actors.engine.model.speed_adapter import WEIGHTS
 from actors.engine.schedule.schedule import MEASURED
-from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
+from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.adapt import OF_TEXTS
 from pipeline.config.job import JobConfig
 from pipeline.input.files import InputFile, list_input
 from pipeline.learn.adapt import configs
+from pipeline.learn.adapt.configs import Task
 from pipeline.learn.adapt.sample import layout
 from pipeline.learn.adapt.state import StageRecord
 from pipeline.learn.tune.adapters import started
 from pipeline.learn.tune.workers import check_machine
-from pipeline.plan.columns import check_columns
+from pipeline.messages import install_command
+from pipeline.plan.columns import check_columns, needed_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import ANSWERS_VERSION, pinned_snapshot, with_snapshot
 from pipeline.prepare.prompt_spec import check_spec, prompt_spec
+from pipeline.propose import first_rows, true_answers
 from pipeline.run.ray_session import on_cluster
+from pipeline.runtime.announce import announce
 from pipeline.storage.folder import filesystem
 from pipeline.storage.owned_folder import check_apart
 
 START = "adapt.adapter.start"  # key of a speed adapter to go on from
 
 
-@dataclass(frozen=True)
-class Task:
-    """An adaptation to run. inputs: digest of the input's listing. settings: those that a stage's result depends on."""
-
-    config: JobConfig
-    source: str
-    folder: Path
-    resolved: ResolvedCheckpoint
-    files: list[InputFile]
-    schema: pa.Schema
-    shape: dict[str, Any]
-    inputs: str
-    settings: dict[str, dict[str, Any]]
-
-    @property
-    def rows(self) -> int:
-        """Rows of the job's input."""
-        return sum(file.rows for file in self.files)
+def output_folder(config: JobConfig) -> Path:
+    """The adaptation's folder. Raises UserError if it is not local."""
+    folder = configs.options(config).output or f"{config.output.path.rstrip('/')}-adapt"
+    if "://" in folder:
+        raise UserError(f"adapt.output: {folder} is not local, and training writes local files: name a local folder")
+    return Path(folder)
 
 
 def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageRecord) -> Task:
     """The task of a job file. Raises UserError of one line for a mistake."""
     options = configs.options(config)
-    if config.input.is_batch:
-        raise UserError("input.format: openai_batch: adapt evaluates rows of one kind; give it a table of messages")
-    if config.input.choices is not None:
-        raise UserError("input.choices: adapt cannot evaluate rows with labels of their own; give the job's choices")
-    if config.output_format is not None or config.input.output_format is not None:
-        raise UserError("output_format: adapt evaluates free answers; leave it out, and add it to the job.yaml written")
-    if config.input.tools is not None:
-        raise UserError("input.tools: adapt evaluates free answers; give it a job of such chats without tools")
-    if config.choices is not None and options.metric in (*OF_TEXTS, "fidelity"):
-        raise UserError(f"adapt.metric: {options.metric} is not for labels; with choices take exact_match")
+    _check_job(config)
     if options.output is None and on_cluster():
         raise UserError(
             f"adapt.output: the cluster's nodes must all read and write the sample and its answers, and {folder} may "
             "be of this node alone: name a folder on a file system that they share, or unset RAY_ADDRESS"
         )
-    if config.model.speed_adapter is not None:
-        raise UserError("model.speed_adapter: adapt trains one for model.path; leave it out")
-    configs.check_installed(config)
+    needed = ["sacrebleu", "rouge_score", "matplotlib", *(["peft"] if options.weights == "adapter" else [])]
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        raise UserError(f"{missing[0]} is not installed: {install_command('tune,eval')}")
     check_columns(config)
     pinned = with_snapshot(config, pinned_snapshot(config, None))
     listed = list_input(pinned.input, config.storage)
@@ -86,58 +68,81 @@ def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageR
         raise UserError(
             f"{config.input.path[0]}: {rows} rows leave none to train on: lower adapt.held_out = {options.held_out}"
         )
-    stored = record.settings("sample")
+    stored, start = record.settings("sample"), options.adapter.get("start")
     resolved = resolve_checkpoint(config.model, config.storage, stored["model"] if stored else None)
-    _check_folder(config, resolved, files, record)
-    check_spec(prompt_spec(config, resolved, 0.0))
-    start = options.adapter.get("start")
-    stored_spec = (resolved.checkpoint if start is None else started(resolved.checkpoint, start)).spec
-    shape = configs.schedule_shape(config, stored_spec)
-    prompts = configs.prompt_policies(config, shape, 1.0)
-    recipe = configs.tune_config(config, shape, ".", 4, folder, source, prompts)  # checks tune's options
-    if record.settings("tune") is None:  # it is not done yet
-        check_machine(recipe.workers)
-    for speedup in options.speedups:
-        order = "paper" if shape["keep_order"] == MEASURED else shape["keep_order"]
-        resolved.checkpoint.schedule({"horizon": 2, **shape, "keep_order": order, "speedup": speedup})
-    inputs = hashlib.sha256(repr(sorted(listed.items())).encode()).hexdigest()
-    settings = _settings(config, resolved, shape)
-    trained = record.settings("tune")
-    if start is not None and (trained is None or START in trained):  # earlier versions recorded its path alone
-        settings["tune"][START] = {"weights": file_digest(Path(start) / WEIGHTS, "sha256")}
-    return Task(config, source, folder, resolved, files, schema, shape, inputs, settings)
-
-
-def _check_folder(
-    config: JobConfig, resolved: ResolvedCheckpoint, files: Sequence[InputFile], record: StageRecord
-) -> None:
-    """Raise UserError if stages could replace files that are not the adaptation's own."""
     fs, path = filesystem(config.output.path, config.storage)
     others = {"output.path": [path]} if isinstance(fs, LocalFileSystem) else {}
     others["input.path"] = [file.url for file in files if "://" not in file.url]
     if isinstance(resolved.source, str):
         others["model.path"] = [resolved.source]
-    start = configs.options(config).adapter.get("start")
     if start is not None:
         others[START] = [start]
-    check_apart("adapt.output", record.folder.path, others)
+    check_apart("adapt.output", folder, others)
     record.folder.check([*configs.STAGE_FILES, configs.JOB_FILE])
+    check_spec(prompt_spec(config, resolved, 0.0))
+    stored_spec = (resolved.checkpoint if start is None else started(resolved.checkpoint, start)).spec
+    shape = configs.schedule_shape(config, stored_spec)
+    inputs = hashlib.sha256(repr(sorted(listed.items())).encode()).hexdigest()
+    task = Task(config, source, folder, resolved, files, schema, shape, inputs)
+    recipe = configs.tune_config(task, ".", 4, task.prompt_policies(1.0))  # checks tune's options
+    if record.settings("tune") is None:  # it is not done yet
+        check_machine(recipe.workers)
+    for speedup in options.speedups:
+        order = "paper" if shape["keep_order"] == MEASURED else shape["keep_order"]
+        resolved.checkpoint.schedule({"horizon": 2, **shape, "keep_order": order, "speedup": speedup})
+    right = None if options.references else true_answers(_first_rows(config, files[0]), config.choices)
+    if right is not None:
+        announce(
+            f"column {right!r} looks like true answers: with adapt.references: {right} the loss against them decides; "
+            "without, agreement with full depth stands in for it"
+        )
+    return task
 
 
-def _settings(config: JobConfig, resolved: ResolvedCheckpoint, shape: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _first_rows(config: JobConfig, file: InputFile) -> dict[str, list[Any]]:
+    """Values of some rows by column, without those that the prompt is made of."""
+    used = needed_columns(config)
+    rows = first_rows(file.url, file.size, file.version, file.format, config.storage)
+    return {name: values for name, values in rows.items() if name not in used}
+
+
+def _check_job(config: JobConfig) -> None:
+    """Raise UserError for a job that adapt cannot evaluate."""
+    metric = configs.options(config).metric
+    if config.input.is_batch:
+        raise UserError("input.format: openai_batch: adapt evaluates rows of one kind; give it a table of messages")
+    if config.input.choices is not None:
+        raise UserError("input.choices: adapt cannot evaluate rows with labels of their own; give the job's choices")
+    if config.output_format is not None or config.input.output_format is not None:
+        raise UserError("output_format: adapt evaluates free answers; leave it out, and add it to the job.yaml written")
+    if config.input.tools is not None:
+        raise UserError("input.tools: adapt evaluates free answers; give it a job of such chats without tools")
+    if config.choices is not None and metric in (*OF_TEXTS, "fidelity"):
+        raise UserError(f"adapt.metric: {metric} is not for labels; with choices take exact_match")
+    if config.model.speed_adapter is not None:
+        raise UserError("model.speed_adapter: adapt trains one for model.path; leave it out")
+
+
+def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]:
     """The settings of each stage, without those of earlier ones. Metric and tolerance may change at any time."""
-    values = configs.options(config).model_dump()
+    config, values = task.config, task.options.model_dump()
 
     def chosen(*names: str) -> dict[str, Any]:
         return {"adapt": {name: values[name] for name in names}}
 
+    # without the input's files, to which more may be added
+    of_files = {"since", "changed", "unreadable", "csv_field_bytes", "duplicate_ids"}
+    model = config.model.model_dump(exclude={"path", "cache", "speed_adapter"})
     actors = {"actors": config.actors.model_dump(include={"max_batch", "threads", "cache_bytes"})}
+    names = ("speedups", "prompt", "max_tokens", "loss", "weights", "adapter", "training")
+    tune = {"schedule": dict(task.shape), **chosen(*names)}
+    start, done = task.options.adapter.get("start"), record.settings("tune")
+    if start is not None and (done is None or START in done):  # earlier versions recorded its path alone
+        tune[START] = {"weights": file_digest(Path(start) / WEIGHTS, "sha256")}
     return {
-        "sample": {  # without the input's files, to which more may be added
-            "input": config.input.model_dump(
-                exclude={"since", "changed", "unreadable", "csv_field_bytes", "duplicate_ids"}
-            ),
-            "model": {**config.model.model_dump(exclude={"path", "cache", "speed_adapter"}), **resolved.identity()},
+        "sample": {
+            "input": config.input.model_dump(exclude=of_files),
+            "model": {**model, **task.resolved.identity()},
             "sampling": config.sampling.model_dump(exclude={"n"}),
             "choices": config.choices,
             "answers_version": ANSWERS_VERSION,
@@ -147,10 +152,7 @@ def _settings(config: JobConfig, resolved: ResolvedCheckpoint, shape: Mapping[st
             "output": {"strip": config.output.strip},
             **config.model_dump(include={"shared_prefix", "shard_rows", "shard_bytes"}),
         },
-        "tune": {
-            "schedule": dict(shape),
-            **chosen("speedups", "prompt", "max_tokens", "loss", "weights", "adapter", "training"),
-        },
+        "tune": tune,
         "before": actors,
         "after": {**actors, **chosen("runs")},
     }

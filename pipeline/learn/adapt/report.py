@@ -13,33 +13,40 @@ from pipeline.config.adapt import MEANINGS
 from pipeline.learn.adapt.choice import full_depth
 from pipeline.learn.adapt.configs import AFTER, BEFORE
 from pipeline.learn.adapt.run import Adapted
+from pipeline.learn.evaluate.results import bracketed, remarks, uselessness
 from pipeline.runtime.wide_console import wide
 
-FURTHER = {"token_kl": "token KL", "length_ratio": "length", "repetition": "repeats %"}  # of the table, if measured
+# of the table, if measured
+FURTHER = {"kappa": "kappa", "token_kl": "token KL", "length_ratio": "length", "repetition": "repeats %"}
 
 
 def print_adapted(console: Console, adapted: Adapted) -> None:
     """Print the table before and after, the choice, the break-even and the paths."""
-    console, counts = wide(console), adapted.counts
+    console, counts, folder = wide(console), adapted.counts, adapted.folder
     console.print(
-        f"{counts['drawn']:,} of {counts['job']:,} rows drawn: {counts['train']:,} trained on, {counts['held_out']:,} "
-        f"held out; left out: {counts['unreadable'] + counts['errors']:,} with an error, {counts['empty']:,} with an "
-        f"empty answer, {counts['unreferenced']:,} without a reference, {counts['repeated']:,} with a held-out row's "
-        "prompt",
+        f"{counts['drawn']:,} of {counts['job']:,} rows drawn: {counts['train']:,} trained on, "
+        f"{counts.get('dev', 0):,} to watch the training, {counts['held_out']:,} held out; left out: "
+        f"{counts['unreadable'] + counts['errors']:,} with an error, {counts['empty']:,} with an empty answer, "
+        f"{counts['unreferenced']:,} without a reference, {counts['repeated']:,} with a held-out row's prompt",
     )
     console.print(_table(adapted))
     unit = "nats" if adapted.metric == "token_kl" else "points of 100"
     console.print(f"{adapted.metric}: {MEANINGS[adapted.metric]}")
     console.print(
-        f"losses are against the job's own checkpoint at full depth, over the held-out rows, greedy, in {unit}; "
-        f"tolerance {adapted.tolerance:g}",
+        f"losses are against the job's own checkpoint at full depth, over the held-out rows, greedy, in {unit}, with "
+        f"95% intervals by paired bootstrap over rows; tolerance {adapted.tolerance:g}",
     )
+    if adapted.metric in adapted.chance:
+        console.print(
+            f"chance: {adapted.chance[adapted.metric].value:.4g} {adapted.metric}, of answers that do not depend on "
+            "their row: the commonest label, or another row's text"
+        )
+    for text in [*adapted.harmed, *remarks(adapted.after, adapted.chance, adapted.metric)]:
+        console.print(text, highlight=False)
     if adapted.break_even is not None and adapted.chosen is not None:
         for line in adapted.break_even.sentences(adapted.chosen.name):
             console.print(line)
-    shown = ", ".join(f"{stage} {seconds:,.1f} s" for stage, seconds in adapted.seconds.items())
-    console.print(f"time: {shown}")
-    folder = adapted.folder
+    console.print(f"time: {', '.join(f'{stage} {seconds:,.1f} s' for stage, seconds in adapted.seconds.items())}")
     console.print(
         f"trained: {folder / adapted.trained}\ntables: {folder / BEFORE} (before), {folder / AFTER} (after)",
     )
@@ -48,8 +55,13 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
 
 
 def too_tight(adapted: Adapted) -> str:
-    """One line for an adaptation without a choice: the smallest tolerance with one."""
+    """One line for an adaptation without a choice: the smallest tolerance with one, if any speed is worth something."""
     closest = adapted.nearest
+    if uselessness(closest, adapted.chance, adapted.metric) is not None:
+        return (
+            f"every speed-up is useless, for none has more {adapted.metric} than chance, and no job file is written; "
+            "raise adapt.rows or training.epochs"
+        )
     least = math.ceil(1000 * closest.scores[adapted.metric].loss_high) / 1000  # rounded up, to admit this speed
     return (
         f"no speed-up is within adapt.tolerance = {adapted.tolerance:g} of {adapted.metric}, and no job file is "
@@ -70,11 +82,10 @@ def to_dict(adapted: Adapted) -> dict[str, Any]:
 def _table(adapted: Adapted) -> Table:
     table = Table(box=None, pad_edge=False)
     further = [name for name in FURTHER if name in adapted.nearest.scores and name != adapted.metric]
-    columns = ("speed", "layer ratio", "wall", adapted.metric, "before", "loss", "at worst", "within")
+    columns = ("speed", "layer ratio", "wall", adapted.metric, "before", "loss", "within")
     for name in (*columns, *(FURTHER[name] for name in further)):
         table.add_column(name, justify="right")
-    before = {line.name: line for line in adapted.before}
-    full = full_depth(adapted.after)
+    before, full = {line.name: line for line in adapted.before}, full_depth(adapted.after)
     for line in adapted.after:
         if line.nominal is None:
             continue
@@ -85,8 +96,7 @@ def _table(adapted: Adapted) -> Table:
             f"{full.seconds / line.seconds:.2f}x",
             f"{score.value:.4g}",
             f"{before[line.name].scores[adapted.metric].value:.4g}",
-            f"{score.loss:.3g}",
-            f"{score.loss_high:.3g}",
+            bracketed(score.loss, score.loss_low, score.loss_high, 3 if adapted.metric == "token_kl" else 1),
             "yes" if score.loss_high <= adapted.tolerance else "no",
             *(f"{line.scores[name].value:.3g}" for name in further),
         )

@@ -10,6 +10,7 @@ Each stage leaves its files in one folder; the same command again skips the stag
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,15 +27,18 @@ from pipeline import job as jobs
 from pipeline.checkpoints.resolve import fetch
 from pipeline.commit.lease import leased
 from pipeline.config.adapt import TOLERANCES
-from pipeline.config.job import ActorsConfig, JobConfig
+from pipeline.config.evaluate import EvalConfig
+from pipeline.config.job import JobConfig
+from pipeline.config.load import validated
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt.choice import BreakEven, choose, full_depth, nearest, parallel_actors
-from pipeline.learn.adapt.estimate import announcement
-from pipeline.learn.adapt.pairs import check_metric, default_metric, write_pairs
-from pipeline.learn.adapt.plan import Task, plan_adaptation
+from pipeline.learn.adapt.configs import Task
+from pipeline.learn.adapt.forecast import RowCost, announcement
+from pipeline.learn.adapt.pairs import metric_of, write_pairs
+from pipeline.learn.adapt.plan import output_folder, plan_adaptation, stage_settings
 from pipeline.learn.adapt.sample import draw, write_sample
 from pipeline.learn.adapt.state import StageRecord
-from pipeline.learn.evaluate.results import Line
+from pipeline.learn.evaluate.results import Line, Scores, scores_of
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.run.ray_session import on_cluster
 from pipeline.runtime.announce import announce
@@ -51,8 +55,9 @@ class Adapted:
     """Result of an adaptation.
 
     trained: name of the folder in `folder` with the speed adapter or the checkpoint. before, after: measurements of the
-    job's checkpoint and of the tuned one. chosen: None if no speed-up is within the tolerance. nearest: the speed-up
-    closest to the tolerance. counts: of rows. seconds: by stage. job_file: None without a choice.
+    job's checkpoint and of the tuned one. chance: scores of answers that do not depend on their row. harmed: a line for
+    each speed that is worse after the training. chosen: None if no speed-up is within the tolerance. nearest: the
+    speed-up closest to the tolerance. counts: of rows. seconds: by stage. job_file: None without a choice.
     """
 
     folder: Path
@@ -61,6 +66,8 @@ class Adapted:
     tolerance: float
     before: list[Line]
     after: list[Line]
+    chance: Scores
+    harmed: list[str]
     chosen: Line | None
     nearest: Line
     counts: Mapping[str, int]
@@ -82,112 +89,93 @@ def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose:
         UserError: a mistake, found before Ray starts and a model is loaded where possible; and the errors of `job.run`.
     """
     config = config.model_copy(update={"adapt": configs.options(config)})
-    folder = configs.output_folder(config)
+    folder = output_folder(config)
     stored = StageRecord(folder, STAGES)
     task = plan_adaptation(config, source, folder, stored)
-    stored.check(task.settings)
+    settings = stage_settings(task, stored)
+    stored.check(settings)
     stored.folder.claim(configs.STAGE_FILES)
     with interruptible(), leased(LocalFolder(str(folder), folder)):
         record = StageRecord(folder, STAGES)  # read again: another run may have held the folder until now
-        record.check(task.settings)
-        return _adapt(task, values, record, verbose)
+        record.check(settings)
+        return _adapt(task, values, record, settings, verbose)
 
 
-def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: bool) -> Adapted:
-    config, folder = task.config, task.folder
-    options = configs.options(config)
+def _adapt(
+    task: Task, values: Mapping[str, Any], record: StageRecord, settings: Mapping[str, Any], verbose: bool
+) -> Adapted:
+    config, folder, options = task.config, task.folder, task.options
 
     def run(stage: str, purpose: str, files: list[str], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         def announced() -> dict[str, Any]:
             announce(f"stage {STAGES.index(stage) + 1} of {len(STAGES)}: {purpose}")
             return work()
 
-        return record.run(stage, task.settings[stage], files, announced)
+        return record.run(stage, settings[stage], files, announced)
 
     sampled = run("sample", f"draw {options.rows:,} of {task.rows:,} rows", [configs.SAMPLE], lambda: _sample(task))
     if sampled["inputs"] != task.inputs:
         log.warning("%s: changed since the sample was drawn; new rows are not sampled", ", ".join(config.input.path))
-    if not record.done.keys() >= set(STAGES):
-        announce(announcement(task, record.done))
     pairs = [configs.TRAIN, configs.HELD_OUT]
     purpose = f"answer {sampled['drawn'] - sampled['unreadable']:,} rows at full depth with {config.model.path}"
     answered = run("answers", purpose, pairs, lambda: _answer(task, sampled["held_out"], verbose))
+    if "row" in answered and not record.done.keys() >= set(STAGES):
+        announce(announcement(task, RowCost(**answered["row"]), record.done))
     counts = answered["counts"]
     labels, references = config.choices is not None, options.references is not None
-    metric = options.metric or default_metric(folder, choices=labels, references=references)
-    if not labels:
-        check_metric(folder, metric)
+    metric = metric_of(folder, options.metric, choices=labels, references=references)
     purpose = f"train {config.model.path} on {counts['train']:,} answers"
-    prompts = configs.prompt_policies(config, task.shape, answered["prompt_share"])
-    run("tune", purpose, [f"{configs.trained(config)}/tune.json"], lambda: _tune(task, counts["longest"], prompts))
-    actors = _actors(task, answered["actors"])
+    prompts = task.prompt_policies(answered["prompt_share"])
+    record_file = f"{configs.trained(config)}/tune.json"
+    tuned = run("tune", purpose, [record_file], lambda: _tune(task, counts["longest"], prompts))
+    actors = {name: getattr(config.actors, name) or answered["actors"][name] for name in ("threads", "cache_bytes")}
+    actors["max_batch"] = config.rows_in_flight
     purpose = f"measure the {{}} checkpoint over {counts['held_out']:,} held-out rows"
     before = run("before", purpose.format("job's"), [], lambda: _evaluate(task, prompts, tuned=False, actors=actors))
     after = run("after", purpose.format("tuned"), [], lambda: _evaluate(task, prompts, tuned=True, actors=actors))
-    first, last = ([Line.of(line) for line in stage["lines"]] for stage in (before, after))
-    counts = {"job": task.rows, "drawn": sampled["drawn"], "unreadable": sampled["unreadable"], **counts}
-    return _chosen(task, values, record, metric, first, last, counts, actors["threads"])
-
-
-def _actors(task: Task, planned: Mapping[str, int]) -> dict[str, Any]:
-    """Threads, bytes of cache and rows in flight of one actor. planned: by the job that answered the sample."""
-    config = task.config
-    actors = {name: getattr(config.actors, name) or planned[name] for name in ("threads", "cache_bytes")}
-    actors["max_batch"] = config.rows_in_flight
-    return actors
-
-
-def _chosen(
-    task: Task,
-    values: Mapping[str, Any],
-    record: StageRecord,
-    metric: str,
-    before: list[Line],
-    after: list[Line],
-    counts: Mapping[str, int],
-    threads: int,
-) -> Adapted:
-    """Choose a speed and write its job file, if one is within the tolerance. threads: of one actor."""
-    tolerance = configs.options(task.config).tolerance or TOLERANCES[metric]
-    chosen = choose(metric, tolerance, after)
+    lines, chance = [Line.of(line) for line in after["lines"]], scores_of(after.get("chance", {}))
+    tolerance = options.tolerance or TOLERANCES[metric]
+    chosen = choose(metric, tolerance, lines, chance)
     seconds = {stage: record.seconds[stage] for stage in STAGES}
-    break_even, job_file = None, task.folder / configs.JOB_FILE
+    break_even, job_file = None, None
     record.folder.discard([configs.JOB_FILE])  # of another tolerance
     if chosen is not None:
         break_even = BreakEven(
             cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # only for the table
-            full=full_depth(after).seconds,
+            full=full_depth(lines).seconds,
             fast=chosen.seconds,
             rows=task.rows,
-            actors=_parallel_actors(task.config.actors, threads),
+            actors=working_actors(config, actors["threads"]),
         )
         record.folder.claim([configs.JOB_FILE])
+        job_file = folder / configs.JOB_FILE
         _write_job(task, values, chosen, metric, tolerance, job_file)
     return Adapted(
-        folder=task.folder,
-        trained=configs.trained(task.config),
+        folder=folder,
+        trained=configs.trained(config),
         metric=metric,
         tolerance=tolerance,
-        before=before,
-        after=after,
+        before=[Line.of(line) for line in before["lines"]],
+        after=lines,
+        chance=chance,
+        harmed=tuned.get("harmed", []),
         chosen=chosen,
-        nearest=nearest(metric, after),
-        counts=counts,
+        nearest=nearest(metric, lines, chance),
+        counts={"job": task.rows, "drawn": sampled["drawn"], "unreadable": sampled["unreadable"], **counts},
         seconds=seconds,
         break_even=break_even,
-        job_file=None if chosen is None else job_file,
+        job_file=job_file,
     )
 
 
 def _sample(task: Task) -> dict[str, Any]:
-    options = configs.options(task.config)
-    drawn = draw(task.rows, options.rows, SEED)
+    drawn = draw(task.rows, task.options.rows, SEED)
     readable = write_sample(task.config, task.files, task.schema, drawn, task.folder / configs.SAMPLE)
     return {
         "inputs": task.inputs,
         "drawn": len(drawn),
         "unreadable": readable.count(False),
-        "held_out": readable[: options.held_out].count(True),
+        "held_out": readable[: task.options.held_out].count(True),
     }
 
 
@@ -199,55 +187,51 @@ def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
     for line in totals.warnings:  # training would copy such answers
         log.warning("in the sample, at full depth, %s", line)
     spec = prompt_spec(job, task.resolved, batching.planned)
-    references = configs.options(task.config).references
-    counts = write_pairs(task.folder, spec, held_out, references, task.config.choices)
-    seconds = totals.prefill_seconds + totals.decode_seconds
+    counts = write_pairs(task.folder, spec, held_out, task.options.references, task.config.choices)
+    seconds, rows = totals.prefill_seconds + totals.decode_seconds, counts["train"] + counts["held_out"]
+    sums = {
+        "prompt": totals.prompt_tokens,
+        "answer": totals.generated_tokens,
+        "prefill_seconds": totals.prefill_seconds,
+        "decode_seconds": totals.decode_seconds,
+    }
     return {
         "counts": counts,
         "actors": {"threads": batching.threads, "cache_bytes": batching.cache_bytes},
         "prompt_share": totals.prefill_seconds / seconds if seconds else 0.0,
+        "row": {name: total / rows for name, total in sums.items()},
     }
 
 
 def _tune(task: Task, longest: int, prompts: Sequence[str]) -> dict[str, Any]:
     from pipeline.learn.tune.run import tune  # imports the Trainer, only after Ray has been shut down
 
-    model = str(fetch(task.resolved.source))
-    recipe = configs.tune_config(task.config, task.shape, model, longest, task.folder, task.source, prompts)
+    recipe = configs.tune_config(task, str(fetch(task.resolved.source)), longest, prompts)
     with memory_freed(), redirect_stdout(sys.stderr):  # losses are progress; only the result goes to stdout
-        return {"checkpoint": str(tune(recipe))}
+        folder = tune(recipe)
+    return {"checkpoint": str(folder), "harmed": json.loads((folder / "tune.json").read_text()).get("harmed", [])}
 
 
 def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mapping[str, int | None]) -> dict[str, Any]:
     """Evaluate the job's checkpoint, or the tuned one against it, at every speed, as one actor of the job would run.
 
-    actors: threads, bytes of cache and rows in flight of one actor. The job's checkpoint is timed once, as the choice
-    does not depend on its times.
+    actors: threads, bytes of cache and rows in flight of one actor.
     """
-    from pipeline.config.evaluate import EvalConfig
-    from pipeline.config.load import validated
     from pipeline.learn.evaluate import run as evaluate_run
 
-    trained, adapter = task.folder / configs.trained(task.config), configs.trains_adapter(task.config)
-    spec = load_spec(trained, task.resolved.checkpoint.num_layers)
+    spec = load_spec(task.trained, task.resolved.checkpoint.num_layers)
     assert spec is not None, "tune writes one"
     shape = {key: value for key, value in spec.to_dict().items() if key in configs.KEPT}
-    original = str(fetch(task.resolved.source))  # the commit that was resolved, whatever the name means now
-    values = configs.eval_values(
-        task.config,
-        shape,
-        {"path": original} | ({"speed_adapter" if adapter else "path": str(trained)} if tuned else {}),
-        original if tuned and not adapter else None,  # an adapter's 1x is the job's own checkpoint
-        task.folder / (configs.AFTER if tuned else configs.BEFORE),
-        task.folder,
-        prompts,
-    ) | {"runs": configs.options(task.config).runs if tuned else 1, **actors}
-    evaluate: Any = evaluate_run.evaluate
+    model = str(fetch(task.resolved.source))  # the commit that was resolved, whatever the name means now
+    values = configs.eval_values(task, model, shape, prompts, tuned=tuned) | actors
     with memory_freed():
-        evaluation = evaluate(validated(EvalConfig, values, "adapt"))
+        evaluation = evaluate_run.evaluate(validated(EvalConfig, values, "adapt"))
     groups = ("speed", "prompt")
     lines = [line for line in evaluation.lines if line.group in groups or line.name == evaluation.full_depth]
-    return {"lines": [asdict(replace(line, seconds=line.seconds / evaluation.rows)) for line in lines]}
+    return {
+        "lines": [asdict(replace(line, seconds=line.seconds / evaluation.rows)) for line in lines],
+        "chance": {name: asdict(score) for name, score in evaluation.chance.items()},
+    }
 
 
 @contextmanager
@@ -261,18 +245,19 @@ def memory_freed() -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def _parallel_actors(actors: ActorsConfig, threads: int) -> float:
-    if on_cluster():
-        return parallel_actors(actors.most, actors.gpus, threads, None, None)
-    return parallel_actors(actors.most, actors.gpus, threads, process_cpus(), torch.cuda.device_count())
+def working_actors(config: JobConfig, threads: int | None = None) -> float:
+    """The number of the job's actors that work in parallel. threads: of one actor; default that of the config."""
+    machine = (None, None) if on_cluster() else (process_cpus(), torch.cuda.device_count())
+    actors, each = config.actors, threads or config.actors.threads or 1
+    return parallel_actors(actors.most, actors.gpus, each, *machine)
 
 
 def _write_job(task: Task, values: Mapping[str, Any], chosen: Line, metric: str, tolerance: float, path: Path) -> None:
-    assert chosen.nominal is not None
+    score = chosen.scores[metric]
     comment = [
         f"Written by `skipdecode adapt {task.source}`: its job at the fastest speed within the tolerance.",
-        f"At {chosen.name} {metric} loses {chosen.scores[metric].loss:.3g}, at worst "
-        f"{chosen.scores[metric].loss_high:.3g} of {tolerance:g}, over held-out rows of its own input.",
+        f"At {chosen.name} {metric} loses {score.loss:.3g}, at worst {score.loss_high:.3g} of {tolerance:g}, over "
+        "held-out rows of its own input.",
         f"It answers every row, those of {task.folder / configs.SAMPLE} too. skipdecode run {path}",
     ]
     model = configs.tuned_model(task.config, task.resolved, task.folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -51,23 +51,17 @@ def write_sample(
 
     drawn: row numbers over all files. Only row groups that hold a drawn row are read.
     """
-    in_order = sorted(drawn)
-    rows = dict(zip(in_order, _read(config, files, schema, in_order), strict=True))
+    in_order, ends = sorted(drawn), accumulate((file.rows for file in files), initial=0)
+    single_rows = [
+        Shard(row, file.url, row - first, 1)
+        for file, (first, end) in zip(files, pairwise(ends), strict=True)
+        for row in in_order[bisect_left(in_order, first) : bisect_left(in_order, end)]
+    ]
+    rows = {  # copies: a slice would keep its whole batch in memory
+        shard.index: from_ipc(to_ipc(table)) for shard, table in read_shards(files, single_rows, schema, config.storage)
+    }
     readable = [rows[row][ERROR][0].as_py() is None for row in drawn]
     good = [rows[row].drop_columns(ERROR) for row, is_good in zip(drawn, readable, strict=True) if is_good]
-    table = pa.concat_tables([schema.empty_table(), *good]).combine_chunks()
     with replacing(path) as temporary:
-        pq.write_table(table, temporary)
+        pq.write_table(pa.concat_tables([schema.empty_table(), *good]).combine_chunks(), temporary)
     return readable
-
-
-def _read(config: JobConfig, files: Sequence[InputFile], schema: pa.Schema, rows: Sequence[int]) -> Iterator[pa.Table]:
-    """Each of `rows`, which ascend, as a table of its own with the column `ERROR`."""
-    ends = accumulate((file.rows for file in files), initial=0)
-    single_rows = [
-        Shard(0, file.url, row - first, 1)
-        for file, (first, end) in zip(files, pairwise(ends), strict=True)
-        for row in rows[bisect_left(rows, first) : bisect_left(rows, end)]
-    ]
-    for _, table in read_shards(files, single_rows, schema, config.storage):
-        yield from_ipc(to_ipc(table))  # a copy: a slice would keep its whole batch in memory

@@ -14,19 +14,14 @@ from pipeline.config.job import JobConfig
 from pipeline.plan.manifest import difference
 from pipeline.storage.owned_folder import FILES, OwnedFolder
 
-RECORD = "adapt.json"
-FORMAT = 3
+RECORD, FORMAT = "adapt.json", 3
 
 
 class StageRecord:
     """The stages done in a folder, in order; a stage that runs again undoes those behind it.
 
-    Args:
-        folder: where the adaptation is written.
-        names: of all stages, in order.
-
-    Raises:
-        UserError: the folder's record cannot be read.
+    folder: where the adaptation is written. names: of all stages, in order. Raises UserError if the folder's record
+    cannot be read.
     """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
@@ -44,23 +39,22 @@ class StageRecord:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder}/{RECORD}: not of this version: {flat(error)}; remove the folder") from None
 
+    def settings(self, stage: str) -> dict[str, Any] | None:
+        """Settings of a stage that is done, else None."""
+        return self.done[stage]["settings"] if stage in self.done else None
+
     def check(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise UserError that names the settings in which a stage that is done differs from those asked for now."""
         names = [
             name
-            for stage in self.names
-            if stage in self.done
-            for name in difference(without_removed(self.done[stage]["settings"], JobConfig), _plain(settings[stage]))
+            for stage, done in self.done.items()
+            for name in difference(without_removed(done["settings"], JobConfig), _plain(settings[stage]))
         ]
         if names:
             raise UserError(
                 f"{self.folder.path}: holds another adaptation, which differs in {', '.join(dict.fromkeys(names))}; "
                 "remove the folder, or choose another adapt.output"
             )
-
-    def settings(self, stage: str) -> dict[str, Any] | None:
-        """Settings of a stage that is done, else None."""
-        return self.done[stage]["settings"] if stage in self.done else None
 
     def run(
         self, stage: str, settings: Mapping[str, Any], files: Sequence[str], work: Callable[[], dict[str, Any]]
@@ -75,15 +69,11 @@ class StageRecord:
             self.done.pop(later, None)
         began = time.monotonic()
         try:
-            result = _plain(work())
-            self.done[stage] = {"settings": _plain(settings), "result": result}
+            self.done[stage] = _plain({"settings": settings, "result": work()})
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - began
-            self._save()
-        return result
-
-    def _save(self) -> None:
-        self.folder.save({"format": FORMAT, "done": self.done, "seconds": self.seconds})
+            self.folder.save({"format": FORMAT, "done": self.done, "seconds": self.seconds})
+        return dict(self.done[stage]["result"])
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

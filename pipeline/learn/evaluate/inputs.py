@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ from pipeline.generate.settings import generator_settings
 from pipeline.input.rows import read_columns
 from pipeline.input.schema import MissingColumn
 from pipeline.learn.evaluate.results import RECORD, output_files, slug
+from pipeline.learn.rows import Text, is_text, token_ids
 from pipeline.learn.variants import Variant, comparisons, speeds
-from pipeline.messages import is_unicode
 from pipeline.prepare.tokenizer import longest, tokenize_labels
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
 
@@ -37,30 +36,22 @@ REFERENCE = "reference model"  # name of its line, at full depth
 
 @dataclass(frozen=True)
 class EvalRow:
-    """A row to answer and score.
+    """A row to answer and score. references, id: empty and None where the data has none. number: in its `path`."""
 
-    prompt: text or token ids. references: none where the data has none. id: None where the data has none.
-    path, number: its file and its number there.
-    """
-
-    prompt: str | list[int]
+    prompt: Text
     references: tuple[str, ...]
     id: Any
     path: str
     number: int
-
-    @property
-    def location(self) -> str:
-        """File and row, for messages."""
-        return f"{self.path}: row {self.number}"
 
 
 @dataclass(frozen=True)
 class EvalInputs:
     """Inputs of an evaluation.
 
-    prompts: token ids of each row, by the model's tokenizer. new_tokens: of an answer at most. baselines: by the names
-    of their lines. spec: the checkpoint's schedule with the recipe's changes. folder: the output folder.
+    prompts: token ids of each row, by the model's tokenizer. new_tokens: of an answer at most. others: the reference
+    model and the baselines, by the names of their lines. spec: the checkpoint's schedule with the recipe's changes.
+    folder: the output folder.
     """
 
     config: EvalConfig
@@ -68,8 +59,7 @@ class EvalInputs:
     prompts: list[Prompt]
     new_tokens: int
     model: ResolvedCheckpoint
-    reference: ResolvedCheckpoint | None
-    baselines: dict[str, ResolvedCheckpoint]
+    others: dict[str, ResolvedCheckpoint]
     spec: ScheduleSpec
     folder: OwnedFolder
 
@@ -97,36 +87,23 @@ class EvalInputs:
             return "exact_match" if self.is_labelling else "bleu"
         return "agreement_exact" if self.is_labelling or self.new_tokens <= SHORT else "fidelity"
 
-    def columns(self) -> dict[str, list[Any]]:
-        """The rows' own columns in the files of answers: id and references if the data has them, and prompt."""
-        prompts: list[Any] = [row.prompt for row in self.rows]
-        if any(isinstance(prompt, str) for prompt in prompts):  # files of both kinds: ids as text
-            prompts = [prompt if isinstance(prompt, str) else json.dumps(prompt) for prompt in prompts]
-        columns = {"prompt": prompts}
-        if any(row.id is not None for row in self.rows):
-            columns = {"id": [row.id for row in self.rows], **columns}
-        if self.rows[0].references:
-            columns["references"] = [list(row.references) for row in self.rows]
-        return columns
-
     def load(self, checkpoint: ResolvedCheckpoint, *, fast: bool = False) -> Generator:
         """One of the models, at full depth. fast: with its speed adapter, which no full depth of a job has."""
         config = self.config
         full = checkpoint.checkpoint.schedule({"speedup": 1.0})
-        # any schedule below full depth merges the adapter
-        start = {"depths": (max(1, full.warmup),)} if fast else {"speedup": 1.0}
-        # others are compared with as they are
+        # baselines keep their own weight type
         model = config.model if checkpoint is self.model else config.model.model_copy(update={"weights": None})
+        on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not torch.cuda.is_available())
         generator = Generator(
             str(fetch(checkpoint.source)),
             speed_adapter=str(fetch(checkpoint.adapter)) if fast and checkpoint.adapter is not None else None,
-            schedule=start,
+            # any schedule below full depth merges the adapter
+            schedule={"depths": (max(1, full.warmup),)} if fast else full,
             unadapted=True,
             **generator_settings(model, config.sampling, config.choices),
             threads=config.threads,
-            cache_bytes=_cache_bytes(config),
+            cache_bytes=config.cache_bytes or (min(2**30, process_memory() // 4) if on_cpu else 8 * 2**30),
             max_batch=config.max_batch,
-            cumulative_logprob=False,  # as in a job that does not write them
         )
         return generator.at(full)
 
@@ -137,8 +114,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
     Raises UserError of one line for a mistake.
     """
     # vLLM has no logits under a schedule
-    model_config = config.model.model_copy(update={"engine": "library", "vllm": None})
-    config = config.model_copy(update={"model": model_config})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"engine": "library", "vllm": None})})
     folder = _output_folder(config.output)
     rows = read_rows(config.data, config.choices, config.storage)
     model = resolve_checkpoint(config.model, config.storage)
@@ -152,117 +128,73 @@ def prepare(config: EvalConfig) -> EvalInputs:
     trie = _trie(config, model)
     reserved = 1 if trie is None else trie.most_tokens
     prompts = _tokenized(rows, model, reserved)
-    further = {} if config.reference_model is None else {"reference_model": config.reference_model}
-    further |= {f"baselines.{name}": path for name, path in config.baselines.items()}
-    others = {key: _same_tokenizer(key, path, model, config) for key, path in further.items()}
-    for key, other in others.items():
-        _check_context(rows, prompts, other, reserved, key)
-    models = {"model.path": model, **others}
-    local = {key: [found.source] for key, found in models.items() if isinstance(found.source, str)}
-    if isinstance(model.adapter, str):
-        local["model.speed_adapter"] = [model.adapter]
-    check_apart("output", folder.path, {"data.path": config.data.path, **local})
-    return EvalInputs(
-        config=config,
-        rows=rows,
-        prompts=prompts,
-        new_tokens=config.sampling.max_new_tokens if trie is None else trie.most_tokens,
-        model=model,
-        reference=others.get("reference_model"),
-        baselines={name: others[f"baselines.{name}"] for name in config.baselines},
-        spec=spec,
-        folder=folder,
-    )
+    local, others = {"model.path": model, "model.speed_adapter": model}, dict[str, ResolvedCheckpoint]()
+    paths = {} if config.reference_model is None else {REFERENCE: ("reference_model", config.reference_model)}
+    for name, (key, path) in (paths | {one: (f"baselines.{one}", at) for one, at in config.baselines.items()}).items():
+        local[key] = others[name] = _same_tokenizer(key, path, model, config)
+        _check_context(prompts, others[name], reserved, f"{key}'s context")
+    sources = {key: found.adapter if key.endswith("adapter") else found.source for key, found in local.items()}
+    used = {key: [source] for key, source in sources.items() if isinstance(source, str)}
+    check_apart("output", folder.path, {"data.path": config.data.path, **used})
+    new_tokens = config.sampling.max_new_tokens if trie is None else trie.most_tokens
+    return EvalInputs(config, rows, prompts, new_tokens, model, others, spec, folder)
 
 
 def read_rows(data: EvalDataConfig, choices: Sequence[str] | None, storage: StorageConfig) -> list[EvalRow]:
     """The rows, at most `data.limit`. Raises UserError that names file, column and row of one that cannot be scored."""
     labels = None if choices is None else {normalized(label) for label in choices}
+    columns = [data.prompt, *([data.references] if data.references is not None else [])]
     rows: list[EvalRow] = []
     for path in data.path:
-        rows += _rows_of(path, data, labels, None if data.limit is None else data.limit - len(rows), storage)
-        if len(rows) == data.limit:
+        left = None if data.limit is None else data.limit - len(rows)
+        if left == 0:
             break
-    if len(rows) < 2:
-        raise UserError(
-            f"{data.path[0]}: {len(rows) or 'no'} row{'s' * (len(rows) != 1)} to score; intervals are over rows: "
-            "give at least 2"
-        )
-    return rows
-
-
-def _rows_of(
-    path: str, data: EvalDataConfig, labels: set[str] | None, limit: int | None, storage: StorageConfig
-) -> list[EvalRow]:
-    columns = [data.prompt, *([data.references] if data.references is not None else [])]
-    try:
-        values = read_columns(path, columns, storage, limit, [] if data.id in columns else [data.id])
-    except MissingColumn as error:
-        if error.column != data.references:
-            raise
-        raise UserError(
-            f"{error}; data.references: null measures agreement with full depth, without references"
-        ) from None
-    rows = []
-    for number, prompt in enumerate(values[data.prompt]):
-        references: tuple[Any, ...] = ()
-        if not _is_prompt(prompt):
-            raise UserError(
-                f"{path}: row {number}: column {data.prompt!r} must hold text or token ids, none of them empty"
-            )
+        try:
+            values = read_columns(path, columns, storage, left, [] if data.id in columns else [data.id])
+        except MissingColumn as error:
+            if error.column != data.references:
+                raise
+            hint = "data.references: null measures agreement with full depth, without references"
+            raise UserError(f"{error}; {hint}") from None
+        prompts = values[data.prompt]
+        ids, references = values.get(data.id, [None] * len(prompts)), [()] * len(prompts)
         if data.references is not None:
-            value = values[data.references][number]
-            references = tuple(value) if isinstance(value, list) else (value,)
-            _check_references(references, f"{path}: row {number}", data.references, labels)
-        rows.append(EvalRow(prompt, references, values[data.id][number] if data.id in values else None, path, number))
+            references = [tuple(one) if isinstance(one, list) else (one,) for one in values[data.references]]
+        for number, (prompt, right, name) in enumerate(zip(prompts, references, ids, strict=True)):
+            if not is_text(prompt):
+                needed = "must hold text or token ids, none of them empty"
+                raise UserError(f"{path}: row {number}: column {data.prompt!r} {needed}")
+            if data.references is not None:
+                _check_references(right, f"{path}: row {number}", data.references, labels)
+            rows.append(EvalRow(prompt, right, name, path, number))
+    if len(rows) < 2:
+        count = f"{len(rows) or 'no'} row{'s' * (len(rows) != 1)}"
+        raise UserError(f"{data.path[0]}: {count} to score; intervals are over rows: give at least 2")
     return rows
 
 
-def _check_references(references: Sequence[Any], location: str, column: str, labels: set[str] | None) -> None:
-    if not references or not all(_is_text(reference) for reference in references):
+def _check_references(references: Sequence[Any], location: str, column: str, labels: Collection[str] | None) -> None:
+    if not references or not all(isinstance(one, str) for one in references):
         raise UserError(f"{location} needs a prompt and at least one reference; column {column!r} must hold text")
     for label in references:
         if labels is not None and normalized(label) not in labels:
             raise UserError(f"{location}: label {label!r} is not one of choices; add it, or leave the row out")
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and is_unicode(value)
-
-
-def _is_prompt(value: Any) -> bool:
-    if isinstance(value, list):
-        return bool(value) and all(isinstance(token, int) and token >= 0 for token in value)
-    return _is_text(value) and bool(value.strip())
-
-
 def _planned(config: EvalConfig, spec: ScheduleSpec, num_layers: int) -> list[Variant]:
     """The lines of the model itself, each of which can be built."""
     variants = speeds(spec, [1.0, *config.speedups], config.prompts)
+    section = "schedule"
     try:
         for variant in variants:
             variant.spec.build(num_layers)
-    except ValueError as error:
-        raise UserError(f"schedule: {error}") from None
-    if config.compare is not None:
-        order = config.learned_order or list(range(num_layers))  # any, until it is learned
-        try:
+        if config.compare is not None:
+            section = "compare"
+            order = config.learned_order or list(range(num_layers))  # any, until it is learned
             variants += comparisons(spec, num_layers, config.compare, config.sampling.max_new_tokens, order)
-        except ValueError as error:
-            raise UserError(f"compare: {error}") from None
+    except ValueError as error:
+        raise UserError(f"{section}: {error}") from None
     return variants
-
-
-def _cache_bytes(config: EvalConfig) -> int:
-    """The budget of one batch; default that of a job's only actor."""
-    if config.cache_bytes is not None:
-        return config.cache_bytes
-    return min(2**30, process_memory() // 4) if _on_cpu(config) else 8 * 2**30
-
-
-def _on_cpu(config: EvalConfig) -> bool:
-    device = config.model.device
-    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
 
 def _output_folder(output: str) -> OwnedFolder:
@@ -283,7 +215,7 @@ def _output_folder(output: str) -> OwnedFolder:
 
 
 def _check_names(baselines: Iterable[str], lines: Iterable[str]) -> None:
-    """Raise UserError if a baseline's name, or the name of its answers' file, is another line's."""
+    """Reject baselines whose name or answers file is that of another line."""
     taken = {slug(name): name for name in lines}
     for name in baselines:
         file = slug(name)
@@ -317,33 +249,25 @@ def _trie(config: EvalConfig, model: ResolvedCheckpoint) -> ChoiceTrie | None:
 
 def _tokenized(rows: Sequence[EvalRow], model: ResolvedCheckpoint, reserved: int) -> list[Prompt]:
     """The rows' token ids. Raises UserError for a row that does not fit the model with `reserved` new tokens."""
-    tokenizer = load_tokenizer(model.checkpoint.path)
+    encoded = token_ids(load_tokenizer(model.checkpoint.path), [row.prompt for row in rows])
     vocabulary = model.checkpoint.config.vocab_size
-    texts = [row.prompt for row in rows if isinstance(row.prompt, str)]
-    encoded = iter(tokenizer(texts, verbose=False)["input_ids"] if texts else [])
-    prompts = []
-    for row in rows:
-        tokens = next(encoded) if isinstance(row.prompt, str) else row.prompt
+    for row, tokens in zip(rows, encoded, strict=True):
+        location = f"{row.path}: row {row.number}"
         if not tokens:
-            raise UserError(f"{row.location}: the tokenizer finds no token in this prompt; leave the row out")
+            raise UserError(f"{location}: the tokenizer finds no token in this prompt; leave the row out")
         if max(tokens) >= vocabulary:
-            raise UserError(f"{row.location}: token {max(tokens)} lies outside the model's vocabulary of {vocabulary}")
-        prompts.append(Prompt(tokens, row.path, row.number))
-    _check_context(rows, prompts, model, reserved)
+            raise UserError(f"{location}: token {max(tokens)} lies outside the model's vocabulary of {vocabulary}")
+    prompts = [Prompt(tokens, row.path, row.number) for row, tokens in zip(rows, encoded, strict=True)]
+    _check_context(prompts, model, reserved, "a context")
     return prompts
 
 
-def _check_context(
-    rows: Sequence[EvalRow], prompts: Sequence[Prompt], model: ResolvedCheckpoint, reserved: int, key: str = ""
-) -> None:
-    """Raise UserError for a row whose prompt leaves fewer than `reserved` tokens of the context.
-
-    key: the config key of a model other than `model.path`.
-    """
+def _check_context(prompts: Sequence[Prompt], model: ResolvedCheckpoint, reserved: int, named: str) -> None:
+    """Raise UserError for a row whose prompt leaves fewer than `reserved` tokens of the context."""
     context = model.checkpoint.context_length
-    for row, prompt in zip(rows, prompts, strict=True):
+    for prompt in prompts:
         if len(prompt.ids) + reserved > context:
-            owner = f"{key}'s context" if key else "a context"
             raise UserError(
-                f"{row.location}: prompt of {len(prompt.ids)} tokens leaves no room in {owner} of {context}"
+                f"{prompt.source}: row {prompt.row}: prompt of {len(prompt.ids)} tokens leaves no room in {named} of "
+                f"{context}"
             )

@@ -30,16 +30,13 @@ DEFAULT = Bootstrap()
 
 def resampled_counts(rows: int, samples: int, rng: np.random.Generator) -> Array:
     """[samples, rows]: how often each data set, drawn with replacement, holds each row."""
-    drawn = rng.integers(rows, size=(samples, rows))
-    positions = drawn + rows * np.arange(samples)[:, None]
-    counts = np.bincount(positions.ravel(), minlength=samples * rows).reshape(samples, rows)
-    return counts.astype(np.float64)
+    positions = rng.integers(rows, size=(samples, rows)) + rows * np.arange(samples)[:, None]
+    return np.bincount(positions.ravel(), minlength=samples * rows).reshape(samples, rows).astype(np.float64)
 
 
 def resampled_sums(statistics: Array, samples: int, seed: int) -> Array:
     """Statistics [N, K] -> their sums over each resampled data set [samples, K]."""
-    rng = np.random.default_rng(seed)
-    rows = len(statistics)
+    rng, rows = np.random.default_rng(seed), len(statistics)
     at_once = max(1, DRAWN_AT_ONCE // rows)
     return np.concatenate(
         [resampled_counts(rows, min(at_once, samples - done), rng) @ statistics for done in range(0, samples, at_once)]
@@ -53,17 +50,11 @@ def paired_scores(
 
     statistics: line -> metric -> [N, K] over the same N rows. full_depth: the line that losses are against.
     """
-    names = [(line, metric) for line, metrics in statistics.items() for metric in metrics]
-    widths = [statistics[line][metric].shape[1] for line, metric in names]
-    together = np.concatenate([statistics[line][metric] for line, metric in names], axis=1)
-    sums = np.concatenate(
-        [together.sum(axis=0, keepdims=True), resampled_sums(together, settings.samples, settings.seed)]
-    )
-    # [1 + samples]: the data set itself, then the resampled ones
-    values_of = {
-        name: METRICS[name[1]].score(columns)
-        for name, columns in zip(names, np.split(sums, np.cumsum(widths)[:-1], axis=1), strict=True)
-    }
+    values_of = {}  # [1 + samples]: the data set itself, then the resampled ones
+    for line, metrics in statistics.items():
+        for metric, rows in metrics.items():
+            sums = np.concatenate([rows.sum(axis=0)[None], resampled_sums(rows, settings.samples, settings.seed)])
+            values_of[line, metric] = METRICS[metric].score(sums)
     scores: dict[str, dict[str, Score]] = {line: {} for line in statistics}
     for (line, metric), values in values_of.items():
         losses = values_of[full_depth, metric] - values
@@ -77,6 +68,5 @@ def paired_scores(
 
 def interval(samples: Array, confidence: float) -> tuple[float, float]:
     """The percentile interval of bootstrap samples [S]."""
-    outside = (1 - confidence) / 2
-    low, high = np.quantile(samples, [outside, 1 - outside])
+    low, high = np.quantile(samples, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)

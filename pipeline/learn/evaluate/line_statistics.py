@@ -1,12 +1,13 @@
-"""Statistics of every row for each metric and line: against references and against full depth."""
+"""Statistics of every row for each metric and line: against references, against full depth, and of chance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from actors.answers import Answer
 from actors.engine.library.divergence import Model, Pair, answer_regret, teacher_forced
 from actors.engine.schedule.schedule import Schedule
 from actors.generator import Generator
@@ -16,92 +17,79 @@ from pipeline.learn.evaluate.metrics import (
     answer_statistics,
     bleu_statistics,
     exact_match_statistics,
+    kappa_statistics,
     rouge_l_statistics,
     same_statistics,
     warn_of_other_scripts,
 )
-from pipeline.learn.evaluate.timed_runs import TimedRun
 from pipeline.runtime.announce import RowProgress
 
-FORCED = ("token_kl", "perplexity")  # over full depth's answers
-OF_ANSWERS = ("fidelity", "length_ratio", "repetition")  # over the line's own
+CHANCE = "chance"  # a line of answers that do not depend on their row's prompt
+MOST_LABELS = 200  # distinct answers for which kappa is computed
+Answers = Sequence[Answer]
 
 
-def available_metrics(inputs: EvalInputs) -> tuple[str, ...]:
-    """Names of the metrics that the rows allow: BLEU and ROUGE-L need references that are no labels."""
-    against_references: tuple[str, ...] = ()
-    if inputs.config.data.references is not None:
-        against_references = ("exact_match",) if inputs.is_labelling else ("bleu", "rouge_l", "exact_match")
-    of_answers = OF_ANSWERS if inputs.config.choices is None else ()
-    return (*against_references, "agreement_exact", "agreement_rouge_l", *of_answers, *FORCED)
+def by_chance(answers: Answers, *, labels: bool) -> Answers:
+    """Full depth's commonest answer for every row if the answers are `labels`, else the next row's answer."""
+    if not labels:
+        return [*answers[1:], answers[0]]
+    commonest, _ = Counter(answer.generated_text for answer in answers).most_common(1)[0]
+    return [next(answer for answer in answers if answer.generated_text == commonest)] * len(answers)
 
 
 def line_statistics(
     inputs: EvalInputs,
     lines: Mapping[str, tuple[Generator, Schedule]],
-    runs: Mapping[str, TimedRun],
+    answers: Mapping[str, Answers],
     full_depth: str,
-    metrics: Collection[str],
 ) -> dict[str, dict[str, Array]]:
-    """Line -> metric -> statistics [N, K] of the N rows.
+    """Line -> metric -> statistics [N, K] of the N rows, of all metrics that the rows allow.
 
-    full_depth: the line that agreement is measured against. metrics: names of those to compute.
+    answers: of `lines`, and of `CHANCE`, which has no metric of distributions. full_depth: the line that agreement is
+    measured against.
     """
-    expected = runs[full_depth].texts
-    references = [row.references for row in inputs.rows]
-    statistics: dict[str, dict[str, Array]] = {}
-    if {"rouge_l", "agreement_rouge_l"} & set(metrics):
-        warn_of_other_scripts(expected)
-    for name, run in runs.items():
-        of_texts: dict[str, Callable[[], Array]] = {
-            "bleu": partial(bleu_statistics, run.texts, references),
-            "rouge_l": partial(rouge_l_statistics, run.texts, references),
-            "exact_match": partial(exact_match_statistics, run.texts, references),
-            "agreement_exact": partial(same_statistics, run.texts, expected),
-            "agreement_rouge_l": partial(rouge_l_statistics, run.texts, [[text] for text in expected]),
-        }
-        statistics[name] = {metric: make() for metric, make in of_texts.items() if metric in metrics}
+    texts = {name: [answer.generated_text or "" for answer in given] for name, given in answers.items()}
+    expected, references = texts[full_depth], [row.references for row in inputs.rows]
+    is_text = inputs.config.choices is None
+    warn_of_other_scripts(expected)
+    statistics: dict[str, dict[str, Array]] = {name: {} for name in answers}
+    for name, own in texts.items():
+        found = statistics[name]
+        if inputs.config.data.references is not None:
+            if not inputs.is_labelling:
+                found["bleu"] = bleu_statistics(own, references)
+                found["rouge_l"] = rouge_l_statistics(own, references)
+            found["exact_match"] = exact_match_statistics(own, references)
+        found["agreement_exact"] = same_statistics(own, expected)
+        found["agreement_rouge_l"] = rouge_l_statistics(own, [[text] for text in expected])
+        if inputs.is_labelling and len(set(expected)) <= MOST_LABELS:
+            found["kappa"] = kappa_statistics(own, expected)
     models = {name: Model(generator.engine.decoder, schedule) for name, (generator, schedule) in lines.items()}
-    if of_answers := set(metrics) & set(OF_ANSWERS):
-        found = _of_answers(inputs, models[full_depth], runs, full_depth, score="fidelity" in of_answers)
-        for name, values in found.items():
-            statistics[name] |= dict.fromkeys((metric for metric in OF_ANSWERS if metric in of_answers), values)
-    if not any(metric in metrics for metric in FORCED):
-        return statistics
-    pairs = _pairs(inputs, runs[full_depth])
-    report = RowProgress("scoring full depth's answers", len(pairs)).at
-    forced = teacher_forced(models[full_depth], [models[name] for name in runs], pairs, report=report)
-    for name, scores in zip(runs, forced, strict=True):
-        for metric, values in (("token_kl", scores.kl), ("perplexity", scores.nll)):
-            if metric in metrics:
-                statistics[name][metric] = np.stack([values, scores.tokens], axis=1)
+    pairs = {name: _pairs(inputs, given) for name, given in answers.items()}
+    if is_text:
+        regret = _regret(models[full_depth], pairs)
+        lengths = [ids for _, ids in pairs[full_depth]]
+        for name, each in pairs.items():
+            own_statistics = answer_statistics([ids for _, ids in each], lengths, regret[name])
+            statistics[name] |= dict.fromkeys(("fidelity", "length_ratio", "repetition"), own_statistics)
+    report = RowProgress("scoring full depth's answers", len(inputs.rows)).at
+    forced = teacher_forced(models[full_depth], list(models.values()), pairs[full_depth], report=report)
+    for name, scores in zip(models, forced, strict=True):
+        statistics[name]["token_kl"] = np.stack([scores.kl, scores.tokens], axis=1)
+        statistics[name]["perplexity"] = np.stack([scores.nll, scores.tokens], axis=1)
     return statistics
 
 
-def _of_answers(
-    inputs: EvalInputs, full: Model, runs: Mapping[str, TimedRun], full_depth: str, *, score: bool
-) -> dict[str, Array]:
-    """Line -> statistics of its answers beside full depth's own.
-
-    score: whether full depth reads the answers, for their regret; an answer that several lines give it reads once.
-    """
-    own = [ids for _, ids in _pairs(inputs, runs[full_depth])]
-    by_line = {name: _pairs(inputs, run) for name, run in runs.items()}
-    regret_of: dict[tuple[int, tuple[int, ...]], float] = {}
-    if score:
-        numbered = [(row, pair) for each in by_line.values() for row, pair in enumerate(each)]
-        distinct = {(row, tuple(pair[1])): pair for row, pair in numbered}
-        report = RowProgress("scoring the lines' own answers", len(distinct)).at
-        regret = answer_regret(full, list(distinct.values()), report)
-        regret_of = dict(zip(distinct, regret.tolist(), strict=True))
-    statistics = {}
-    for name, each in by_line.items():
-        answers = [ids for _, ids in each]
-        regret = np.array([regret_of.get((row, tuple(ids)), 0.0) for row, ids in enumerate(answers)])
-        statistics[name] = answer_statistics(answers, own, regret)
-    return statistics
+def _regret(full: Model, pairs: Mapping[str, Sequence[Pair]]) -> dict[str, Array]:
+    """Line -> regret of its answers [N]. Full depth reads an answer that several lines give once."""
+    distinct = {(row, tuple(pair[1])): pair for each in pairs.values() for row, pair in enumerate(each)}
+    report = RowProgress("scoring the lines' own answers", len(distinct)).at
+    found = dict(zip(distinct, answer_regret(full, list(distinct.values()), report).tolist(), strict=True))
+    return {
+        name: np.array([found[row, tuple(ids)] for row, (_, ids) in enumerate(each)]) for name, each in pairs.items()
+    }
 
 
-def _pairs(inputs: EvalInputs, run: TimedRun) -> list[Pair]:
+def _pairs(inputs: EvalInputs, answers: Answers) -> list[Pair]:
     """Token ids of each row's prompt and answer."""
-    return [(prompt.ids, answer.token_ids or ()) for prompt, answer in zip(inputs.prompts, run.answers, strict=True)]
+    return [(prompt.ids, answer.token_ids or ()) for prompt, answer in zip(inputs.prompts, answers, strict=True)]

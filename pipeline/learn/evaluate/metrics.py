@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -24,17 +24,15 @@ log = logging.getLogger(__name__)
 Array = npt.NDArray[np.float64]
 ORDER = 4  # longest n-gram of BLEU
 TOKENS, OWN_TOKENS, REPEATS, GRAMS, REGRET = range(5)  # columns of `answer_statistics`
-SHORT = 1024  # characters of a pair of texts whose ROUGE-L is remembered: 64 MiB of ASCII at most
 
 
 @dataclass(frozen=True)
 class Metric:
-    """name: in files. title: in tables and plots. unit: "" for points of 100. score: sums [S, K] -> scores [S].
+    """title: in tables and plots. unit: "" for points of 100. score: sums [S, K] -> scores [S].
 
     higher_is_better: None where any distance from full depth's value is a loss.
     """
 
-    name: str
     title: str
     unit: str
     higher_is_better: bool | None
@@ -43,26 +41,20 @@ class Metric:
 
 
 def _bleu(sums: Array) -> Array:
-    return np.array([_bleu_of(row) for row in sums])
+    scores = []
+    for counts in sums.astype(int).tolist():
+        correct, total = counts[2 : 2 + ORDER], counts[2 + ORDER :]
+        scores.append(BLEU.compute_bleu(correct, total, counts[0], counts[1], smooth_method="exp").score)
+    return np.array(scores)
 
 
-def _bleu_of(sums: Array) -> float:
-    counts = [int(count) for count in sums]
-    correct, total = counts[2 : 2 + ORDER], counts[2 + ORDER :]
-    return float(BLEU.compute_bleu(correct, total, counts[0], counts[1], smooth_method="exp").score)
-
-
-def _ratio(sums: Array) -> Array:
+def _mean(sums: Array) -> Array:
     quotient: Array = sums[:, 0] / sums[:, 1]
     return quotient
 
 
 def _percent(sums: Array) -> Array:
-    return 100 * _ratio(sums)
-
-
-def _exp_ratio(sums: Array) -> Array:
-    return np.exp(_ratio(sums))
+    return 100 * _mean(sums)
 
 
 def _length_ratio(sums: Array) -> Array:
@@ -79,20 +71,26 @@ def _fidelity(sums: Array) -> Array:
     return likelihood * np.minimum(length, 1 / length) * (100 - _repetition(sums))
 
 
+def _kappa(sums: Array) -> Array:
+    agreed, rows, marginals = sums[:, 0], sums[:, 1], sums[:, 2:]
+    own, full = np.split(marginals, 2, axis=1)
+    by_chance = (own * full).sum(axis=1) / rows
+    kappa: Array = (agreed - by_chance) / np.maximum(rows - by_chance, 1e-9)  # 0 where all answers are the same one
+    return kappa
+
+
 METRICS = {
-    metric.name: metric
-    for metric in (
-        Metric("bleu", "BLEU", "", True, 1, _bleu),
-        Metric("exact_match", "exact match", "%", True, 1, _percent),
-        Metric("rouge_l", "ROUGE-L", "", True, 1, _percent),
-        Metric("agreement_exact", "same answer", "%", True, 1, _percent),
-        Metric("agreement_rouge_l", "ROUGE-L to full depth", "", True, 1, _percent),
-        Metric("fidelity", "fidelity", "", True, 1, _fidelity),
-        Metric("length_ratio", "length ratio", "", None, 2, _length_ratio),
-        Metric("repetition", "repeated 4-grams", "%", None, 1, _repetition),
-        Metric("token_kl", "token KL", "nats", False, 3, _ratio),
-        Metric("perplexity", "perplexity", "", False, 2, _exp_ratio),
-    )
+    "bleu": Metric("BLEU", "", True, 1, _bleu),
+    "exact_match": Metric("exact match", "%", True, 1, _percent),
+    "rouge_l": Metric("ROUGE-L", "", True, 1, _percent),
+    "agreement_exact": Metric("same answer", "%", True, 1, _percent),
+    "agreement_rouge_l": Metric("ROUGE-L to full depth", "", True, 1, _percent),
+    "kappa": Metric("Cohen's kappa", "", True, 2, _kappa),
+    "fidelity": Metric("fidelity", "", True, 1, _fidelity),
+    "length_ratio": Metric("length ratio", "", None, 2, _length_ratio),
+    "repetition": Metric("repeated 4-grams", "%", None, 1, _repetition),
+    "token_kl": Metric("token KL", "nats", False, 3, _mean),
+    "perplexity": Metric("perplexity", "", False, 2, lambda sums: np.exp(_mean(sums))),
 }
 
 
@@ -111,15 +109,21 @@ def bleu_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -
 
 def exact_match_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
     """[N, 2]: 1 where the text is one of the references, case and outer space ignored; and 1."""
-    hits = [normalized(text) in map(normalized, each) for text, each in zip(texts, references, strict=True)]
-    return mean_statistics(np.array(hits, dtype=np.float64))
+    pairs = zip(texts, references, strict=True)
+    return mean_statistics([normalized(text) in map(normalized, each) for text, each in pairs])
 
 
 def same_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
     """[N, 2]: 1 where both texts are the same, character by character; and 1."""
-    return mean_statistics(
-        np.array([text == other for text, other in zip(texts, others, strict=True)], dtype=np.float64)
-    )
+    return mean_statistics([text == other for text, other in zip(texts, others, strict=True)])
+
+
+def kappa_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
+    """[N, 2 + 2 K]: 1 where both texts are the same, 1, and the one of the K distinct `others` that each of both is."""
+    labels = {label: column for column, label in enumerate(dict.fromkeys(others))}
+    rows = np.eye(len(labels) + 1)[:, :-1]  # the last row is of a text that is none of them
+    both = [rows[[labels.get(text, -1) for text in each]] for each in (texts, others)]
+    return np.concatenate([same_statistics(texts, others), *both], axis=1)
 
 
 def rouge_l_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
@@ -127,28 +131,28 @@ def rouge_l_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]
 
     rouge_score counts only words of a-z and 0-9; a text equal to a reference scores 1 in every script.
     """
-    best = [max(_rouge_l(reference, text) for reference in each) for text, each in zip(texts, references, strict=True)]
-    return mean_statistics(np.array(best, dtype=np.float64))
+    pairs = zip(texts, references, strict=True)
+    return mean_statistics([max(_rouge_l(reference, text) for reference in each) for text, each in pairs])
 
 
 def answer_statistics(answers: Sequence[Sequence[int]], own: Sequence[Sequence[int]], regret: Array) -> Array:
     """[N, 5]: tokens of the answer and of full depth's own, repeated and all 4-grams and regret of the answer.
 
     Fidelity is 100 · exp(-regret / tokens) · min(length ratio, 1 / length ratio) · (1 - repeated 4-grams / 4-grams):
-    the probability of an answer's token against that of full depth's own choice, as a geometric mean, and a factor each
-    for answers of another length and for repetition, which the likelihood of single tokens hardly shows.
+    the likelihood of single tokens hardly shows another length or repetition, so each has a factor.
 
     Args:
         answers, own: token ids, the end token included.
-        regret: `forcing.divergence.answer_regret` of the answers, nats, [N]; zeros if fidelity is not asked for.
+        regret: `answer_regret` of the answers, nats, [N].
     """
     counts = [(len(answer), len(other), *repeated_ngrams(answer)) for answer, other in zip(answers, own, strict=True)]
     return np.concatenate([np.array(counts, dtype=np.float64), regret[:, None]], axis=1)
 
 
-def mean_statistics(values: Array) -> Array:
+def mean_statistics(values: Sequence[float] | Array) -> Array:
     """[N] -> [N, 2]: the values and 1, so that the ratio of the sums is the mean over rows."""
-    return np.stack([values, np.ones_like(values)], axis=1)
+    first = np.asarray(values, dtype=np.float64)
+    return np.stack([first, np.ones_like(first)], axis=1)
 
 
 def warn_of_other_scripts(texts: Sequence[str]) -> None:
@@ -163,16 +167,5 @@ def _scorer() -> RougeScorer:
     return RougeScorer(["rougeL"])
 
 
-@lru_cache(2**16)  # answers of different speeds are often the same
-def _short_rouge_l(reference: str, text: str) -> float:
-    return _rouge_l_of(reference, text)
-
-
 def _rouge_l(reference: str, text: str) -> float:
-    if reference == text:
-        return 1.0
-    return (_short_rouge_l if len(reference) + len(text) <= SHORT else _rouge_l_of)(reference, text)
-
-
-def _rouge_l_of(reference: str, text: str) -> float:
-    return float(_scorer().score(reference, text)["rougeL"].fmeasure)
+    return 1.0 if reference == text else float(_scorer().score(reference, text)["rougeL"].fmeasure)

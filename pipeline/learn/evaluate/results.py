@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.answers import Answer
+from pipeline.generate.answer_checks import warnings_of
 from pipeline.learn.evaluate.metrics import METRICS
 from pipeline.runtime.wide_console import wide
 
@@ -44,6 +45,9 @@ class Score:
     loss_low: float = 0.0
 
 
+Scores = dict[str, Score]
+
+
 @dataclass(frozen=True)
 class Line:
     """Hold the measurements of one schedule or baseline. Only the first fields are in records of earlier versions.
@@ -62,6 +66,7 @@ class Line:
         wall_clock: Seconds of 1x divided by those of this line.
         decode_wall_clock: The same of the decode steps.
         cache_bytes: Key/value cache of the largest batch.
+        warnings: Signs of bad answers, such as one text for most rows.
     """
 
     name: str
@@ -69,7 +74,7 @@ class Line:
     prompt: str
     layer_ratio: float | None
     seconds: float
-    scores: dict[str, Score]
+    scores: Scores
     group: str = "speed"
     mean_depth: float | None = None
     decode_seconds: float = 0.0
@@ -77,6 +82,7 @@ class Line:
     wall_clock: float = 1.0
     decode_wall_clock: float = 1.0
     cache_bytes: int = 0
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Line:
@@ -84,18 +90,31 @@ class Line:
         nominal, prompt = values["nominal"], values["prompt"]
         policy = "" if prompt == "full" or nominal in (None, 1) else f" prompt={prompt}"
         name = "full depth" if nominal is None else f"{nominal:g}x{policy}"
-        return cls(
-            **{"name": name, **values, "scores": {name: Score(**score) for name, score in values["scores"].items()}}
-        )
+        given = {"name": name, **values, "scores": scores_of(values["scores"])}
+        return cls(**given | {"warnings": tuple(values.get("warnings", ()))})
+
+
+def scores_of(values: Mapping[str, Mapping[str, float]]) -> Scores:
+    """Return the scores of a record."""
+    return {name: Score(**score) for name, score in values.items()}
+
+
+def uselessness(line: Line, chance: Scores, metric: str) -> str | None:
+    """Say that a line is useless if its metric is at or below chance; else None."""
+    metric = metric if metric in chance else "agreement_exact"  # chance has no distributions
+    if metric not in chance or line.scores[metric].value > chance[metric].value:
+        return None
+    title, value = METRICS[metric].title, line.scores[metric].value
+    return f"{line.name} is useless: its {title} of {value:.1f} is at or below chance, {chance[metric].value:.1f}"
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Results of an evaluation.
 
-    lines: in the table's order. rows: answered by each. batch: rows a batch at most, for all lines. metric: the one
-    that lines are judged by. full_depth: name of the line that losses are against. confidence: share of the resampled
-    scores inside an interval.
+    lines: in the table's order. output: the folder. rows: answered by each. batch: rows a batch at most, for all
+    lines. metric: the one that lines are judged by. full_depth: name of the line that losses are against. chance:
+    scores of answers that do not depend on their prompt. confidence: share of the resampled scores in an interval.
     """
 
     lines: list[Line]
@@ -105,6 +124,7 @@ class Evaluation:
     metric: str
     full_depth: str
     confidence: float
+    chance: Scores
 
 
 def slug(name: str) -> str:
@@ -123,30 +143,31 @@ def output_files(lines: Iterable[str]) -> list[str]:
 
 
 def flat(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """One object a line: its numbers, and of metric m `m`, `m_low`, `m_high`, `m_loss`, `m_loss_low`, `m_loss_high`."""
+    """One object a line: its numbers, and of metric m `m`, `m_low`, `m_high`, `m_loss`, `m_loss_low`, `m_loss_high`.
+
+    `m_chance` is the metric of answers that do not depend on their prompt.
+    """
     rows = []
     for line in evaluation.lines:
-        row = {name: value for name, value in asdict(line).items() if name != "scores"}
+        row = {name: value for name, value in asdict(line).items() if name not in ("scores", "warnings")}
         row |= {"rows": evaluation.rows, "batch": evaluation.batch, "confidence": evaluation.confidence}
         for metric, score in line.scores.items():
-            for name, value in asdict(score).items():
-                row[metric if name == "value" else f"{metric}_{name}"] = value
-        rows.append(row)
+            row |= {metric if name == "value" else f"{metric}_{name}": one for name, one in asdict(score).items()}
+        rows.append(row | {f"{metric}_chance": score.value for metric, score in evaluation.chance.items()})
     return rows
 
 
 def write_table(evaluation: Evaluation) -> None:
     """`table.json` and `table.parquet` in the output folder."""
     rows = flat(evaluation)
-    finite = [{key: _finite(value) for key, value in row.items()} for row in rows]
+    finite = [
+        {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        for row in rows
+    ]
     (evaluation.output / "table.json").write_text(json.dumps(finite, indent=2, allow_nan=False) + "\n")
     table = pa.Table.from_pylist(rows)
     fields = [field.with_type(pa.float64()) if pa.types.is_null(field.type) else field for field in table.schema]
     pq.write_table(table.cast(pa.schema(fields)), evaluation.output / "table.parquet")
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_answers(output: Path, columns: Mapping[str, Sequence[Any]], answers: Mapping[str, Sequence[Answer]]) -> None:
@@ -154,27 +175,37 @@ def write_answers(output: Path, columns: Mapping[str, Sequence[Any]], answers: M
 
     columns: of the rows, such as prompt and id. answers: of each line, by its name.
     """
-    for name, line_answers in answers.items():
-        answer_columns = {
-            "answer": [answer.generated_text for answer in line_answers],
-            "generated_tokens": [answer.generated_tokens for answer in line_answers],
-            "finish_reason": [answer.finish_reason for answer in line_answers],
-        }
-        pq.write_table(pa.table({**columns, **answer_columns}), output / answers_file(name))
+    names = {"answer": "generated_text", "generated_tokens": "generated_tokens", "finish_reason": "finish_reason"}
+    for line, given in answers.items():
+        own = {name: [getattr(answer, field) for answer in given] for name, field in names.items()}
+        pq.write_table(pa.table({**columns, **own}), output / answers_file(line))
+
+
+def answer_warnings(answers: Sequence[Answer]) -> tuple[str, ...]:
+    """Signs of bad answers of a line, without the advice that follows them."""
+    return tuple(text.partition(";")[0] for text in warnings_of([answer.generated_text or "" for answer in answers]))
 
 
 def print_tables(console: Console, evaluation: Evaluation) -> None:
-    """Print speed and the metric that lines are judged by, and the other metrics below."""
+    """Print speed and the metric that lines are judged by, the other metrics below, and which lines are useless."""
     console = wide(console)
     console.print(_main_table(evaluation))
     console.print()
     console.print(_further_table(evaluation))
     metric = METRICS[evaluation.metric]
-    percent = f"{100 * evaluation.confidence:g}%"
     console.print(
-        f"\n{evaluation.rows:,} rows, batches of up to {evaluation.batch}. In brackets: {percent} intervals, paired "
-        f"bootstrap over rows.\nLoss: {metric.title} lost against {evaluation.full_depth}; below 0 is a gain."
+        f"\n{evaluation.rows:,} rows, batches of up to {evaluation.batch}. In brackets: "
+        f"{100 * evaluation.confidence:g}% intervals, paired bootstrap over rows.\n"
+        f"Loss: {metric.title} lost against {evaluation.full_depth}; below 0 is a gain."
     )
+    for text in remarks(evaluation.lines, evaluation.chance, evaluation.metric):
+        console.print(text, highlight=False)
+
+
+def remarks(lines: Sequence[Line], chance: Scores, metric: str) -> list[str]:
+    """What else is to be said of the lines: that one is useless, and signs of bad answers."""
+    useless = [text for line in lines if (text := uselessness(line, chance, metric)) is not None]
+    return [*useless, *(f"{line.name}: {text}" for line in lines for text in line.warnings)]
 
 
 def _main_table(evaluation: Evaluation) -> Table:
@@ -199,28 +230,28 @@ def _main_table(evaluation: Evaluation) -> Table:
             if line.name != evaluation.full_depth
             else "-",
         )
+    if evaluation.metric in evaluation.chance:
+        table.add_row("chance", *[""] * 7, f"{evaluation.chance[evaluation.metric].value:.{metric.decimals}f}", "")
     return table
 
 
 def _further_table(evaluation: Evaluation) -> Table:
-    names = further_metrics(evaluation)
+    """All other metrics, but for the exact match of free text."""
+    names = [name for name in evaluation.lines[0].scores if name != evaluation.metric]
+    if evaluation.metric == "bleu":
+        names.remove("exact_match")
     table = _table("line")
     for name in names:
-        metric = METRICS[name]
-        title = metric.title.replace(" to ", "\nto ")
-        table.add_column(f"{title} {metric.unit}".rstrip(), justify="right", no_wrap=True, vertical="bottom")
-    for line in evaluation.lines:
-        table.add_row(line.name, *(_score(line, name) for name in names))
+        title = METRICS[name].title.replace(" to ", "\nto ")
+        unit = METRICS[name].unit
+        table.add_column(f"{title} {unit}".rstrip(), justify="right", no_wrap=True, vertical="bottom")
+    rows = {line.name: line.scores for line in evaluation.lines} | {"chance": evaluation.chance}
+    for line_name, scores in rows.items():
+        shown = [(scores.get(name), METRICS[name].decimals) for name in names]
+        table.add_row(
+            line_name, *("" if one is None else bracketed(one.value, one.low, one.high, each) for one, each in shown)
+        )
     return table
-
-
-def further_metrics(evaluation: Evaluation) -> list[str]:
-    """Metrics of the second table: all others, but for the exact match of free text."""
-    return [
-        name
-        for name in evaluation.lines[0].scores
-        if name != evaluation.metric and not (name == "exact_match" and evaluation.metric == "bleu")
-    ]
 
 
 def _table(*columns: str) -> Table:
@@ -228,11 +259,6 @@ def _table(*columns: str) -> Table:
     for column, name in enumerate(columns):
         table.add_column(name, justify="right" if column else "left", no_wrap=True, vertical="bottom")
     return table
-
-
-def _score(line: Line, name: str) -> str:
-    score: Score = line.scores[name]
-    return bracketed(score.value, score.low, score.high, METRICS[name].decimals)
 
 
 def bracketed(value: float, low: float, high: float, decimals: int, signed: bool = False) -> str:

@@ -2,57 +2,54 @@
 
     rows, checkpoints → lines → answers, timed in turn → statistics of rows → scores with intervals → tables, plot
 
-Quality: against references if there are any, and always against full depth. Speed is three numbers: nominal, layer
-ratio over the decode steps that ran, and wall clock against the same engine at full depth, over the same rows in the
-same batches, of the whole run and of decode alone.
+Quality: against references if there are any, and always against full depth and against chance. Speed is three numbers:
+nominal, layer ratio over the decode steps that ran, and wall clock against the same engine at full depth, over the same
+rows in the same batches, of the whole run and of decode alone.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
-from actors.engine.schedule.schedule import MEASURED, Schedule, ScheduleSpec
+from actors.engine.schedule.schedule import MEASURED, ScheduleSpec
 from actors.generator import Generator
-from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.evaluate import EvalConfig
-from pipeline.learn.evaluate.inputs import REFERENCE, EvalInputs, prepare
+from pipeline.learn.evaluate.inputs import REFERENCE, EvalInputs, EvalRow, prepare
 from pipeline.learn.evaluate.intervals import DEFAULT, paired_scores
-from pipeline.learn.evaluate.line_statistics import available_metrics, line_statistics
+from pipeline.learn.evaluate.line_statistics import CHANCE, by_chance, line_statistics
 from pipeline.learn.evaluate.plot import write_plot
-from pipeline.learn.evaluate.results import Evaluation, Line, Score, output_files, write_answers, write_table
+from pipeline.learn.evaluate.results import (
+    Evaluation,
+    Line,
+    Scores,
+    answer_warnings,
+    output_files,
+    write_answers,
+    write_table,
+)
 from pipeline.learn.evaluate.timed_runs import TimedRun, answer, common_batch, time_in_turn
 from pipeline.learn.keep_order import ROWS, Row, measured_order, rank_layers
 from pipeline.learn.variants import Variant, comparisons, speeds
 from pipeline.runtime.announce import announce
-
-OTHER_MODELS = ("reference", "model")  # groups of lines whose layers are another model's
 
 
 @dataclass(frozen=True)
 class Models:
     """The loaded models, which all cut the rows into the same batches.
 
-    base: the model without its speed adapter, for full depth; None for a model without one. baselines: by the names
-    of their lines.
+    full: the model without its speed adapter. fast: with it; the same as `full` for a model without one. others: the
+    reference model and the baselines, by the names of their lines.
     """
 
-    model: Generator
-    base: Generator | None
-    reference: Generator | None
-    baselines: dict[str, Generator]
-
-    @property
-    def full_depth(self) -> Generator:
-        """The model whose full depth all lines are compared with."""
-        return self.reference or self.base or self.model
-
-    def at(self, schedule: Schedule) -> tuple[Generator, Schedule]:
-        """The line of a schedule: speeds above 1x have the speed adapter."""
-        return (self.base if self.base is not None and schedule.is_full_depth else self.model), schedule
+    full: Generator
+    fast: Generator
+    others: dict[str, Generator]
 
 
 def evaluate(config: EvalConfig) -> Evaluation:
@@ -62,75 +59,66 @@ def evaluate(config: EvalConfig) -> Evaluation:
     """
     inputs = prepare(config)
     models = load_models(inputs)
-    inputs = with_measured_order(inputs, models.base or models.model)
+    inputs = with_measured_order(inputs, models.full)
     variants = speeds(inputs.spec, list(dict.fromkeys([1.0, *config.speedups])), config.prompts)
     if config.compare is not None:
-        variants += _compared(inputs, models.base or models.model, variants, config.compare)
-    lines = {variant.name: models.at(variant.spec.build(inputs.num_layers)) for variant in variants}
-    if models.reference is not None:
-        variants = [Variant(REFERENCE, "reference", ScheduleSpec(), None), *variants]
-        lines = {REFERENCE: (models.reference, models.reference.schedule), **lines}
+        variants += _compared(inputs, models.full, variants, config.compare)
+    lines = {}
+    for variant in variants:
+        schedule = variant.spec.build(inputs.num_layers)
+        lines[variant.name] = (models.full if schedule.is_full_depth else models.fast), schedule
+    for name, model in models.others.items():
+        line = {name: (model, model.schedule)}
+        is_reference = name == REFERENCE
+        other = [Variant(name, "reference" if is_reference else "model", ScheduleSpec(), None)]
+        variants, lines = (other + variants, line | lines) if is_reference else (variants + other, lines | line)
     full_depth = variants[0].name
-    variants += [Variant(name, "model", ScheduleSpec(), None) for name in models.baselines]
-    lines |= {name: (baseline, baseline.schedule) for name, baseline in models.baselines.items()}
 
     runs = time_in_turn(lines, inputs.prompts, config.runs)
     announce(f"scoring {len(lines)} lines of {len(inputs.rows):,} answers")
-    statistics = line_statistics(inputs, lines, runs, full_depth, available_metrics(inputs))
-    scores = paired_scores(statistics, full_depth)
+    answers = {name: run.answers for name, run in runs.items()}
+    labels = inputs.metric in ("exact_match", "agreement_exact")
+    chance = {CHANCE: by_chance(answers[full_depth], labels=labels)}
+    scores = paired_scores(line_statistics(inputs, lines, answers | chance, full_depth), full_depth)
     evaluation = Evaluation(
         lines=[_line(variant, runs[variant.name], runs["1x"], scores[variant.name]) for variant in variants],
         output=inputs.folder.path,
         rows=len(inputs.rows),
-        batch=models.model.max_batch,
+        batch=models.full.max_batch,
         metric=inputs.metric,
         full_depth=full_depth,
         confidence=DEFAULT.confidence,
+        chance=scores[CHANCE],
     )
-    _write(evaluation, inputs, runs, models.model)
+    _write(evaluation, inputs, runs, models.full)
     return evaluation
 
 
 def load_models(inputs: EvalInputs) -> Models:
     """Load all models of an evaluation."""
-
-    def load(checkpoint: ResolvedCheckpoint, name: str, *, fast: bool = False) -> Generator:
-        announce(f"loading {name}, for {len(inputs.rows):,} rows")
-        return inputs.load(checkpoint, fast=fast)
-
-    config = inputs.config
-    model, base = load(inputs.model, config.model.path), None
+    config, rows = inputs.config, f", for {len(inputs.rows):,} rows"
+    announce(f"loading {config.model.path}{rows}")
+    full = fast = inputs.load(inputs.model)
     if inputs.model.adapter is not None:
-        base, model = model, load(inputs.model, f"{config.model.path} with its speed adapter", fast=True)
-    reference = None if inputs.reference is None else load(inputs.reference, str(config.reference_model))
-    baselines = {name: load(found, config.baselines[name]) for name, found in inputs.baselines.items()}
-    everyone = [one for one in (model, base, reference, *baselines.values()) if one is not None]
-    batch = min(common_batch(generator, inputs.prompts, inputs.new_tokens) for generator in everyone)
-
-    def limited(generator: Generator) -> Generator:
-        return generator.at(generator.schedule, max_batch=batch)
-
-    return Models(
-        limited(model),
-        None if base is None else limited(base),
-        None if reference is None else limited(reference),
-        {name: limited(baseline) for name, baseline in baselines.items()},
-    )
+        announce(f"loading {config.model.path} with its speed adapter{rows}")
+        fast = inputs.load(inputs.model, fast=True)
+    others = {}
+    for name, checkpoint in inputs.others.items():
+        announce(f"loading {config.baselines.get(name, config.reference_model)}{rows}")
+        others[name] = inputs.load(checkpoint)
+    batch = min(common_batch(one, inputs.prompts, inputs.new_tokens) for one in (full, fast, *others.values()))
+    full, fast, *rest = (one.at(one.schedule, max_batch=batch) for one in (full, fast, *others.values()))
+    return Models(full, fast, dict(zip(others, rest, strict=True)))
 
 
 def with_measured_order(inputs: EvalInputs, generator: Generator) -> EvalInputs:
     """The inputs with a keep order measured on full-depth answers of the first rows, if the recipe asks for one."""
-    schedule = inputs.config.schedule
+    model, schedule = inputs.config.model, inputs.config.schedule
     if schedule.keep_order != MEASURED:
         return inputs
-    identity = {**inputs.model.identity(), "dtype": inputs.config.model.dtype}
+    identity, rows = {**inputs.model.identity(), "dtype": model.dtype}, _full_depth(inputs, generator)
     order, warmup = measured_order(
-        identity,
-        lambda: generator.engine.decoder,
-        _full_depth(inputs, generator),
-        schedule.warmup,
-        inputs.config.model.cache,
-        announce,
+        identity, lambda: generator.engine.decoder, rows, schedule.warmup, model.cache, announce
     )
     return replace(inputs, spec=inputs.spec.overridden({"keep_order": order, "warmup": warmup}))
 
@@ -155,15 +143,14 @@ def _compared(inputs: EvalInputs, generator: Generator, planned: Sequence[Varian
         announce(f"learned_order: {list(order)}")
     tokens = round(sum(len(response) for _, response in pairs) / len(pairs))
     paper, *others = comparisons(inputs.spec, inputs.num_layers, speedup, tokens, order)
-    known = [variant.spec.build(inputs.num_layers).to_dict() for variant in planned]
-    return others if paper.spec.build(inputs.num_layers).to_dict() in known else [paper, *others]
+    known = [variant.spec.build(inputs.num_layers) for variant in planned]
+    return others if paper.spec.build(inputs.num_layers) in known else [paper, *others]
 
 
-def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Mapping[str, Score]) -> Line:
-    """base: the run of 1x, for the wall clocks."""
-    stats = run.stats
-    own_layers = variant.group not in OTHER_MODELS
-    seconds, decode = run.median_seconds, run.median_decode_seconds
+def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Line:
+    """base: the run of 1x, for the wall clocks. Another model's layers are no measure of ours, and so no ratio."""
+    stats, seconds, decode = run.stats, run.median_seconds, run.median_decode_seconds
+    own_layers = variant.group not in ("reference", "model")
     return Line(
         name=variant.name,
         group=variant.group,
@@ -177,7 +164,8 @@ def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Mapping[str, 
         wall_clock=base.median_seconds / seconds,
         decode_wall_clock=base.median_decode_seconds / decode if decode else 1.0,
         cache_bytes=stats.cache_bytes,
-        scores=dict(scores),
+        scores=scores,
+        warnings=answer_warnings(run.answers),
     )
 
 
@@ -186,7 +174,7 @@ def _write(evaluation: Evaluation, inputs: EvalInputs, runs: Mapping[str, TimedR
     folder = inputs.folder
     folder.discard(folder.files())
     folder.claim(output_files(runs))
-    write_answers(folder.path, inputs.columns(), {name: run.answers for name, run in runs.items()})
+    write_answers(folder.path, _columns(inputs.rows), {name: run.answers for name, run in runs.items()})
     write_table(evaluation)
     write_plot(evaluation)
     folder.save(
@@ -199,3 +187,13 @@ def _write(evaluation: Evaluation, inputs: EvalInputs, runs: Mapping[str, TimedR
             "threads": torch.get_num_threads(),
         }
     )
+
+
+def _columns(rows: Sequence[EvalRow]) -> dict[str, list[Any]]:
+    """The rows' own columns in the files of answers: id and references if the data has them, and prompt."""
+    prompts: list[Any] = [row.prompt for row in rows]
+    if any(isinstance(prompt, str) for prompt in prompts):  # files of both kinds: ids as text
+        prompts = [prompt if isinstance(prompt, str) else json.dumps(prompt) for prompt in prompts]
+    columns = {"id": [row.id for row in rows]} if any(row.id is not None for row in rows) else {}
+    columns["prompt"] = prompts
+    return columns | ({"references": [list(row.references) for row in rows]} if rows[0].references else {})

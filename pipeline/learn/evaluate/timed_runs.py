@@ -25,11 +25,6 @@ class TimedRun:
     decode_seconds: list[float]
 
     @property
-    def texts(self) -> list[str]:
-        """The answers' texts, one a row."""
-        return [answer.generated_text or "" for answer in self.answers]
-
-    @property
     def median_seconds(self) -> float:
         """Seconds of the whole run."""
         return statistics.median(self.seconds)
@@ -43,22 +38,15 @@ class TimedRun:
 def common_batch(generator: Generator, prompts: Sequence[Prompt], new_tokens: int) -> int:
     """Rows a batch at most, so that full depth, which needs the most cache, forms the same batches as every schedule.
 
-    Args:
-        generator: at full depth.
-        prompts: all rows.
-        new_tokens: of an answer at most, where the context has room.
-
-    Raises:
-        UserError: a row's cache alone is over the budget.
+    generator: at full depth. new_tokens: of an answer at most, where the context has room. Raises UserError if a row's
+    cache alone is over the budget.
     """
-    engine = generator.engine
-    longest = max(prompts, key=lambda prompt: len(prompt.ids))
+    engine, longest = generator.engine, max(prompts, key=lambda prompt: len(prompt.ids))
     length, shortest = len(longest.ids), min(len(prompt.ids) for prompt in prompts)
-    context = engine.decoder.context_length
 
     def row_bytes(prompt_tokens: int) -> int:
         """Cache of a row in a batch with the longest prompt; its answer may fill the rest of the context."""
-        return engine.row_bytes(length, max(1, min(new_tokens, context - prompt_tokens)))
+        return engine.row_bytes(length, max(1, min(new_tokens, engine.decoder.context_length - prompt_tokens)))
 
     if row_bytes(length) > generator.cache_bytes:
         raise UserError(
@@ -89,33 +77,26 @@ def answer(generator: Generator, schedule: Schedule, prompts: Sequence[Prompt], 
 
 
 def time_in_turn(
-    lines: Mapping[str, tuple[Generator, Schedule]],
-    prompts: Sequence[Prompt],
-    rounds: int,
+    lines: Mapping[str, tuple[Generator, Schedule]], prompts: Sequence[Prompt], rounds: int
 ) -> dict[str, TimedRun]:
     """Answer all rows under every line, `rounds` times: one line after the other, so that a drift affects all.
 
     Every line warms up first: on its largest batch; or in a whole round where there are several rounds, and on a
     GPU, as each new shape costs time there. Answers and counts are the last round's.
     """
-    whole_warm_up = rounds > 1 or any(generator.device.type == "cuda" for generator, _ in lines.values())
-    warm_ups = int(whole_warm_up)
-    if not whole_warm_up:
-        longest = sorted(prompts, key=lambda prompt: -len(prompt.ids))
-        for name, (generator, schedule) in lines.items():
-            announce(f"warming up {name}")
-            answer(generator, schedule, longest[: generator.max_batch])
-    seconds: dict[str, list[float]] = {name: [] for name in lines}
-    decode_seconds: dict[str, list[float]] = {name: [] for name in lines}
+    whole = rounds > 1 or any(generator.device.type == "cuda" for generator, _ in lines.values())
+    longest = sorted(prompts, key=lambda prompt: -len(prompt.ids))
+    for name, (generator, schedule) in lines.items():
+        announce(f"warming up {name}")
+        answer(generator, schedule, prompts if whole else longest[: generator.max_batch])
     runs: dict[str, TimedRun] = {}
-    for number in range(warm_ups + rounds):
-        stage = f"warm-up {number + 1}" if number < warm_ups else f"round {number - warm_ups + 1} of {rounds}"
-        for name in lines:
-            announce(f"answering {len(prompts):,} rows at {name}, {stage}")
-            run = answer(*lines[name], prompts, f"{name}, {stage}")
-            if number < warm_ups:
-                continue
-            seconds[name] += run.seconds
-            decode_seconds[name] += run.decode_seconds
-            runs[name] = TimedRun(run.answers, run.stats, seconds[name], decode_seconds[name])
+    for number in range(1, rounds + 1):
+        for name, line in lines.items():
+            stage = f"{name}, round {number} of {rounds}"
+            announce(f"answering {len(prompts):,} rows at {stage}")
+            run, last = answer(*line, prompts, stage), runs.get(name)
+            if last is not None:
+                run.seconds[:0] = last.seconds
+                run.decode_seconds[:0] = last.decode_seconds
+            runs[name] = run
     return runs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +17,14 @@ from actors.engine.model.families import context_length
 from actors.engine.model.loading import inspect, load_tokenizer
 from actors.engine.schedule.schedule import MEASURED, Schedule, ScheduleSpec
 from pipeline.config.job import StorageConfig
-from pipeline.config.tune import TuneConfig, TuneDataConfig
+from pipeline.config.tune import TrainingConfig, TuneConfig, TuneDataConfig
 from pipeline.input.rows import read_columns
+from pipeline.learn.rows import Text, is_text, token_ids
 from pipeline.learn.tune.adapters import check_targets, started
-from pipeline.learn.variants import comparison_schedules
+from pipeline.learn.variants import comparisons
 
 log = logging.getLogger(__name__)
-
-Text = str | list[int]  # text, or its token ids
+SHAPE = {"decay", "warmup", "keep_order", "prompt"}  # keys kept from the start checkpoint's schedule
 
 
 @dataclass(frozen=True)
@@ -43,35 +44,27 @@ def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> li
     """
     pairs: list[Pair] = []
     labels = None if data.choices is None else set(data.choices)
+    columns = (data.prompt, reference, *((data.ended,) if data.ended else ()))
     for path in paths:
-        columns = (data.prompt, reference, *((data.ended,) if data.ended else ()))
         read = read_columns(path, columns, StorageConfig())
-        prompts, responses, *ended = (read[name] for name in columns)
-        if ended and not all(isinstance(value, bool) for value in ended[0]):
+        ends = read[data.ended] if data.ended else [True] * len(read[data.prompt])
+        if not all(isinstance(value, bool) for value in ends):
             raise UserError(f"{path}: {data.ended} must hold true or false in every row")
-        for row, (prompt, value) in enumerate(zip(prompts, responses, strict=True)):
-            if not _is_text(prompt):
-                raise UserError(f"{path}: row {row}: {data.prompt} is empty, or neither text nor token ids")
+        for row, (prompt, value, ended) in enumerate(zip(read[data.prompt], read[reference], ends, strict=True)):
             several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
-            for response in value if several else [value]:
-                if not _is_text(response):
-                    raise UserError(
-                        f"{path}: row {row}: {reference} is empty, or neither text nor token ids; leave the row out"
-                    )
+            responses = value if several else [value]
+            for name, one in [(data.prompt, prompt), *((reference, response) for response in responses)]:
+                if not is_text(one):
+                    raise UserError(f"{path}: row {row}: {name} is empty, or neither text nor token ids")
+            for response in responses:
                 if labels is not None and (not isinstance(response, str) or response not in labels):
                     raise UserError(f"{path}: row {row}: {response!r} is none of the {len(labels)} choices")
                 if isinstance(response, str):
                     response = " ".join(response.split()) if data.collapse_whitespace else response.strip()
-                pairs.append(Pair(prompt, response, ended[0][row] if ended else True))
+                pairs.append(Pair(prompt, response, ended))
     if not pairs:
         raise UserError(f"{paths[0]}: no rows to train or evaluate on")
     return pairs
-
-
-def _is_text(value: Any) -> bool:
-    if isinstance(value, list):
-        return bool(value) and all(type(token) is int for token in value)
-    return isinstance(value, str) and bool(value.strip())
 
 
 def encode(
@@ -83,30 +76,19 @@ def encode(
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-sequence token, so that no end could be learned")
-    prompts = _ids(tokenizer, [pair.prompt for pair in pairs], special=True)
-    responses = _ids(tokenizer, [pair.response for pair in pairs], special=False)
-    end = [tokenizer.eos_token_id]
+    prompts = token_ids(tokenizer, [pair.prompt for pair in pairs])
+    responses = token_ids(tokenizer, [pair.response for pair in pairs], special=False)
     rows: list[dict[str, Any]] = []
     for number, (pair, prompt, response) in enumerate(zip(pairs, prompts, responses, strict=True)):
-        ids = [*prompt, *response, *(end if pair.ended else [])]
-        if min(ids) < 0 or max(ids) >= vocab_size:
+        ids = [*prompt, *response, *([tokenizer.eos_token_id] if pair.ended else [])]
+        if max(ids) >= vocab_size:
             raise UserError(f"pair {number}: a token id lies outside the model's vocabulary of {vocab_size}")
         rows.append({"input_ids": ids, "prompt_tokens": len(prompt)})
     fitting = [row for row in rows if len(row["input_ids"]) <= max_tokens]
     if len(fitting) < len(rows):
-        log.warning(
-            "%d of %d pairs are longer than %d tokens: left out", len(rows) - len(fitting), len(rows), max_tokens
-        )
+        left_out = len(rows) - len(fitting)
+        log.warning("%d of %d pairs are longer than %d tokens: left out", left_out, len(rows), max_tokens)
     return fitting
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, values: Sequence[Text], special: bool) -> list[list[int]]:
-    texts = [value for value in values if isinstance(value, str)]
-    encoded = iter(tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else [])
-    return [next(encoded) if isinstance(value, str) else value for value in values]
-
-
-SHAPE = {"decay", "warmup", "keep_order", "prompt"}  # keys kept from the start checkpoint's schedule
 
 
 @dataclass(frozen=True)
@@ -132,20 +114,20 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
     data = config.data
     train_pairs = read_pairs(data, data.train, data.train_reference)
     dev_pairs = read_pairs(data, data.dev, data.dev_reference)
-    teacher, start = None, inspect(config.model.path)
+    start = inspect(config.model.path)
     architecture, stored = start.config, start.spec
     if config.adapter is not None and config.adapter.start is not None:
         stored = started(start, config.adapter.start).spec
     tokenizer = load_tokenizer(config.model.path)
+    contexts = [data.max_tokens, context_length(architecture)]
     if config.loss.teacher is not None:
-        teacher = inspect(config.loss.teacher)
+        contexts.append(inspect(config.loss.teacher).context_length)
         if load_tokenizer(config.loss.teacher).get_vocab() != tokenizer.get_vocab():
             raise UserError(f"loss.teacher: {config.loss.teacher} has another tokenizer than the model to train")
     if config.adapter is not None:
         check_targets(config.adapter, architecture)
-    longest = min([data.max_tokens, context_length(architecture), *([teacher.context_length] if teacher else [])])
-    train = encode(tokenizer, train_pairs, longest, architecture.vocab_size)
-    dev = encode(tokenizer, dev_pairs, longest, architecture.vocab_size)
+    longest = min(contexts)
+    train, dev = (encode(tokenizer, pairs, longest, architecture.vocab_size) for pairs in (train_pairs, dev_pairs))
     if not train or not dev:
         raise UserError(f"data: no pair within {longest} tokens, by max_tokens or the model's context")
     kept = min(len(dev), data.dev_rows)
@@ -155,6 +137,12 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
     spec = _spec(config, stored, train)
     schedules = _schedules(config, spec, architecture.num_hidden_layers)
     return TrainingPlan(tokenizer, architecture, train, dev, spec, schedules)
+
+
+def training_steps(settings: TrainingConfig, rows: int) -> int:
+    """Return the optimizer steps of a training on so many pairs."""
+    by_epochs = math.ceil(math.ceil(rows / settings.batch_size) * settings.epochs)
+    return settings.max_steps if settings.max_steps > 0 else by_epochs
 
 
 def with_order(config: TuneConfig, plan: TrainingPlan) -> TrainingPlan:
@@ -186,19 +174,21 @@ def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mappin
 
 def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str, Schedule]:
     """The schedules that a step may be drawn from, by name; of equal ones the first; for an adapter none at 1x."""
-    schedules = {f"{speed:g}x": spec.overridden({"speedup": speed}).build(layers) for speed in config.schedule.speedups}
-    for further in config.schedule.also:
+    section = config.schedule
+    schedules = {f"{speed:g}x": spec.overridden({"speedup": speed}).build(layers) for speed in section.speedups}
+    for further in section.also:
         changes = further.changes()
         name = " ".join(f"{key}={value}" for key, value in changes.items())
         schedules[name] = spec.overridden(changes).build(layers)
-    if config.schedule.compare is not None:
+    if section.compare is not None:
         assert spec.horizon is not None
-        learned = config.schedule.learned_order
-        schedules |= comparison_schedules(spec, layers, config.schedule.compare, spec.horizon, learned)
+        compared = comparisons(spec, layers, section.compare, spec.horizon, section.learned_order)
+        schedules |= {variant.name: variant.spec.build(layers) for variant in compared}
     unique = {json.dumps(schedule.to_dict()): name for name, schedule in reversed(schedules.items())}
     drawn = {name: schedule for name, schedule in schedules.items() if name in unique.values()}
     if config.adapter is None:
         return drawn
-    if all(schedule.is_full_depth for schedule in drawn.values()):
+    fast = {name: schedule for name, schedule in drawn.items() if not schedule.is_full_depth}
+    if not fast:
         raise UserError("schedule.speedups: an adapter is for speeds above 1x, and none is given: add one, such as 2")
-    return {name: schedule for name, schedule in drawn.items() if not schedule.is_full_depth}
+    return fast

@@ -1,10 +1,10 @@
-"""The files that an interrupted training resumes from: its recipe, the Trainer's checkpoints, the final record."""
+"""The folder of a training: the recipe that its state belongs to, and the final record."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,9 @@ from pipeline.config.base import without_removed
 from pipeline.config.tune import TuneConfig
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
 
-RECORD = "tune.json"
-STATE = "_training"
-RECIPE = "recipe.json"
+RECORD, STATE, STATE_FILE, RECIPE = "tune.json", "_training", "state.pt", "recipe.json"
 # keys that may change when an interrupted training is resumed
-FREE: dict[str, Any] = {
-    "training": {"epochs", "max_steps", "threads", "eval_steps", "save_steps"},
-    "workers": True,
-}
+FREE: dict[str, Any] = {"training": {"epochs", "max_steps", "threads", "eval_steps", "save_steps"}, "workers": True}
 
 
 def folder(config: TuneConfig) -> Path:
@@ -49,7 +44,7 @@ def begin(config: TuneConfig) -> None:
     check_apart("output", output, {**others, "data.train": config.data.train, "data.dev": config.data.dev})
     owned = OwnedFolder(output, RECORD, "output")
     owned.check([])
-    if any(state.glob("checkpoint-*")):
+    if (state / STATE_FILE).exists():
         if not _is_recorded(config):
             raise UserError(
                 f"output: {state} holds a run of another recipe, or of files that have changed; remove it, or choose "
@@ -61,16 +56,6 @@ def begin(config: TuneConfig) -> None:
     owned.claim([STATE])
     state.mkdir(exist_ok=True)
     (state / RECIPE).write_text(json.dumps(_recipe(config), indent=2))
-
-
-def last_checkpoint(config: TuneConfig) -> str | None:
-    """The newest complete checkpoint of the Trainer, which writes trainer_state.json last."""
-    complete = {
-        int(path.parent.name.rpartition("-")[2]): path.parent
-        for path in folder(config).glob("checkpoint-*/trainer_state.json")
-        if _read(path) is not None
-    }
-    return str(complete[max(complete)]) if complete else None
 
 
 def finish(config: TuneConfig, save: Callable[[Path], None], record: Mapping[str, Any]) -> None:
@@ -107,24 +92,26 @@ def _recipe(config: TuneConfig) -> dict[str, Any]:
         if checkpoint is not None:
             files += sorted(Path(checkpoint).glob("*.safetensors"))
     start = _start(config)
-    adapter = [] if start is None else [Path(start) / name for name in FILES]
     recipe: dict[str, Any] = json.loads(config.model_dump_json(exclude=FREE))
-    return {"config": recipe, "files": _versions(files), "start": _versions(adapter)}
+    return {
+        "config": recipe,
+        "files": _versions(files),
+        "start": _versions([] if start is None else [Path(start) / name for name in FILES]),
+    }
 
 
 def _start(config: TuneConfig) -> str | None:
     return None if config.adapter is None else config.adapter.start
 
 
-def _versions(files: Iterable[Path]) -> dict[str, list[int]]:
+def _versions(files: list[Path]) -> dict[str, list[int]]:
     """Size and time of each file."""
     states = {str(path): path.stat() for path in files}
     return {path: [state.st_size, state.st_mtime_ns] for path, state in states.items()}
 
 
 def _without_hardware(config: Mapping[str, Any]) -> dict[str, Any]:
-    training = {key: value for key, value in config["training"].items() if key not in ("threads", "compile")}
-    return {**config, "training": training, "workers": None}
+    return {**config, "training": {**config["training"], "threads": None}, "workers": None}
 
 
 def _read(path: Path) -> Any:

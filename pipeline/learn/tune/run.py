@@ -58,19 +58,18 @@ def tune(config: TuneConfig) -> Path:
 
 def with_measured_order(config: TuneConfig, plan: TrainingPlan) -> TuneConfig:
     """The recipe with its keep order as a list, and the warm-up that follows from it unless the recipe has one."""
-    path = Path(config.model.path)
-    on_cpu = not torch.cuda.is_available()
-    dtype = torch.float32 if on_cpu or not config.training.bf16 else torch.bfloat16
+    path, device = Path(config.model.path), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" and config.training.bf16 else torch.float32
     set_threads(config.training.threads)
 
     def load() -> Decoder:
-        return fastest_decoder(load_decoder(path, dtype, torch.device("cpu" if on_cpu else "cuda")).model)
+        return fastest_decoder(load_decoder(path, dtype, device).model)
 
     rows = [(row["input_ids"][: row["prompt_tokens"]], row["input_ids"][row["prompt_tokens"] :]) for row in plan.train]
     given = config.schedule.warmup if "warmup" in config.schedule.model_fields_set else None
     identity = {"files": digests(path), "dtype": str(dtype).removeprefix("torch.")}
     order, warmup = measured_order(identity, load, rows, given, None, announce)
-    if not on_cpu:  # the training, perhaps in another process, has the GPU's memory
+    if device.type == "cuda":  # the training, perhaps in another process, has the GPU's memory
         gc.collect()
         torch.cuda.empty_cache()
     schedule = config.schedule.model_copy(update={"keep_order": list(order), "warmup": warmup})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback, PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 
 from actors.engine.cpu.products import give_memory_back
 from actors.engine.decoder import Decoder
@@ -24,7 +25,7 @@ from pipeline.config.tune import TuneConfig
 from pipeline.learn.tune import adapters, resume
 from pipeline.learn.tune.lean_layers import make_lean
 from pipeline.learn.tune.plan import TrainingPlan
-from pipeline.learn.tune.trainer import KEY, SkipTrainer, Teacher, collate_pairs
+from pipeline.learn.tune.trainer import LOSS, Teacher, Training
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ MIN_TOKENS = 256
 
 
 def train(config: TuneConfig, plan: TrainingPlan, recorded: TuneConfig | None = None) -> None:
-    """Train in this process, and save the checkpoint and `tune.json` into `config.output`.
+    """Train in this process, and save the checkpoint of the best step and `tune.json` into `config.output`.
 
     Call `resume.begin` first. Training continues from the last saved step, if there is one. Among several workers only
     the first one saves.
@@ -43,158 +44,105 @@ def train(config: TuneConfig, plan: TrainingPlan, recorded: TuneConfig | None = 
     began = time.monotonic()
     set_threads(config.training.threads)
     torch.manual_seed(config.training.seed)
-    trainer = _trainer(config, plan)
-    last = resume.last_checkpoint(config)
-    if last is not None:
-        log.warning("resuming from %s", last)
-    processor = time.process_time()
+    training = _training(config, plan)
+    step_began, processor = time.monotonic(), time.process_time()
     with kept_heap():
-        trained = trainer.train(resume_from_checkpoint=last)
-    processor = time.process_time() - processor
-    losses = _last_losses(trainer) or trainer.evaluate()
-    if trainer.is_world_process_zero():
-        record = {
-            "config": (recorded or config).model_dump(mode="json"),
-            "steps": trainer.state.global_step,
-            "resumed_at_step": 0 if last is None else int(last.rsplit("-", 1)[-1]),
-            "seconds": round(time.monotonic() - began, 1),
-            "step_seconds": round(trained.metrics["train_runtime"], 2),  # without loading, saving and the last losses
-            "step_processor_seconds": round(processor, 2),
-            "dev_loss": {name: round(value, 4) for name, value in losses.items()},
-            "loss": [
-                {"step": entry["step"], "loss": round(float(entry["loss"]), 4)}
-                for entry in trainer.state.log_history
-                if "loss" in entry
-            ],
-        }
-        _save(config, plan, trainer.model, record)
+        training.run()
+    step_seconds, processor = time.monotonic() - step_began, time.process_time() - processor
+    if training.rank > 0:
+        return
+    first, kept = training.dev_losses[0], training.load_best()
+    harmed = harm(first, kept if kept["step"] > 0 else training.dev_losses[-1])
+    for line in harmed:
+        log.warning("%s", line)
+
+    def rounded(entries: Sequence[Mapping[str, float]]) -> list[dict[str, float | None]]:
+        """JSON has no NaN, in which a training may end."""
+        return [
+            {name: round(value, 4) if math.isfinite(value) else None for name, value in entry.items()}
+            for entry in entries
+        ]
+
+    record = {
+        "config": (recorded or config).model_dump(mode="json"),
+        "steps": training.step,
+        "resumed_at_step": training.began_at,
+        "kept_step": kept.pop("step"),
+        "harmed": harmed,
+        "seconds": round(time.monotonic() - began, 1),
+        "step_seconds": round(step_seconds, 2),  # without loading and saving the checkpoint
+        "step_processor_seconds": round(processor, 2),
+        "dev_loss": rounded([kept])[0],
+        "dev_losses": rounded(training.dev_losses),
+        "loss": rounded(training.losses),
+    }
+    _save(config, plan, training.model, record)
 
 
-def _last_losses(trainer: SkipTrainer) -> dict[str, float]:
-    """Dev-set losses that were computed after the last step; empty if the best weights were loaded since."""
-    if trainer.args.load_best_model_at_end:
-        return {}
-    last = [entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step]
-    return {name: value for entry in last for name, value in entry.items() if name.startswith("eval_loss")}
+def harm(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
+    """A line for each schedule whose dev-set loss has risen. before, after: step and losses of two evaluations."""
+    return [
+        f"the training harmed {name.removeprefix(LOSS + '_')}: its held-out loss is {value:.3f} nats a token at step "
+        f"{after['step']}, and was {before[name]:.3f} at step {before['step']}"
+        for name, value in after.items()
+        if name not in ("step", LOSS) and not value <= before[name]
+    ]
 
 
-def _trainer(config: TuneConfig, plan: TrainingPlan) -> SkipTrainer:
+def _training(config: TuneConfig, plan: TrainingPlan) -> Training:
     settings, workers = config.training, config.workers.count if config.workers else 1
-    model = _load_model(config, plan)
+    on_gpu = torch.cuda.is_available() and (config.workers is None or config.workers.gpus > 0)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    bf16 = settings.bf16 and has_bf16(device)
+    model = load_model(config.model.path, torch.float32, None, packed_attention.register()).to(device)
     decoder = Decoder(model)
     adapted: Any = model if config.adapter is None else adapters.add_adapters(model, config.adapter)
-    arguments = training_arguments(config, plan)
     if config.adapter is not None:
-        if arguments.bf16:
+        if bf16:
             adapters.round_frozen(model)
         make_lean(adapted)
-    stopping = settings.early_stopping
-    early_stopping = [] if stopping is None else [EarlyStoppingCallback(stopping)]
-    keyed = _with_keys(plan.train, "train") if arguments.num_train_epochs > 1 or arguments.max_steps > 0 else plan.train
-    return SkipTrainer(
-        model=adapted,
-        args=arguments,
-        data_collator=collate_pairs,
-        train_dataset=keyed,
-        eval_dataset=_with_keys(plan.dev, "dev"),
-        decoder=decoder,
-        schedules=plan.schedules,
-        together=settings.speeds_per_step,
-        loss=config.loss,
-        teacher=_teacher(config, decoder, adapted, arguments.device, arguments.bf16),
-        tokens=settings.micro_batch_tokens or tokens_at_once(model, arguments, workers),
-        prompt_gradient=settings.prompt_gradient,
-        recompute=settings.checkpointing,
-        callbacks=early_stopping,
+    return Training(
+        adapted,
+        decoder,
+        plan,
+        settings,
+        config.loss,
+        _teacher(config, decoder, adapted, bf16),
+        tokens=settings.micro_batch_tokens or tokens_at_once(model, bf16, workers),
+        bf16=bf16,
+        folder=resume.folder(config),
     )
 
 
-def _with_keys(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [{**row, KEY: (name, number)} for number, row in enumerate(rows)]
-
-
-def tokens_at_once(model: PreTrainedModel, arguments: TrainingArguments, workers: int = 1) -> int:
+def tokens_at_once(model: PreTrainedModel, bf16: bool, workers: int = 1) -> int:
     """Tokens whose activations fit `ACTIVATIONS` bytes, on a GPU a quarter of its memory; about as many as measured.
 
     workers: that share the bytes, or have a GPU each.
     """
-    shape = ModelShape.of(model.config)
-    of_layer = (14 * shape.hidden + 5 * shape.feed_forward) * (2 if arguments.bf16 else 4)
-    available = ACTIVATIONS // workers
-    if arguments.device.type == "cuda":
-        available = torch.cuda.get_device_properties(arguments.device).total_memory // 4
+    shape, device = ModelShape.of(model.config), model.device
+    of_layer = (14 * shape.hidden + 5 * shape.feed_forward) * (2 if bf16 else 4)
+    is_gpu = device.type == "cuda"
+    available = torch.cuda.get_device_properties(device).total_memory // 4 if is_gpu else ACTIVATIONS // workers
     return max(MIN_TOKENS, available // (shape.layers * of_layer))
 
 
-def training_arguments(config: TuneConfig, plan: TrainingPlan) -> TrainingArguments:
-    """The Trainer's settings."""
-    settings = config.training
-    workers = config.workers.count if config.workers else 1
-    early_stopping = settings.early_stopping is not None
-    arguments = TrainingArguments(
-        output_dir=str(resume.folder(config)),
-        num_train_epochs=settings.epochs,
-        max_steps=settings.max_steps,
-        per_device_train_batch_size=settings.batch_size // workers,
-        per_device_eval_batch_size=settings.batch_size // workers,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=settings.warmup_steps,
-        weight_decay=settings.weight_decay,
-        adam_beta2=0.98,
-        bf16=settings.bf16 and _has_bf16(_on_cpu(config)),
-        use_cpu=_on_cpu(config),
-        seed=settings.seed,
-        remove_unused_columns=False,
-        eval_strategy="steps",
-        eval_steps=settings.eval_steps,
-        save_steps=settings.eval_steps if early_stopping else settings.save_steps,  # the best weights must be saved
-        save_total_limit=1,
-        load_best_model_at_end=early_stopping,
-        metric_for_best_model="eval_loss",
-        restore_callback_states_from_checkpoint=early_stopping,
-        logging_steps=20,
-        disable_tqdm=True,  # see StepProgress
-        report_to=[],
-        dataloader_pin_memory=False,
-        # layers that neither prompt nor response runs have no gradient in that step
-        ddp_find_unused_parameters=any(schedule.prompt != "full" for schedule in plan.schedules.values()),
-    )
-    assert arguments.device  # sets the number of GPUs; a process uses one
-    arguments._n_gpu = min(arguments._n_gpu, 1)
-    return arguments
-
-
-def _load_model(config: TuneConfig, plan: TrainingPlan) -> PreTrainedModel:
-    """The model to train, weights in fp32."""
-    return load_model(config.model.path, torch.float32, None, packed_attention.register())
-
-
-def _on_cpu(config: TuneConfig) -> bool:
-    return not torch.cuda.is_available() or (config.workers is not None and config.workers.gpus == 0)
-
-
-def _teacher(config: TuneConfig, student: Decoder, adapted: Any, device: torch.device, bf16: bool) -> Teacher | None:
+def _teacher(config: TuneConfig, student: Decoder, adapted: Any, bf16: bool) -> Teacher | None:
     if config.loss.distillation == 0:
         return None
     if config.loss.teacher is None and config.adapter is not None:
         # the start weights, which the adapters leave unchanged
         return Teacher(student, config.loss, student.vocab_size, adapted.disable_adapter)
-    path = config.loss.teacher or config.model.path
-    decoder = load_decoder(path, torch.bfloat16 if bf16 else torch.float32, device)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    decoder = load_decoder(config.loss.teacher or config.model.path, dtype, student.device)
     decoder.model.config._attn_implementation = packed_attention.register()
     return Teacher(Decoder(decoder.model), config.loss, student.vocab_size)
 
 
-def _has_bf16(on_cpu: bool) -> bool:
+def has_bf16(device: torch.device) -> bool:
     """Whether the device has bfloat16 instructions; without, a CPU computes it slower than float32."""
-    if on_cpu:
+    if device.type == "cpu":
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-
-
-def _dtype(config: TuneConfig) -> torch.dtype:
-    return torch.bfloat16 if config.training.bf16 else torch.float32
 
 
 def _save(config: TuneConfig, plan: TrainingPlan, trained: Any, record: dict[str, Any]) -> None:
@@ -205,7 +153,8 @@ def _save(config: TuneConfig, plan: TrainingPlan, trained: Any, record: dict[str
             adapters.save_adapters(trained, config.model.path, folder)
         else:
             trained.config._attn_implementation = "sdpa"
-            trained.to(_dtype(config)).save_pretrained(folder, safe_serialization=True)
+            dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+            trained.to(dtype).save_pretrained(folder, safe_serialization=True)
             plan.tokenizer.save_pretrained(folder)
         save_spec(plan.spec, layers, folder, Trained.on(plan.spec.build(layers), plan.schedules.values()))
 
@@ -213,8 +162,7 @@ def _save(config: TuneConfig, plan: TrainingPlan, trained: Any, record: dict[str
 
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-LARGEST = 32 * 2**20  # bytes; the C library's own limit of MMAP_THRESHOLD
-DEFAULT = 128 * 2**10
+LARGEST, DEFAULT = 32 * 2**20, 128 * 2**10  # bytes; the C library's largest and default MMAP_THRESHOLD
 
 
 @contextmanager
@@ -224,10 +172,7 @@ def kept_heap() -> Iterator[None]:
     Activations are freed in the backward pass and needed again by the next step: without this the system clears each of
     their pages at every step.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
-    if mallopt is None:
-        yield
-        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # only glibc has it
     mallopt(TRIM_THRESHOLD, 2**31 - 1)
     mallopt(MMAP_THRESHOLD, LARGEST)
     try:

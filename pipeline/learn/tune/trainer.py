@@ -1,30 +1,35 @@
-"""transformers' Trainer with schedules drawn for each step, and each prompt computed once for all of them."""
+"""A training loop with schedules drawn for each step, and each prompt computed once for all of them."""
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import torch
-from accelerate.utils import gather_object
-from torch import Tensor, nn
-from torch.utils.data import Sampler
-from transformers import Trainer, TrainerCallback, TrainerState
-from transformers.trainer_pt_utils import get_length_grouped_indices
+from torch import Tensor, distributed, nn
 
 from actors.engine.decoder import Decoder
 from actors.engine.library.forcing import Pair, micro_batches, predicting_states, response_labels
-from actors.engine.schedule.schedule import Schedule, ScheduleSpec
-from pipeline.config.tune import LossConfig
+from actors.engine.schedule.schedule import ScheduleSpec
+from pipeline.config.tune import LossConfig, TrainingConfig
 from pipeline.learn.tune.objective import Targets, chunks, dev_loss, summed_loss
+from pipeline.learn.tune.plan import TrainingPlan, training_steps
+from pipeline.learn.tune.resume import STATE_FILE
 from pipeline.messages import duration
 from pipeline.runtime.announce import Timer, announce
+from pipeline.storage.owned_folder import replacing
 
 KEY = "key"  # of a pair: its distributions of the teacher are kept under it
+LOSS = "eval_loss"  # on the dev set, the mean over the schedules; that of a schedule has its name behind it
+MAX_NORM = 1.0  # of a step's gradient
+LOGGED = 20  # steps between two losses of the record
+BEST = "best.pt"
 
 
 class Teacher:
@@ -59,7 +64,9 @@ class Teacher:
         if missing:
             found = self._computed(missing)
             known |= {id(pair): targets for pair, targets in zip(missing, found, strict=True)}
-            self._keep([(pair[KEY], targets) for pair, targets in zip(missing, found, strict=True) if KEY in pair])
+            keyed = [(pair[KEY], targets) for pair, targets in zip(missing, found, strict=True) if KEY in pair]
+            self._kept |= dict(keyed)
+            self._new += keyed
         return Targets.joined([known[id(pair)] for pair in pairs]).to(self.decoder.device)
 
     def exchange(self, gather: Callable[[list[Any]], list[Any]]) -> None:
@@ -69,10 +76,6 @@ class Teacher:
         """
         found, self._new = gather(self._new), []
         self._kept |= dict(found)
-
-    def _keep(self, found: Sequence[tuple[Any, Targets]]) -> None:
-        self._kept |= dict(found)
-        self._new += found
 
     def _computed(self, pairs: Sequence[Pair]) -> list[Targets]:
         model = self.decoder.model
@@ -95,94 +98,141 @@ class Teacher:
         return found
 
 
-def collate_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """A step's pairs as they are; the Trainer counts predicted tokens by `labels`."""
-    return {"pairs": list(pairs), "labels": response_labels(pairs)}
-
-
-class SkipTrainer(Trainer):
-    """transformers' Trainer with the inference path of schedules drawn for each step.
+class Training:
+    """A training: the model, the place in the data, and what was measured.
 
     Args:
+        model: holds the weights; those that require gradients are trained.
         decoder: of the model, with the attention of `packed_attention`.
-        schedules: by name. Every worker and micro-batch of a step has the same ones.
-        together: most schedules of a step; all of them run the same layers over prompts.
-        loss: the objective.
+        plan: pairs and schedules. Every worker and micro-batch of a step has the same schedules.
+        settings, loss: of the recipe.
         teacher: of the distillation.
         tokens: most tokens of a micro-batch.
-        prompt_gradient, recompute: see `predicting_states`.
+        bf16: whether to compute in bfloat16, by autocast.
+        folder: of the state to resume from, and of the best weights.
     """
 
     def __init__(
         self,
-        *,
+        model: nn.Module,
         decoder: Decoder,
-        schedules: Mapping[str, Schedule],
-        together: int,
+        plan: TrainingPlan,
+        settings: TrainingConfig,
         loss: LossConfig,
         teacher: Teacher | None,
+        *,
         tokens: int,
-        prompt_gradient: bool,
-        recompute: bool,
-        callbacks: Sequence[Any] = (),
-        **kwargs: Any,
+        bf16: bool,
+        folder: Path,
     ) -> None:
-        self.progress = StepProgress()
-        super().__init__(callbacks=[self.progress, *callbacks], **kwargs)
-        self.decoder = decoder
-        self.schedules = dict(schedules)
-        self.together = together
-        self.loss = loss
-        self.teacher = teacher
-        self.tokens = tokens
-        self.model_accepts_loss_kwargs = True  # the loss is divided by the tokens of the whole step
-        self._loss_shifts_labels = False
+        self.model, self.decoder, self.schedules = model, decoder, dict(plan.schedules)
+        self.settings, self.loss, self.teacher, self.tokens = settings, loss, teacher, tokens
+        self.bf16, self.folder = bf16, folder
+        self.rank, self.workers = 0, 1
+        if distributed.is_initialized():
+            self.rank, self.workers = distributed.get_rank(), distributed.get_world_size()
+        self.steps = training_steps(settings, len(plan.train))
+        once = self.steps * settings.batch_size <= len(plan.train)
+        self.train = plan.train if once else _with_keys(plan.train, "train")
+        self.dev = _with_keys(plan.dev, "dev")
+        self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        matrices: dict[str, Any] = {"params": [one for one in self.weights.values() if one.ndim > 1]}
+        others: dict[str, Any] = {
+            "params": [one for one in self.weights.values() if one.ndim <= 1],
+            "weight_decay": 0.0,
+        }
+        groups = [group for group in (matrices, others) if group["params"]]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=settings.weight_decay, fused=True)
+        self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and its rows
+        self.step, self.began_at = 0, 0
+        self.losses: list[dict[str, float]] = []  # of the training, every `LOGGED` steps
+        self.dev_losses: list[dict[str, float]] = []
 
-        def forward(pairs: Sequence[Pair], names: Sequence[str]) -> Tensor:
-            drawn = [self.schedules[name] for name in names]
-            with self.accelerator.autocast():
-                states = predicting_states(
-                    decoder, pairs, drawn, prompt_gradient=prompt_gradient, recompute=recompute
-                ).flatten(0, 1)
-                labels, targets = self._expected(pairs, len(drawn))
-                return summed_loss(decoder, states, labels, targets, loss, loss.label_smoothing)
+    def run(self) -> None:
+        """Train from the last saved step on."""
+        every = min(self.settings.eval_steps, math.ceil(self.steps / 10))
+        self._resume()
+        progress, sums = StepProgress(self.step, self.steps) if self.rank == 0 else None, list[Tensor]()
+        if not self.dev_losses:
+            self.evaluate()
+        while self.step < self.steps and not self._is_worse():
+            sums.append(self._step())
+            self.step += 1
+            if progress is not None:
+                progress.done(self.step, sums[-1])
+            if self.step % LOGGED == 0:
+                self.losses.append({"step": self.step, "loss": float(torch.stack(sums).mean())})
+                sums = []
+            if self.step % every == 0 or self.step == self.steps:
+                self.evaluate()
+            if self.step % self.settings.save_steps == 0 or self.step == self.steps:
+                self._save(STATE_FILE)
 
-        # calls go through the model and so through its wrapper (DistributedDataParallel)
-        cast(Any, self.model).forward = forward
+    def load_best(self) -> dict[str, float]:
+        """Give the model the weights of the lowest dev-set loss, and return their step and losses."""
+        found = torch.load(self.folder / BEST, weights_only=True)
+        self._set_weights(found["weights"])
+        losses: dict[str, float] = found["dev_losses"][-1]
+        return losses
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """Gradients of the mean objective per response token and schedule of this step, in micro-batches."""
-        model.train()
-        names = self.drawn(self.state.global_step)
-        assert num_items_in_batch is not None
-        # workers' gradients are averaged
-        scale = self.accelerator.num_processes / (float(num_items_in_batch) * len(names))
-        batches = list(micro_batches(inputs["pairs"], len(names), self.tokens))
-        total = torch.zeros((), device=self.args.device)
-        for number, pairs in enumerate(batches):
-            last = number == len(batches) - 1
-            with nullcontext() if last else self.accelerator.no_sync(model):
-                loss = model(pairs=pairs, names=names) * scale
-                self.accelerator.backward(loss)
+    def _step(self) -> Tensor:
+        """Train on a batch; its mean objective per response token and schedule."""
+        pairs, names = self._pairs(), self.drawn(self.step)
+        own = pairs[self.rank :: self.workers]
+        torch.manual_seed(self.settings.seed + self.step)  # of dropout, after a resume too
+        self.model.train()
+        count = len(response_labels(pairs)) * len(names)
+        total = torch.zeros((), device=self.decoder.device)
+        for batch in micro_batches(own, len(names), self.tokens) if own else ():
+            loss = self._objective(batch, names) / count
+            loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        if self.teacher is not None and self.accelerator.num_processes > 1:
-            self.teacher.exchange(gather_object)
-        self.progress.loss = total
+        self._share(total)
+        nn.utils.clip_grad_norm_(self.weights.values(), MAX_NORM)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate * rate(self.step, self.settings.warmup_steps, self.steps)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return total
 
+    def _pairs(self) -> list[Pair]:
+        """The pairs of the next step, over all workers."""
+        size = self.settings.batch_size
+        epoch, place = divmod(self.step, math.ceil(len(self.train) / size))
+        if self._order[0] != epoch:
+            lengths = [len(row["input_ids"]) for row in self.train]
+            self._order = epoch, by_length(lengths, size, f"{self.settings.seed}/{epoch}")
+        return [self.train[row] for row in self._order[1][place * size : (place + 1) * size]]
+
+    def _objective(self, pairs: Sequence[Pair], names: Sequence[str]) -> Tensor:
+        """The objective with its gradients, summed over the pairs' response tokens and schedules."""
+        drawn = [self.schedules[name] for name in names]
+        keep = {"prompt_gradient": self.settings.prompt_gradient, "recompute": self.settings.checkpointing}
+        with self._autocast():
+            states = predicting_states(self.decoder, pairs, drawn, **keep).flatten(0, 1)
+            labels, targets = self._expected(pairs, len(drawn))
+            return summed_loss(self.decoder, states, labels, targets, self.loss, self.loss.label_smoothing)
+
+    def _share(self, total: Tensor) -> None:
+        """Add up the workers' gradients and losses, and give all what each computed of the teacher."""
+        if self.workers == 1:
+            return
+        for weight in self.weights.values():
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        gradients = [total, *(weight.grad for weight in self.weights.values())]
+        joined = nn.utils.parameters_to_vector(gradients)
+        distributed.all_reduce(joined)
+        nn.utils.vector_to_parameters(joined, gradients)
+        if self.teacher is not None:
+            self.teacher.exchange(_gathered)
+
     def drawn(self, step: int) -> list[str]:
-        """Names of a step's schedules: a function of seed and step alone."""
-        draw = random.Random(f"{self.args.seed}/{step}")
+        """Names of a step's schedules, which run the same layers over prompts: a function of seed and step alone."""
+        draw = random.Random(f"{self.settings.seed}/{step}")
         first = draw.choice(list(self.schedules))
-        prompt_layers = self.schedules[first].prompt_layers
-        others = [
-            name
-            for name, schedule in self.schedules.items()
-            if name != first and schedule.prompt_layers == prompt_layers
-        ]
-        return [first, *draw.sample(others, min(self.together - 1, len(others)))]
+        layers = self.schedules[first].prompt_layers
+        others = [name for name, one in self.schedules.items() if name != first and one.prompt_layers == layers]
+        return [first, *draw.sample(others, min(self.settings.speeds_per_step - 1, len(others)))]
 
     def _expected(self, pairs: Sequence[Pair], schedules: int) -> tuple[Tensor, Targets | None]:
         """Labels and the teacher's distributions of the pairs' response tokens, once for each schedule."""
@@ -191,98 +241,122 @@ class SkipTrainer(Trainer):
             return labels, None
         return labels, Targets.joined([self.teacher.targets(pairs)] * schedules)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        """transformers' groups of similar lengths, but the same after a resume and in every worker."""
-        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
-        lengths = [len(row["input_ids"]) for row in dataset]
-        together = self.args.train_batch_size * self.args.world_size
-        return LengthGroups(lengths, together, lambda: 1_000_003 * self.args.seed + int(self.state.epoch or 0))
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Measure the objective on the dev set at every schedule, nats per response token; keep the best weights."""
+        self.model.eval()
+        names, size, timer = list(self.schedules), self.settings.batch_size, Timer()
+        rows, sums = self.dev[self.rank :: self.workers], torch.zeros(len(names) + 1, dtype=torch.double)
+        for start in range(0, len(rows), size):
+            if timer.is_due() and self.rank == 0:
+                announce(f"dev set at {len(names)} schedules: {start:,} of {len(rows):,} rows")
+            for pairs in micro_batches(rows[start : start + size], len(names), 2 * self.tokens):
+                sums += torch.tensor(self._dev_losses(pairs), dtype=torch.double)
+        sums = sums.to(self.decoder.device)
+        if self.workers > 1:
+            distributed.all_reduce(sums)
+        *totals, count = sums.tolist()
+        means = {f"{LOSS}_{name}": total / count for name, total in zip(names, totals, strict=True)}
+        self.dev_losses.append({"step": self.step, **means, LOSS: statistics.mean(means.values())})
+        if self.rank == 0:
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in self.dev_losses[-1].items())
+            announce(f"dev set: {shown}")
+        if not self._since_best() or not (self.folder / BEST).exists():
+            self._save(BEST)
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """The objective on the dev set, nats per response token: at every schedule of the training, and the mean."""
-        model = cast(nn.Module, self.model)
-        model.eval()
-        rows: Sequence[Pair] = cast(Any, self.eval_dataset)[self.args.process_index :: self.args.world_size]
-        names = list(self.schedules)
-        sums = torch.zeros(len(names), 2, dtype=torch.double, device=self.args.device)
-        timer, done = Timer(), 0
-        for start in range(0, len(rows), self.args.per_device_eval_batch_size):
-            if timer.is_due() and self.is_world_process_zero():
-                announce(f"dev set at {len(names)} schedules: {done:,} of {len(rows):,} rows")
-            for pairs in micro_batches(
-                rows[start : start + self.args.per_device_eval_batch_size], len(names), 2 * self.tokens
-            ):
-                for index, summed, tokens in self._dev_losses(pairs):
-                    sums[index] += torch.tensor([summed, tokens], dtype=torch.double, device=sums.device)
-                done += len(pairs)
-        totals = self.accelerator.reduce(sums, "sum").tolist()
-        means = {f"eval_loss_{name}": total / count for name, (total, count) in zip(names, totals, strict=True)}
-        means["eval_loss"] = statistics.mean(means.values())
-        model.train()
-        self.log(dict(means))  # adds entries to its argument
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, means)
-        return means
+    def _dev_losses(self, pairs: Sequence[Pair]) -> list[float]:
+        """Summed loss of the pairs' response tokens at each schedule, and their number."""
+        found, schedules = dict[str, float](), self.schedules
+        with self._autocast():
+            labels, targets = self._expected(pairs, 1)
+            for layers in {one.prompt_layers for one in schedules.values()}:  # these share the prompts' pass
+                names = [name for name, one in schedules.items() if one.prompt_layers == layers]
+                states = predicting_states(self.decoder, pairs, [schedules[name] for name in names])
+                for name, hidden in zip(names, states, strict=True):
+                    found[name] = float(dev_loss(self.decoder, hidden, labels, targets, self.loss))
+        return [*(found[name] for name in schedules), len(labels)]
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.decoder.device.type, torch.bfloat16, enabled=self.bf16)
+
+    def _since_best(self) -> int:
+        """The number of dev-set losses behind the lowest one."""
+        losses = [entry[LOSS] for entry in self.dev_losses]
+        return len(losses) - 1 - losses.index(min(losses))
+
+    def _is_worse(self) -> bool:
+        """Whether early stopping ends the training."""
+        patience = self.settings.early_stopping
+        return patience is not None and self._since_best() >= patience
+
+    def _save(self, name: str) -> None:
+        """Write the weights with all that led to them."""
+        if self.rank > 0:
+            return
+        state = {
+            "step": self.step,
+            "weights": self.weights,
+            "losses": self.losses,
+            "dev_losses": self.dev_losses,
+            "optimizer": self.optimizer.state_dict() if name == STATE_FILE else None,
+        }
+        with replacing(self.folder / name) as temporary:
+            torch.save(state, temporary)
+
+    def _resume(self) -> None:
+        path = self.folder / STATE_FILE
+        if path.exists():
+            found = torch.load(path, map_location=self.decoder.device, weights_only=True)
+            self.step = self.began_at = found["step"]
+            self.losses, self.dev_losses = found["losses"], found["dev_losses"]
+            self.optimizer.load_state_dict(found["optimizer"])
+            self._set_weights(found["weights"])
 
     @torch.no_grad()
-    def _dev_losses(self, pairs: Sequence[Pair]) -> Iterable[tuple[int, float, int]]:
-        """Return for each schedule its index, its summed loss of the pairs' response tokens, and their number."""
-        together: dict[tuple[int, ...], list[int]] = {}
-        schedules = list(self.schedules.values())
-        for index, schedule in enumerate(schedules):
-            together.setdefault(schedule.prompt_layers, []).append(index)
-        found: list[tuple[int, float, int]] = []
-        with self.accelerator.autocast():
-            labels, targets = self._expected(pairs, 1)
-            for indexes in together.values():
-                states = predicting_states(self.decoder, pairs, [schedules[index] for index in indexes])
-                for index, hidden in zip(indexes, states, strict=True):
-                    summed = dev_loss(self.decoder, hidden, labels, targets, self.loss)
-                    found.append((index, float(summed), len(labels)))
-        return found
+    def _set_weights(self, found: Mapping[str, Tensor]) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(found[name])
 
 
-class LengthGroups(Sampler[int]):
-    """Rows in random order, those of a step of similar lengths. seed: called at the start of each epoch."""
-
-    def __init__(self, lengths: Sequence[int], together: int, seed: Callable[[], int]) -> None:
-        self.lengths = list(lengths)
-        self.together = together
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __iter__(self) -> Iterator[int]:
-        random = torch.Generator().manual_seed(self.seed())
-        return iter(get_length_grouped_indices(self.lengths, self.together, generator=random))
+def _with_keys(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [{**row, KEY: (name, number)} for number, row in enumerate(rows)]
 
 
-class StepProgress(TrainerCallback):
-    """Announces the steps to do, the first step, and then from time to time how many are done.
+def _gathered(own: list[Any]) -> list[Any]:
+    """The lists of all workers, joined."""
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, own)
+    return [one for each in found for one in each]
 
-    loss: of the latest step, nats per response token; set by the trainer.
-    """
 
-    def __init__(self) -> None:
-        self.loss: Tensor | None = None
-        self._timer = Timer()
-        self._began = 0.0
-        self._first = 0
+def rate(step: int, warmup: int, steps: int) -> float:
+    """The share of the learning rate: it rises over the warm-up, and falls to zero as a cosine."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Announce the steps to do."""
-        self._began, self._first = time.monotonic(), state.global_step
-        if state.is_world_process_zero:
-            announce(f"training: {state.global_step:,} of {state.max_steps:,} steps")
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Announce the steps done."""
-        done = state.global_step - self._first
-        if (self._timer.is_due() or done == 1) and state.is_world_process_zero:
-            each = (time.monotonic() - self._began) / done
-            left = duration(each * (state.max_steps - state.global_step))
-            loss = "" if self.loss is None else f"; loss {float(self.loss):.3f}"
+def by_length(lengths: Sequence[int], together: int, seed: str) -> list[int]:
+    """Rows in random order, those of a step, `together` neighbours, of similar lengths."""
+    order = random.Random(seed).sample(range(len(lengths)), len(lengths))
+    window = max(1, min(50, len(lengths) // (4 * together))) * together
+    cuts = [order[start : start + window] for start in range(0, len(order), window)]
+    return [row for cut in cuts for row in sorted(cut, key=lambda row: -lengths[row])]
+
+
+class StepProgress:
+    """Announces the steps to do, the first step, and then from time to time how many are done."""
+
+    def __init__(self, first: int, steps: int) -> None:
+        self._began, self._first, self._steps, self._timer = time.monotonic(), first, steps, Timer()
+        announce(f"training: {first:,} of {steps:,} steps")
+
+    def done(self, step: int, loss: Tensor) -> None:
+        """Announce the steps done. loss: of the latest step, nats per response token."""
+        if self._timer.is_due() or step == self._first + 1:
+            each = (time.monotonic() - self._began) / (step - self._first)
+            left = duration(each * (self._steps - step))
             announce(
-                f"training: {state.global_step:,} of {state.max_steps:,} steps, {each:.2g} s a step, "
-                f"about {left} left{loss}"
+                f"training: {step:,} of {self._steps:,} steps, {each:.2g} s a step, about {left} left; loss "
+                f"{float(loss):.3f}"
             )

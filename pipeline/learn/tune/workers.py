@@ -69,33 +69,25 @@ def train_in_processes(config: TuneConfig, recorded: TuneConfig) -> None:
     recorded: As in `train`.
     """
     assert config.workers is not None
-    values = [one.model_dump(exclude_unset=True) for one in (config, recorded)]
     with tempfile.TemporaryDirectory(prefix="skipdecode-workers-") as folder:
-        run_processes(config.workers.count, _work, f"{folder}/store", *values)
+        run_processes(config.workers.count, _work, f"{folder}/store", config, recorded)
 
 
-def _work(rank: int, store: str, config: dict[str, Any], recorded: dict[str, Any]) -> None:
-    """Run one process's part. store: file in which the processes meet. config, recorded: `TuneConfig` as values."""
+def _work(rank: int, store: str, config: TuneConfig, recorded: TuneConfig) -> None:
+    """Run one process's part. store: file in which the processes meet."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    given = TuneConfig.model_validate(config)
-    workers = given.workers
+    workers = config.workers
     assert workers is not None
-    # accelerate reads these
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(workers.count), "LOCAL_WORLD_SIZE": str(workers.count)}
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, LOOPBACK)
     torch.set_num_threads(max(1, int(workers.cpus)))
     if workers.gpus:
         torch.cuda.set_device(rank)
-    torch.distributed.init_process_group(
-        "nccl" if workers.gpus else "gloo",
-        store=torch.distributed.FileStore(store, workers.count),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=workers.count,
-    )
+    meeting = torch.distributed.FileStore(store, workers.count)  # type: ignore[attr-defined]
+    backend = "nccl" if workers.gpus else "gloo"
+    torch.distributed.init_process_group(backend, store=meeting, rank=rank, world_size=workers.count)
     with redirect_stdout(sys.stderr):  # losses are progress; a command may print its result alone
-        train(given, plan_training(given), recorded=TuneConfig.model_validate(recorded))
+        train(config, plan_training(config), recorded)
     # not after an error: others would fail before this process has left its traceback
     torch.distributed.destroy_process_group()
     sys.stderr.flush()

@@ -21,7 +21,7 @@ from actors.generator import Generator
 from pipeline import job as jobs
 from pipeline.config.job import JobConfig
 from pipeline.generate import agreement as agreements
-from pipeline.generate.agreement import Agreement, measure_agreement, skipped_share
+from pipeline.generate.agreement import Agreement, chance_of, measure_agreement, skipped_share
 from pipeline.incremental import runs
 from pipeline.input.shards import spread_rows
 from pipeline.plan import agreement as plans
@@ -150,7 +150,17 @@ def test_labels_are_compared_whole(values: dict[str, Any]) -> None:
     config = job(values, choices=["the river Thames", "the river Cam", "cheap"])
     found = measured(config)
     assert found.labels and found.compared == found.rows <= 16 and 0 <= found.agreed <= found.rows
+    assert found.by_chance is not None and found.rows / 3 <= found.by_chance <= found.rows
     assert measured(config, speedup=1.0).share == 1
+
+
+def test_a_schedule_at_or_below_chance_is_called_useless() -> None:
+    agreement = Agreement(rows=9, labels=True, compared=9, agreed=6, by_chance=6, kappa=0.0)
+    assert "0.67 of 9 labels as at full depth (chance: 0.67), Cohen's kappa 0.00" in str(agreement)
+    assert str(agreement).endswith("; at or below chance: useless")
+    for other in ({"agreed": 7}, {"agreed": 9, "by_chance": 9}, {"by_chance": None}):  # one label says nothing
+        assert "useless" not in str(replace(agreement, **other))
+    assert chance_of([("a", "a"), ("a", "b"), ("b", "b"), ("a", "a")]) == (3, pytest.approx(0.5))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import yaml
 from adapt_fakes import END, ROWS, Fakes, Run, command_over, values, write_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from poison_stages import prompt_ids_or_death
 
 from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, resolve_checkpoint
@@ -27,7 +26,7 @@ from pipeline.config.load import load_config, load_values
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt import run as adaptation
 from pipeline.learn.adapt.configs import job_text
-from pipeline.learn.adapt.pairs import default_metric, prompt_ids, prompts_isolated, split_end
+from pipeline.learn.adapt.pairs import metric_of, split_end
 from pipeline.plan.manifest import plan_job
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
@@ -74,6 +73,7 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(tmp_path: Path, fakes:
         "drawn": ROWS,
         "unreadable": 0,
         "train": train.num_rows,
+        "dev": 0,  # of too few rows
         "held_out": held.num_rows,
         "errors": len(bad),
         "empty": len(empty - bad),
@@ -150,7 +150,7 @@ def test_the_default_metric_follows_from_the_held_out_rows(
 ) -> None:
     table = {"references": references or [[], []], "response": [response, response]}
     pq.write_table(pa.table(table), tmp_path / "held-out.parquet")
-    assert default_metric(tmp_path, choices=choices, references=references is not None) == metric
+    assert metric_of(tmp_path, None, choices=choices, references=references is not None) == metric
 
 
 @pytest.mark.parametrize(
@@ -213,14 +213,13 @@ def test_labels_are_evaluated_greedily(checkpoint: Path, tmp_path: Path) -> None
     job = {**values(tmp_path, tmp_path, checkpoint), "choices": ["yes", "no"]}
     job["sampling"] = {"temperature": 1.0, "n": 2, "logprobs": 3}
     config = JobConfig.model_validate(job)
-    asked = configs.eval_values(config, {"horizon": 6}, {"path": "m"}, "r", tmp_path / "after", tmp_path, ["full"])
+    resolved = resolve_checkpoint(config.model, config.storage)
+    task = configs.Task(config, "job.yaml", tmp_path, resolved, [], pa.schema([]), {}, "")
+    asked = configs.eval_values(task, "m", {"horizon": 6}, ["full"], tuned=True)
     assert asked["choices"] == ["yes", "no"]
     assert asked["data"]["references"] is None
-    assert {name: asked["sampling"][name] for name in ("temperature", "n", "logprobs")} == {
-        "temperature": 0.0,
-        "n": 1,
-        "logprobs": None,
-    }
+    sampling = asked["sampling"]
+    assert (sampling["temperature"], sampling["n"], sampling["logprobs"]) == (0.0, 1, None)
 
 
 def test_prompts_of_held_out_rows_are_not_trained_on(tmp_path: Path, fakes: Fakes, command: Run) -> None:
@@ -234,7 +233,7 @@ def test_prompts_of_held_out_rows_are_not_trained_on(tmp_path: Path, fakes: Fake
     )
     assert train and held and not train & held
     assert counts["repeated"] > 0
-    assert sum(counts[name] for name in ("train", "held_out", "errors", "empty", "repeated")) == ROWS
+    assert sum(counts[name] for name in ("train", "dev", "held_out", "errors", "empty", "repeated")) == ROWS
 
 
 def test_references_that_are_no_labels_are_ignored(tmp_path: Path, fakes: Fakes, command: Run) -> None:
@@ -370,17 +369,6 @@ def test_values_written_are_read_back_as_they_are(
     assert yaml.safe_load(path.read_text())["model"]["path"] == "y"
 
 
-def test_a_row_that_kills_its_process_is_left_out(
-    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = JobConfig.model_validate(values(write_inputs(tmp_path / "in"), tmp_path / "out", checkpoint))
-    spec = prompt_spec(config, resolve_checkpoint(config.model, config.storage), 0.0)
-    table = pq.read_table(tmp_path / "in" / "in-0.parquet").slice(3, 2)
-    whole = prompt_ids(table, spec)
-    assert prompts_isolated(table, spec, prompt_ids_or_death) == [whole[0], None]
-    assert caplog.messages == ["a row of the sample is left out: its prompt cannot be prepared: killed by SIGKILL"]
-
-
 def test_a_row_that_the_job_could_not_answer_is_left_out(
     tmp_path: Path, fakes: Fakes, command: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -391,11 +379,40 @@ def test_a_row_that_the_job_could_not_answer_is_left_out(
     assert any("row 3: the row ended its process" in message for message in caplog.messages)
 
 
+def test_chance_harm_and_useless_speeds_are_told(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    fakes.harmed = ["the training harmed 3x: its held-out loss is 2.1"]
+    fakes.chance = {"agreement_exact": {"value": 95.0, "loss": 5.0, "loss_high": 6.0}}
+    result = command(tolerance=20.0)
+    assert result.exit_code == 0, result.output
+    assert "chance: 95 agreement_exact" in result.stdout and fakes.harmed[0] in result.stdout
+    assert "3x is useless: its same answer of 92.0 is at or below chance, 95.0" in result.stdout
+    assert "2x *" in result.stdout  # 3x is faster, and within the tolerance
+    fakes.chance["agreement_exact"]["value"] = 99.0
+    shutil.rmtree(tmp_path / "out-adapt")
+    none = command(tolerance=20.0)
+    assert none.exit_code == 1 and "every speed-up is useless, for none has more agreement_exact" in none.stderr
+
+
+def test_rows_of_their_own_watch_the_training(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    result = command("--json", rows=ROWS, held_out=4)
+    found = json.loads(result.stdout)
+    assert found["counts"]["dev"] == 2
+    assert list(fakes.recipe.data.dev) == [str(tmp_path / "out-adapt" / "dev.parquet")]
+
+
+def test_a_column_that_looks_like_true_answers_is_proposed(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    said = "column 'unused' looks like true answers: with adapt.references: unused the loss against them decides"
+    labels = {"choices": ["x", "y"], "sampling": {}}
+    assert said in command(job=labels).stderr
+    assert said not in command(job=labels, references="unused", output=str(tmp_path / "other")).stderr
+    assert "looks like" not in command(output=str(tmp_path / "third")).stderr
+
+
 def test_every_stage_is_announced(tmp_path: Path, fakes: Fakes, command: Run) -> None:
     result = command("--json")
     stages = [line for line in result.stderr.splitlines() if line.startswith("stage ")]
     assert [stage.partition(":")[0] for stage in stages] == [f"stage {number} of 5" for number in range(1, 6)]
     assert stages[0] == "stage 1 of 5: draw 20 of 30 rows"
     (estimate,) = [line for line in result.stderr.splitlines() if line.startswith("estimate: ")]
-    assert " training steps; " in estimate and "in all on this machine, about: answers " in estimate
+    assert " training steps; " in estimate and " more on this machine, about: tune " in estimate
     assert not [line for line in command("--json").stderr.splitlines() if line.startswith("stage ")]

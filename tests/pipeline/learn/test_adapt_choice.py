@@ -37,7 +37,7 @@ def test_the_choice_is_the_fastest_of_those_within_the_tolerance(measured: list[
         for line in measured
         if (line.nominal or 1) > 1 and line.scores[METRIC].loss_high <= tolerance
     }
-    chosen = choose(METRIC, tolerance, measured)
+    chosen = choose(METRIC, tolerance, measured, {})
     if chosen is None:
         assert not within
         return
@@ -50,15 +50,23 @@ def test_the_choice_is_the_fastest_of_those_within_the_tolerance(measured: list[
 
 @given(lines())
 def test_the_nearest_tolerance_admits_a_speed_and_a_smaller_one_none(measured: list[Line]) -> None:
-    least = nearest(METRIC, measured).scores[METRIC].loss_high
-    assert choose(METRIC, least, measured) is not None
-    assert choose(METRIC, least - 1e-6, measured) is None
+    least = nearest(METRIC, measured, {}).scores[METRIC].loss_high
+    assert choose(METRIC, least, measured, {}) is not None
+    assert choose(METRIC, least - 1e-6, measured, {}) is None
+
+
+def test_a_line_that_is_no_better_than_chance_is_never_chosen() -> None:
+    line = Line("2x", 2.0, "full", 2.0, 0.1, {METRIC: Score(88.0, 12.0, 14.0)})
+    better = Line("3x", 3.0, "full", 3.0, 0.2, {METRIC: Score(88.1, 11.9, 15.0)})
+    chance = {METRIC: Score(88.0, 12.0, 14.0)}
+    assert choose(METRIC, 20, [line], chance) is None
+    assert choose(METRIC, 20, [line, better], chance) is nearest(METRIC, [line, better], chance) is better
 
 
 def test_the_upper_end_of_the_interval_must_be_within() -> None:
     line = Line("2x", 2.0, "full", 2.0, 0.1, {METRIC: Score(99, 1.0, 6.0)})
-    assert choose(METRIC, 5.9, [line]) is None
-    assert choose(METRIC, 6.0, [line]) is line
+    assert choose(METRIC, 5.9, [line], {}) is None
+    assert choose(METRIC, 6.0, [line], {}) is line
 
 
 @given(seconds, seconds, seconds, st.integers(1, 10**7), st.floats(1, 64))

@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 
 from pipeline.cli.app import app
 from pipeline.config.load import dump_yaml
-from pipeline.learn.adapt import configs, pairs
+from pipeline.learn.adapt import configs
 
-pytest.importorskip("pipeline.config.evaluate", reason="evaluate is not in yet")
 ROWS = 40
 ADAPT: dict[str, Any] = {
     "rows": ROWS,
@@ -27,25 +26,23 @@ ADAPT: dict[str, Any] = {
 
 
 @pytest.fixture
-def prepared_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts are prepared in this process; another one imports for 2 s first."""
-    monkeypatch.setattr(pairs, "call_isolated", lambda function, *arguments, seconds: function(*arguments))
+def without_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights answer no better than chance, and would not be chosen."""
+    monkeypatch.setattr("pipeline.learn.adapt.run.scores_of", lambda values: {})
 
 
 @pytest.mark.parametrize("weights", ["adapter", "full"])
 def test_from_a_job_to_a_faster_one(
     in_process: None,
+    without_chance: None,
     tmp_path: Path,
     checkpoint: Path,
     weights: str,
     own_cache: Path,
-    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With all weights by a measured order, of which the written job says nothing: the checkpoint has it."""
     monkeypatch.setattr(configs, "PROMPT_SHARE", 2.0)  # else the clock decides whether `prompt: first` is tried
-    if weights == "full":
-        request.getfixturevalue("prepared_here")
     prompts: list[str | None] = [f"name[Zizzi], area[{row}]" for row in range(ROWS)]
     prompts[7] = None
     pq.write_table(pa.table({"key": list(range(ROWS)), "q": prompts}), tmp_path / "in.parquet", row_group_size=8)
@@ -68,7 +65,7 @@ def test_from_a_job_to_a_faster_one(
     assert [line["nominal"] for line in found["after"]] == ([1, 2] if weights == "adapter" else [None, 1, 2])
     assert found["after"][0]["scores"]["agreement_exact"]["value"] == 100
     assert (found["chosen"]["nominal"], found["counts"]["errors"]) == (2, 1)
-    assert sum(found["counts"][name] for name in ("train", "held_out", "errors", "empty")) == ROWS
+    assert sum(found["counts"][name] for name in ("train", "dev", "held_out", "errors", "empty")) == ROWS
 
     # the tokens trained on are those that the job's checkpoint gives at full depth: alone, it agrees with itself
     assert found["before"][0]["scores"]["agreement_exact"]["value"] == 100
@@ -92,7 +89,7 @@ def test_from_a_job_to_a_faster_one(
 
 
 def test_labels_of_one_token_gain_by_skipping_in_the_prompt(
-    in_process: None, prepared_here: None, tmp_path: Path, checkpoint: Path
+    in_process: None, without_chance: None, tmp_path: Path, checkpoint: Path
 ) -> None:
     """Without a decode step the layers of the prompt are the only ones to skip."""
     prompts = [f"name[Zizzi], area[{row}]" for row in range(ROWS)]
@@ -117,3 +114,26 @@ def test_labels_of_one_token_gain_by_skipping_in_the_prompt(
     assert [(one["speedup"], one["prompt"]) for one in tuned["config"]["schedule"]["also"]] == [(3, "first")]
     written = yaml.safe_load(Path(found["job_file"]).read_text())["schedule"]
     assert written.get("prompt", "full") == found["chosen"]["prompt"]
+
+
+def test_a_probe_says_what_an_adaptation_could_give(in_process: None, tmp_path: Path, checkpoint: Path) -> None:
+    pq.write_table(pa.table({"q": [f"name[Zizzi], area[{row}]" for row in range(ROWS)]}), tmp_path / "in.parquet")
+    job = tmp_path / "job.yaml"
+    values = {
+        "input": {"path": str(tmp_path / "in.parquet"), "prompt": "q"},
+        "output": {"path": str(tmp_path / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "sampling": {"max_new_tokens": 10},
+        "adapt": {"rows": ROWS, "held_out": 8},
+    }
+    job.write_text(dump_yaml(values))
+    result = CliRunner().invoke(app, ["adapt", str(job), "--probe", "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [one["layers"] for one in found["kept_layers"]] == [4, 3, 2]
+    assert found["kept_layers"][0]["token_kl"] == pytest.approx(0, abs=1e-6)
+    clocks = [one["clock"] for one in found["speeds"]]
+    assert clocks == sorted(clocks) and clocks[0] > 1 and clocks[-1] < 4
+    assert all(found["seconds"][name] > 0 for name in ("prompt", "decode", "head")) and found["adaptation_seconds"] > 0
+    assert "this job has 40 rows: not worth it" in result.stderr and not found["worth_it"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix) == ["in.parquet", "job.yaml"]

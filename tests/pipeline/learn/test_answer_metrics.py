@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +12,9 @@ from hypothesis import strategies as st
 
 from pipeline.generate.answer_checks import repeated_ngrams
 from pipeline.learn.evaluate.intervals import Bootstrap, paired_scores
-from pipeline.learn.evaluate.metrics import METRICS, answer_statistics
+from pipeline.learn.evaluate.line_statistics import by_chance
+from pipeline.learn.evaluate.metrics import METRICS, answer_statistics, kappa_statistics
+from pipeline.learn.evaluate.results import Line, Score, remarks, uselessness
 
 OWN = [list(range(row, row + 20)) for row in range(8)]
 NONE = np.zeros(len(OWN))
@@ -47,3 +52,31 @@ def test_other_lengths_and_other_repetition_are_losses_in_both_directions() -> N
     found = paired_scores({name: statistics(answers) for name, answers in lines.items()}, "1x", Bootstrap(samples=100))
     assert [found[name]["length_ratio"].loss for name in lines] == [0, 0.5, 1]
     assert [found[name]["repetition"].loss for name in lines] == [0, 0, 0]
+
+
+def test_chance_is_the_commonest_label_or_another_rows_text() -> None:
+    answers: list[Any] = [SimpleNamespace(generated_text=text) for text in ("joy", "anger", "joy", "fear")]
+    assert [one.generated_text for one in by_chance(answers, labels=True)] == ["joy"] * 4
+    assert by_chance(answers, labels=False) == [*answers[1:], answers[0]]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("abcd")), min_size=2, max_size=30))
+def test_kappa_is_cohens(pairs: list[tuple[str, str]]) -> None:
+    full, own = ([pair[side] for pair in pairs] for side in (0, 1))
+    rows = len(pairs)
+    expected = sum(full.count(label) * own.count(label) for label in "abcd") / rows**2
+    agreed = sum(one == other for one, other in pairs) / rows
+    sums = kappa_statistics(own, full).sum(axis=0, keepdims=True)
+    want = 0.0 if expected == 1 else (agreed - expected) / (1 - expected)
+    assert METRICS["kappa"].score(sums)[0] == pytest.approx(want)
+
+
+def test_a_line_at_or_below_chance_is_called_useless() -> None:
+    def line(value: float) -> Line:
+        return Line("2x", 2.0, "full", 2.0, 0.1, {"agreement_exact": Score(value, 0, 0)}, warnings=("9 are empty",))
+
+    chance = {"agreement_exact": Score(61.0, 0, 0)}
+    said = "2x is useless: its same answer of 61.0 is at or below chance, 61.0"
+    assert uselessness(line(61.0), chance, "agreement_exact") == uselessness(line(61.0), chance, "token_kl") == said
+    assert uselessness(line(61.5), chance, "agreement_exact") is uselessness(line(61.0), {}, "token_kl") is None
+    assert remarks([line(61.0)], chance, "agreement_exact") == [said, "2x: 9 are empty"]

@@ -161,6 +161,7 @@ def test_without_references_lines_are_judged_by_full_depth(recipe: dict[str, Any
     assert [line.name for line in found.lines] == ["1x", "3x", "2x"]
     assert found.metric == "fidelity"
     of_answers = {"fidelity", "length_ratio", "repetition"}
+    assert found.chance["fidelity"].value < found.lines[0].scores["fidelity"].value
     assert set(found.lines[0].scores) == {"agreement_exact", "agreement_rouge_l", "token_kl", "perplexity", *of_answers}
     own, three = (found.lines[number].scores for number in (0, 1))
     assert own["length_ratio"].value == 1
@@ -183,6 +184,9 @@ def test_choices_are_scored_by_exact_match(recipe: dict[str, Any], tmp_path: Pat
     assert set(given) <= set(recipe["choices"])
     hits = sum(one == label for one, label in zip(given, ["red", "green", "red", "blue"], strict=True))
     assert found.lines[0].scores["exact_match"].value == 25 * hits
+    assert found.lines[0].scores["kappa"].value in (0, 1)  # 0 where all answers are the same
+    assert found.chance["agreement_exact"].value == 25 * max(map(given.count, given))
+    assert "token_kl" not in found.chance
 
 
 def test_comparisons_run_at_one_mean_depth(recipe: dict[str, Any]) -> None:
@@ -247,7 +251,7 @@ def test_without_decode_steps_there_is_no_depth(recipe: dict[str, Any], tmp_path
 def test_infinity_and_nan_are_null_in_json(tmp_path: Path) -> None:
     score = Score(float("inf"), float("nan"), 0.0, 1.0, float("inf"))
     line = Line("1x", 1.0, "full", 1.0, 1.0, {"perplexity": score})
-    write_table(Evaluation([line], tmp_path, 2, 64, "perplexity", "1x", 0.95))
+    write_table(Evaluation([line], tmp_path, 2, 64, "perplexity", "1x", 0.95, {}))
     [row] = json.loads((tmp_path / "table.json").read_text(), parse_constant=pytest.fail)
     assert (row["perplexity"], row["perplexity_low"], row["perplexity_loss"]) == (None, 1, None)
 

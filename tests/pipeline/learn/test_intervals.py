@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
-from pipeline.learn.evaluate import metrics
 from pipeline.learn.evaluate.intervals import Bootstrap, paired_scores, resampled_counts, resampled_sums
 from pipeline.learn.evaluate.metrics import (
     METRICS,
@@ -126,12 +125,3 @@ def test_exact_match_ignores_case_and_outer_space_and_agreement_does_not() -> No
     texts = [" Card_Arrival", "b", "c"]
     assert exact_match_statistics(texts, [["card_arrival"], ["x", "B "], ["d"]])[:, 0].tolist() == [1, 1, 0]
     assert same_statistics(texts, ["Card_Arrival", "b", "C"])[:, 0].tolist() == [0, 1, 0]
-
-
-def test_only_short_pairs_are_remembered() -> None:
-    metrics._short_rouge_l.cache_clear()
-    for length, kept in ((4, 1), (200, 0)):
-        text, reference = "a b " * length, "a c " * length
-        assert rouge_l_statistics([text] * 2, [[reference]] * 2)[:, 0].tolist() == [0.5, 0.5]
-        assert metrics._short_rouge_l.cache_info().hits == kept
-        metrics._short_rouge_l.cache_clear()

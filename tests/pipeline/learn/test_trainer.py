@@ -22,7 +22,7 @@ from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.config.tune import AdapterConfig, LossConfig
 from pipeline.learn.tune import adapters, objective
 from pipeline.learn.tune.objective import Targets, dev_loss, summed_loss
-from pipeline.learn.tune.trainer import LengthGroups, Teacher
+from pipeline.learn.tune.trainer import Teacher, by_length, rate
 
 ALL = LossConfig(references=0.0, distillation=1.0, teacher_top_k=VOCAB)
 
@@ -227,11 +227,17 @@ def test_a_kept_distribution_is_all_of_it_or_its_top() -> None:
 
 def test_groups_of_like_lengths_are_the_same_after_a_resume() -> None:
     lengths = [(7 * row) % 50 for row in range(200)]
-    orders = [list(LengthGroups(lengths, 10, lambda seed=seed: seed)) for seed in (1, 1, 2)]
+    orders = [by_length(lengths, 10, seed) for seed in ("1", "1", "2")]
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[0]) == list(range(200))
     spread = [max(group) - min(group) for group in zip(*[iter([lengths[row] for row in orders[0]])] * 10, strict=True)]
     assert sum(spread) / len(spread) < 10
+
+
+def test_the_rate_rises_over_the_warm_up_and_falls_as_a_cosine() -> None:
+    rates = [rate(step, 4, 12) for step in range(12)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1, 1] and rates[8] == pytest.approx(0.5) and 0 < rates[-1] < 0.05
+    assert rates[4:] == sorted(rates[4:], reverse=True) and rate(0, 0, 1) == 1
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engine.schedule.schedule import ScheduleSpec
-from pipeline.learn.variants import comparison_schedules, comparisons, speeds
+from actors.engine.schedule.schedule import Schedule, ScheduleSpec
+from pipeline.learn.variants import comparisons, speeds
+
+
+def comparison_schedules(spec: ScheduleSpec, layers: int, *given: Any, **named: Any) -> dict[str, Schedule]:
+    return {one.name: one.spec.build(layers) for one in comparisons(spec, layers, *given, **named)}
 
 
 @settings(deadline=None, max_examples=40)

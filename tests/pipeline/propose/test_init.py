@@ -21,7 +21,7 @@ from actors.engine.errors import UserError
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config, parse_yaml, validated
-from pipeline.propose import PLACEHOLDER, Sample, job_text, propose, write_job_file
+from pipeline.propose import PLACEHOLDER, Sample, job_text, propose, true_answers, write_job_file
 
 
 def written(folder: Path, *arguments: str) -> tuple[Any, Path]:
@@ -147,3 +147,11 @@ def test_a_column_of_few_values_becomes_choices_in_a_comment() -> None:
     text = job_text("in.csv", Sample(1, None, columns), found, PLACEHOLDER)
     assert parse_yaml(re.sub(r"^# (?=choices:|- )", "", text, flags=re.M))["choices"] == ["a: b", "bug"]
     assert propose({**columns, "truth": [f"word {row % 6}" for row in range(12)]}).labels == ()
+
+
+def test_a_column_of_true_answers_is_named_for_adapt() -> None:
+    columns = {"text": ["long enough", "and more"], "Label": ["x", "y"]}
+    text = job_text("in.csv", Sample(1, None, columns), propose(columns), PLACEHOLDER)
+    assert parse_yaml(text.replace("# adapt:", "adapt:"))["adapt"] == {"references": "Label"}
+    assert true_answers({"other": ["X ", None], "label": ["z", "x"]}, ["x", "y"]) == "other"
+    assert true_answers({"other": ["x"], "label": [1]}) is None

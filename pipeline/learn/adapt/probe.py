@@ -1,0 +1,181 @@
+"""`skipdecode adapt --probe`: in minutes and without training, what an adaptation could give this job here.
+
+rows of the input ──> answers at full depth, timed ──> keep order ──> divergence of fewer layers
+                                 └──> clock of each speed, cost of the adaptation, rows from which it pays
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from actors.answers import Prompt
+from actors.engine.errors import UserError
+from actors.engine.library.packed_attention import packed
+from actors.engine.schedule.schedule import MEASURED
+from actors.generator import Generator
+from pipeline.checkpoints.resolve import fetch
+from pipeline.config.job import JobConfig
+from pipeline.generate.settings import generator_settings
+from pipeline.learn.adapt import configs
+from pipeline.learn.adapt.choice import BreakEven
+from pipeline.learn.adapt.configs import Task
+from pipeline.learn.adapt.forecast import RowCost, stage_seconds
+from pipeline.learn.adapt.pairs import prompt_ids
+from pipeline.learn.adapt.plan import output_folder, plan_adaptation
+from pipeline.learn.adapt.run import SEED, STAGES, working_actors
+from pipeline.learn.adapt.sample import draw, write_sample
+from pipeline.learn.adapt.state import StageRecord
+from pipeline.learn.keep_order import ROWS, ResponsePasses, Row, batches, measured_order
+from pipeline.messages import duration
+from pipeline.prepare.prompt_spec import prompt_spec
+from pipeline.runtime.announce import announce
+from pipeline.runtime.wide_console import wide
+
+SHARES, SPEEDS = (0.9, 0.75, 0.5), (1.5, 2.0, 3.0)
+HEAD_CALLS = 20
+
+
+def probe(config: JobConfig, source: str) -> dict[str, Any]:
+    """Measure some rows of a job at full depth; plain values, seconds of one row by one actor. Writes no file.
+
+    source: name of the job file. Raises UserError for a mistake, or if no row can be answered.
+    """
+    config = config.model_copy(update={"adapt": configs.options(config)})
+    folder = output_folder(config)
+    task = plan_adaptation(config, source, folder, StageRecord(folder, STAGES))
+    generator, prompts = _load(task), _prompts(task)
+    announce(f"answering {len(prompts)} rows at full depth with {config.model.path}")
+    generator.answer(prompts[:1])  # warms up
+    generator.take_stats()
+    answers, stats = generator.answer(prompts), generator.take_stats()
+    pairs = [(prompts[one.row].ids, one.token_ids) for one in answers if one.token_ids]
+    if not pairs:
+        raise UserError(f"no sampled row can be answered: {answers[0].error}")
+    sums = (sum(len(ids) for ids, _ in pairs), stats.generated_tokens, stats.prefill_seconds, stats.decode_seconds)
+    row = RowCost(*(total / len(pairs) for total in sums))
+    head = _head_seconds(generator, min(len(pairs), generator.max_batch)) * row.answer
+    shape = {"horizon": max(2, round(statistics.median(len(ids) for _, ids in pairs))), **task.shape}
+    decoder = generator.engine.decoder
+    if shape["keep_order"] == MEASURED:
+        identity = {**task.resolved.identity(), "dtype": config.model.dtype}
+        given = config.schedule.warmup
+        order, warmup = measured_order(identity, lambda: decoder, pairs, given, config.model.cache, announce)
+        shape |= {"keep_order": order, "warmup": warmup}
+    cost = sum(seconds for stage, seconds in stage_seconds(task, row)[1].items() if stage != "before")
+    speeds = [_speed(task, row, min(head, row.decode_seconds), shape, speed, cost) for speed in SPEEDS]
+    order = task.resolved.checkpoint.schedule({**shape, "speedup": 2.0}).keep_order
+    return {
+        "rows": task.rows,
+        "probed": len(pairs),
+        "tokens": {"prompt": row.prompt, "answer": row.answer},
+        "seconds": {"prompt": row.prefill_seconds, "decode": row.decode_seconds, "head": head},
+        "kept_layers": _divergence(generator, pairs, order),
+        "adaptation_seconds": cost,
+        "speeds": speeds,
+        "worth_it": any(one["saved"] > 0 for one in speeds),
+    }
+
+
+def _load(task: Task) -> Generator:
+    config, actors = task.config, task.config.actors
+    sampling = config.sampling.model_copy(update={"temperature": 0.0, "n": 1, "logprobs": None})
+    return Generator(
+        str(fetch(task.resolved.source)),
+        schedule={"speedup": 1.0},
+        unadapted=True,
+        **generator_settings(config.model, sampling, config.choices) | {"vllm": None},
+        threads=actors.threads,
+        cache_bytes=actors.cache_bytes or 2**30,
+        max_batch=config.rows_in_flight,
+    )
+
+
+def _prompts(task: Task) -> list[Prompt]:
+    with tempfile.TemporaryDirectory(prefix="skipdecode-probe-") as folder:
+        path = Path(folder) / configs.SAMPLE
+        write_sample(task.config, task.files, task.schema, draw(task.rows, ROWS, SEED), path)
+        found = prompt_ids(pq.read_table(path), prompt_spec(task.config, task.resolved, 0.0))
+    prompts = [Prompt(ids, "sample", row) for row, ids in enumerate(ids for ids in found if ids is not None)]
+    if not prompts:
+        raise UserError("no sampled row has a prompt that can be prepared; `skipdecode try` shows why")
+    return prompts
+
+
+@torch.inference_mode()
+def _head_seconds(generator: Generator, rows: int) -> float:
+    """Seconds of norm and vocabulary head for a token of one row, in steps of `rows` rows."""
+    decoder = generator.engine.decoder
+    hidden = torch.randn(rows, decoder.model.config.hidden_size).to(decoder.device, decoder.dtype)
+    head = getattr(decoder, "likeliest", decoder.logits)  # the CPU's kernels screen it
+    head(hidden)
+    began = time.perf_counter()
+    for _ in range(HEAD_CALLS):
+        head(hidden)
+    return (time.perf_counter() - began) / HEAD_CALLS / rows
+
+
+def _divergence(generator: Generator, pairs: Sequence[Row], order: Sequence[int]) -> list[dict[str, float]]:
+    """Nats a token from full depth, and share of its likeliest tokens, of the first layers of the order alone."""
+    decoder, found = generator.engine.decoder, list[dict[str, float]]()
+    with torch.inference_mode(), packed(decoder.model):
+        passes = [ResponsePasses(decoder, batch) for batch in batches(pairs, decoder.vocab_size)]
+        tokens = sum(one.tokens for one in passes)
+        for share in SHARES:
+            kept = order[: max(1, round(share * len(order)))]
+            agreed, nats = (sum(each) for each in zip(*(one.agreement(kept) for one in passes), strict=True))
+            found.append({"layers": len(kept), "of": len(order), "token_kl": nats / tokens, "agreed": agreed / tokens})
+    return found
+
+
+def _speed(
+    task: Task, row: RowCost, head: float, shape: Mapping[str, Any], speed: float, cost: float
+) -> dict[str, float | int | None]:
+    """Clock of a speed if layers are all that shrinks, by the prompt policy that gains more, and when it pays."""
+    schedule = task.resolved.checkpoint.schedule({**shape, "speedup": speed})
+    kept = (schedule.mean_depth(round(row.answer)) or schedule.num_layers) / schedule.num_layers
+    policies = task.prompt_policies(row.prefill_seconds / row.seconds)
+    prompt = schedule.depths[0] / schedule.num_layers if "first" in policies else 1.0
+    fast = row.prefill_seconds * prompt + head + (row.decode_seconds - head) * kept
+    account = BreakEven(cost, row.seconds, fast, task.rows, working_actors(task.config))
+    return {"speedup": speed, "clock": row.seconds / fast, "at_rows": account.at_rows, "saved": account.saved}
+
+
+def print_probe(console: Console, found: Mapping[str, Any]) -> None:
+    """Print the values of a probe as a table and sentences."""
+    console, seconds, tokens = wide(console), found["seconds"], found["tokens"]
+    total = seconds["prompt"] + seconds["decode"]
+    console.print(
+        f"{found['probed']} rows at full depth: prompts of {tokens['prompt']:,.0f} and answers of "
+        f"{tokens['answer']:,.0f} tokens, {duration(total)} a row: prompts {seconds['prompt'] / total:.0%}, layers of "
+        f"decode {max(seconds['decode'] - seconds['head'], 0) / total:.0%}, head {seconds['head'] / total:.0%}"
+    )
+    for kept in found["kept_layers"]:
+        console.print(
+            f"{kept['layers']} of {kept['of']} layers, not adapted: {kept['token_kl']:.3f} nats a token from full "
+            f"depth, {kept['agreed']:.0%} of its tokens"
+        )
+    table = Table(box=None, pad_edge=False)
+    for name in ("speed", "clock at most", "pays from rows", "saves here"):
+        table.add_column(name, justify="right")
+    for one in found["speeds"]:
+        pays = "never" if one["at_rows"] is None else f"{one['at_rows']:,}"
+        saved = duration(one["saved"]) if one["saved"] > 0 else "nothing"
+        table.add_row(f"{one['speedup']:g}x", f"{one['clock']:.2f}x", pays, saved)
+    console.print(table)
+    cost = duration(found["adaptation_seconds"])
+    best = max(found["speeds"], key=lambda one: one["saved"])
+    verdict = f"worth it if the quality holds: {best['speedup']:g}x would save {duration(max(best['saved'], 0))}"
+    console.print(
+        f"adaptation takes about {cost} here, and this job has {found['rows']:,} rows: "
+        f"{verdict if found['worth_it'] else 'not worth it'}"
+    )
