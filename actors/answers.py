@@ -18,59 +18,36 @@ Column = NDArray[Any]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row to answer.
-
-    Args:
-        ids: Token ids of the prompt.
-        source: Name of the row's file; with `row` and the seed it determines the row's random numbers.
-        row: Number of the row in `source`.
-        error: Why the row cannot be answered.
-        sampling: Sampling parameters of this row, on top of the Generator's.
-        choices: Labels of this row, in place of the Generator's.
-        output_format: Form of this row's answers, in place of the Generator's.
-        tools: Whether the prompt offers tools, so that its answers may call them.
-    """
+    """A row to answer. Its own sampling, choices and output_format take the place of the Generator's."""
 
     ids: Sequence[int]
-    source: str
-    row: int
-    error: str | None = None
+    source: str  # name of the row's file; with `row` and the seed it determines the row's random numbers
+    row: int  # number of the row in `source`
+    error: str | None = None  # why the row cannot be answered
     sampling: Mapping[str, Any] = field(default_factory=dict)
     choices: Sequence[str] | None = None
     output_format: OutputFormat | None = None
-    tools: bool = False
+    tools: bool = False  # whether the prompt offers tools, so that its answers may call them
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer to a row. A row that cannot be answered has a single answer, an error without text.
+    """One answer to a row. A row that cannot be answered has a single answer, an error without text."""
 
-    Args:
-        row: Index of its prompt in the list of prompts.
-        sample_index: Number of the answer among the `n` answers to its prompt.
-        mean_depth: Layers a decode step; None where there was no decode step.
-        reasoning: The thinking before the text, for a Generator with `reasoning`; None without any.
-        error: Why there is no text, or why the text is not whole in the form that was asked for.
-        cumulative_logprob: See `Completion`, as for `choice_probability`.
-        logprobs: Of each token, as in `TokenLogprob.to_dict`; None without.
-        tool_calls: Calls of the tools that the prompt offers, which the text does not hold; None without tools, or for
-            calls that cannot be read.
-    """
-
-    row: int
-    sample_index: int
+    row: int  # index of its prompt in the list of prompts
+    sample_index: int  # number of the answer among the `n` answers to its prompt
     generated_text: str | None
     finish_reason: str
     prompt_tokens: int
     generated_tokens: int
-    mean_depth: float | None
-    error: str | None
+    mean_depth: float | None  # layers a decode step; None where there was no decode step
+    error: str | None  # why there is no text, or why it is not whole in the form that was asked for
     token_ids: list[int] | None
     cumulative_logprob: float | None
-    logprobs: list[dict[str, Any]] | None
+    logprobs: list[dict[str, Any]] | None  # of each token, as in `TokenLogprob.to_dict`
     choice_probability: float | None
-    reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    reasoning: str | None = None  # the thinking before the text
+    tool_calls: list[ToolCall] | None = None  # which the text does not hold; None without tools, or for unreadable ones
 
 
 def error_answer(row: int, prompt_tokens: int, error: str) -> Answer:
@@ -105,20 +82,14 @@ def answer_columns(
 ) -> dict[str, Column]:
     """The answers' columns; None stands for a missing number, as in the output of a job.
 
-    Args:
-        choices: Whether to add `choice_probability`.
-        logprobs: Whether to add `logprobs`.
-        reasoning: Whether to add `reasoning`.
-        cumulative_logprob: Whether to add `cumulative_logprob`.
+    The flags add `choice_probability`, `logprobs`, `reasoning` and `cumulative_logprob`.
     """
     columns: dict[str, Column] = {}
     for name in ("sample_index", "prompt_tokens", "generated_tokens"):
         columns[name] = np.array([getattr(answer, name) for answer in answers], dtype=np.int64)
-    nullable = ["generated_text", "finish_reason", "error", "mean_depth"]
-    nullable += (
-        ["cumulative_logprob"] * cumulative_logprob + ["choice_probability"] * choices + ["reasoning"] * reasoning
-    )
-    for name in nullable:
+    optional = {"cumulative_logprob": cumulative_logprob, "choice_probability": choices, "reasoning": reasoning}
+    nullable = [name for name, is_asked in optional.items() if is_asked]
+    for name in ("generated_text", "finish_reason", "error", "mean_depth", *nullable):
         columns[name] = object_column([getattr(answer, name) for answer in answers])
     if logprobs:
         columns["logprobs"] = object_column([answer.logprobs or [] for answer in answers])

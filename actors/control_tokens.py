@@ -37,13 +37,12 @@ class ControlTokens:
     ) -> tuple[str, int]:
         """A template's text, and how many of its control tokens `values` spell; those are marked, for `encode`.
 
+        Raises UserError if it cannot be told which control tokens are the template's.
+
         Args:
-            render: The template as a function of `values`.
-            values: Messages, tools or columns: texts in lists and dictionaries.
+            render: The template as a function of `values`: messages, tools or columns.
             source: The template's own text, if it spells every control token that the template writes.
             parse: Mark none: control tokens in `values` are parsed like the template's.
-
-        Raises UserError if it cannot be told which control tokens are the template's.
         """
         text = render(values)
         if self.pattern.search(text) is None:
@@ -54,7 +53,7 @@ class ControlTokens:
         if _unmarked(marked) != _unmarked(text):
             marked = self._aligned(_unmarked(text), marked, written)
         if source is not None:
-            marked = self._marked.sub(lambda found: self._as_text(found[0], source), marked)
+            marked = self._marked.sub(lambda found: found[0] if found[0] in source else _mark(found[0]), marked)
         spelled = marked.count(START)
         return (text if parse or not spelled else marked), spelled
 
@@ -87,10 +86,7 @@ class ControlTokens:
             return {self._mark(key): self._mark(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(map(self._mark, value))
-        return self.pattern.sub(f"{START}\\g<0>{END}", _unmarked(value)) if isinstance(value, str) else value
-
-    def _as_text(self, token: str, source: str) -> str:
-        return token if token.startswith(START) or token in source else f"{START}{token}{END}"
+        return self.pattern.sub(lambda one: _mark(one[0]), _unmarked(value)) if isinstance(value, str) else value
 
     def _written(self, marked: str) -> list[bool]:
         """Tell for each control token whether it is the template's, which no marker touches."""
@@ -116,9 +112,12 @@ class ControlTokens:
                 if (block.b + offset) % 2:  # odd pieces are control tokens
                     is_template[block.a + offset] = written[(block.b + offset) // 2]
         return "".join(
-            f"{START}{piece}{END}" if number % 2 and not is_template[number] else piece
-            for number, piece in enumerate(ours)
+            _mark(piece) if number % 2 and not is_template[number] else piece for number, piece in enumerate(ours)
         )
+
+
+def _mark(token: str) -> str:
+    return token if token.startswith(START) else f"{START}{token}{END}"
 
 
 def _unmarked(text: str) -> str:

@@ -51,18 +51,11 @@ ROWS_SECONDS = 20.0  # that an actor of Ray Data waits for its first rows withou
 
 @dataclass(frozen=True)
 class RowsAtWork:
-    """Rows that `Generator.begin` has queued.
-
-    Args:
-        prompts: The rows.
-        owners: The row of each request of the call.
-        errors: Of rows that have no request.
-        call: The requests.
-    """
+    """Rows that `Generator.begin` has queued."""
 
     prompts: Sequence[Prompt]
-    owners: Sequence[int]
-    errors: Mapping[int, str]
+    owners: Sequence[int]  # the row of each request of the call
+    errors: Mapping[int, str]  # of rows that have no request
     call: Call
 
 
@@ -87,17 +80,14 @@ class Generator:
             answer's `reasoning`, and choices or output_format hold for the text after it. None: nothing is split.
         strip: Remove white space from both ends of a free text.
         dtype: float32, bfloat16 or float16, of weights, activations and cache.
-        weights: int8, on a CPU with bfloat16: linear layers and head with 8 bits; None: in `dtype`, or with the 8 bits
-            that the checkpoint has.
+        weights: int8, on a CPU with bfloat16: linear layers and head with 8 bits; None: as the checkpoint has them.
         device: auto, cpu, cuda or cuda:N; auto is cuda where torch sees a GPU.
         threads: torch threads on a CPU; None keeps the process's setting, at most one for each CPU that it may use.
         cache_bytes: Bytes of key/value cache of the rows in flight; 0, for vLLM: what its own settings leave.
         max_batch: Most rows in flight.
         scheduler: lock_step: rows of a batch begin together; refill: a row that has ended is replaced immediately.
-        vllm: Engine arguments of vLLM, which then runs the model in place of this package's engines, see
-            `actors.vllm.engine`; None: it does not.
-        cumulative_logprob: Compute the sum of each answer's log-probabilities, nats, which takes time; it becomes a
-            column.
+        vllm: Engine arguments of vLLM, which then runs the model, see `actors.vllm.engine`; None: it does not.
+        cumulative_logprob: Add a column with the sum of each answer's log-probabilities, nats, which takes time.
         row_logprobs: A row may ask for log-probabilities although `sampling` has none; `answer` returns them.
         seed: Seed of the random numbers, from which and from each prompt a row's own follow.
         share_prefixes: Beginnings that prompts of a call share are computed once.
@@ -141,27 +131,31 @@ class Generator:
             if dtype != "bfloat16":
                 raise UserError("weights = 'int8' is for bfloat16")
         self.sampling = SamplingParams().merged(dict(sampling or {}))
-        self.prompt_column = prompt_column
+        self.prompt_column, self.cumulative_logprob = prompt_column, cumulative_logprob
         self.scheduler, self.share_prefixes = scheduler, share_prefixes
+        self.cache_bytes, self.max_batch = cache_bytes, max_batch
         set_threads(threads)
         inspected = inspect(checkpoint, by_vllm=vllm is not None)
         if speed_adapter is not None:
             inspected = with_adapter(inspected, speed_adapter)
-        resolved = schedule if isinstance(schedule, Schedule) else None
-        self._changes = {} if schedule is None or isinstance(schedule, Schedule) else dict(schedule)
-        self._inspected, self._unadapted = inspected, unadapted
-        if resolved is None and unadapted:
-            resolved = inspected.schedule(self._changes)
-        self.schedule = resolved or inspected.adapted_schedule(self._changes, str(checkpoint), "pass unadapted=True")
+        self._inspected, self._unadapted, self._changes = inspected, unadapted, dict[str, Any]()
+        if isinstance(schedule, Schedule):
+            self.schedule = schedule
+        else:
+            self._changes = dict(schedule or {})
+            self.schedule = (
+                inspected.schedule(self._changes)
+                if unadapted
+                else inspected.adapted_schedule(self._changes, str(checkpoint), "pass unadapted=True")
+            )
         self.tokenizer = load_tokenizer(checkpoint)
-        self.cache_bytes, self.max_batch = cache_bytes, max_batch
         how: dict[str, Any] = {
             "dtype": dtype,
             "device": device,
             "cache_bytes": cache_bytes,
             "cumulative_logprob": cumulative_logprob,
         }
-        self.engine: Engine
+        self._on_vllm = vllm is not None
         if vllm is None:
             self.engine = build_engine(inspected, self.schedule, self.tokenizer, int8=weights is not None, **how)
         else:
@@ -170,8 +164,8 @@ class Generator:
             if reasoning is not None and (choices is not None or output_format is not None):
                 raise UserError("engine vllm has no choices or output_format behind reasoning; leave one of them out")
             how |= {"max_rows": max_batch, "share_prefixes": share_prefixes, "options": vllm}
-            self.engine = cast(Any, VllmEngine(inspected, self.schedule, self.tokenizer, **how))
-        self.calls = self._scheduler()
+            self.engine = cast("Engine", VllmEngine(inspected, self.schedule, self.tokenizer, **how))
+        self.calls = self._loop()
         self._building, self._running = threading.RLock(), threading.Lock()
         self.device = self.engine.decoder.device
         self.builder = RequestBuilder(
@@ -186,7 +180,6 @@ class Generator:
             reasoning=None if reasoning is None else Reasoning(**reasoning),
             row_logprobs=row_logprobs,
         )
-        self.cumulative_logprob = cumulative_logprob
         self._rows_came = threading.Event()
         if any(frame.f_globals.get("__name__", "").startswith("ray.data.") for frame, _ in walk_stack(None)):
             threading.Thread(target=self._warn_without_rows, daemon=True).start()
@@ -212,29 +205,25 @@ class Generator:
             max_batch: Most rows a batch; None for this generator's own.
         """
         other = copy.copy(self)
-        other.schedule = schedule
+        other.schedule, other.engine = schedule, self.engine.at(schedule)
         other.max_batch = self.max_batch if max_batch is None else max_batch
-        return other.with_engine(self.engine.at(schedule))
-
-    def with_engine(self, engine: Engine) -> Generator:
-        """A generator that answers by another engine over the same weights, in all else equal to this one."""
-        other = copy.copy(self)
-        other.engine = engine
-        other.calls = other._scheduler()
+        other.calls = other._loop()
         return other
 
-    def _scheduler(self) -> Loop:
+    def _loop(self) -> Loop:
+        if self._on_vllm:  # it schedules by itself
+            return cast("Loop", self.engine)
         from actors.engine.loop import Loop
 
-        if hasattr(self.engine, "loop"):  # vLLM schedules by itself
-            return cast(Loop, self.engine.loop())
+        decoder = self.engine.decoder
         return Loop(
             self.engine,
             budget_bytes=self.cache_bytes,
             max_rows=self.max_batch,
             share_prefixes=self.share_prefixes,
             scheduler=self.scheduler,
-            joins_calls=_joins_calls(self.engine),
+            # where no bit of a row depends on the others, or where no bits are promised, as on a GPU in 16 bits
+            joins_calls=decoder.rows_independent or (decoder.device.type == "cuda" and decoder.dtype.itemsize == 2),
         )
 
     def schedule_at(self, speedup: float) -> Schedule:
@@ -268,17 +257,14 @@ class Generator:
         kept = {name: as_column(values) for name, values in batch.items()}
         if (name := self.prompt_column) not in kept:
             raise UserError(f"prompt_column: no column {name!r} in the batch, which has {', '.join(map(repr, kept))}")
-        prompts = [self.builder.prompt(value) for value in kept[self.prompt_column]]
+        prompts = [self.builder.prompt(value) for value in kept[name]]
         answers = self.answer(prompts, constant_prefix([prompt.ids for prompt in prompts if prompt.error is None]))
         rows = [answer.row for answer in answers]
-        columns = {name: values[rows] for name, values in kept.items()}
-        choices, logprobs = self.builder.choices is not None, self.sampling.logprobs is not None
-        reasoning = self.builder.reasoning is not None
-        return columns | answer_columns(
+        return {name: values[rows] for name, values in kept.items()} | answer_columns(
             answers,
-            choices=choices,
-            logprobs=logprobs,
-            reasoning=reasoning,
+            choices=self.builder.choices is not None,
+            logprobs=self.sampling.logprobs is not None,
+            reasoning=self.builder.reasoning is not None,
             cumulative_logprob=self.cumulative_logprob,
         )
 
@@ -339,18 +325,13 @@ class Generator:
 
     def finish(self, work: RowsAtWork) -> list[Answer]:
         """The answers to rows that have been run."""
-        completions, prompts = work.call.result(), work.prompts
+        completions, prompts, errors = work.call.result(), work.prompts, dict(work.errors)
         if work.call.on_batch is not None:
             work.call.on_batch(())
         # a sample that does not fit the memory makes its row an error, which has a single answer
-        errors = {
-            **work.errors,
-            **{
-                row: done.error
-                for row, done in zip(work.owners, completions, strict=True)
-                if done.error is not None and not done.token_ids
-            },
-        }
+        for row, done in zip(work.owners, completions, strict=True):
+            if done.error is not None and not done.token_ids:
+                errors[row] = done.error
         answers = [error_answer(row, len(prompts[row].ids), error) for row, error in errors.items()]
         counts: Counter[int] = Counter()
         with self._building:
@@ -412,10 +393,3 @@ class Generator:
             name = torch.cuda.get_device_name(self.device)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return f"{name} [{visible}]" if visible else name
-
-
-def _joins_calls(engine: Engine) -> bool:
-    """Whether rows of different calls may share steps: where no bit of a row depends on the others, or where no bits
-    are promised, as on a GPU in 16 bits."""
-    decoder = engine.decoder
-    return decoder.rows_independent or (decoder.device.type == "cuda" and decoder.dtype.itemsize == 2)

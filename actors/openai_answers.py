@@ -28,9 +28,8 @@ def completion_body(
 
     Args:
         url: the endpoint, one of `ENDPOINTS`.
-        answers: to one request, at least one; fields of `Answer`, `logprobs` as in `TokenLogprob.to_dict`,
-            `tool_calls` as in `ToolCall.to_dict`. Thinking is shown as `reasoning_content`, as DeepSeek's and vLLM's
-            servers do.
+        answers: to one request, at least one; fields of `Answer`. Thinking is shown as `reasoning_content`, as
+            DeepSeek's and vLLM's servers do.
         key: that ids are made of.
         created: seconds since 1970.
         model: its name.
@@ -40,23 +39,17 @@ def completion_body(
     is_chat = url == CHAT
     choices = []
     for answer in answers:
-        text = answer["generated_text"]
-        index, calls = answer["sample_index"], answer.get("tool_calls") or ()
-        content: dict[str, Any] = {"text": text}
-        if is_chat:
-            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        text, index, calls = answer["generated_text"], answer["sample_index"], answer.get("tool_calls") or ()
+        content = {"role": "assistant", "content": text, "refusal": None} if is_chat else {"text": text}
         if calls:
-            content["message"] |= {"content": text or None, "tool_calls": shown_calls(calls, f"{key}-{index}")}
+            content |= {"content": text or None, "tool_calls": shown_calls(calls, f"{key}-{index}")}
         if answer.get("reasoning") is not None:
-            (content["message"] if is_chat else content)["reasoning_content"] = answer["reasoning"]
-        choices.append(
-            {
-                "index": index,
-                **content,
-                "logprobs": shown_logprobs(url, answer.get("logprobs")),
-                "finish_reason": "tool_calls" if calls else answer["finish_reason"],
-            }
-        )
+            content["reasoning_content"] = answer["reasoning"]
+        finish = {
+            "logprobs": shown_logprobs(url, answer.get("logprobs")),
+            "finish_reason": "tool_calls" if calls else answer["finish_reason"],
+        }
+        choices.append({"index": index, **({"message": content} if is_chat else content), **finish})
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
         "object": "chat.completion" if is_chat else "text_completion",
@@ -80,7 +73,23 @@ def shown_logprobs(url: str, tokens: Sequence[Mapping[str, Any]] | None, offset:
     """Log-probabilities in the endpoint's form; None without. offset: characters of text before these tokens."""
     if tokens is None:
         return None
-    return _chat_logprobs(tokens) if url == CHAT else _logprobs(tokens, offset)
+    if url == CHAT:
+        content = [{**_entry(token), "top_logprobs": [_entry(other) for other in token["top"]]} for token in tokens]
+        return {"content": content, "refusal": None}
+    texts = [token["token"] for token in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [token["logprob"] for token in tokens],
+        # of tokens with the same text the likeliest, which comes first
+        "top_logprobs": [{one["token"]: one["logprob"] for one in reversed(token["top"])} for token in tokens],
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
+    }
+
+
+def _entry(token: Mapping[str, Any]) -> dict[str, Any]:
+    # a token may hold a part of a character, whose bytes its text does not show
+    spelled = None if REPLACEMENT in token["token"] else list(token["token"].encode())
+    return {"token": token["token"], "logprob": token["logprob"], "bytes": spelled}
 
 
 def error_body(message: str, *, is_request: bool) -> dict[str, Any]:
@@ -90,34 +99,7 @@ def error_body(message: str, *, is_request: bool) -> dict[str, Any]:
 
 
 def shown_calls(calls: Sequence[Mapping[str, str]], key: str) -> list[dict[str, Any]]:
-    """Calls of tools, as in `ToolCall.to_dict`, in OpenAI's form. key: that their ids are made of."""
+    """Calls of tools, in OpenAI's form. key: that their ids are made of."""
     return [
         {"id": f"call_{key}-{number}", "type": "function", "function": {**call}} for number, call in enumerate(calls)
     ]
-
-
-def _chat_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    def entry(token: Mapping[str, Any]) -> dict[str, Any]:
-        text = token["token"]
-        # a token may hold a part of a character, whose bytes its text does not show
-        spelled = None if REPLACEMENT in text else list(text.encode())
-        return {"token": text, "logprob": token["logprob"], "bytes": spelled}
-
-    content = [{**entry(token), "top_logprobs": [entry(other) for other in token["top"]]} for token in tokens]
-    return {"content": content, "refusal": None}
-
-
-def _logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[str, Any]:
-    texts = [token["token"] for token in tokens]
-    tops: list[dict[str, float]] = []
-    for token in tokens:
-        top: dict[str, float] = {}
-        for other in token["top"]:
-            top.setdefault(other["token"], other["logprob"])
-        tops.append(top)
-    return {
-        "tokens": texts,
-        "token_logprobs": [token["logprob"] for token in tokens],
-        "top_logprobs": tops,
-        "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
-    }

@@ -33,47 +33,31 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
 }
 _OF_CHAT = (
-    "messages",
-    "max_completion_tokens",
-    "top_logprobs",
-    "response_format",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "modalities",
+    *("messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice"),
+    *("parallel_tool_calls", "modalities"),
 )
 _OF_TEXT = ("prompt", "echo", "suffix", "best_of")
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request's body.
+    """A request's body. Its values are not checked, but the prompt's type is."""
 
-    Args:
-        messages: of a chat, not checked; None for a text.
-        prompt: text or token ids; None for a chat.
-        sampling: the parameters that the body sets, by the names of `SamplingParams`, not checked.
-        output_format: form of the answer, not checked; None for free text.
-        tools: those that a chat offers, not checked; None for none.
-        tool_choice: which of them it must call, not checked; None if it need not.
-    """
-
-    messages: Any
-    prompt: str | list[int] | None
-    sampling: dict[str, Any]
+    messages: Any  # of a chat
+    prompt: str | list[int] | None  # None for a chat
+    sampling: dict[str, Any]  # the parameters that the body sets, by the names of `SamplingParams`
     output_format: OutputFormat | None = None
-    tools: Any = None
-    tool_choice: Any = None
+    tools: Any = None  # that a chat offers
+    tool_choice: Any = None  # which of them it must call
 
     def checked_form(self, tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> OutputFormat | None:
         """The form of the answer, or that of the calls that it must make; None for free text.
 
+        Raises UserError for a form or a choice of tools that cannot be followed.
+
         Args:
             tools: the request's, checked.
             tokenizer: the model's, whose chat template says how calls are written.
-
-        Raises:
-            UserError: a form or a choice of tools that cannot be followed.
         """
         if self.tool_choice is not None:
             return forced_call(tools, self.tool_choice, form_of(tokenizer))
@@ -85,12 +69,7 @@ class CompletionRequest:
 def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
     """The request in a body; null counts as a key that is left out.
 
-    Args:
-        url: one of `ENDPOINTS`.
-        body: the JSON object.
-
-    Raises:
-        UserError: names the key that is unknown, unsupported or wrong.
+    Raises UserError that names the key that is unknown, unsupported or wrong.
     """
     if url not in ENDPOINTS:
         raise UserError(f"url {url!r} is not supported; known: {', '.join(ENDPOINTS)}")
@@ -113,19 +92,18 @@ def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
     logprobs = _chat_logprobs(given) if url == CHAT else given.get("logprobs")
     if logprobs is not None:
         sampling["logprobs"] = logprobs
-    if url == CHAT:
-        if "messages" not in given:
-            raise UserError("body: messages is missing")
-        form, tools = _form(given.get("response_format")), given.get("tools")
-        choice = given.get("tool_choice", "auto")
-        tools = None if choice == "none" else tools
-        if choice not in ("none", "auto") and not tools:
-            raise UserError(f"body: tool_choice = {choice!r} needs tools")
-        if form is not None and tools:
-            raise UserError("body: response_format does not go with tools: a call would have another form")
-        forced = None if choice in ("none", "auto") else choice
-        return CompletionRequest(given["messages"], None, sampling, form, tools, forced)
-    return CompletionRequest(None, _prompt(given.get("prompt")), sampling)
+    if url == TEXT:
+        return CompletionRequest(None, _prompt(given.get("prompt")), sampling)
+    if "messages" not in given:
+        raise UserError("body: messages is missing")
+    form, choice = _form(given.get("response_format")), given.get("tool_choice", "auto")
+    tools = None if choice == "none" else given.get("tools")
+    forced = None if choice in ("none", "auto") else choice
+    if forced is not None and not tools:
+        raise UserError(f"body: tool_choice = {choice!r} needs tools")
+    if form is not None and tools:
+        raise UserError("body: response_format does not go with tools: a call would have another form")
+    return CompletionRequest(given["messages"], None, sampling, form, tools, forced)
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> Any:

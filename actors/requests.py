@@ -28,22 +28,14 @@ KEPT_CONSTRAINTS = 64
 
 
 class RequestBuilder:
-    """Builds the requests of rows for one model.
+    """Builds the requests of rows for one model; arguments of the same name are explained at `Generator`.
+
+    Sampling, choices, output_format and seed are of rows without their own. Raises UserError for choices that cannot be
+    distinguished, a form that is wrong or not supported, or both.
 
     Args:
-        tokenizer: The model's.
-        sampling: Parameters of rows without their own.
-        choices: Labels of rows without their own; None for free answers.
-        output_format: Form of the answers of rows without their own; None for free answers.
-        seed: Seed of rows without their own.
-        strip: Remove white space from both ends of a free answer.
         vocab_size: Token ids are below it.
         stop_ids: Tokens of the model that end a row.
-        reasoning: Marks of thinking, which is split from the text; None for answers without.
-        row_logprobs: A row may ask for log-probabilities although `sampling` has none.
-
-    Raises:
-        UserError: Choices that cannot be distinguished, a form that is wrong or not supported, or both.
     """
 
     def __init__(
@@ -81,17 +73,11 @@ class RequestBuilder:
 
     def logprobs(self, completion: Completion) -> list[dict[str, Any]] | None:
         """A completion's log-probabilities, as in `TokenLogprob.to_dict`."""
-        if completion.logprobs is None:
-            return None
-        return [token.to_dict(self.token_text) for token in completion.logprobs]
+        found = completion.logprobs
+        return None if found is None else [token.to_dict(self.token_text) for token in found]
 
     def prompt(self, value: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
-        """The prompt of any value of a prompt column: a text, token ids or messages.
-
-        Args:
-            value: The prompt.
-            tools: Those that messages offer, see `checked_tools`.
-        """
+        """The prompt of any value of a prompt column: a text, token ids or messages, which may offer checked tools."""
         ids: list[int] = []
         error = None
         try:
@@ -115,12 +101,8 @@ class RequestBuilder:
 
     def _render(self, chat: tuple[list[Any], list[Any]]) -> str:
         """The text of messages and tools by transformers' chat template."""
-        messages, tools = chat
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=True
-            )
-        )
+        how: dict[str, Any] = {"tools": chat[1] or None, "tokenize": False, "add_generation_prompt": True}
+        return str(self.tokenizer.apply_chat_template(chat[0], **how))
 
     def chat_ids(self, text: str, marked: int) -> list[int]:
         """Token ids of a chat, in which so many control tokens are marked, see `ControlTokens.prompt`."""
@@ -147,7 +129,7 @@ class RequestBuilder:
         ending = None
         if params.stop:
             start = self.answer_start(prompt.ids)
-            ending = StopStrings(params.stop, self._decode, self.special_ids.values(), params.min_new_tokens, start)
+            ending = StopStrings(params.stop, self.decode, self.special_ids.values(), params.min_new_tokens, start)
         seed = self.seed if params.seed is None else params.seed
         keys = [row_key(seed, prompt.source, prompt.row, sample) for sample in range(params.n)]
         return [Request(prompt.ids, params, key, ending, constraint) for key in keys]
@@ -182,7 +164,7 @@ class RequestBuilder:
             constraint = self._grammar(form) if isinstance(form, OutputFormat) else self._trie(form)
             if self.reasoning is not None:
                 constraint = AfterReasoning(
-                    constraint, self.reasoning, self._decode, self.stop_ids, self.special_ids.values()
+                    constraint, self.reasoning, self.decode, self.stop_ids, self.special_ids.values()
                 )
             if len(self._constraints) >= KEPT_CONSTRAINTS:
                 self._constraints.pop(next(iter(self._constraints)))
@@ -206,21 +188,21 @@ class RequestBuilder:
         except ValueError as error:
             raise UserError(f"choices: {error} (counted from 0)") from None
 
-    def _decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens, without special ones."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def answer_start(self, prompt_ids: Sequence[int]) -> Callable[[str], int | None]:
         """Where the answer to a prompt begins in a text, behind the thinking; see `StopStrings`."""
         if self.reasoning is None:
             return lambda text: 0
-        return partial(self.reasoning.answer_start, begun=self.reasoning.begun_by(self._decode(list(prompt_ids))))
+        return partial(self.reasoning.answer_start, begun=self.reasoning.begun_by(self.decode(list(prompt_ids))))
 
     def begins_thinking(self, request: Request) -> bool:
         """Whether the answer begins inside thinking: the prompt says so, or a form follows the thinking."""
-        if self.reasoning is None:
-            return False
-        constrained = isinstance(request.constraint, AfterReasoning)
-        return constrained or self.reasoning.begun_by(self._decode(list(request.prompt_ids)))
+        if self.reasoning is None or isinstance(request.constraint, AfterReasoning):
+            return self.reasoning is not None
+        return self.reasoning.begun_by(self.decode(list(request.prompt_ids)))
 
     def text(self, request: Request, completion: Completion) -> tuple[str, str | None]:
         """The answer's text without the stop token or string that ended it, in a given form exactly that text; and
@@ -235,7 +217,7 @@ class RequestBuilder:
         elif request.constraint is not None:
             text = request.constraint.text(tokens, completion.choice)
         else:
-            text = self._decode(tokens) if request.ending is None else request.ending.cut(tokens)
+            text = self.decode(tokens) if request.ending is None else request.ending.cut(tokens)
             if self.reasoning is not None:
                 thinking, text = self.reasoning.split(text, begun=self.begins_thinking(request))
             text = text.strip() if self.strip else text

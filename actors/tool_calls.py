@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from actors.engine.constraints.output_format import OutputFormat
@@ -31,18 +30,7 @@ _OTHERS = {
     "functools[": "Functionary's functools[…]",
 }
 _DECODER = json.JSONDecoder()
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call. arguments: JSON of an object."""
-
-    name: str
-    arguments: str
-
-    def to_dict(self) -> dict[str, str]:
-        """As in the answers' column `tool_calls`."""
-        return asdict(self)
+ToolCall = dict[str, str]  # a call's `name`, and `arguments` as JSON of an object
 
 
 def tool_format(template: str) -> ToolFormat:
@@ -73,16 +61,13 @@ def form_of(tokenizer: Any) -> ToolFormat:
 
 
 def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any, form: ToolFormat) -> OutputFormat:
-    """The form of an answer that must call tools.
+    """The form of an answer that must call tools. Raises UserError for a choice or parameters that cannot be followed.
 
     Args:
         tools: checked, see `checked_tools`.
         choice: OpenAI's `tool_choice`: "required", one call or more of any, or one call of {"type": "function",
             "function": {"name": …}}.
         form: of calls.
-
-    Raises:
-        UserError: a choice that is not known, or a tool whose parameters cannot be held to their schema.
     """
     functions = [tool["function"] for tool in tools]
     if choice != "required":
@@ -115,15 +100,11 @@ def split_calls(text: str, form: ToolFormat) -> tuple[str, list[ToolCall]]:
     A Llama answer that is no call is a text, whatever it holds: nothing marks a call there. Raises ValueError, which
     counts from 1, for a marked call that is damaged.
     """
-    if form == "hermes":
-        return _marked_calls(text)
-    calls = _listed_calls(text)
-    return ("", calls) if calls else (text, [])
-
-
-def _marked_calls(text: str) -> tuple[str, list[ToolCall]]:
-    kept: list[str] = []
     calls: list[ToolCall] = []
+    if form == "llama3_json":
+        calls = _listed_calls(text)
+        return ("", calls) if calls else (text, [])
+    kept: list[str] = []
     rest = text
     while BEGIN in rest:
         before, _, behind = rest.partition(BEGIN)
@@ -162,7 +143,7 @@ def _call(value: Any, key: str) -> ToolCall:
         raise ValueError(f'is not {{"name": text, "{key}": object}}')
     arguments = json.dumps(value[key], ensure_ascii=False, allow_nan=False)
     f"{value['name']}{arguments}".encode()  # a lone surrogate has no UTF-8
-    return ToolCall(value["name"], arguments)
+    return {"name": value["name"], "arguments": arguments}
 
 
 def checked_tools(value: Any) -> list[dict[str, Any]]:

@@ -10,11 +10,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import ray
@@ -31,7 +30,7 @@ from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.input import InputConfig
 from pipeline.config.job import JobConfig, OutputConfig
 from pipeline.config.load import load_config
-from pipeline.config.serve import HttpConfig, ReplicasConfig, ServeConfig
+from pipeline.config.serve import HttpConfig, ServeConfig
 from pipeline.generate.settings import fetched, generator_settings
 from pipeline.plan.batching import plan_batching
 from pipeline.plan.hardware import Hardware
@@ -56,21 +55,13 @@ QUIET: Any = {"enable_access_log": False, "log_level": "WARNING"}
 
 @dataclass(frozen=True)
 class PlannedServer:
-    """A server whose model, schedule, memory and key have been checked. It holds no weights, and no API key.
+    """A server whose model, schedule, memory and key have been checked. It holds no weights, and no API key."""
 
-    Args:
-        config: The settings, with the number of threads.
-        generator: Arguments of `Generator`, with the checkpoint pinned.
-        limits: Bounds of requests.
-        schedule: Schedule of requests that name no speed.
-        described: Parameters and memory in one line.
-    """
-
-    config: ServeConfig
-    generator: dict[str, Any]
+    config: ServeConfig  # with the number of threads
+    generator: dict[str, Any]  # arguments of `Generator`, with the checkpoint pinned
     limits: Limits
-    schedule: Schedule
-    described: str
+    schedule: Schedule  # of requests that name no speed
+    described: str  # parameters and memory in one line
 
     def load(self) -> ServedModel:
         """Load the model on this node, where the checkpoint is fetched and compared with the plan."""
@@ -78,15 +69,11 @@ class PlannedServer:
 
 
 def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardware | None = None) -> PlannedServer:
-    """Check all that can be checked without the weights.
+    """Check all that can be checked without the weights. Raises UserError for what does not fit, in one line.
 
     Args:
-        config: The settings.
         on_this_machine: Whether this machine's memory must hold the replica.
         hardware: The replicas' hardware; default this process's.
-
-    Raises:
-        UserError: Settings, checkpoint or memory that do not fit, in one line.
     """
     limits = Limits(config.http.timeout_seconds, MAX_BODY_BYTES, key_digest(config.http))
     checkpoint = resolve_checkpoint(config.model, config.storage)
@@ -163,37 +150,26 @@ def build(args: dict[str, str]) -> Application:
 def application(planned: PlannedServer) -> Application:
     """Return the application of a planned server."""
     replicas, max_batch = planned.config.replicas, planned.generator["max_batch"]
-    options: dict[str, Any] = {
-        "ray_actor_options": {
+    scaling: dict[str, Any] = {"num_replicas": replicas.count or 1}
+    if replicas.max is not None:
+        target = max(1, max_batch // 2)  # requests of a replica, above which another one starts
+        limits = {"min_replicas": replicas.min, "max_replicas": replicas.max, "target_ongoing_requests": target}
+        scaling = {"num_replicas": None, "autoscaling_config": limits}
+    server = Server.options(  # type: ignore[attr-defined]
+        **scaling,
+        ray_actor_options={
             "num_cpus": actor_cpus(replicas),
             "num_gpus": replicas.gpus,
             "runtime_env": {"env_vars": ONE_LOOP},
         },
         # a replica's own queue refuses what is too much, with a time to come again
-        "max_ongoing_requests": 2 * (max_batch + MAX_WAITING),
-        "max_queued_requests": MAX_WAITING,
-        "backpressure_config": {"status_code": 429, "retry_after_s": 1},
-        "graceful_shutdown_timeout_s": GRACE_SECONDS,
-        "logging_config": QUIET,
-        **_scaling(replicas, max_batch),
-    }
-    server = Server.options(**options)  # type: ignore[attr-defined]
-    bound = server.bind(planned.load, planned.limits)
-    return bound  # type: ignore[no-any-return]
-
-
-def _scaling(replicas: ReplicasConfig, max_batch: int) -> dict[str, Any]:
-    if replicas.max is None:
-        return {"num_replicas": replicas.count or 1}
-    target = max(1, max_batch // 2)  # requests of a replica, above which another one starts
-    return {
-        "num_replicas": None,
-        "autoscaling_config": {
-            "min_replicas": replicas.min,
-            "max_replicas": replicas.max,
-            "target_ongoing_requests": target,
-        },
-    }
+        max_ongoing_requests=2 * (max_batch + MAX_WAITING),
+        max_queued_requests=MAX_WAITING,
+        backpressure_config={"status_code": 429, "retry_after_s": 1},
+        graceful_shutdown_timeout_s=GRACE_SECONDS,
+        logging_config=QUIET,
+    )
+    return server.bind(planned.load, planned.limits)  # type: ignore[no-any-return]
 
 
 def run_server(config: ServeConfig, *, verbose: bool) -> None:
@@ -209,41 +185,33 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
         check_port(config.http)
         with announced("reading the checkpoint's description"):
             planned = plan_server(config, on_this_machine=True)
-        http, url = config.http, f"http://{config.http.host}:{config.http.port}"
-        if http.host not in LOOPBACK and http.api_key_env is None:
+        host, port = config.http.host, config.http.port
+        if host not in LOOPBACK and config.http.api_key_env is None:
             announce(
-                f"{http.host}: others than this machine can send requests, without a key; http.api_key_env asks for one"
+                f"{host}: others than this machine can send requests, without a key; http.api_key_env asks for one"
             )
         announce(planned.described)
         with ray_session(planned.config.replicas, verbose):
             announce("starting Ray Serve and loading the model")
-            with _ray_serve(http.host, http.port):
+            try:
+                with suppress(ray.exceptions.GetTimeoutError):  # a busy machine: the proxy is waited for later
+                    serve.start(http_options={"host": host, "port": port}, logging_config=QUIET)
                 serve.run(application(planned), name=NAME, logging_config=QUIET)
-                _wait_for_http(f"{url}/health")
+                _wait_for_http(host, port)
                 speed = planned.schedule.speedup or 1
-                announce(f"serving {config.served_name} at {speed:g}x on {url}/v1 (Ctrl-C stops)")
+                announce(f"serving {config.served_name} at {speed:g}x on http://{host}:{port}/v1 (Ctrl-C stops)")
                 with suppress(Interrupted):
                     while ray.is_initialized():
                         time.sleep(1)
                 announce("stopping")
+            finally:
+                serve.shutdown()
 
 
-@contextmanager
-def _ray_serve(host: str, port: int) -> Iterator[None]:
-    """Run Ray Serve for the block; its proxies listen on host and port."""
-    try:
-        with suppress(ray.exceptions.GetTimeoutError):  # a busy machine: the proxy is waited for later
-            serve.start(http_options={"host": host, "port": port}, logging_config=QUIET)
-        yield
-    finally:
-        serve.shutdown()
-
-
-def _wait_for_http(url: str) -> None:
+def _wait_for_http(host: str, port: int) -> None:
     """Return once the server answers there. Raises RuntimeError after `READY_SECONDS`."""
-    host = urlsplit(url).hostname
-    if host in ("0.0.0.0", "::"):
-        url = url.replace(f"//{host}", "//127.0.0.1" if host == "0.0.0.0" else "//[::1]")
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/health"
     deadline = time.monotonic() + READY_SECONDS
     while True:
         try:

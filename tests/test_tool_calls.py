@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.engine.errors import UserError
-from actors.tool_calls import ToolCall, checked_tools, forced_call, split_calls, tool_format
+from actors.tool_calls import checked_tools, forced_call, split_calls, tool_format
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"default": None}}}
 HERMES = 'For each call return <tool_call>{"name": <function-name>, "arguments": <args>}</tool_call> {{ tools }}'
@@ -24,16 +24,17 @@ OBJECTS = st.dictionaries(st.text(), JSON, max_size=3) | st.just({"code": "</too
 
 @given(st.lists(st.tuples(st.text(min_size=1), OBJECTS, st.sampled_from(["", " ", "\n"])), max_size=3))
 def test_calls_come_back_as_they_were_written(calls: list[tuple[str, dict[str, Any], str]]) -> None:
+    wanted = [{"name": name, "arguments": values} for name, values, _ in calls]
     marked = "I look it up.\n" + "\n".join(
         f"<tool_call>{space}{json.dumps({'name': name, 'arguments': values})}{space}</tool_call>"
         for name, values, space in calls
     )
     text, found = split_calls(marked, "hermes")
-    assert [(one.name, json.loads(one.arguments)) for one in found] == [(name, values) for name, values, _ in calls]
+    assert [one | {"arguments": json.loads(one["arguments"])} for one in found] == wanted
     assert text == ("I look it up." if calls else marked)
     listed = "; ".join(json.dumps({"name": name, "parameters": values}) for name, values, _ in calls)
     text, found = split_calls(listed, "llama3_json")
-    assert [(one.name, json.loads(one.arguments)) for one in found] == [(name, values) for name, values, _ in calls]
+    assert [one | {"arguments": json.loads(one["arguments"])} for one in found] == wanted
     assert text == ""
 
 
@@ -57,7 +58,7 @@ def test_a_damaged_call_is_an_error(text: str, message: str) -> None:
 
 def test_the_last_call_may_lack_its_end_which_some_models_leave_out() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": 1}}'
-    assert split_calls(text, "hermes") == ("", [ToolCall("f", '{"a": 1}')])
+    assert split_calls(text, "hermes") == ("", [{"name": "f", "arguments": '{"a": 1}'}])
 
 
 @pytest.mark.parametrize(

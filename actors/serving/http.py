@@ -10,10 +10,9 @@ import hashlib
 import hmac
 import json
 import logging
-import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from actors.engine.errors import UserError, flat
 from actors.engine.types import NOT_NUMBERS, Completion, FinishReason
 from actors.openai_answers import completion_body, shown_calls, shown_logprobs, usage
 from actors.openai_requests import CHAT, ENDPOINTS
-from actors.serving.loop import ClientGone, Event, OnlineLoop, QueueFull, Submission, hand_out
+from actors.serving.loop import ClientGone, Event, OnlineLoop, QueueFull, Submission, wake
 from actors.serving.model import Call, ServedModel
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -66,29 +65,19 @@ class Limits:
 
 
 class ApiError(Exception):
-    """An answer other than 200.
-
-    Args:
-        status: HTTP status.
-        message: For people, one line.
-        code: For programs.
-        headers: Further headers.
-    """
+    """An answer other than 200. message: for people, one line; code: for programs."""
 
     def __init__(
         self, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.headers = status, message, code, dict(headers or {})
-
-    def body(self) -> dict[str, object]:
-        """Return the error as OpenAI's API writes it."""
-        kind = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+        kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.status, self.headers = status, dict(headers or {})
+        self.body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
     def response(self) -> JSONResponse:
         """Return the HTTP response."""
-        return JSONResponse(self.body(), self.status, self.headers)
+        return JSONResponse(self.body, self.status, self.headers)
 
 
 def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
@@ -101,7 +90,7 @@ def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         running = asyncio.get_running_loop()
-        model.loop.start(lambda events: running.call_soon_threadsafe(hand_out, events))
+        model.loop.start(lambda submissions: running.call_soon_threadsafe(wake, submissions))
         try:
             yield
         finally:
@@ -139,15 +128,10 @@ def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
         exception_handlers={HTTPException: not_found},
     )
     app.router.redirect_slashes = False
-    return app if limits.key_sha256 is None else _asks_for_key(app, limits.key_sha256)
-
-
-def _asks_for_key(app: ASGIApp, key_sha256: str) -> ASGIApp:
-    """Return the application behind a check of the API key under /v1."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or not str(scope.get("path", "")).startswith("/v1")
-        if is_open or _has_key(scope, key_sha256):
+        if is_open or limits.key_sha256 is None or _has_key(scope, limits.key_sha256):
             await app(scope, receive, send)
         else:
             await ApiError(401, "the API key is missing or wrong", "invalid_api_key").response()(scope, receive, send)
@@ -172,7 +156,10 @@ class Completions:
         self._fingerprint = f"fp_{uuid.uuid4().hex[:10]}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began, status, streaming = time.perf_counter(), GONE, False
+        async def send_body(body: bytes, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        began, status, streaming = time.perf_counter(), 200, False
         submission: Submission | None = None
         gone: asyncio.Future[None] | None = None
         try:
@@ -188,19 +175,18 @@ class Completions:
                 if call.stream:
                     await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
                     streaming = True
-                    await self._stream(call, submission, send)
+                    await self._stream(call, submission, send_body)
                 else:
                     answered = await self._answered(call, submission)
                     self._metrics.seconds.observe(time.perf_counter() - began)
                     await JSONResponse(answered)(scope, receive, send)
-            status = 200
         except Exception as error:
             refusal = self._refusal(error)
             status = refusal.status
             if not streaming:
                 await refusal.response()(scope, receive, send)
             elif status != GONE:
-                await send({"type": "http.response.body", "body": _event(refusal.body()), "more_body": True})
+                await send_body(_event(refusal.body))
         finally:
             if gone is not None:
                 gone.cancel()
@@ -208,7 +194,7 @@ class Completions:
                 self._model.loop.cancel(submission)
             self._metrics.requests.labels(self._url, str(status)).inc()
         if streaming and status != GONE:
-            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            await send_body(DONE, more=False)
 
     async def _answered(self, call: Call, submission: Submission) -> dict[str, Any]:
         """Return the response's body once all rows have ended."""
@@ -227,7 +213,7 @@ class Completions:
             prompt_tokens=call.prompt_tokens,
         )
 
-    async def _stream(self, call: Call, submission: Submission, send: Send) -> None:
+    async def _stream(self, call: Call, submission: Submission, send_body: Callable[[bytes], Awaitable[None]]) -> None:
         """Send the tokens of all rows as they come."""
         chunks = Chunks(self._url, self._model, call)
         last = time.perf_counter()
@@ -238,11 +224,11 @@ class Completions:
             histogram, last = self._metrics.between_tokens, time.perf_counter()
             body = b"".join(chunk for event in events for chunk in chunks.of(event))
             try:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send_body(body)
             except OSError:  # the connection is closed
                 raise ClientGone from None
         if call.usage:
-            await send({"type": "http.response.body", "body": chunks.usage(), "more_body": True})
+            await send_body(chunks.usage())
 
     def _refusal(self, error: Exception) -> ApiError:
         """Return the answer that an error means; log an error that is not expected."""
@@ -254,8 +240,7 @@ class Completions:
         if isinstance(error, ClientGone | ClientDisconnect):
             return ApiError(GONE, "the client has gone")
         if isinstance(error, QueueFull):
-            wait = str(math.ceil(error.retry_after))
-            return ApiError(429, f"{error}: try again in {wait} s", "rate_limit_exceeded", {"Retry-After": wait})
+            return ApiError(429, f"{error}: try again in 1 s", "rate_limit_exceeded", {"Retry-After": "1"})
         if isinstance(error, UserError):
             return ApiError(400, str(error))
         log.error("POST %s failed", self._url, exc_info=error)
@@ -291,13 +276,12 @@ class Chunks:
 
     def of(self, event: Event) -> Iterator[bytes]:
         """Yield the chunks of an event. Raises ApiError if the row has no answer."""
-        index, call, done = event.index, self._call, None
+        index, done, finish = event.index, None, None
         text, thinking = self._texts[index].push(event.tokens)
         if event.completion is not None:
-            done = finished(self._model, call, index, event.completion)
-            rest = self._texts[index].finish(
-                done["generated_text"], done["reasoning"], has_calls=bool(done["tool_calls"])
-            )
+            done = finished(self._model, self._call, index, event.completion)
+            finish, calls = done["finish_reason"], done["tool_calls"]
+            rest = self._texts[index].finish(done["generated_text"], done["reasoning"], has_calls=bool(calls))
             text, thinking = text + rest[0], thinking + rest[1]
             self._tokens += done["generated_tokens"]
         if index not in self._sent and self._is_chat:
@@ -305,16 +289,15 @@ class Chunks:
         offset = self._sent.setdefault(index, 0)
         self._sent[index] += len(text)
         logprobs = None
-        if call.rows[index].sampling.logprobs is not None:
+        if self._call.rows[index].sampling.logprobs is not None:
             logprobs = [token.to_dict(self._model.token_text) for token in event.logprobs]
         if not (text or thinking or done is not None or logprobs):
             return
         thought = {"reasoning_content": thinking} if thinking else {}
         delta: dict[str, Any] = {**({"content": text} if text else {}), **thought}
-        finish = None if done is None else done["finish_reason"]
-        if done is not None and done["tool_calls"]:
-            calls = shown_calls(done["tool_calls"], f"{self._key}-{index}")
-            delta["tool_calls"] = [{"index": number, **one} for number, one in enumerate(calls)]
+        if done is not None and calls:
+            shown = shown_calls(calls, f"{self._key}-{index}")
+            delta["tool_calls"] = [{"index": number, **one} for number, one in enumerate(shown)]
             finish = "tool_calls"
         content = {"delta": delta} if self._is_chat else {"text": text, **thought}
         yield self._chunk(index, content, shown_logprobs(self._url, logprobs, offset), finish)

@@ -13,10 +13,10 @@ import logging
 import math
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from actors.engine.build import current_device
 from actors.engine.engine import Engine
@@ -32,20 +32,15 @@ log = logging.getLogger(__name__)
 
 
 class QueueFull(Exception):
-    """The queue has no space. retry_after: estimated seconds until it has."""
-
-    def __init__(self, retry_after: float) -> None:
-        super().__init__("too many requests are waiting")
-        self.retry_after = retry_after
+    """The queue has no space."""
 
 
 class ClientGone(Exception):
     """The client has closed its connection."""
 
 
-@dataclass(frozen=True)
-class Event:
-    """New tokens of one row.
+class Event(NamedTuple):
+    """What is new of one row.
 
     Args:
         index: Number of the request in its submission.
@@ -55,68 +50,78 @@ class Event:
     """
 
     index: int
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    completion: Completion | None = None
+    tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprob]
+    completion: Completion | None
 
 
 @dataclass(eq=False)
-class Submission:
-    """Requests that were submitted together, and their events that nobody has taken yet.
-
-    Args:
-        left: Rows whose last event has not been taken.
-        streams: Whether tokens are sent as they are sampled, or with the answers only.
-        cancelled: Whether the rows are no longer wanted.
-    """
-
-    left: int
-    streams: bool
-    cancelled: bool = False
-    _events: dict[int, Event] = field(default_factory=dict)  # by row
-    _ready: asyncio.Event = field(default_factory=asyncio.Event)
-    _client_gone: bool = False
-
-    def put(self, new: Event) -> None:
-        """Add an event to those of its row that have not been taken; called in the reader's thread."""
-        old = self._events.get(new.index, Event(new.index))
-        tokens, logprobs = old.tokens + new.tokens, old.logprobs + new.logprobs
-        self._events[new.index] = Event(new.index, tokens, logprobs, new.completion)
-        self._ready.set()
-
-    def leave(self) -> None:
-        """Make `take` raise ClientGone."""
-        self._client_gone = True
-        self._ready.set()
-
-    async def take(self) -> list[Event]:
-        """Wait for events; return at most one of each row. Raises ClientGone."""
-        await self._ready.wait()
-        self._ready.clear()
-        if self._client_gone:
-            raise ClientGone
-        events, self._events = list(self._events.values()), {}
-        self.left -= sum(event.completion is not None for event in events)
-        return events
-
-
-Delivery = list[tuple[Submission, Event]]
-
-
-def hand_out(events: Delivery) -> None:
-    """Put events into their submissions."""
-    for submission, event in events:
-        submission.put(event)
-
-
-@dataclass(eq=False)
-class _Task:
-    """A row that waits or is in flight. sent: number of its tokens that have been sent."""
+class ServedRow:
+    """A request, its tokens so far, written by the loop's thread, and how many of them its reader has taken."""
 
     request: Request
     submission: Submission
     index: int
-    sent: int = 0
+    tokens: Sequence[int] = ()  # the engine's own list, which grows: its first `count` tokens are whole
+    logprobs: Sequence[TokenLogprob] = ()
+    count: int = 0
+    completion: Completion | None = None  # set after all else
+    taken: int = 0
+    has_ended: bool = False  # the completion has been taken
+
+    def put(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> None:
+        """Set the tokens so far."""
+        self.tokens, self.logprobs, self.count = tokens, logprobs or (), len(tokens)
+
+    def take(self) -> Event | None:
+        """Return what is new since the last call; None if nothing is."""
+        completion, first = self.completion, self.taken
+        self.taken = max(first, self.count)  # a row that runs again after memory has run out begins anew
+        if self.has_ended or (completion is None and first == self.taken):
+            return None
+        self.has_ended = completion is not None
+        new = slice(first, self.taken)
+        return Event(self.index, tuple(self.tokens[new]), tuple(self.logprobs[new]), completion)
+
+
+@dataclass(eq=False)
+class Submission:
+    """Requests that were submitted together.
+
+    Args:
+        streams: Whether tokens are sent as they are sampled, or with the answers only.
+        cancelled: Whether the rows are no longer wanted.
+    """
+
+    streams: bool
+    cancelled: bool = False
+    rows: list[ServedRow] = field(default_factory=list)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _client_gone: bool = False
+
+    @property
+    def left(self) -> int:
+        """Number of rows whose last event has not been taken."""
+        return sum(not row.has_ended for row in self.rows)
+
+    def leave(self) -> None:
+        """Make `take` raise ClientGone."""
+        self._client_gone = True
+        self.ready.set()
+
+    async def take(self) -> list[Event]:
+        """Wait for news; return at most one event of each row. Raises ClientGone."""
+        await self.ready.wait()
+        self.ready.clear()
+        if self._client_gone:
+            raise ClientGone
+        return [event for row in self.rows if (event := row.take()) is not None]
+
+
+def wake(submissions: Iterable[Submission]) -> None:
+    """Let the readers of submissions go on; called in their thread."""
+    for submission in submissions:
+        submission.ready.set()
 
 
 class OnlineLoop:
@@ -142,15 +147,13 @@ class OnlineLoop:
             joins_calls=True,
             online=True,
         )
-        self._deliver: Callable[[Delivery], object] = hand_out
-        self._waiting: deque[_Task] = deque()
-        self._tasks: dict[tuple[Call, int], _Task] = {}  # in the loop, by call and number in it
+        self._wake: Callable[[set[Submission]], object] = wake
+        self._waiting: deque[ServedRow] = deque()
+        self._rows: dict[tuple[Call, int], ServedRow] = {}  # in the loop, by call and number in it
         self._changed = threading.Condition()  # guards _waiting, _closed and the submissions' `cancelled`
         self._closed = self._has_cancelled = False
         self._step_first = False  # whether a decode step comes before the next prefill
         self._waited = 0  # steps that waiting rows have let pass
-        self._row_seconds = 0.0  # moving average of the time between two ends of rows
-        self._last_end = time.monotonic()
         self._thread: threading.Thread | None = None
 
     # from any thread
@@ -172,16 +175,17 @@ class OnlineLoop:
                 )
         if len(requests) > self.max_waiting:
             raise UserError(f"{len(requests)} answers at once; this server queues at most {self.max_waiting}")
-        submission = Submission(len(requests), streams)
+        submission = Submission(streams)
+        submission.rows = [ServedRow(request, submission, index) for index, request in enumerate(requests)]
         with self._changed:
             if self._closed or self.waiting + len(requests) > self.max_waiting:
-                raise QueueFull(min(60.0, max(1.0, self._row_seconds * self.waiting)))
-            self._waiting += [_Task(request, submission, index) for index, request in enumerate(requests)]
+                raise QueueFull("too many requests are waiting")
+            self._waiting += submission.rows
             self._changed.notify()
         return submission
 
     def cancel(self, submission: Submission) -> None:
-        """Let the submission's rows leave with the next turn; no event is sent after that."""
+        """Let the submission's rows leave with the next turn."""
         with self._changed:
             submission.cancelled = self._has_cancelled = True
             self._changed.notify()
@@ -189,7 +193,7 @@ class OnlineLoop:
     @property
     def waiting(self) -> int:
         """Rows that are not in flight yet."""
-        return len(self._waiting) + max(0, len(self._tasks) - len(self.engine.rows))
+        return len(self._waiting) + max(0, len(self._rows) - len(self.engine.rows))
 
     @property
     def in_flight(self) -> int:
@@ -199,19 +203,19 @@ class OnlineLoop:
     @property
     def healthy(self) -> bool:
         """False once the engine fails turn after turn, or the thread has ended."""
-        return self.failures < MAX_FAILURES and not (self._thread is not None and not self._thread.is_alive())
+        return self.failures < MAX_FAILURES and (self._thread is None or self._thread.is_alive())
 
-    def start(self, deliver: Callable[[Delivery], object]) -> None:
+    def start(self, wake: Callable[[set[Submission]], object]) -> None:
         """Answer in a thread of its own until `close`.
 
         The thread gives Python's lock back in each kernel; with the default interval it would wait 5 ms for it behind
         the threads that serve clients.
 
         Args:
-            deliver: Has `hand_out` called in the readers' thread; called in the loop's thread, once a turn.
+            wake: Has the function `wake` called in the readers' thread; called in the loop's thread, once a turn.
         """
         sys.setswitchinterval(SWITCH_SECONDS)
-        self._deliver = deliver
+        self._wake = wake
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -222,9 +226,9 @@ class OnlineLoop:
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
-        self._loop.cancel(self._tasks.keys())
-        self._fail([*self._tasks.values(), *self._waiting], "the server stops")
-        self._tasks.clear()
+        self._loop.cancel(self._rows.keys())
+        self._fail([*self._rows.values(), *self._waiting], "the server stops")
+        self._rows.clear()
         self._waiting.clear()
 
     # in the loop's thread
@@ -240,16 +244,16 @@ class OnlineLoop:
         """Let cancelled rows leave, admit waiting rows, or make a step; return whether there were rows."""
         self._drop_cancelled()
         self._add()
-        if not self._tasks:
+        if not self._rows:
             return False
         try:
             ended = self._loop.step()
         except Exception as error:
             log.exception("a step of the engine failed")
             self.failures += 1
-            failed = [row for row in self._tasks if row[0].error is not None]
+            failed = [row for row in self._rows if row[0].error is not None]
             # the error's text may hold what no client should see
-            self._fail([self._tasks.pop(row) for row in failed], f"the server failed: {type(error).__name__}")
+            self._fail([self._rows.pop(row) for row in failed], f"the server failed: {type(error).__name__}")
         else:
             self._send(ended)
         return True
@@ -259,12 +263,12 @@ class OnlineLoop:
             return
         with self._changed:
             self._has_cancelled = False
-            rows = len(self._waiting) + len(self._tasks)
-            self._waiting = deque(task for task in self._waiting if not task.submission.cancelled)
-        gone = {row for row, task in self._tasks.items() if task.submission.cancelled}
+            before = len(self._waiting) + len(self._rows)
+            self._waiting = deque(row for row in self._waiting if not row.submission.cancelled)
+        gone = {key for key, row in self._rows.items() if row.submission.cancelled}
         self._loop.cancel(gone)
-        self._tasks = {row: task for row, task in self._tasks.items() if row not in gone}
-        self.cancelled += rows - len(self._waiting) - len(self._tasks)
+        self._rows = {key: row for key, row in self._rows.items() if key not in gone}
+        self.cancelled += before - len(self._waiting) - len(self._rows)
 
     def _add(self) -> None:
         """Make a call of the first waiting rows, of one speed and with at most `PASS_TOKENS` prompt tokens.
@@ -281,54 +285,38 @@ class OnlineLoop:
         if len(self._waiting) < math.ceil(busy / REFILL_SHARE) and self._waited < PATIENCE:
             self._waited += 1
             return
-        tasks, tokens = [self._waiting.popleft()], 0
-        schedule = tasks[0].request.schedule
+        rows, tokens = [self._waiting.popleft()], 0
         with self._changed:
-            while self._waiting and len(tasks) < self.max_rows:
+            while self._waiting and len(rows) < self.max_rows:
                 request = self._waiting[0].request
                 tokens += len(request.prompt_ids)
-                if request.schedule is not schedule or tokens > PASS_TOKENS:
+                if request.schedule is not rows[0].request.schedule or tokens > PASS_TOKENS:
                     break
-                tasks.append(self._waiting.popleft())
-        call = self._loop.add([task.request for task in tasks])
-        self._tasks |= {(call, row): task for row, task in enumerate(tasks)}
+                rows.append(self._waiting.popleft())
+        call = self._loop.add([row.request for row in rows])
+        self._rows |= {(call, number): row for number, row in enumerate(rows)}
         self._step_first, self._waited = True, 0
 
     def _send(self, ended: Sequence[tuple[Call, int, Completion]]) -> None:
         """Send the answers of rows that have ended, and the new tokens of rows in flight that stream."""
-        events: Delivery = []
-        for call, row, completion in ended:
-            task = self._tasks.pop((call, row))
-            events += self._event(task, completion.token_ids, completion.logprobs, completion)
-        for call, row, running in self._loop.running():
-            task = self._tasks[call, row]
-            if task.submission.streams:
-                events += self._event(task, running.tokens, running.logprobs, None)
+        news: set[Submission] = set()
+        for call, number, completion in ended:
+            row = self._rows.pop((call, number))
+            row.put(completion.token_ids, completion.logprobs)
+            row.completion = completion
+            news.add(row.submission)
+        for call, number, running in self._loop.running():
+            row = self._rows[call, number]
+            if row.submission.streams:
+                row.put(running.tokens, running.logprobs)
+                news.add(row.submission)
         if ended:
-            now = time.monotonic()
-            seconds, self._last_end = (now - self._last_end) / len(ended), now
-            self._row_seconds += (seconds - self._row_seconds) / 8
             self.ended, self.failures = self.ended + len(ended), 0
-        if events:
-            self._deliver(events)
+        self._wake(news)
 
-    def _event(
-        self,
-        task: _Task,
-        tokens: Sequence[int],
-        logprobs: Sequence[TokenLogprob] | None,
-        completion: Completion | None,
-    ) -> Delivery:
-        """Return the event of the tokens that have not been sent; none if nothing is new or wanted."""
-        first, task.sent = task.sent, max(task.sent, len(tokens))
-        if task.submission.cancelled or (completion is None and task.sent == first):
-            return []
-        new = Event(task.index, tuple(tokens[first:]), tuple((logprobs or ())[first:]), completion)
-        return [(task.submission, new)]
-
-    def _fail(self, tasks: Sequence[_Task], error: str) -> None:
+    def _fail(self, rows: Sequence[ServedRow], error: str) -> None:
         """Send an error in place of answers."""
-        self.failed += len(tasks)
-        done = Completion((), FinishReason.ERROR, None, error=error)
-        if events := [event for task in tasks for event in self._event(task, (), (), done)]:
-            self._deliver(events)
+        self.failed += len(rows)
+        for row in rows:
+            row.completion = Completion((), FinishReason.ERROR, None, error=error)
+        self._wake({row.submission for row in rows})

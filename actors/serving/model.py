@@ -7,7 +7,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -59,27 +59,17 @@ class _ServerKeys(BaseModel):
 
 @dataclass(frozen=True)
 class Call:
-    """A request's body as rows of the engine.
+    """A request's body as rows of the engine, one for each answer; those of a prompt follow each other."""
 
-    Args:
-        model: The name that the body gives; None for none.
-        stream: Send tokens as they are sampled.
-        usage: Send the counts of tokens after the last of them.
-        rows: The answers to be; those of a prompt follow each other.
-        prompts: The body's prompts.
-        samples: Answers to each prompt.
-    """
-
-    model: str | None
-    stream: bool
-    usage: bool
+    model: str | None  # the name that the body gives
+    stream: bool  # whether tokens are sent as they are sampled
+    usage: bool  # whether the counts of tokens are sent after the last of them
     rows: Sequence[Request]
     prompts: Sequence[Prompt]
-    samples: int
 
     def prompt_of(self, index: int) -> Prompt:
         """Return the prompt of row `index`."""
-        return self.prompts[index // self.samples]
+        return self.prompts[index * len(self.prompts) // len(self.rows)]
 
     @property
     def prompt_tokens(self) -> int:
@@ -145,9 +135,7 @@ class ServedModel:
             except UserError as error:
                 raise UserError(_as_in_bodies(str(error))) from None
             rows += [replace(sample, schedule=schedule) for sample in samples]
-        return Call(
-            rest.get("model"), keys.stream, keys.stream_options.include_usage, rows, prompts, len(rows) // len(prompts)
-        )
+        return Call(rest.get("model"), keys.stream, keys.stream_options.include_usage, rows, prompts)
 
     def _prompt(self, number: int, request: CompletionRequest, labels: list[str] | None) -> Prompt:
         tools = () if request.tools is None else checked_tools(request.tools)
@@ -174,11 +162,9 @@ class ServedModel:
         row, builder, prompt = call.rows[index], self._builder, call.prompt_of(index)
         thinks_first, constraint = isinstance(row.constraint, AfterReasoning), row.constraint
         has_label = prompt.choices is not None or (builder.choices is not None and prompt.output_format is None)
-        decode: Callable[[list[int]], str] = self.decode
-        if constraint is not None and not (thinks_first or has_label):
-            decode = lambda tokens: constraint.text(tokens, None)  # noqa: E731
+        is_form = constraint is not None and not (thinks_first or has_label)
         return AnswerStream(
-            decode,
+            partial(constraint.text, label=None) if is_form else builder.decode,
             row.sampling.stop,
             row.sampling.all_stop_ids(builder.stop_ids),
             builder.answer_start(row.prompt_ids),
@@ -190,12 +176,7 @@ class ServedModel:
 
     def answer(self, call: Call, index: int, completion: Completion) -> dict[str, Any]:
         """Return a row's answer with the fields that `completion_body` reads. The completion has tokens."""
-        answer = self.generator.completed(call.prompt_of(index), 0, index, call.rows[index], completion)
-        return {**vars(answer), "tool_calls": [tool.to_dict() for tool in answer.tool_calls or ()]}
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens, without special ones."""
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return vars(self.generator.completed(call.prompt_of(index), 0, index, call.rows[index], completion))
 
 
 def _prompts(value: Any) -> list[Any]:

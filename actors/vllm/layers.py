@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +33,6 @@ class LayerSkipper:
     """The hooks in one worker's model.
 
     Args:
-        schedule: the layers to run.
         attention: the attention layers of each decoder layer, by name.
         prompt_lengths: returns the prompt length of each request of a CommonAttentionMetadata.
         poison: write a huge value into the cache where a token skips a layer, and fail on one in a layer's output.
@@ -53,7 +51,6 @@ class LayerSkipper:
         self.attention, self.poison = attention, poison
         self.set_schedule(schedule)
         self._prompt_lengths = prompt_lengths
-        self._full_pass: PassPlan | None = None  # see `masked`
         self._common: Any = None  # CommonAttentionMetadata from which metadata was built last
         self._built: dict[str, tuple[Any, Any]] = {}  # attention layer -> builder, CommonAttentionMetadata of this pass
         self._spare: dict[int, list[Any]] = {}  # builders for subsets, by the id of the runner's own builder
@@ -70,13 +67,17 @@ class LayerSkipper:
             raise UserError(f"skipdecode: attention by {type(builder).__name__} is not supported")
         build, update = builder.build, builder.update_block_table
 
+        def note(common: Any) -> None:
+            self._common = common
+            self._built |= dict.fromkeys(builder.layer_names, (builder, common))
+
         def noting_build(common_prefix_len: int, common_attn_metadata: Any, *args: Any, **options: Any) -> Any:
-            self._note(builder, common_attn_metadata)
+            note(common_attn_metadata)
             return build(common_prefix_len, common_attn_metadata, *args, **options)
 
         # called in place of `build` for a further cache group, whose metadata differs in these two fields only
         def noting_update(metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
-            self._note(builder, replace(self._common, block_table_tensor=blk_table, slot_mapping=slot_mapping))
+            note(replace(self._common, block_table_tensor=blk_table, slot_mapping=slot_mapping))
             return update(metadata, blk_table, slot_mapping)
 
         builder.build, builder.update_block_table = noting_build, noting_update
@@ -85,24 +86,6 @@ class LayerSkipper:
         """Replace the layers' `forward`."""
         for index, layer in enumerate(layers):
             layer.forward = self._skipping(index, layer.forward)
-
-    @contextmanager
-    def masked(self, plan: PassPlan) -> Iterator[None]:
-        """Run all tokens of one pass through every layer, and drop the results of those that skip it.
-
-        A slow definition of skipping, for `check`: it needs no metadata, and a caller's attention that hides the keys
-        of tokens which skip a layer.
-        """
-        self._full_pass = plan
-        try:
-            yield
-        finally:
-            self._full_pass = None
-
-    def _note(self, builder: Any, common: Any) -> None:
-        self._common = common
-        for name in builder.layer_names:
-            self._built[name] = builder, common
 
     def _skipping(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """vLLM's layers return hidden states, most of them with a residual, which the next layer adds."""
@@ -117,23 +100,18 @@ class LayerSkipper:
                 f"skipdecode: layer {index} takes ({', '.join(parameters)}), which is not supported: only "
                 f"{', '.join(TOKEN_ARGUMENTS)} are"
             )
-        has_residual = "residual" in parameters
 
         def run(*args: Any, **options: Any) -> Any:
-            plan = self._full_pass or self._plan()
+            plan = self.plan()
             if plan is None or plan.runs_all(self.ranks[index]):
                 return forward(*args, **options)
             values = dict(zip(parameters, args, strict=False)) | options
             hidden, residual = values["hidden_states"], values.get("residual")
             subset = plan.subset(self.ranks[index])
             if subset is None:
-                return (hidden, residual) if has_residual else hidden
+                return (hidden, residual) if "residual" in parameters else hidden
             axis = hidden.dim() - 2  # 1 in layers of transformers, whose batch is one row of all tokens
-            if self._full_pass is None:
-                out = forward(**{name: _cut(name, value, subset.tokens, axis) for name, value in values.items()})
-            else:
-                out = forward(**{name: _copied(value) for name, value in values.items()})
-                out = _cut("hidden_states", out, subset.tokens, axis)
+            out = forward(**{name: _cut(name, value, subset.tokens, axis) for name, value in values.items()})
             if not isinstance(out, tuple):
                 return hidden.index_copy(axis, subset.tokens, out)
             if out[1] is None:
@@ -144,9 +122,6 @@ class LayerSkipper:
             residual.index_copy_(axis, subset.tokens, out[1])
             return hidden, residual
 
-        return self._checking(index, run) if self.poison else run
-
-    def _checking(self, index: int, run: Callable[..., Any]) -> Callable[..., Any]:
         def checked(*args: Any, **options: Any) -> Any:
             out = run(*args, **options)
             values = out if isinstance(out, tuple) else (out,)
@@ -154,15 +129,14 @@ class LayerSkipper:
                 raise RuntimeError(f"skipdecode: layer {index} read the cache where a token has skipped the layer")
             return out
 
-        return checked
+        return checked if self.poison else run
 
-    def _plan(self) -> PassPlan | None:
+    def plan(self) -> PassPlan | None:
         """The plan of this forward pass, made by its first layer; None for passes without attention, e.g. profiling."""
         context = get_forward_context()
         if CONTEXT_KEY not in context.additional_kwargs:
             context.additional_kwargs[CONTEXT_KEY] = self._prepare(context) if context.attn_metadata else None
-        plan = context.additional_kwargs[CONTEXT_KEY]
-        assert plan is None or isinstance(plan, PassPlan)
+        plan: PassPlan | None = context.additional_kwargs[CONTEXT_KEY]
         return plan
 
     def _prepare(self, context: Any) -> PassPlan:
@@ -182,7 +156,8 @@ class LayerSkipper:
             for name, layer in layers.items():
                 builder, common = built[name]
                 if self.poison:
-                    _poison(layer, common.slot_mapping[plan.holes(self.ranks[index])])
+                    holes = torch.from_numpy(plan.depths <= self.ranks[index]).to(device)
+                    _poison(layer, common.slot_mapping[: len(holes)][holes])
                 if subset is None:
                     continue
                 key = id(builder), id(subset)
@@ -199,7 +174,7 @@ class LayerSkipper:
     def _spare_builder(self, builder: Any, number: int) -> Any:
         """A builder for one more subset of a pass: some builders keep what they built (FlashInfer, MLA)."""
         spare = self._spare.setdefault(id(builder), [])
-        while len(spare) <= number:
+        if len(spare) == number:
             with set_current_vllm_config(builder.vllm_config):
                 new = type(builder)(builder.kv_cache_spec, builder.layer_names, builder.vllm_config, builder.device)
             if hasattr(builder, "set_workspace_buffer"):
@@ -209,23 +184,14 @@ class LayerSkipper:
 
 
 def _cut(name: str, value: Any, tokens: Tensor, axis: int) -> Any:
-    """The values of some tokens in an argument or result of a layer.
-
-    Args:
-        axis: the dimension of tokens, in hidden states and in all other tensors.
-    """
-    if isinstance(value, tuple):  # cosines and sines, or hidden states and residual
+    """The values of some tokens in an argument of a layer. axis: the dimension of tokens."""
+    if isinstance(value, tuple):  # cosines and sines
         return tuple(_cut(name, part, tokens, axis) for part in value)
     if not isinstance(value, Tensor):
         return value
     if name not in TOKEN_ARGUMENTS:
         raise UserError(f"skipdecode: a layer's argument {name} is a tensor, which is not supported")
     return value.index_select(axis, tokens)
-
-
-def _copied(value: Any) -> Any:
-    """The value, or a copy of a tensor: layers add to their arguments in place."""
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _poison(layer: Any, slots: Tensor) -> None:

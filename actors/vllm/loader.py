@@ -41,18 +41,17 @@ class AdapterLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the base's weights, merged in float32 and rounded to the model's dtype, as `merge` does."""
-        path = self.adapter.path / WEIGHTS
+        path, dtype = self.adapter.path / WEIGHTS, model_config.dtype
         with safe_open(path, framework="pt") as file:
             left = set(layers_in(file.keys()))
             for name, weight in super().get_all_weights(model_config, model):
-                layer = name.removesuffix(".weight")
-                if layer in left:
+                if (layer := name.removesuffix(".weight")) in left:
                     left.remove(layer)
                     change = update(file, layer, self.adapter.scale, weight.device)
                     if change.shape != weight.shape:
                         shapes = f"{tuple(change.shape)}, not {tuple(weight.shape)} as in the checkpoint"
                         raise UserError(f"{path}: the adapter of {layer} has the shape {shapes}")
-                    weight = (weight.to(model_config.dtype).float() + change).to(model_config.dtype)
+                    weight = (weight.to(dtype).float() + change).to(dtype)
                 yield name, weight
         if left:
             raise UserError(f"{path}: the checkpoint has no weight of {min(left)}")

@@ -14,16 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# fields of CommonAttentionMetadata, by what they have one value of
-PER_REQUEST = (
-    "seq_lens",
-    "block_table_tensor",
-    "is_prefilling",
-    "seq_lens_cpu_upper_bound",
-    "rswa_prefix_lens",
-    "req_idx",
-)
-PER_TOKEN = ("slot_mapping", "positions")
+# fields of CommonAttentionMetadata with one value for each request, or for each token
+PER_REQUEST = {"block_table_tensor", "is_prefilling", "rswa_prefix_lens", "req_idx"}
+LENGTHS = {"seq_lens", "seq_lens_cpu_upper_bound"}  # of each request's sequence
+PER_TOKEN = {"slot_mapping", "positions"}
 
 
 @dataclass(frozen=True)
@@ -31,14 +25,16 @@ class Subset:
     """The tokens of a pass that run a layer, if not all of them do.
 
     Args:
-        tokens: their indices in the pass, ascending.
+        tokens: their indices in the pass, ascending; on the device, as `on_device`.
         requests: indices of the requests that have such tokens.
+        on_device: `requests` on the device.
         counts: number of such tokens of each of these requests: its first ones in the pass.
         dropped: number of its other tokens in the pass.
     """
 
     tokens: Tensor
-    requests: Tensor
+    requests: np.ndarray
+    on_device: Tensor
     counts: np.ndarray
     dropped: np.ndarray
 
@@ -63,10 +59,10 @@ class PassPlan:
         prompts: np.ndarray,
         device: torch.device,
     ) -> None:
-        self.starts, self.ends, self.device = starts, ends, device
-        self.queries = np.diff(starts)
-        positions = np.arange(starts[-1]) - np.repeat(starts[1:] - ends, self.queries)
-        generated = positions - np.repeat(prompts, self.queries)
+        self.starts, self.ends, self.prompts, self.device = starts, ends, prompts, device
+        self.owners = np.repeat(np.arange(len(ends)), np.diff(starts))  # request of each token
+        self.positions = np.arange(starts[-1]) - (starts[1:] - ends)[self.owners]
+        generated = self.positions - prompts[self.owners]
         self.depths = np.where(generated < 0, prompt_depth, depths[np.clip(generated, 0, len(depths) - 1)])
         self.levels = np.unique(self.depths)
         self._subsets: dict[int, Subset] = {}
@@ -81,25 +77,15 @@ class PassPlan:
         if level == len(self.levels):
             return None
         if level not in self._subsets:
-            self._subsets[level] = self._make(self.depths >= self.levels[level])
+            runs = self.depths >= self.levels[level]
+            counts = np.diff(np.concatenate(([0], np.cumsum(runs)))[self.starts])
+            requests = np.flatnonzero(counts)
+            dropped = (np.diff(self.starts) - counts)[requests]
+            tokens, on_device = (
+                torch.from_numpy(one).to(self.device, non_blocking=True) for one in (np.flatnonzero(runs), requests)
+            )
+            self._subsets[level] = Subset(tokens, requests, on_device, counts[requests], dropped)
         return self._subsets[level]
-
-    def holes(self, rank: int) -> Tensor:
-        """Indices of the tokens that do not run the layer of this rank."""
-        return self._to_device(np.flatnonzero(self.depths <= rank))
-
-    def _make(self, runs: np.ndarray) -> Subset:
-        counts = np.diff(np.concatenate(([0], np.cumsum(runs)))[self.starts])
-        requests = np.flatnonzero(counts)
-        return Subset(
-            self._to_device(np.flatnonzero(runs)),
-            self._to_device(requests),
-            counts[requests].astype(np.int32),
-            (self.queries - counts)[requests].astype(np.int32),
-        )
-
-    def _to_device(self, indices: np.ndarray) -> Tensor:
-        return torch.from_numpy(indices).to(self.device, non_blocking=True)
 
 
 def cut_metadata(common: Any, subset: Subset, ends: np.ndarray) -> Any:
@@ -111,37 +97,31 @@ def cut_metadata(common: Any, subset: Subset, ends: np.ndarray) -> Any:
 
     Raises NotImplementedError that names a field which holds a value and is not known here.
     """
+    if not isinstance(common.causal, bool):
+        raise NotImplementedError("CommonAttentionMetadata.causal is set by request, which SkipDecode does not support")
     device = common.seq_lens.device
-    dropped, on_host = torch.from_numpy(subset.dropped), subset.requests.cpu()
-    starts = torch.zeros(len(subset.counts) + 1, dtype=torch.int32)
-    starts[1:] = torch.from_numpy(np.cumsum(subset.counts, dtype=np.int32))
+    starts = torch.from_numpy(np.concatenate(([0], np.cumsum(subset.counts))).astype(np.int32))
     cut: dict[str, Any] = {
         "query_start_loc_cpu": starts,
         "query_start_loc": starts.to(device, non_blocking=True),
         "num_reqs": len(subset.counts),
         "num_actual_tokens": int(subset.counts.sum()),
         "max_query_len": int(subset.counts.max()),
-        "max_seq_len": int((ends[on_host.numpy()] - subset.dropped).max()),
+        "max_seq_len": int((ends[subset.requests] - subset.dropped).max()),
         "causal": common.causal,
     }
-    if not isinstance(common.causal, bool):
-        raise NotImplementedError("CommonAttentionMetadata.causal is set by request, which SkipDecode does not support")
-    for field in fields(common):
-        name, value = field.name, getattr(common, field.name)
-        if name in cut:
-            continue
+    for name in [field.name for field in fields(common) if field.name not in cut]:
+        value = getattr(common, name)
         if value is None or name.startswith("_"):  # private fields are caches, which are made anew where needed
             cut[name] = None
-        elif name in PER_REQUEST:
-            if isinstance(value, np.ndarray):
-                cut[name] = value[on_host.numpy()]
-                continue
-            rows = value[: common.num_reqs]
-            cut[name] = rows[subset.requests if rows.device == subset.requests.device else on_host.to(rows.device)]
-            if name.startswith("seq_lens"):
-                cut[name] = cut[name] - dropped.to(rows.device, rows.dtype)
         elif name in PER_TOKEN:
             cut[name] = value[subset.tokens]
+        elif name in PER_REQUEST | LENGTHS:
+            there = isinstance(value, Tensor) and value.device == device
+            rows = value[: common.num_reqs][subset.on_device if there else subset.requests]
+            if name in LENGTHS:
+                rows = rows - torch.from_numpy(subset.dropped).to(rows.device, rows.dtype)
+            cut[name] = rows
         else:
             raise NotImplementedError(f"CommonAttentionMetadata.{name} is set, which SkipDecode does not know")
     return type(common)(**cut)

@@ -37,65 +37,53 @@ log = logging.getLogger(__name__)
 class SkipWorker(PlatformWorker):  # type: ignore[misc]
     """A worker of vLLM; at full depth it is the platform's own, with nothing replaced."""
 
+    skipper: LayerSkipper | None = None
+
     def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
         model = vllm_config.model_config
-        self.skip_settings = read_settings(
-            vllm_config.additional_config, model.model, model.get_total_num_hidden_layers()
-        )
-        self.skipper: LayerSkipper | None = None
-        self._skips = not self.skip_settings.schedule.is_full_depth
-        if self._skips:
+        layers = model.get_total_num_hidden_layers()
+        settings = self.skip_settings = read_settings(vllm_config.additional_config, model.model, layers)
+        if not settings.schedule.is_full_depth:
             refuse_unsupported(vllm_config)
-            if (folder := self.skip_settings.speed_adapter) is not None:
-                if model.quantization is not None:
-                    raise UserError(f"skipdecode: speed_adapter cannot be merged into {model.quantization} weights")
-                if not Path(model.model).is_dir():
-                    raise UserError(f"skipdecode: speed_adapter needs the base in a folder, and {model.model} is none")
-                read_adapter(Path(folder)).check_base(base_digest(Path(model.model)), model.model)
-                use_adapter(vllm_config.load_config, folder)
+        if settings.speed_adapter is not None:
+            if model.quantization is not None:
+                raise UserError(f"skipdecode: speed_adapter cannot be merged into {model.quantization} weights")
+            if not Path(model.model).is_dir():
+                raise UserError(f"skipdecode: speed_adapter needs the base in a folder, and {model.model} is none")
+            read_adapter(Path(settings.speed_adapter)).check_base(base_digest(Path(model.model)), model.model)
+            use_adapter(vllm_config.load_config, settings.speed_adapter)
         super().__init__(vllm_config, *args, **options)
 
     def load_model(self, *args: Any, **options: Any) -> None:
         """Load the model, and replace its layers' forward."""
         super().load_model(*args, **options)
-        if not self._skips:
+        schedule = self.skip_settings.schedule
+        if schedule.is_full_depth:
             log.info("skipdecode: full depth, plain vLLM")
             return
-        schedule = self.skip_settings.schedule
-        self._wrap(schedule)
-        log.info(
-            "skipdecode: from %d to %d of %d layers", max(schedule.depths), min(schedule.depths), schedule.num_layers
-        )
-
-    def set_schedule(self, schedule: Schedule) -> None:
-        """Run another schedule from the next forward pass on; no request may be in flight.
-
-        A speed adapter stays merged, or left out, as it was when the weights were loaded.
-        """
-        if self.skipper is None:
-            refuse_unsupported(self.vllm_config)
-            self._wrap(schedule)
-            self._watch_builders()
-        assert self.skipper is not None
-        self.skipper.set_schedule(schedule)
-
-    def _wrap(self, schedule: Schedule) -> None:
         layers = decoder_layers(self.model_runner.get_model(), schedule.num_layers)
         attention = attention_layers(self.vllm_config.compilation_config.static_forward_context)
         if sorted(attention) != list(range(schedule.num_layers)):
             raise UserError(f"skipdecode: {len(attention)} of {schedule.num_layers} layers have attention")
         self.skipper = LayerSkipper(schedule, attention, self._prompt_lengths, poison=self.skip_settings.poison)
         self.skipper.wrap(layers)
+        log.info("skipdecode: %d to %d of %d layers", schedule.depths[0], schedule.depths[-1], schedule.num_layers)
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Run another schedule from the next forward pass on; no request may be in flight.
+
+        A speed adapter stays merged. Raises UserError if the engine began at full depth.
+        """
+        if self.skipper is None:
+            raise UserError("skipdecode: an engine that began at full depth runs no other schedule")
+        self.skipper.set_schedule(schedule)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the cache, and watch the builders of attention metadata."""
         super().initialize_from_config(kv_cache_config)
         self._cache_config = kv_cache_config
-        if self.skipper is not None:
-            self._watch_builders()
-
-    def _watch_builders(self) -> None:
-        assert self.skipper is not None
+        if self.skipper is None:
+            return
         for group in (group for groups in self.model_runner.attn_groups for group in groups):
             if not isinstance(group.kv_cache_spec, AttentionSpec | UniformTypeKVCacheSpecs):
                 raise UserError(f"skipdecode: layers with a {type(group.kv_cache_spec).__name__} keep a state")
@@ -103,7 +91,7 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
                 self.skipper.watch(builder)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm up, and compare some answers with a slow definition of skipping."""
+        """Warm up, and compare attention with a slow definition."""
         times = super().compile_or_warm_up_model()
         if self.skipper is not None and self.skip_settings.self_check:
             check_answers(self, self.skipper, self._cache_config)
@@ -130,8 +118,8 @@ def refuse_unsupported(config: Any) -> None:
         raise UserError(
             f"skipdecode: vLLM {version} is installed, and {TESTED} is tested: pip install 'vllm=={TESTED}.*'"
         )
-    parallel, model = config.parallel_config, config.model_config
-    scheduler = config.scheduler_config.get_scheduler_cls()
+    parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
+    serves_prompts = issubclass(config.scheduler_config.get_scheduler_cls(), PromptCache)
     reasons = {
         "speculative decoding": config.speculative_config is not None,
         "LoRA of requests": config.lora_config is not None,
@@ -141,14 +129,13 @@ def refuse_unsupported(config: Any) -> None:
         "dual batch overlap": parallel.use_ubatching,
         "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
         "transfer of keys and values": config.kv_transfer_config is not None,
-        "fast prefill over shared keys and values": config.cache_config.kv_sharing_fast_prefill,
+        "fast prefill over shared keys and values": cache.kv_sharing_fast_prefill,
         "positions of several axes (M-RoPE)": model.uses_mrope,
         "encoders": model.is_encoder_decoder,
         "pooling": model.runner_type != "generate",
         "compilation and CUDA graphs: pass enforce_eager": not model.enforce_eager,
         "prefix caching by this scheduler: pass scheduler_cls=actors.vllm.scheduler.SkipAsyncScheduler, or "
-        "enable_prefix_caching=False": config.cache_config.enable_prefix_caching
-        and not issubclass(scheduler, PromptCache),
+        "enable_prefix_caching=False": cache.enable_prefix_caching and not serves_prompts,
     }
     if found := [name for name, present in reasons.items() if present]:
         raise UserError(f"skipdecode: cannot be combined with {'; '.join(found)}")

@@ -39,7 +39,7 @@ def try_rows(
                 depth = "" if answer.mean_depth is None else f", {answer.mean_depth:.2f} layers on average"
                 share = answer.choice_probability
                 sure = "" if share is None else f", {share:.2f} of the choices' probability"
-                calls = [f"  call: {call.name} {call.arguments}" for call in answer.tool_calls or ()]
+                calls = [f"  call: {call['name']} {call['arguments']}" for call in answer.tool_calls or ()]
                 lines += [
                     f"  {name}: {answer.generated_text}",
                     *calls,

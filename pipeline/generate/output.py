@@ -83,8 +83,6 @@ def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, shard:
         columns = {name: column.take(pa.array(owners, pa.int64())) for name, column in columns.items()}
     given = {field.name: field.type for field in [*ANSWER_FIELDS, *(OPTIONAL_FIELDS[name] for name in spec.optional)]}
     values = {name: [getattr(answer, name) for answer in answers] for name in given}
-    if "tool_calls" in values:
-        values["tool_calls"] = [calls and [call.to_dict() for call in calls] for calls in values["tool_calls"]]
     if spec.parsed is not None:
         parsed, values["error"] = parse_answers(values["generated_text"], values["error"], spec.parsed)
     columns |= {name: pa.array(values[name], kind) for name, kind in given.items()}

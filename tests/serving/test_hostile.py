@@ -122,6 +122,6 @@ def test_many_requests_whose_clients_leave_keep_nothing(served: Running, http: h
 
 def _held() -> dict[str, int]:
     """Count the living objects of requests."""
-    names = ("Submission", "_Task", "Chunks", "Row", "AnswerStream", "Call")
+    names = ("Submission", "ServedRow", "Chunks", "Row", "AnswerStream", "Call")
     kinds = [type(one).__name__ for one in gc.get_objects()]
     return {name: kinds.count(name) for name in names}

@@ -20,6 +20,7 @@ from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.vllm import layers
 from actors.vllm.plan import cut_metadata
+from actors.vllm.worker import SkipWorker
 
 ROOT = Path(__file__).parents[2]
 SYNC = {"scheduler_cls": "actors.vllm.scheduler.SkipScheduler", "async_scheduling": False}
@@ -164,16 +165,6 @@ def test_mutant_recomputed_tokens_taken_for_the_prompt(folder: Path) -> None:
         assert preempted
 
 
-def test_mutant_a_position_late(folder: Path) -> None:
-    prompts, limits = cases.rows(6, seed=6)
-    wanted = cases.library_answers(folder, cases.SPECS["2x"], prompts, limits)
-    with cases.engine(folder) as llm:
-        skipper = cases.skipper(llm)
-        right = skipper._prompt_lengths
-        skipper._prompt_lengths = lambda common: right(common) + 1
-        assert cases.answers(llm, prompts, limits) != wanted
-
-
 def test_the_poison_is_met_where_depth_rises(folder: Path) -> None:
     """A curve that rises, which schedules refuse, reads keys that no token has written."""
     prompts, limits = cases.rows(4, seed=7)
@@ -183,19 +174,36 @@ def test_the_poison_is_met_where_depth_rises(folder: Path) -> None:
             cases.answers(llm, prompts, limits)
 
 
-def stale_slots(common: Any, subset: Any, ends: np.ndarray) -> Any:
-    cut = cut_metadata(common, subset, ends)
-    return cut.replace(slot_mapping=common.slot_mapping[: cut.num_actual_tokens])
+def stale_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(common: Any, subset: Any, ends: np.ndarray) -> Any:
+        made = cut_metadata(common, subset, ends)
+        return made.replace(slot_mapping=common.slot_mapping[: made.num_actual_tokens])
+
+    monkeypatch.setattr(layers, "cut_metadata", cut)
 
 
-def another_requests_blocks(common: Any, subset: Any, ends: np.ndarray) -> Any:
-    cut = cut_metadata(common, subset, ends)
-    return cut.replace(block_table_tensor=common.block_table_tensor[: cut.num_reqs])
+def another_requests_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(common: Any, subset: Any, ends: np.ndarray) -> Any:
+        made = cut_metadata(common, subset, ends)
+        return made.replace(block_table_tensor=common.block_table_tensor[: made.num_reqs])
+
+    monkeypatch.setattr(layers, "cut_metadata", cut)
 
 
-@pytest.mark.parametrize("mutant", [stale_slots, another_requests_blocks])
-def test_the_self_check_refuses_mutants(folder: Path, monkeypatch: pytest.MonkeyPatch, mutant: Any) -> None:
-    monkeypatch.setattr(layers, "cut_metadata", mutant)
+def a_position_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = SkipWorker._prompt_lengths
+    monkeypatch.setattr(SkipWorker, "_prompt_lengths", lambda self, common: right(self, common) + 1)
+
+
+def a_layer_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = layers.PassPlan
+    monkeypatch.setattr(layers, "PassPlan", lambda depths, *rest: plan(np.minimum(depths + 1, cases.LAYERS), *rest))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mutant", [stale_slots, another_requests_blocks, a_position_late, a_layer_more])
+def test_the_self_check_refuses_mutants(folder: Path, monkeypatch: pytest.MonkeyPatch, mutant: Any, dtype: str) -> None:
+    mutant(monkeypatch)
     settings = {**cases.SPECS["2x"].to_dict(), "unadapted": True}
-    with pytest.raises(UserError, match="self-check failed"), cases.engine(folder, settings):
+    with pytest.raises(UserError, match="self-check failed"), cases.engine(folder, settings, dtype=dtype):
         pass

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed here: make test-vllm")
+import torch
 import vllm_cases as cases
+from safetensors.torch import load_file, save_file
 
 from actors.answers import Answer, Prompt
 from actors.engine.constraints.label_trie import ChoiceTrie
@@ -155,7 +157,7 @@ def test_calls_share_steps_and_an_error_ends_all(generator: Generator) -> None:
     generator.run(first)
     [second] = others
     in_flight = generator.engine.rows.values()  # type: ignore[attr-defined]
-    assert any(row.tokens for row in in_flight)  # begun in the first one's steps
+    assert any(row.tokens for row, *_ in in_flight)  # begun in the first one's steps
     generator.run(second)
     assert generator.finish(first) == generator.finish(second)
     failing = generator.begin(rows)
@@ -166,6 +168,22 @@ def test_calls_share_steps_and_an_error_ends_all(generator: Generator) -> None:
     with pytest.raises(ZeroDivisionError):
         generator.finish(failing)
     assert [answer.error for answer in generator.answer(rows)] == [None] * 5
+
+
+def test_logits_that_are_not_numbers_are_row_errors(tmp_path: Path) -> None:
+    """As on the library engine: the tokens before are kept, and other rows are answered."""
+    weights = load_file(cases.text_checkpoint(tmp_path) / "model.safetensors")
+    weights["model.embed_tokens.weight"][9] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    rows = [Prompt([row % 7 + 40, 9 if row % 3 == 0 else 50], "x", row) for row in range(12)]
+    wanted = Generator(str(tmp_path), **SETTINGS, device="cpu").answer(rows)
+    found = Generator(str(tmp_path), **SETTINGS, vllm={"block_size": cases.BLOCK})
+    try:
+        assert found.answer(rows) == wanted
+    finally:
+        found.engine.close()
+    assert {answer.error is None for answer in wanted} == {True, False}
+    assert all("logits are not numbers" in answer.error for answer in wanted if answer.error is not None)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import vllm_cases as cases
 import yaml
-from in_process import answered_rows, run_and_read
+from in_process import answered_rows, run_and_read, run_in_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.answers import Prompt
@@ -27,6 +27,10 @@ from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.config.job import JobConfig
 from pipeline.estimate import time_speeds
+from pipeline.learn.adapt import configs
+from pipeline.learn.adapt import run as adaptation
+from pipeline.learn.adapt.plan import plan_adaptation
+from pipeline.learn.adapt.state import StageRecord
 from pipeline.plan.batching import with_engine
 
 ROOT = Path(__file__).parents[2]
@@ -127,6 +131,20 @@ def test_a_family_that_the_library_engine_lacks_is_answered(inputs: dict[str, An
     values |= {"input": {"path": inputs["data"], "id": "id"}, "sampling": {"max_new_tokens": 24}}
     text = tokenizer.decode(wanted[ids["input_ids"].shape[1] :], skip_special_tokens=True)
     assert run_and_read(values)[1]["generated_text"] == text.strip()
+
+
+def test_adapt_answers_its_sample(inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptation.jobs, "run", lambda job, verbose: run_in_process(job, verbose=verbose))
+    found = {}
+    for engine in ("library", "vllm"):
+        config = JobConfig.model_validate(job(tmp_path, inputs, engine, 2, adapt={"rows": 20, "held_out": 4}))
+        config = config.model_copy(update={"adapt": configs.options(config)})
+        folder = configs.output_folder(config)
+        task = plan_adaptation(config, "job.yaml", folder, StageRecord(folder, adaptation.STAGES))
+        adaptation._answer(task, adaptation._sample(task)["held_out"], False)
+        found[engine] = [pq.read_table(folder / name).to_pylist() for name in (configs.TRAIN, configs.HELD_OUT)]
+    assert found["vllm"] == found["library"]
+    assert len(found["vllm"][1]) == 4
 
 
 def test_plan_times_plain_vllm_and_skipped_layers(inputs: dict[str, Any]) -> None:

@@ -88,6 +88,13 @@ def test_llm_answers_with_the_adapter_as_the_library_engine(wanted: list[str]) -
         cases.cleanup_dist_env_and_memory()
 
 
+def test_an_unadapted_model_in_bfloat16_passes_the_self_check() -> None:
+    """Such a model magnifies rounding to 16 bits from layer to layer."""
+    settings = {"speedup": 2, "horizon": TOKENS, "unadapted": True}
+    with cases.engine(MODEL, settings, dtype="bfloat16") as llm:
+        assert cases.answers(llm, [[5, 6, 7]], [4])
+
+
 def test_run_batch_answers_a_batch_file(wanted: list[str], tmp_path: Path) -> None:
     requests = [
         {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body(chat)}
