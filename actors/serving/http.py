@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from pydantic_core import from_json
@@ -36,7 +36,6 @@ from actors.openai_requests import CHAT, ENDPOINTS
 from actors.serving.loop import ClientGone, Event, OnlineLoop, QueueFull, Submission, wake
 from actors.serving.model import Call, ServedModel
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 GONE = 499  # status of a request whose client has gone; nobody reads it
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -159,7 +158,7 @@ class Completions:
         async def send_body(body: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
-        began, status, streaming = time.perf_counter(), 200, False
+        status, streaming = GONE, False
         submission: Submission | None = None
         gone: asyncio.Future[None] | None = None
         try:
@@ -177,9 +176,8 @@ class Completions:
                     streaming = True
                     await self._stream(call, submission, send_body)
                 else:
-                    answered = await self._answered(call, submission)
-                    self._metrics.seconds.observe(time.perf_counter() - began)
-                    await JSONResponse(answered)(scope, receive, send)
+                    await JSONResponse(await self._answered(call, submission))(scope, receive, send)
+            status = 200
         except Exception as error:
             refusal = self._refusal(error)
             status = refusal.status
@@ -216,13 +214,8 @@ class Completions:
     async def _stream(self, call: Call, submission: Submission, send_body: Callable[[bytes], Awaitable[None]]) -> None:
         """Send the tokens of all rows as they come."""
         chunks = Chunks(self._url, self._model, call)
-        last = time.perf_counter()
-        histogram = self._metrics.first_token
         while submission.left:
-            events = await submission.take()
-            histogram.observe(time.perf_counter() - last)
-            histogram, last = self._metrics.between_tokens, time.perf_counter()
-            body = b"".join(chunk for event in events for chunk in chunks.of(event))
+            body = b"".join(chunk for event in await submission.take() for chunk in chunks.of(event))
             try:
                 await send_body(body)
             except OSError:  # the connection is closed
@@ -320,14 +313,6 @@ class Metrics(Collector):
         self._loop, self.registry = loop, CollectorRegistry()
         self.requests = Counter(
             "skipdecode_requests", "Requests by endpoint and status.", ["endpoint", "status"], registry=self.registry
-        )
-        self.seconds, self.first_token, self.between_tokens = (
-            Histogram(f"skipdecode_{name}_seconds", text, buckets=SECONDS, registry=self.registry)
-            for name, text in (
-                ("request", "Time of an answered request."),
-                ("first_token", "Time from a streamed request's admission to the queue to its first token."),
-                ("between_tokens", "Time between two events of a streamed answer."),
-            )
         )
         self.registry.register(self)
 

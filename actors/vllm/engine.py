@@ -324,7 +324,7 @@ class VllmEngine:
 
 
 def grammar(constraint: Constraint) -> str:
-    """Return a constraint as a grammar of llguidance, which vLLM has too. Raises UserError for forms behind thinking."""
+    """Return a constraint as a grammar of llguidance, which vLLM has. Raises UserError for forms behind thinking."""
     if isinstance(constraint, ChoiceTrie):
         return trie_grammar(constraint)
     if isinstance(constraint, Grammar):

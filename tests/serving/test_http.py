@@ -155,7 +155,6 @@ def test_models_health_and_metrics(client: openai.OpenAI, served: Running, http:
     text = http.get(f"{served.url}/metrics").text
     counted = {line.split(" ")[0]: float(line.split(" ")[1]) for line in text.splitlines() if line[0] != "#"}
     assert counted['skipdecode_requests_total{endpoint="/v1/completions",status="200"}'] >= 1
-    assert counted["skipdecode_first_token_seconds_count"] >= 1
     assert counted["skipdecode_generated_tokens_total"] > 0
     assert 0 < counted["skipdecode_layer_steps_total"] < counted["skipdecode_full_layer_steps_total"]
     assert counted["skipdecode_rows_in_flight"] == 0
