@@ -124,7 +124,7 @@ def test_full_depth_is_plain_vllm(folder: Path) -> None:
 def test_metadata_that_is_made_from_another_cache_groups_keeps_its_own_blocks() -> None:
     """As FlashAttention's builders make it for a further group, which no builder on a CPU does."""
     skipper = layers.LayerSkipper(cases.SPECS["2x"].build(cases.LAYERS), {}, lambda common: common)
-    builders = [
+    first, second = (
         SimpleNamespace(
             requires_block_table_width=False,
             layer_names=[name],
@@ -132,18 +132,17 @@ def test_metadata_that_is_made_from_another_cache_groups_keeps_its_own_blocks() 
             update_block_table=lambda made, blocks, slots: (made, blocks, slots),
         )
         for name in ("first", "second")
-    ]
-    for builder in builders:
-        skipper.watch(builder)
+    )
+    skipper.watch(first)
+    skipper.watch(second)
     numbers = torch.arange(2)
     common = CommonAttentionMetadata(numbers, numbers, numbers, 1, 1, 1, 1, numbers, numbers)
-    made = builders[0].build(0, common)
-    assert builders[1].update_block_table(made, numbers + 3, numbers + 5)[0] is made
-    assert skipper._built["first"][1] is common
+    made = first.build(0, common)
+    assert second.update_block_table(made, numbers + 3, numbers + 5)[0] is made
+    assert skipper._built["first"] == (first, common)
     builder, other = skipper._built["second"]
-    assert builder is builders[1]
+    assert builder is second and other.seq_lens is common.seq_lens
     assert (other.block_table_tensor.tolist(), other.slot_mapping.tolist()) == ([3, 4], [5, 6])
-    assert other.seq_lens is common.seq_lens
 
 
 # Wrong add-ons: the tests above, the self-check and the poison see them

@@ -35,35 +35,30 @@ def config(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("part", "name", "value", "reason"),
+    ("part", "changes", "reason"),
     [
-        ("", "speculative_config", object(), "speculative decoding"),
-        ("", "lora_config", object(), "LoRA of requests"),
-        ("", "kv_transfer_config", object(), "transfer of keys and values"),
-        ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
-        ("parallel_config", "enable_expert_parallel", True, "expert parallelism"),
-        ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
-        ("model_config", "enforce_eager", False, "compilation and CUDA graphs: pass enforce_eager"),
-        ("model_config", "runner_type", "pooling", "pooling"),
-        ("cache_config", "kv_sharing_fast_prefill", True, "fast prefill over shared keys and values"),
+        ("", {"speculative_config": object()}, "speculative decoding"),
+        ("", {"lora_config": object()}, "LoRA of requests"),
+        ("", {"kv_transfer_config": object()}, "transfer of keys and values"),
+        ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ("parallel_config", {"enable_expert_parallel": True}, "expert parallelism"),
+        ("parallel_config", {"decode_context_parallel_size": 2}, "context parallelism"),
+        ("model_config", {"enforce_eager": False}, "compilation and CUDA graphs: pass enforce_eager"),
+        ("model_config", {"runner_type": "pooling"}, "pooling"),
+        ("cache_config", {"kv_sharing_fast_prefill": True}, "fast prefill over shared keys and values"),
+        ("scheduler_config", {"scheduler_cls": None}, "pass scheduler_cls=actors.vllm.scheduler.SkipAsyncScheduler"),
     ],
 )
 def test_settings_that_skipping_breaks_are_refused_by_name(
-    config: Any, monkeypatch: pytest.MonkeyPatch, part: str, name: str, value: Any, reason: str
+    config: Any, monkeypatch: pytest.MonkeyPatch, part: str, changes: dict[str, Any], reason: str
 ) -> None:
+    monkeypatch.setitem(vars(config.cache_config), "enable_prefix_caching", True)
     worker.refuse_unsupported(config)
-    monkeypatch.setitem(vars(getattr(config, part) if part else config), name, value)
+    for name, value in changes.items():
+        monkeypatch.setitem(vars(getattr(config, part) if part else config), name, value)
     with pytest.raises(UserError, match=re.escape(reason)) as refused:
         worker.refuse_unsupported(config)
     assert "\n" not in str(refused.value)
-
-
-def test_prefix_caching_needs_a_scheduler_of_the_add_on(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vars(config.cache_config), "enable_prefix_caching", True)
-    worker.refuse_unsupported(config)
-    monkeypatch.setitem(vars(config.scheduler_config), "scheduler_cls", None)
-    with pytest.raises(UserError, match=r"pass scheduler_cls=actors\.vllm\.scheduler\.SkipAsyncScheduler"):
-        worker.refuse_unsupported(config)
 
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.31.2", "1.32.0", "0.320.0"])
@@ -73,7 +68,13 @@ def test_another_minor_version_of_vllm_is_refused(config: Any, monkeypatch: pyte
         worker.refuse_unsupported(config)
 
 
-def test_layers_of_another_signature_are_refused() -> None:
+def attention(kind: type, target: str | None = None) -> Any:
+    layer = kind.__new__(kind)
+    layer.__dict__["kv_sharing_target_layer_name"] = target
+    return layer
+
+
+def test_layers_and_attention_that_are_not_known_are_refused() -> None:
     class Layer(nn.Module):
         def forward(self, positions: Tensor, hidden_states: Tensor, per_layer_input: Tensor) -> Tensor:
             return hidden_states
@@ -81,27 +82,14 @@ def test_layers_of_another_signature_are_refused() -> None:
     skipper = LayerSkipper(ScheduleSpec(speedup=2, horizon=4).build(1), {}, lambda common: common)
     with pytest.raises(UserError, match=r"layer 0 takes \(positions, hidden_states, per_layer_input\), which is not"):
         skipper.wrap([Layer()])
-
-
-def attention(kind: type, target: str | None = None) -> Any:
-    layer = kind.__new__(kind)
-    layer.__dict__["kv_sharing_target_layer_name"] = target
-    return layer
-
-
-def test_shared_keys_other_attention_and_layers_without_attention_are_refused() -> None:
+    with pytest.raises(UserError, match="attention by SimpleNamespace is not supported"):
+        skipper.watch(SimpleNamespace(requires_block_table_width=True))
     with pytest.raises(UserError, match=r"layers\.1\.attn reads the keys and values of another layer"):
         worker.attention_layers({"layers.1.attn": attention(Attention, "layers.0.attn")})
     with pytest.raises(UserError, match=r"layers\.0\.attn is a ChunkedLocalAttention, which is not supported"):
         worker.attention_layers({"layers.0.attn": attention(ChunkedLocalAttention)})
     with pytest.raises(UserError, match="has 0 lists of 6 modules, not one"):
         worker.decoder_layers(nn.ModuleList([nn.Linear(1, 1)]), 6)
-
-
-def test_metadata_of_builders_with_a_fixed_width_is_refused() -> None:
-    skipper = LayerSkipper(ScheduleSpec(speedup=2, horizon=4).build(1), {}, lambda common: common)
-    with pytest.raises(UserError, match="attention by SimpleNamespace is not supported"):
-        skipper.watch(SimpleNamespace(requires_block_table_width=True))
 
 
 def test_a_model_without_training_and_a_foreign_adapter_are_refused_before_weights_load(
