@@ -72,25 +72,15 @@ def object_column(values: Sequence[Any]) -> Column:
     return column
 
 
-def answer_columns(
-    answers: Sequence[Answer],
-    *,
-    choices: bool,
-    logprobs: bool,
-    reasoning: bool = False,
-    cumulative_logprob: bool = False,
-) -> dict[str, Column]:
+def answer_columns(answers: Sequence[Answer], optional: Sequence[str]) -> dict[str, Column]:
     """The answers' columns; None stands for a missing number, as in the output of a job.
 
-    The flags add `choice_probability`, `logprobs`, `reasoning` and `cumulative_logprob`.
+    optional: names of fields that only some generators give.
     """
     columns: dict[str, Column] = {}
     for name in ("sample_index", "prompt_tokens", "generated_tokens"):
         columns[name] = np.array([getattr(answer, name) for answer in answers], dtype=np.int64)
-    optional = {"cumulative_logprob": cumulative_logprob, "choice_probability": choices, "reasoning": reasoning}
-    nullable = [name for name, is_asked in optional.items() if is_asked]
-    for name in ("generated_text", "finish_reason", "error", "mean_depth", *nullable):
-        columns[name] = object_column([getattr(answer, name) for answer in answers])
-    if logprobs:
-        columns["logprobs"] = object_column([answer.logprobs or [] for answer in answers])
+    for name in ("generated_text", "finish_reason", "error", "mean_depth", *optional):
+        values = [getattr(answer, name) for answer in answers]
+        columns[name] = object_column([value or [] for value in values] if name == "logprobs" else values)
     return columns

@@ -260,13 +260,14 @@ class Generator:
         prompts = [self.builder.prompt(value) for value in kept[name]]
         answers = self.answer(prompts, constant_prefix([prompt.ids for prompt in prompts if prompt.error is None]))
         rows = [answer.row for answer in answers]
-        return {name: values[rows] for name, values in kept.items()} | answer_columns(
-            answers,
-            choices=self.builder.choices is not None,
-            logprobs=self.sampling.logprobs is not None,
-            reasoning=self.builder.reasoning is not None,
-            cumulative_logprob=self.cumulative_logprob,
-        )
+        optional = {
+            "cumulative_logprob": self.cumulative_logprob,
+            "choice_probability": self.builder.choices is not None,
+            "reasoning": self.builder.reasoning is not None,
+            "logprobs": self.sampling.logprobs is not None,
+        }
+        given = {name: values[rows] for name, values in kept.items()}
+        return given | answer_columns(answers, [name for name, is_asked in optional.items() if is_asked])
 
     def answer(
         self,

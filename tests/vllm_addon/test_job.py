@@ -111,15 +111,6 @@ def test_a_killed_job_goes_on_and_loses_no_row(inputs: dict[str, Any], tmp_path:
     assert shards(str(output)) == shards(library["output"]["path"])
 
 
-def test_labels_at_full_depth_are_the_library_engines(inputs: dict[str, Any], tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"choices": LABELS, "sampling": {}, "input": {"path": inputs["data"], "id": "id"}}
-    wanted, found = (run_and_read(job(tmp_path, inputs, engine, 1, **changes)) for engine in ("library", "vllm"))
-    for got, expected in zip(found, wanted, strict=True):
-        if expected["error"] is None:
-            assert got["choice_probability"] == pytest.approx(expected["choice_probability"], rel=1e-3)
-        assert got | {"choice_probability": None} == expected | {"choice_probability": None}
-
-
 def test_a_family_that_the_library_engine_lacks_is_answered(inputs: dict[str, Any], tmp_path: Path) -> None:
     model = cases.text_checkpoint(tmp_path / "model", "granite")
     library, values = (job(tmp_path, {**inputs, "model": str(model)}, engine, 1) for engine in ("library", "vllm"))
@@ -192,19 +183,14 @@ def test_what_vllm_cannot_do_is_refused_in_one_line(
 
 
 def test_auto_is_vllm_on_a_gpu_and_a_job_keeps_its_engine(inputs: dict[str, Any], tmp_path: Path) -> None:
-    def engine(stored: str | None = None, **changes: Any) -> str:
+    def chosen(stored: str | None = None, **changes: Any) -> tuple[str, float]:
         values = {**job(tmp_path, inputs, "auto", 2), "actors": {"gpus": 1.0}, **changes}
-        return with_engine(JobConfig.model_validate(values), stored).model.engine
+        config = with_engine(JobConfig.model_validate(values), stored)
+        return config.model.engine, config.actors.gpus
 
-    assert engine() == "vllm"
-    assert engine(sampling={"temperature": 3.0}) == "auto"
-    assert engine(actors={}) == "auto"
-    assert engine(stored="library") == "library"
-    assert engine(stored="vllm", actors={}) == "vllm"
-
-
-def test_an_actor_asks_for_the_gpus_of_its_workers(inputs: dict[str, Any], tmp_path: Path) -> None:
-    values = job(tmp_path, inputs, "auto", 2)
-    values |= {"actors": {"gpus": 1.0}, "model": {**values["model"], "vllm": {"tensor_parallel_size": 4}}}
-    config = with_engine(JobConfig.model_validate(values), None)
-    assert (config.model.engine, config.actors.gpus) == ("vllm", 4)
+    assert chosen() == ("vllm", 1)
+    assert chosen(model={"path": inputs["model"], "vllm": {"tensor_parallel_size": 4}}) == ("vllm", 4)
+    assert chosen(sampling={"temperature": 3.0}) == ("auto", 1)
+    assert chosen(actors={}) == ("auto", 0)
+    assert chosen(stored="library") == ("library", 1)
+    assert chosen(stored="vllm", actors={}) == ("vllm", 0)
