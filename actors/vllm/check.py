@@ -155,7 +155,8 @@ def _watched(layer: Any, index: int, skipper: LayerSkipper, seen: Seen, errors: 
             wanted = torch.einsum("hgqk,khd->qhgd", weights, values)
             size = torch.einsum("hgqk,kh->qhg", weights, values.norm(dim=-1))
             got = out.view(len(out), -1)[own].float().view(wanted.shape)
-            errors.append(float(((got - wanted).norm(dim=-1) / size).max()))
+            error = ((got - wanted).norm(dim=-1) / size)[wanted.isfinite().all(-1)]  # damaged weights are row errors
+            errors.append(float(error.max()) if len(error) else 0.0)
         return out
 
     return watched

@@ -131,6 +131,7 @@ def test_adapt_answers_its_sample(inputs: dict[str, Any], tmp_path: Path, monkey
         config = JobConfig.model_validate(job(tmp_path, inputs, engine, 2, adapt={"rows": 20, "held_out": 4}))
         config = config.model_copy(update={"adapt": configs.options(config)})
         folder = configs.output_folder(config)
+        folder.mkdir()
         task = plan_adaptation(config, "job.yaml", folder, StageRecord(folder, adaptation.STAGES))
         adaptation._answer(task, adaptation._sample(task)["held_out"], False)
         found[engine] = [pq.read_table(folder / name).to_pylist() for name in (configs.TRAIN, configs.HELD_OUT)]
