@@ -190,12 +190,12 @@ def test_thinking_is_split_by_the_templates_marks(
 ) -> None:
     """The prompt begins the thinking; the tiny model's tokens are read as if they ended it."""
     folder = with_template(checkpoint, tmp_path / "checkpoint", template)
-    plain = RequestBuilder._decode
+    plain = RequestBuilder.decode
 
     def decoded(self: RequestBuilder, tokens: list[int]) -> str:
         return plain(self, tokens) if len(tokens) > 8 else "it is</thinking> so"
 
-    monkeypatch.setattr(RequestBuilder, "_decode", decoded)
+    monkeypatch.setattr(RequestBuilder, "decode", decoded)
     job = values(tmp_path, folder, pa.table({"messages": [CHAT], "tools": [None]}), reasoning="auto")
     del job["input"]["tools"]
     [row] = run_and_read(job)
