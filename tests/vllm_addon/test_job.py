@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,7 +126,7 @@ def test_a_family_that_the_library_engine_lacks_is_answered(inputs: dict[str, An
 
 
 def test_adapt_answers_its_sample(inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adaptation.jobs, "run", lambda job, verbose: run_in_process(job, verbose=verbose))
+    monkeypatch.setattr(adaptation, "jobs", SimpleNamespace(run=run_in_process))
     found = {}
     for engine in ("library", "vllm"):
         config = JobConfig.model_validate(job(tmp_path, inputs, engine, 2, adapt={"rows": 20, "held_out": 4}))
