@@ -16,7 +16,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from actors.engine.build import current_device
 from actors.engine.engine import Engine
@@ -39,7 +38,8 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
-class Event(NamedTuple):
+@dataclass(frozen=True)
+class Event:
     """What is new of one row.
 
     Args:

@@ -162,9 +162,11 @@ class ServedModel:
         row, builder, prompt = call.rows[index], self._builder, call.prompt_of(index)
         thinks_first, constraint = isinstance(row.constraint, AfterReasoning), row.constraint
         has_label = prompt.choices is not None or (builder.choices is not None and prompt.output_format is None)
-        is_form = constraint is not None and not (thinks_first or has_label)
+        read = builder.decode
+        if constraint is not None and not (thinks_first or has_label):
+            read = partial(constraint.text, label=None)
         return AnswerStream(
-            partial(constraint.text, label=None) if is_form else builder.decode,
+            read,
             row.sampling.stop,
             row.sampling.all_stop_ids(builder.stop_ids),
             builder.answer_start(row.prompt_ids),

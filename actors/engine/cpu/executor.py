@@ -69,7 +69,7 @@ def fastest_decoder(model: PreTrainedModel, tokens: int | None = None, *, int8: 
 
 def _pack_head(decoder: Decoder, int8: bool) -> Tensor:
     """Pack a decoder's head; return its own weight [V, E], which is freed unless the embedding shares it."""
-    weight: Tensor = decoder.head.weight.detach()  # type: ignore[operator, union-attr]
+    weight: Tensor = decoder.head.weight.detach()  # type: ignore[operator]
     shared = decoder.head.weight is decoder.model.get_input_embeddings().weight
     decoder.head = packed_linear(decoder.head, int8=int8)
     if not shared:

@@ -86,7 +86,7 @@ def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path
     """The same job over the sample, every token through all layers, one answer a row, ids by row number."""
     folder = folder.resolve()  # workers on other nodes have other working directories
     whole = {"format": None, "snapshot": None, "id": None, "since": None, "changed": "error"}
-    plain = {"format": None, "table": None, "keep": [], "token_ids": True, "cumulative_logprob": False}
+    plain: dict[str, Any] = {"format": None, "table": None, "keep": [], "token_ids": True, "cumulative_logprob": False}
     return config.model_copy(
         update={
             "input": config.input.model_copy(update={"path": [str(folder / SAMPLE)], **whole}),

@@ -139,7 +139,7 @@ def _divergence(generator: Generator, pairs: Sequence[Row], order: Sequence[int]
 
 def _speed(
     task: Task, row: RowCost, head: float, shape: Mapping[str, Any], speed: float, cost: float
-) -> dict[str, float | int | None]:
+) -> dict[str, Any]:
     """Clock of a speed if layers are all that shrinks, by the prompt policy that gains more, and when it pays."""
     schedule = task.resolved.checkpoint.schedule({**shape, "speedup": speed})
     kept = (schedule.mean_depth(round(row.answer)) or schedule.num_layers) / schedule.num_layers

@@ -223,7 +223,7 @@ def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mappin
     assert spec is not None, "tune writes one"
     shape = {key: value for key, value in spec.to_dict().items() if key in configs.KEPT}
     model = str(fetch(task.resolved.source))  # the commit that was resolved, whatever the name means now
-    values = configs.eval_values(task, model, shape, prompts, tuned=tuned) | actors
+    values = configs.eval_values(task, model, shape, prompts, tuned=tuned) | dict(actors)
     with memory_freed():
         evaluation = evaluate_run.evaluate(validated(EvalConfig, values, "adapt"))
     groups = ("speed", "prompt")

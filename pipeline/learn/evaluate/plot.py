@@ -12,7 +12,7 @@ from pipeline.learn.evaluate.metrics import METRICS
 from pipeline.learn.evaluate.results import Evaluation, Line
 
 MARKERS = "s^DvXPh"  # of the lines that are no speeds, in turn; with the colours no two of the first 100 look alike
-SPEED, COLOURS = "tab:blue", [colour for name in ("Dark2", "Set1") for colour in matplotlib.colormaps[name].colors]
+SPEED, COLOURS = "tab:blue", [*matplotlib.color_sequences["Dark2"], *matplotlib.color_sequences["Set1"]]
 SIZE, DPI, FONT = (9.0, 5.6), 150, 9.0  # inches, dots an inch, points
 
 

@@ -94,7 +94,7 @@ def _training(config: TuneConfig, plan: TrainingPlan) -> Training:
     on_gpu = torch.cuda.is_available() and (config.workers is None or config.workers.gpus > 0)
     device = torch.device("cuda" if on_gpu else "cpu")
     bf16 = settings.bf16 and has_bf16(device)
-    model = load_model(config.model.path, torch.float32, None, packed_attention.register()).to(device)
+    model = load_model(config.model.path, torch.float32, None, packed_attention.register()).to(device)  # type: ignore[arg-type]
     decoder = Decoder(model)
     adapted: Any = model if config.adapter is None else adapters.add_adapters(model, config.adapter)
     if config.adapter is not None:

@@ -185,7 +185,7 @@ class Training:
         total = torch.zeros((), device=self.decoder.device)
         for batch in micro_batches(own, len(names), self.tokens) if own else ():
             loss = self._objective(batch, names) / count
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.detach()
         self._share(total)
         nn.utils.clip_grad_norm_(self.weights.values(), MAX_NORM)
@@ -217,9 +217,10 @@ class Training:
         """Add up the workers' gradients and losses, and give all what each computed of the teacher."""
         if self.workers == 1:
             return
+        gradients = [total]
         for weight in self.weights.values():
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        gradients = [total, *(weight.grad for weight in self.weights.values())]
+            gradients.append(weight.grad)
         joined = nn.utils.parameters_to_vector(gradients)
         distributed.all_reduce(joined)
         nn.utils.vector_to_parameters(joined, gradients)
