@@ -117,9 +117,12 @@ def test_serve_answers_requests(wanted: list[str], tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    run = command("api_server", "--host", "127.0.0.1", "--port", str(port))
+    _, _, program, _, _, *options = command("api_server", "--host", "127.0.0.1", "--port", str(port))
+    recipe = ROOT / "configs" / "recipes" / "vllm" / "serve.sh"
+    run = ["sh", str(recipe), str(MODEL), str(ADAPTER), *options]
     with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(run, env=environment(), cwd=tmp_path, stdout=log, stderr=log)
+        env = environment() | {"VLLM": f"{sys.executable} -m {program}"}
+        server = subprocess.Popen(run, env=env, cwd=tmp_path, stdout=log, stderr=log)
     try:
         for _ in range(300):
             assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
@@ -139,36 +142,12 @@ def test_serve_answers_requests(wanted: list[str], tmp_path: Path) -> None:
         server.wait(timeout=60)
 
 
-RAY_DATA = """
-import json, os, sys
-import ray
-from ray.data.llm import build_processor, vLLMEngineProcessorConfig
-
-given = json.loads(sys.argv[1])
-ray.init(address="local", num_cpus=3, include_dashboard=False, logging_level="error")
-config = vLLMEngineProcessorConfig(
-    model_source=given["model"],
-    engine_kwargs={**given["options"], "additional_config": {"skipdecode": given["settings"]}},
-    placement_group_config={"bundle_per_worker": {"CPU": 1}},  # on a GPU left out
-    concurrency=1,
-    batch_size=4,
-)
-processor = build_processor(
-    config,
-    preprocess=lambda row: {**row, "sampling_params": {"temperature": 0, "max_tokens": given["tokens"]}},
-    postprocess=lambda row: {"row": row["row"], "answer": row["generated_text"]},
-)
-rows = ray.data.from_items([{"row": row, "messages": chat} for row, chat in enumerate(given["chats"])])
-answers = sorted(processor(rows).take_all(), key=lambda answer: answer["row"])
-print("ANSWERS" + json.dumps([answer["answer"] for answer in answers]))
-"""
-
-
 def test_ray_data_llm_answers_a_dataset(wanted: list[str], tmp_path: Path) -> None:
-    given = {"model": str(MODEL), "options": OPTIONS, "settings": SETTINGS, "chats": CHATS, "tokens": TOKENS}
-    run = [sys.executable, "-c", RAY_DATA, json.dumps(given)]
+    """The recipe's program; what it sets itself is given again with the same values."""
+    program = ROOT / "configs" / "recipes" / "vllm" / "ray_data_llm.py"
+    run = [sys.executable, str(program), str(MODEL), str(ADAPTER), json.dumps(OPTIONS)]
     env = environment() | {"RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(run, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=360, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    texts = json.loads(done.stdout.rpartition("ANSWERS")[2])
-    assert [text.strip() for text in texts] == wanted
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"row"')]
+    assert [answer["answer"].strip() for answer in answers] == wanted[: len(answers)] and len(answers) == 2

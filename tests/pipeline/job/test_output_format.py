@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from in_process import job_values, run_and_read, run_in_process
 
 from actors.engine.errors import UserError
 from pipeline.config.job import JobConfig
-from pipeline.config.load import load_config, validated
+from pipeline.config.load import validated
 
 SCHEMA = {
     "type": "object",
@@ -127,26 +126,6 @@ def test_thinking_is_a_column_before_the_parsed_answer(tmp_path: Path, checkpoin
             assert row["parsed"]["a"] in ("x", "y") and row["parsed"] == json.loads(row["generated_text"])
         else:
             assert "cut off" in row["error"]
-
-
-def test_the_example_runs_as_its_comment_says(
-    tmp_path: Path, chat_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first commands as they are; the model, which is on the hub, is replaced."""
-    source = Path(__file__).parents[3] / "configs" / "structured.yaml"
-    commands = [line.removeprefix("#     ") for line in source.read_text().splitlines() if line.startswith("#     ")]
-    subprocess.run(["sh", "-ec", "\n".join(commands[:2])], cwd=tmp_path, check=True)
-    monkeypatch.chdir(tmp_path)
-    template = "input.template={{ text }}"  # the tiny model's context is short
-    changes = [f"model.path={chat_checkpoint}", "sampling.temperature=1.0", template, "max_error_rate=1.0"]
-    job = load_config(JobConfig, source, changes)
-    run_in_process(job)
-    (row,) = pq.read_table(tmp_path / "work" / "reviews" / "answers").to_pylist()
-    assert row["id"] == 1 and row["generated_text"].startswith('{"sentiment": "')
-    if row["error"] is None:
-        jsonschema.validate(row["parsed"], json.loads(job.output_format.text))
-    else:
-        assert "cut off" in row["error"]
 
 
 def test_another_form_is_another_job(tmp_path: Path, checkpoint: Path) -> None:

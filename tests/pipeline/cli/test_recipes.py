@@ -1,0 +1,85 @@
+"""Every recipe runs as its README says, with the demo's model in place of the one of `make real-model`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import boto3
+import pyarrow.parquet as pq
+import pytest
+from shown_commands import ROOT, blocks, run_commands
+
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.config.load import load_config
+
+RECIPES = ROOT / "configs" / "recipes"
+MODEL = ROOT / "work" / "real" / "model"
+ELSEWHERE = {  # recipe -> the test that runs its programs, or checks its files
+    "ray_data": "tests/pipeline/job/test_ray_data.py",
+    "spot": "tests/infra/test_kubernetes.py",
+    "vllm": "tests/vllm_addon/test_published.py",
+}
+HERE = sorted({path.name for path in RECIPES.iterdir() if path.is_dir()} - set(ELSEWHERE))
+OWN_MODEL = ("nightly", "hive")  # recipes with the demo's model
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder stands for a clone."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def commands(name: str, *changes: str) -> list[str]:
+    """Those of a recipe's README, each `run` with changes."""
+    added = "".join(f" --set {change}" for change in changes)
+    return [line + added * line.startswith("skipdecode run") for line in blocks(f"configs/recipes/{name}/README.md")[0]]
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("name", HERE)
+def test_a_recipe_runs(name: str, clone: Path, request: pytest.FixtureRequest) -> None:
+    model = shutil.copytree(ROOT / "configs" / "demo" / "checkpoint", clone / "work" / "real" / "model")
+    (model / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }} {% endfor %}")
+    if name != "hive":
+        run_commands(commands(name, "max_error_rate=1", "shard_rows=64"))
+    else:
+        s3: StorageConfig = request.getfixturevalue("s3")
+        make, upload, run = commands(name, f"storage.endpoint_url={s3.endpoint_url}")
+        run_commands([make])
+        source, target = Path(upload.split()[-2]), upload.split()[-1].removeprefix("s3://bucket/")
+        for path in source.rglob("*.parquet"):
+            boto3.client("s3", endpoint_url=s3.endpoint_url).upload_file(
+                str(path), "bucket", f"{target}/{path.relative_to(source)}"
+            )
+        (printed,) = run_commands([run])
+        assert "4 rows in " in printed
+        return
+    for file in (RECIPES / name).glob("*.yaml"):
+        config = load_config(JobConfig, file, [])
+        parts = list(Path(config.output.path).rglob("part-*.parquet"))
+        assert sum(pq.read_metadata(part).num_rows for part in parts) > 0, file
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MODEL.is_dir(), reason="no model in work/real/model: make real-model")
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("name", [name for name in HERE if name not in OWN_MODEL])
+def test_a_recipe_prints_what_its_readme_shows(name: str, clone: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (clone / "work" / "real").mkdir(parents=True)
+    (clone / "work" / "real" / "model").symlink_to(MODEL)
+    printed = "\n".join(run_commands(commands(name))) + capfd.readouterr().out
+    text = (RECIPES / name / "README.md").read_text()
+    shown = "".join(re.findall(r"```text\n(.*?)```", text, re.S)).splitlines()
+    assert set(shown) <= set(printed.splitlines())
+
+
+def test_recipes_are_small_and_listed() -> None:
+    listed = (RECIPES / "README.md").read_text()
+    for name in (*HERE, *ELSEWHERE):
+        assert f"({name}/README.md)" in listed
+        assert all(len(file.read_text().splitlines()) <= 20 for file in (RECIPES / name).glob("*.yaml"))
+    assert [test for test in ELSEWHERE.values() if not (ROOT / test).is_file()] == []
