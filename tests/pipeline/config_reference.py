@@ -21,29 +21,21 @@ BETWEEN = re.compile(r"(?<=<!-- keys -->\n).*?(?=<!-- /keys -->)", re.S)
 def tables(model: type[Section], seen: dict[tuple[type, str], str], path: str = "") -> list[str]:
     """Return the lines of a section's table, and after it those of the sections below it.
 
-<<<<<<< HEAD
     seen: the section in which a key of a class has been listed; such keys are left out, and those of this one added.
     """
     new, others, below = [], set(), []
-=======
-    seen: rows of the files before, which are left out; the rows of this file are added. Empty if all rows are left out.
-    """
-    lines, below, alike = [], [], []
->>>>>>> e100e0d (Recipes, one folder a task, each run by a test; README shows a prompt, its answer, install and one's own CSV first; pages by task; documents of 1,360 lines)
     for name, field in model.model_fields.items():
         if name in model.removed:
             continue
         section = section_of(field.annotation)
         if section is not None:
-            dotted = f"{path}{name}{'[]' * in_list(field)}"
-            inside = tables(section, seen, f"{dotted}.")
-            if not inside:
-                alike.append(f"`{dotted}`")
-                continue
+            dotted = f"{path}{name}"
+            mark = "[]" * in_list(field)
             purpose = field.description or (section.__doc__ or "").strip().partition("\n")[0]
             purpose = "" if section.__doc__ == BaseModel.__doc__ else purpose
             state = "required" if field.is_required() else "optional"
-            below += ["", f"**`{dotted}`**: {state}. {purpose}".rstrip(), "", *inside]
+            below += ["", f"**`{dotted}{mark}`**: {state}. {purpose}".rstrip(), ""]
+            below += tables(section, seen, f"{dotted}{mark}.")
             continue
         owner = next(one for one in model.__mro__ if name in inspect.get_annotations(one))
         if (owner, name) in seen:
@@ -53,26 +45,11 @@ def tables(model: type[Section], seen: dict[tuple[type, str], str], path: str = 
         text = (field.description or "").replace("|", r"\|").replace("\n", " ")
         kind = kind_of(field.annotation).replace("|", r"\|")
         default = default_of(field).replace("|", r"\|")
-<<<<<<< HEAD
         new.append(f"| `{path}{name}` | {kind} | {'' if default == '-' else f'`{default}`'} | {text} |")
     named = " and ".join(f"`{one}`" for one in sorted(others))
     head = [f"{'Further' if new else 'All'} keys as in the section {named} of job files.", ""] if others else []
     table = ["| key | type | default | meaning and unit |", "|---|---|---|---|", *new] if new else []
     return [*(head if new else head[:1]), *table, *below]
-=======
-        lines.append(f"| `{path}{name}` | {kind} | {'' if default == '-' else f'`{default}`'} | {text} |")
-    keys = {line.replace(f"`{path}", "`", 1) if path.endswith("[].") else line for line in lines}
-    if path.endswith("[].") and keys <= {line.replace("`schedule.", "`", 1) for line in seen}:
-        return ["Keys as in the section `schedule` of job files."]
-    new = [line for line in lines if line not in seen]
-    seen |= set(lines)
-    head = ["| key | type | default | meaning and unit |", "|---|---|---|---|"] if new else []
-    if new and len(new) < len(lines):
-        head = ["Further keys as in the section of this name above.", "", *head]
-    if alike:
-        below += ["", f"Sections as those of these names above: {', '.join(alike)}."]
-    return [*head, *new, *below]
->>>>>>> e100e0d (Recipes, one folder a task, each run by a test; README shows a prompt, its answer, install and one's own CSV first; pages by task; documents of 1,360 lines)
 
 
 def reference() -> str:

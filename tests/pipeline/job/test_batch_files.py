@@ -10,11 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-<<<<<<< HEAD
-from in_process import answered_rows, job_values, run_example, run_in_process
-=======
-from in_process import run_in_process
->>>>>>> e100e0d (Recipes, one folder a task, each run by a test; README shows a prompt, its answer, install and one's own CSV first; pages by task; documents of 1,360 lines)
+from in_process import answered_rows, job_values, run_in_process
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 

@@ -34,30 +34,6 @@ def program() -> str:
     return (ROOT / "configs" / "recipes" / "ray_data" / "program.py").read_text()
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_generator_in_a_program_of_ones_own(
-    own_ray: None, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool
-) -> None:
-    """README's program, as it stands. alone: in a process of its own, on a Ray of one CPU."""
-    if alone:
-        process = started(program(), tmp_path, 1)
-        try:
-            said, _ = process.communicate(timeout=300)
-        finally:
-            end(process)
-        assert process.returncode == 0, said
-    else:
-        (tmp_path / "configs").symlink_to(ROOT / "configs")
-        monkeypatch.chdir(tmp_path)
-        exec(compile(program(), "README.md", "exec"), {})
-    rows = sorted(pq.read_table(tmp_path / "answers").to_pylist(), key=lambda row: row["id"])
-    assert [row["id"] for row in rows] == list(range(ROWS))
-    assert all(row["error"] is None and row["generated_tokens"] > 0 for row in rows)
-    assert all(isinstance(row["generated_text"], str) and row["prompt"].startswith("name[") for row in rows)
-    alike = [{row["generated_text"] for row in rows if row["prompt"] == one["prompt"]} for one in rows[:7]]
-    assert all(len(texts) == 1 for texts in alike)  # greedy, whichever actor answered
-=======
 def test_the_generator_in_a_program_of_ones_own_runs_on_one_cpu(tmp_path: Path) -> None:
     """The recipe's program, as it stands."""
     process = started(program(), tmp_path, 1)
@@ -67,7 +43,6 @@ def test_the_generator_in_a_program_of_ones_own_runs_on_one_cpu(tmp_path: Path) 
         end(process)
     assert process.returncode == 0, said
     assert sum(line.startswith(("Zizzi", "Cotto", "Aromi", "The Mill")) for line in said.splitlines()) == 4, said
->>>>>>> e100e0d (Recipes, one folder a task, each run by a test; README shows a prompt, its answer, install and one's own CSV first; pages by task; documents of 1,360 lines)
 
 
 @pytest.mark.slow
