@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 
 from pipeline import job as jobs
 from pipeline.config.job import JobConfig
-from pipeline.config.load import load_config
 from pipeline.report.summary import JobResult
 from pipeline.run import stages
 from pipeline.run.in_process import InProcess
@@ -61,22 +59,6 @@ def run_and_read(values: dict[str, Any]) -> list[dict[str, Any]]:
     config = JobConfig.model_validate(values)
     run_in_process(config)
     return answered_rows(Path(config.output.path))
-
-
-def run_example(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *changes: str) -> None:
-    """Run a file of configs/ after the shell commands of its comment; its model, which is on the hub, is replaced.
-
-    Args:
-        name: of the file.
-        folder: becomes the current folder.
-        changes: as for `--set`.
-    """
-    source = Path(__file__).parents[2] / "configs" / name
-    commands = [line.removeprefix("#     ") for line in source.read_text().splitlines() if line.startswith("#     ")]
-    shell = "\n".join(line for line in commands if not line.startswith(("skipdecode", "cat")))
-    subprocess.run(["sh", "-ec", shell], cwd=folder, check=True)
-    monkeypatch.chdir(folder)
-    run_in_process(load_config(JobConfig, source, list(changes)))
 
 
 def run_interrupted(monkeypatch: pytest.MonkeyPatch, config: JobConfig) -> None:
