@@ -107,7 +107,7 @@ def stand_in(task: Task) -> type:
 
     class StandIn(Generator):
         def __init__(self, checkpoint: str, **settings: Any) -> None:
-            self.decode = Tokenizer.from_file(f"{checkpoint}/tokenizer.json").decode
+            self.tokenizer = Tokenizer.from_file(f"{checkpoint}/tokenizer.json")
             self.cache_bytes = 0
             self.engine = SimpleNamespace(stats=EngineStats(), rows=[], used_cache_bytes=int)
 
@@ -120,7 +120,7 @@ def stand_in(task: Task) -> type:
             while left:
                 batch, left = left[: BLOCK // 2], left[BLOCK // 2 :]
                 work.on_batch(batch)
-                texts = answered(task, [self.decode(work.prompts[row].ids).strip() for row in batch])
+                texts = answered(task, [self.tokenizer.decode(work.prompts[row].ids).strip() for row in batch])
                 work.texts |= dict(zip(batch, texts, strict=True))
             work.on_batch(())
 

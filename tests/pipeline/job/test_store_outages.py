@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
 import logging
 import pickle
 import socket
+import ssl
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from fault_proxy import DENIED, RESET, SLOW_DOWN, TRUNCATED, Fault, Proxy, Request, fault_proxy, refusal
 
 from pipeline.config.job import StorageConfig
@@ -170,13 +178,44 @@ def test_missing_credentials_are_refused_at_once_and_waited_for_in_a_job_that_ru
     timer.join()
 
 
-def test_an_endpoint_whose_certificate_fails_is_reported_without_retries(s3: StorageConfig) -> None:
-    assert s3.endpoint_url
-    folder = new_folder(s3.endpoint_url.replace("http://", "https://"), 30)  # it speaks no TLS
-    began = time.monotonic()
-    with pytest.raises(StoreFailed, match=rf"^{folder.url}/: SSL validation failed"):
-        folder.names()
-    assert time.monotonic() - began < 10
+@contextmanager
+def self_signed(folder: Path) -> Iterator[str]:
+    """URL of an HTTPS server whose certificate nobody has signed."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    (folder / "server.pem").write_bytes(pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "server.pem")
+    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"https://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_self_signed_certificate_is_reported_without_retries(s3: StorageConfig, tmp_path: Path) -> None:
+    with self_signed(tmp_path) as url:
+        folder = new_folder(url, 30)
+        began = time.monotonic()
+        with pytest.raises(StoreFailed, match=rf"^{folder.url}/: SSL validation failed"):
+            folder.names()
+        assert time.monotonic() - began < 10
 
 
 def test_an_endpoint_that_was_never_reached_is_reported_soon(proxy: Proxy) -> None:
