@@ -56,7 +56,12 @@ def run_ray(settings: dict[str, Any]) -> NoReturn:
         import psutil
         import ray
 
-        ray.init(**settings)
+        try:
+            ray.init(**settings)
+        except Exception:  # on a busy machine the start exceeds Ray's own limit of 30 s, which cannot be set
+            for process in psutil.Process().children(recursive=True):
+                process.kill()
+            ray.init(**settings)
         address = ray.get_runtime_context().gcs_address
     except BaseException as error:
         print(json.dumps({"error": " ".join(str(error).split()) or type(error).__name__}), file=out, flush=True)

@@ -30,7 +30,7 @@ from pipeline.config.job import JobConfig
 from pipeline.estimate import time_speeds
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt import run as adaptation
-from pipeline.learn.adapt.plan import plan_adaptation
+from pipeline.learn.adapt.plan import output_folder, plan_adaptation
 from pipeline.learn.adapt.state import StageRecord
 from pipeline.plan.batching import with_engine
 
@@ -131,7 +131,7 @@ def test_adapt_answers_its_sample(inputs: dict[str, Any], tmp_path: Path, monkey
     for engine in ("library", "vllm"):
         config = JobConfig.model_validate(job(tmp_path, inputs, engine, 2, adapt={"rows": 20, "held_out": 4}))
         config = config.model_copy(update={"adapt": configs.options(config)})
-        folder = configs.output_folder(config)
+        folder = output_folder(config)
         folder.mkdir()
         task = plan_adaptation(config, "job.yaml", folder, StageRecord(folder, adaptation.STAGES))
         adaptation._answer(task, adaptation._sample(task)["held_out"], False)

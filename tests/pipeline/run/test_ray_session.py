@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import signal
@@ -212,3 +213,33 @@ def test_a_port_for_metrics_must_be_free_and_of_our_own_ray(monkeypatch: pytest.
     monkeypatch.setattr(ray_session, "is_own_ray", lambda: False)
     with pytest.raises(UserError, match="the nodes of a cluster have ports of their own"):
         ray_session.check_metrics_port(port)
+
+
+FAILS_ONCE = """
+import runpy, subprocess, sys, ray
+start = ray.init
+def slow(**settings):
+    ray.init = start
+    subprocess.Popen(["sleep", "4321"])
+    raise Exception("The current node timed out during startup.")
+ray.init = slow
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.ray
+def test_a_ray_that_starts_too_slowly_is_started_again() -> None:
+    settings = {"address": "local", "include_dashboard": False, "num_cpus": 1, "_node_ip_address": "127.0.0.1"}
+    head = subprocess.Popen(
+        [sys.executable, "-c", FAILS_ONCE, str(ray_session.HEAD), json.dumps(settings)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert head.stdin and head.stdout
+    assert "address" in json.loads(head.stdout.readline())
+    assert [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "4321"]] == []
+    head.stdin.close()
+    assert head.wait(60) == 0
