@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
 from functools import cache
 from typing import Any
@@ -297,11 +297,6 @@ STATS_SCHEMA = pa.schema(
         for item in fields(ShardStats)
     ]
 )
-
-
-def to_table(shards: Iterable[ShardStats]) -> pa.Table:
-    """Return one row per shard, in their order; the columns' metadata holds their units."""
-    return pa.Table.from_pylist([vars(shard) for shard in shards], schema=STATS_SCHEMA)
 
 
 def slowest_shards(shards: pa.Table, count: int) -> pa.Table:

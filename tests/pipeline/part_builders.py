@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.distributions import histogram
 from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.stage import ShardGenerator
-from pipeline.generate.stats import ShardStats, Totals
+from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals
 from pipeline.input.files import InputFile
 from pipeline.input.rows import to_ipc
 from pipeline.input.shards import Shard
@@ -150,3 +151,8 @@ def finish(folder: Folder, manifest: Manifest) -> Totals:
     totals = finalize(folder, manifest)
     write_success(folder, manifest, totals)
     return totals
+
+
+def to_table(shards: Iterable[ShardStats]) -> pa.Table:
+    """Return the statistics of shards, as a job that has committed them holds them."""
+    return pa.Table.from_pylist([vars(shard) for shard in shards], schema=STATS_SCHEMA)

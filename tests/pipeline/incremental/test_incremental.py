@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 from memory_folder import Killed, MemoryFolder, Stepped
+from part_builders import to_table
 
 from pipeline.commit.finalize import SUMMARY
-from pipeline.generate.stats import Totals, add_up, to_table
+from pipeline.generate.stats import Totals, add_up
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental import runs
 from pipeline.incremental.ledger import LEDGER, ConcurrentRun

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from cli_command import assert_released
 from click.testing import Result
+from part_builders import to_table
 from ray_free_run import Answer, MadeUpParts, commit_made_up_parts
 from typer.testing import CliRunner
 
@@ -20,7 +21,7 @@ from pipeline import job as jobs
 from pipeline.cli.app import app
 from pipeline.commit.lease import Lease
 from pipeline.config.job import StorageConfig
-from pipeline.generate.stats import add_up, to_table
+from pipeline.generate.stats import add_up
 from pipeline.incremental import ledger as ledgers
 from pipeline.input.shards import Shard
 from pipeline.runtime.signals import Interrupted

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from part_builders import part_stats
+from part_builders import part_stats, to_table
 
 from pipeline.commit.runs import JobRun
 from pipeline.generate.agreement import Agreement
-from pipeline.generate.stats import add_up, to_table
+from pipeline.generate.stats import add_up
 from pipeline.input.shards import Shard
 from pipeline.report.figures import clock_speedups, error_kinds, held_seconds
 

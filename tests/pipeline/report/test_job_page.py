@@ -13,13 +13,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from part_builders import LAYERS, manifest_of, part_stats
+from part_builders import LAYERS, manifest_of, part_stats, to_table
 
 from pipeline.commit.finalize import write_statistics
 from pipeline.commit.records import records_table
 from pipeline.commit.runs import RUNS
 from pipeline.config.job import StorageConfig
-from pipeline.generate.stats import to_table
 from pipeline.input.shards import Shard
 from pipeline.report import job_page as pages
 from pipeline.report.job_page import job_page, write_report

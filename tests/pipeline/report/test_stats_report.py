@@ -26,6 +26,7 @@ from part_builders import (
     part_stats,
     shard_batch,
     shard_generator,
+    to_table,
 )
 from rich.console import Console
 
@@ -35,7 +36,7 @@ from pipeline.commit.sink import SUCCESS, commit, committed_shards, part_name
 from pipeline.config.job import StorageConfig
 from pipeline.generate.agreement import Agreement
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
-from pipeline.generate.stats import ShardStats, add_up, duplicate_ids, to_table
+from pipeline.generate.stats import ShardStats, add_up, duplicate_ids
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
 from pipeline.prepare.prompts import ADDED, CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
