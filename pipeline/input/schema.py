@@ -108,12 +108,14 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
     """Return the narrowest plain type that holds the values of both plain types, or None.
 
     Two choices depend on the values, which are checked row by row: integers with floats become doubles, and uint64 with
-    signed integers becomes int64. Times of several zones become UTC.
+    signed integers becomes int64. Times of several zones become UTC. The same holds at any depth of a nested type.
     """
     if first == second or types.is_null(second):
         return first
     if types.is_null(first):
         return second
+    if types.is_nested(first) or types.is_nested(second):
+        return _common_nested(first, second)
     for one, other in ((first, second), (second, first)):  # Arrow would round the one, and take the other for bytes
         if (types.is_decimal(one) and types.is_floating(other)) or (is_text(one) and _is_binary(other)):
             return None
@@ -130,6 +132,28 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
         return None
+
+
+def _common_nested(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
+    """Return `common` of two types of which at least one is nested."""
+    if types.is_struct(first) and types.is_struct(second):
+        children = {child.name: child.type for child in first}
+        for child in second:
+            children[child.name] = common(children.get(child.name, pa.null()), child.type)
+        unique = all(len({child.name for child in kind}) == len(kind) for kind in (first, second))
+        return pa.struct(list(children.items())) if unique and None not in children.values() else None
+    if types.is_map(first) and types.is_map(second):
+        key, item = common(first.key_type, second.key_type), common(first.item_type, second.item_type)
+        return pa.map_(key, item) if key is not None and item is not None else None
+    if not all(isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType) for kind in (first, second)):
+        return None
+    child = common(first.value_type, second.value_type)
+    if child is None:
+        return None
+    if types.is_large_list(first) or types.is_large_list(second):
+        return pa.large_list(child)
+    sizes = {kind.list_size if types.is_fixed_size_list(kind) else -1 for kind in (first, second)}
+    return pa.list_(child, sizes.pop() if len(sizes) == 1 else -1)
 
 
 def _is_binary(kind: pa.DataType) -> bool:
