@@ -18,38 +18,39 @@ README = Path(__file__).parents[2] / "configs" / "README.md"
 BETWEEN = re.compile(r"(?<=<!-- keys -->\n).*?(?=<!-- /keys -->)", re.S)
 
 
-def tables(model: type[Section], seen: dict[tuple[type, str], str], path: str = "") -> list[str]:
-    """Return the lines of a section's table, and after it those of the sections below it.
+def rows(model: type[Section], seen: dict[tuple[type, str], str], path: str = "") -> tuple[list[str], set[str]]:
+    """The lines of a section's keys, then those of the sections below it; and the sections that list further keys of it.
 
     seen: the section in which a key of a class has been listed; such keys are left out, and those of this one added.
     """
-    new, others, below = [], set(), []
+    here, below, others = [], [], set()
     for name, field in model.model_fields.items():
         if name in model.removed:
             continue
+        dotted = f"{path}{name}{'[]' * in_list(field)}"
+        default = default_of(field).replace("|", r"\|")
+        text = (field.description or "").replace("|", r"\|").replace("\n", " ")
         section = section_of(field.annotation)
         if section is not None:
-            dotted = f"{path}{name}"
-            mark = "[]" * in_list(field)
-            purpose = field.description or (section.__doc__ or "").strip().partition("\n")[0]
-            purpose = "" if section.__doc__ == BaseModel.__doc__ else purpose
-            state = "required" if field.is_required() else "optional"
-            below += ["", f"**`{dotted}{mark}`**: {state}. {purpose}".rstrip(), ""]
-            below += tables(section, seen, f"{dotted}{mark}.")
+            lines, elsewhere = rows(section, seen, f"{dotted}.")
+            if not text and section.__doc__ != BaseModel.__doc__:
+                text = (section.__doc__ or "").strip().partition("\n")[0]
+            if elsewhere:
+                keys = "further keys" if any(line.startswith(f"| `{dotted}.") for line in lines) else "keys"
+                text = f"{text.rstrip('.')}; {keys} as in {' and '.join(sorted(elsewhere))} of job files".removeprefix(
+                    "; "
+                )
+            state = "`required`" if default == "required" else ""
+            below += [f"| **`{dotted}`** | section | {state} | {text} |", *lines]
             continue
         owner = next(one for one in model.__mro__ if name in inspect.get_annotations(one))
         if (owner, name) in seen:
             others.add(seen[owner, name])
             continue
-        seen[owner, name] = path.rstrip(".")
-        text = (field.description or "").replace("|", r"\|").replace("\n", " ")
+        seen[owner, name] = f"`{path.rstrip('.')}`"
         kind = kind_of(field.annotation).replace("|", r"\|")
-        default = default_of(field).replace("|", r"\|")
-        new.append(f"| `{path}{name}` | {kind} | {'' if default == '-' else f'`{default}`'} | {text} |")
-    named = " and ".join(f"`{one}`" for one in sorted(others))
-    head = [f"{'Further' if new else 'All'} keys as in the section {named} of job files.", ""] if others else []
-    table = ["| key | type | default | meaning and unit |", "|---|---|---|---|", *new] if new else []
-    return [*(head if new else head[:1]), *table, *below]
+        here.append(f"| `{path}{name}` | {kind} | {'' if default == '-' else f'`{default}`'} | {text} |")
+    return [*here, *below], others
 
 
 def reference() -> str:
@@ -57,7 +58,8 @@ def reference() -> str:
     lines: list[str] = []
     seen: dict[tuple[type, str], str] = {}
     for title, model in FILES.items():
-        lines += ["", f"### {title}", "", *tables(model, seen)]
+        lines += ["", f"### {title}", "", "| key | type | default | meaning and unit |", "|---|---|---|---|"]
+        lines += rows(model, seen)[0]
     return "\n".join(lines) + "\n\n"
 
 
