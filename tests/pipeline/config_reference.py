@@ -19,7 +19,7 @@ BETWEEN = re.compile(r"(?<=<!-- keys -->\n).*?(?=<!-- /keys -->)", re.S)
 
 
 def rows(model: type[Section], seen: dict[tuple[type, str], str], path: str = "") -> tuple[list[str], set[str]]:
-    """The lines of a section's keys, then those of the sections below it; and the sections that list further keys of it.
+    """The lines of a section's keys and of the sections below it, and the sections that list further keys of it.
 
     seen: the section in which a key of a class has been listed; such keys are left out, and those of this one added.
     """
