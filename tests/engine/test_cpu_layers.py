@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 builds = pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
 multiplying = pytest.mark.skipif(not library.multiplies(BF16, CPU), reason="no bfloat16 kernels on this CPU")
 DTYPES = [pytest.param(torch.float32, marks=builds), pytest.param(BF16, marks=multiplying)]
-STACKED = ("llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "olmo2", "smollm3")
+STACKED = ("llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "olmo2", "olmo3", "smollm3", "gemma", "gemma3_text")
 OWN = [name for name, (kind, _) in {**MODELS, **WINDOWLESS}.items() if kind in STACKED]
 HALVED = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
 
@@ -127,7 +127,7 @@ def test_linear_layers_are_packed_wherever_they_are() -> None:
 def test_norms_are_the_librarys(dtype: torch.dtype, bias: bool) -> None:
     for rows, size in ((1, 1), (80, 33), (3, 300)):
         hidden, weight, added = (torch.randn(*shape).to(dtype) for shape in ((rows, size), (size,), (size,)))
-        got = normalize(3 * hidden + 1, NormWeights(weight, added if bias else None, 1e-5))
+        got = normalize(3 * hidden + 1, NormWeights(weight.float(), added.float() if bias else None, 1e-5))
         whole = (3 * hidden + 1).float(), (size,), weight.float()
         want = nn.functional.layer_norm(*whole, added.float(), 1e-5) if bias else nn.functional.rms_norm(*whole, 1e-5)
         torch.testing.assert_close(got.float(), want, **near(dtype))
@@ -161,7 +161,7 @@ def test_rows_have_the_librarys_tokens(family: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=20, deadline=None)
 @given(
-    family=st.sampled_from(["llama", "qwen3", "mistral", "opt"]),
+    family=st.sampled_from(["llama", "qwen3", "mistral", "opt", "gemma3"]),
     heads=st.integers(1, 3),
     group=st.integers(1, 3),
     size=st.sampled_from([2, 8, 20, 34, 64, 80, 128, 256]),
@@ -174,6 +174,7 @@ def test_rows_have_the_librarys_tokens(family: str) -> None:
 )
 @example("llama", 2, 3, 80, 9, 50, None, [58, 97], 0, 3)
 @example("mistral", 2, 1, 64, 9, 50, 7, [58, 97, 1], 70, 3)
+@example("gemma3", 1, 3, 256, 9, 50, 7, [58, 97, 1], 70, 3)
 @torch.inference_mode()
 def test_layers_of_any_shape_are_the_librarys(
     dtype: torch.dtype,
@@ -197,6 +198,8 @@ def test_layers_of_any_shape_are_the_librarys(
     }
     changes |= {"num_key_value_heads": heads, "head_dim": size, "intermediate_size": 2 * wide}
     changes |= {"sliding_window": window} if family == "mistral" else {}
+    if family == "gemma3":
+        changes |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": window or 512}
     if family == "opt":
         changes |= {"hidden_size": heads * size, "num_attention_heads": heads, "ffn_dim": 2 * wide}
         changes |= {"word_embed_proj_dim": heads * size}
@@ -225,7 +228,7 @@ def test_layers_of_any_shape_are_the_librarys(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["llama", "mistral", "opt", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "opt", "qwen3", "gemma3"])
 @pytest.mark.parametrize(
     "lengths", [(1, 9, 40, 9, 2, 33, 31, 1), (95, 90, 85, 80, 75, 70, 60, 60), (600, 3, 300, 280, 50, 1)]
 )
@@ -254,7 +257,7 @@ def test_a_row_has_the_same_bits_however_it_is_run(dtype: torch.dtype, family: s
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["llama", "olmo2", "opt-post-norm"])
+@pytest.mark.parametrize("family", ["llama", "olmo2", "opt-post-norm", "gemma3"])
 @torch.inference_mode()
 def test_a_layer_with_other_attention_is_the_layer(dtype: torch.dtype, family: str) -> None:
     """`run_layer` over prompts, by which trees of tokens are run."""
@@ -286,7 +289,11 @@ def test_a_layer_with_other_attention_is_the_layer(dtype: torch.dtype, family: s
         ("phi3-full", {"partial_rotary_factor": 0.75}, True),
         ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}, True),
         ("smollm3-full", {"no_rope_layers": [1, 0, 1, 0, 0, 1]}, True),
-        ("gemma", {}, False),
+        ("gemma", {"hidden_act": "gelu_pytorch_tanh"}, True),
+        ("gemma", {"hidden_act": "silu"}, True),
+        ("gemma3", {"tie_word_embeddings": True}, True),
+        ("gemma3", {"attn_logit_softcapping": 2.0}, False),
+        ("gemma2", {}, False),
         ("gpt2", {}, False),
     ],
 )

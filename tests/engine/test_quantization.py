@@ -139,7 +139,7 @@ def test_a_screened_token_is_that_of_the_whole_head(
     for _ in range(copies):
         weight[seed % vocabulary :: 3] = weight[seed % vocabulary].clone()
     hidden = (torch.randn(rows, 2 * half) + sharp * weight[torch.randint(vocabulary, (rows,))].float()).to(BF16)
-    norm = NormWeights(torch.rand(2 * half).to(BF16) + 0.5, torch.randn(2 * half).to(BF16) if seed % 2 else None, 1e-5)
+    norm = NormWeights(torch.rand(2 * half) + 0.5, torch.randn(2 * half) if seed % 2 else None, 1e-5)
     got, want = Screen(weight, norm)(hidden), argmax(PanelProduct(weight, None)(normalize(hidden, norm)))
     decided = got >= 0
     assert torch.equal(got[decided], want[decided])
@@ -150,7 +150,7 @@ def test_a_screened_token_is_that_of_the_whole_head(
 def test_a_screen_decides_where_one_token_leads_and_not_where_all_are_near() -> None:
     torch.manual_seed(1)
     weight = torch.randn(4000, 64).to(BF16)
-    norm = NormWeights(torch.ones(64, dtype=BF16), None, 1e-5)
+    norm = NormWeights(torch.ones(64), None, 1e-5)
     screen = Screen(weight, norm)
     assert torch.equal(screen(3 * weight[:100]), torch.arange(100))
     near = Screen((torch.ones(4000, 64) + 0.001 * torch.randn(4000, 64)).to(BF16), norm)

@@ -16,20 +16,21 @@ struct Prefix {
 };
 
 // Where the norms of attention and feed-forward lie, as in layer_weights.py.
-enum Placement : int64_t { INPUT = 0, RESIDUAL = 1, OUTPUT = 2 };
+enum Placement : int64_t { INPUT = 0, RESIDUAL = 1, OUTPUT = 2, BOTH = 3 };
 
 // The layout of `_Layer` in stack.py. Weights are packed for products; queries, keys and values are one, and so are gate and
 // up.
 template <class T>
 struct Layer {
-    const T *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias;  // no bias: RMSNorm
-    const T *query_norm, *key_norm;  // RMSNorm of queries and keys, or null
+    const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias;  // no bias: RMSNorm
+    const float *query_norm, *key_norm;           // RMSNorm of queries and keys, or null
+    const float *attention_after, *mlp_after;     // RMSNorm of the blocks' outputs, or null
     const T *qkv, *qkv_bias, *output, *output_bias, *up, *up_bias, *down, *down_bias;
     int64_t hidden, heads, group, size, intermediate;
-    int64_t gated;         // silu(gate) * up; else relu(up)
+    int64_t gated;         // 1: silu(gate) * up, 2: gelu(gate) * up; else relu(up)
     int64_t placement;     // a Placement
     int64_t joined_heads;  // whether query_norm and key_norm are of all heads together, not of each head
-    int64_t rope;          // whether queries and keys are rotated
+    int64_t rope;          // by which table queries and keys are rotated, from 1; 0: they are not
     int64_t window;        // slots that a token attends to at most; 0: all
     int64_t quantized;     // whether the products' weights are int8
     float attention_epsilon, mlp_epsilon, head_epsilon, scale;
@@ -46,7 +47,7 @@ struct Buffers {
 template <class T>
 struct Step {
     T* hidden;                 // [rows, hidden], output
-    const T *cosines, *sines;  // [rows, rotary], or null: set by `run_step`
+    const T* rotations;        // cosines, then sines [rows, rotary], of each table: set by `run_step`
     const int64_t* tokens;     // [rows]
     const int64_t* places;     // [rows], in keys and values
     const int64_t* slots;      // [rows], of the new token, the last that it attends to: its position
@@ -57,8 +58,9 @@ struct Step {
 template <class T>
 struct Inputs {
     const T *embeddings, *learned;  // [embedded, hidden]; [positions, hidden], added by position, or null
-    const T *cosines, *sines;       // [positions, rotary], or null
-    int64_t embedded, positions, rotary;
+    const T* rotations;             // [tables, 2, positions, rotary], cosines and sines, or null
+    int64_t embedded, positions, rotary, tables;
+    float scale;                    // of an embedding
 };
 
 // Prompts one behind another: prompt p is tokens starts[p] ... starts[p + 1] - 1. The layout of `_Prompts` in stack.py.

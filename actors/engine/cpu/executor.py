@@ -132,18 +132,18 @@ class StackDecoder(Decoder):
 
     def __init__(self, model: PreTrainedModel, tokens: int | None = None, *, int8: bool = False) -> None:
         family, describe = family_of(model.config), functools.partial(layer_weights, model.config)
-        tables = [None if table is None else table.detach() for table in family.embeddings(model)]
-        assert tables[0] is not None
-        embedding = Embedding(tables[0], tables[1], self._rotary_table, context_length(model.config))
+        tokens_table, learned, scale = family.embeddings(model)
+        learned = None if learned is None else learned.detach()
+        context = context_length(model.config)
+        embedding = Embedding(tokens_table.detach(), learned, scale, self._rotary_tables, context)
         self.stack = Stack(family.layers(model), describe, embedding, int8=int8)
         super().__init__(model, tokens)
-        last = family.last_norm(model)
-        self._last_norm = None if last is None else NormWeights.of(last)
+        self._last_norm = family.last_norm(model)
         plain = self.logit_cap is None and self.head.bias is None
         weight = _pack_head(self, int8)
         # the screen's bound holds for the kernel's product
         own = isinstance(self.head, PackedLinear) and type(self.head.product) is PanelProduct
-        self._screened = weight if plain and own and last is not None and can_screen(weight) else None
+        self._screened = weight if plain and own and self._last_norm is not None and can_screen(weight) else None
 
     @functools.cached_property
     def screen(self) -> Screen | None:
@@ -152,18 +152,17 @@ class StackDecoder(Decoder):
             return None
         return Screen(self._screened, self._last_norm)
 
-    def _rotary_table(self, positions: int) -> Rotary:
-        """Return cosines and sines [positions, R] of the first positions; all layers of a stack have these."""
-        hidden = torch.empty(1, 1, 1, dtype=self.dtype)
-        table = self.rotary(hidden, torch.arange(positions)[None])[0]
-        return None if table is None else (table[0][0].contiguous(), table[1][0].contiguous())
+    def _rotary_tables(self, positions: int) -> Sequence[Rotary]:
+        """Return for each layer cosines and sines [1, positions, R] of the first positions."""
+        return self.rotary(torch.empty(1, 1, 1, dtype=self.dtype), torch.arange(positions)[None])
 
     def rotary(self, hidden: Tensor, positions: Tensor) -> Sequence[Rotary]:
         rotary = super().rotary(hidden, positions)
-        if rotary[0] is None or rotary[0][0].dtype == hidden.dtype:
+        if rotary[0] is None:
             return rotary
         # OLMo 2 has float32; a stack computes in one dtype
-        return [(rotary[0][0].to(hidden.dtype), rotary[0][1].to(hidden.dtype))] * self.num_layers
+        of_kind = {id(both): (both[0].to(hidden.dtype), both[1].to(hidden.dtype)) for both in rotary if both}
+        return [of_kind[id(both)] for both in rotary]
 
     def finish(self, hidden: Tensor) -> Tensor:
         return super().finish(hidden) if self._last_norm is None else normalize(hidden, self._last_norm)

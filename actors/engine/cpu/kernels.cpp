@@ -38,7 +38,7 @@ int64_t status_of(Run run) {
         pack_prefix(k, v, tokens, heads, size, keys, values); \
         return DONE; \
     } \
-    extern "C" int64_t normalize_##NAME(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t size, \
+    extern "C" int64_t normalize_##NAME(const T* x, const float* weight, const float* bias, T* out, int64_t rows, int64_t size, \
                                         float epsilon) { \
         _Pragma("omp parallel if (rows * size > 16384)") normalize(x, weight, bias, out, rows, size, epsilon); \
         return DONE; \

@@ -58,7 +58,7 @@ inline void multiply(const Layer<T>& l, const Workspace<T>& w, const Product<T>&
 // hidden -> w.qkv, with norms of queries and keys
 template <class T>
 inline void project(const Layer<T>& l, const Workspace<T>& w, const T* hidden, int64_t tokens) {
-    const bool first = l.placement == INPUT;
+    const bool first = l.placement == INPUT || l.placement == BOTH;
     if (first) norm(l, hidden, w.normed, tokens, true);
     multiply(l, w, {first ? w.normed : hidden, l.qkv, l.qkv_bias, nullptr, w.qkv, l.hidden, w.states, false}, tokens);
     if (!l.query_norm) return;
@@ -72,22 +72,29 @@ inline void project(const Layer<T>& l, const Workspace<T>& w, const T* hidden, i
 // w.attended and hidden -> hidden
 template <class T>
 inline void finish(const Layer<T>& l, const Workspace<T>& w, T* hidden, int64_t tokens) {
-    const bool output = l.placement == OUTPUT, input = l.placement == INPUT;
+    const bool both = l.placement == BOTH, output = l.placement == OUTPUT || both, input = l.placement == INPUT;
     multiply(l, w, {w.attended, l.output, l.output_bias, output ? nullptr : hidden, w.between, w.queries, l.hidden, false},
              tokens);
-    norm(l, w.between, w.normed, tokens, !input);
+    if (both)
+        normalize<T>(w.between, l.attention_after, nullptr, w.normed, tokens, l.hidden, l.attention_epsilon);
+    else
+        norm(l, w.between, w.normed, tokens, !input);
     if (output) add(hidden, w.normed, w.between, tokens * l.hidden);
+    if (both) norm(l, w.between, w.normed, tokens, false);
     for (int64_t first = 0; first < tokens; first += w.together) {
         const int64_t some = std::min(w.together, tokens - first), at = first * l.hidden;
         T *normed = w.normed + at, *between = w.between + at;
-        multiply(l, w, {output ? between : normed, l.up, l.up_bias, nullptr, w.up, l.hidden, w.wide, !l.gated}, some);
-        if (l.gated) gate(w.up, w.gated, some, l.intermediate);
+        multiply(l, w, {output && !both ? between : normed, l.up, l.up_bias, nullptr, w.up, l.hidden, w.wide, !l.gated}, some);
+        if (l.gated) gate(w.up, w.gated, some, l.intermediate, l.gated == 2);
         multiply(l, w, {l.gated ? w.gated : w.up, l.down, l.down_bias, output ? nullptr : input ? between : normed,
                   output ? normed : input ? hidden + at : between, l.intermediate, l.hidden, false}, some);
     }
     if (input) return;
     if (!output) return norm(l, w.between, hidden, tokens, false);
-    norm(l, w.normed, w.normed, tokens, false);
+    if (both)
+        normalize<T>(w.normed, l.mlp_after, nullptr, w.normed, tokens, l.hidden, l.mlp_epsilon);
+    else
+        norm(l, w.normed, w.normed, tokens, false);
     add(w.between, w.normed, hidden, tokens * l.hidden);
 }
 
@@ -99,7 +106,8 @@ inline void step_layer(const Layer<T>& l, const Buffers<T>& b, const Workspace<T
         T* mine = w.qkv + row * w.states;
         T *key = mine + w.queries + head * l.size, *value = key + l.heads * l.size;
         if (l.rope) {
-            const T *cosines = all.cosines + (first + row) * all.rotary, *sines = all.sines + (first + row) * all.rotary;
+            const T* cosines = all.rotations + ((l.rope - 1) * 2 * all.rows + first + row) * all.rotary;
+            const T* sines = cosines + all.rows * all.rotary;
             for (int64_t g = 0; g < l.group; g++)
                 rotate_head(mine + (head * l.group + g) * l.size, cosines, sines, all.rotary);
             rotate_head(key, cosines, sines, all.rotary);
@@ -114,19 +122,21 @@ inline void step_layer(const Layer<T>& l, const Buffers<T>& b, const Workspace<T
     finish(l, w, hidden, rows);
 }
 
-// Writes each row's embedding, and its cosines and sines [2, rows, rotary] to `tables`. Returns whether all tokens and
-// positions are known; if not, nothing is written.
+// Writes each row's embedding, and its cosines and sines [tables, 2, rows, rotary] to `to_tables`. Returns whether all
+// tokens and positions are known; if not, nothing is written.
 template <class T>
-bool embed(const Inputs<T>& e, int64_t size, const Step<T>& s, T* tables) {
+bool embed(const Inputs<T>& e, int64_t size, const Step<T>& s, T* to_tables) {
     if (!inside(s.tokens, s.rows, e.embedded) || !inside(s.slots, s.rows, e.positions)) return false;
     for (int64_t row = 0; row < s.rows; row++) {
-        const int64_t token = s.tokens[row], position = s.slots[row], wide = e.rotary * sizeof(T);
+        const int64_t token = s.tokens[row], position = s.slots[row];
         T* to = s.hidden + row * size;
         std::memcpy(to, e.embeddings + token * size, size * sizeof(T));
+        if (e.scale != 1)
+            for (int64_t i = 0; i < size; i++) store(to + i, load(to[i]) * e.scale);
         if (e.learned) add(to, e.learned + position * size, to, size);
-        if (!e.rotary) continue;
-        std::memcpy(tables + row * e.rotary, e.cosines + position * e.rotary, wide);
-        std::memcpy(tables + (s.rows + row) * e.rotary, e.sines + position * e.rotary, wide);
+        for (int64_t table = 0; table < 2 * e.tables; table++)
+            std::memcpy(to_tables + (table * s.rows + row) * e.rotary,
+                        e.rotations + (table * e.positions + position) * e.rotary, e.rotary * sizeof(T));
     }
     return true;
 }
@@ -144,12 +154,12 @@ bool run_step(const Layer<T>* layers, const Buffers<T>* buffers, const int64_t* 
     }
     const int64_t width = 1 + *std::max_element(s.slots, s.slots + s.rows), threads = omp_get_max_threads();
     const int64_t scratch = step_scratch(layers->group, layers->size, width);
-    const int64_t tables = rounded_up(2 * s.rows * inputs.rotary * sizeof(T), 64);
+    const int64_t tables = rounded_up(2 * inputs.tables * s.rows * inputs.rotary * sizeof(T), 64);
     static thread_local Kept kept;
     char* memory = kept.at_least(tables + Workspace<T>(*layers, s.rows, scratch, threads, nullptr).bytes);
     const Workspace<T> w(*layers, s.rows, scratch, threads, memory + tables);
     if (!embed(inputs, layers->hidden, s, (T*)memory)) return false;
-    s.rotary = inputs.rotary, s.cosines = (T*)memory, s.sines = s.cosines + s.rows * s.rotary;
+    s.rotary = inputs.rotary, s.rotations = (T*)memory;
 #pragma omp parallel
     for (int64_t i = 0; i < count; i++)
         if (counts[i]) step_layer(layers[i], buffers[i], w, s, counts[i]);

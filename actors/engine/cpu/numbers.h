@@ -253,7 +253,7 @@ void rotate(T* states, const T* cosines, const T* sines, int64_t rows, int64_t h
 
 // LayerNorm with a bias, RMSNorm without; `to` may be `from`.
 template <class T>
-inline void normalize_row(const T* from, const T* weight, const T* bias, T* to, int64_t size, float epsilon) {
+inline void normalize_row(const T* from, const float* weight, const float* bias, T* to, int64_t size, float epsilon) {
     float mean = 0, square = 0;
     if (bias) {
 #pragma omp simd reduction(+ : mean)
@@ -268,13 +268,13 @@ inline void normalize_row(const T* from, const T* weight, const T* bias, T* to, 
     const float scale = 1 / std::sqrt(square / float(size) + epsilon);
 #pragma omp simd
     for (int64_t i = 0; i < size; i++) {
-        const float value = (load(from[i]) - mean) * scale * load(weight[i]);
-        store(to + i, bias ? value + load(bias[i]) : value);
+        const float value = (load(from[i]) - mean) * scale * weight[i];
+        store(to + i, bias ? value + bias[i] : value);
     }
 }
 
 template <class T>
-void normalize(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t size, float epsilon) {
+void normalize(const T* x, const float* weight, const float* bias, T* out, int64_t rows, int64_t size, float epsilon) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++)
         normalize_row(x + row * size, weight, bias, out + row * size, size, epsilon);
@@ -282,13 +282,13 @@ void normalize(const T* x, const T* weight, const T* bias, T* out, int64_t rows,
 
 // RMSNorm of the first `groups` groups [size] of each row, in place.
 template <class T>
-void normalize_groups(T* x, const T* weight, int64_t rows, int64_t groups, int64_t size, int64_t row_stride,
+void normalize_groups(T* x, const float* weight, int64_t rows, int64_t groups, int64_t size, int64_t row_stride,
                       float epsilon) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++)
         for (int64_t group = 0; group < groups; group++) {
             T* mine = x + row * row_stride + group * size;
-            normalize_row(mine, weight, (const T*)nullptr, mine, size, epsilon);
+            normalize_row<T>(mine, weight, nullptr, mine, size, epsilon);
         }
 }
 
@@ -299,15 +299,17 @@ void add(const T* x, const T* y, T* out, int64_t count) {
     for (int64_t i = 0; i < count; i++) store(out + i, load(x[i]) + load(y[i]));
 }
 
-// silu(gate) * up; x holds [gate, up] of each row.
+// silu(gate) * up, or gelu(gate) * up by the tanh formula, which is silu with another exponent; x holds [gate, up] of each
+// row.
 template <class T>
-void gate(const T* x, T* out, int64_t rows, int64_t size) {
+void gate(const T* x, T* out, int64_t rows, int64_t size, bool gelu) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++)
         for (int64_t i = 0; i < size; i += LANES) {
             const T* gates = x + row * 2 * size + i;
             const Floats g = load_vector(gates, size - i);
-            store_vector(out + row * size + i, g / (1 + exponential(-g)) * load_vector(gates + size, size - i), size - i);
+            const Floats by = gelu ? -1.5957691216f * (g + 0.044715f * g * g * g) : -g;  // 2 sqrt(2 / pi)
+            store_vector(out + row * size + i, g / (1 + exponential(by)) * load_vector(gates + size, size - i), size - i);
         }
 }
 

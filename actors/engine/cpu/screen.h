@@ -14,7 +14,7 @@ namespace {
 
 // The layout of `_Screen` in screen.py.
 struct Screen {
-    const BFloat16 *norm, *norm_bias;  // before the head; no bias: RMSNorm
+    const float *norm, *norm_bias;     // before the head; no bias: RMSNorm
     const BFloat16* weight;            // [outputs, inputs], as the model has it
     const char* packed;                // the same, with int8 weights
     const float* norms;                // [panels, 2, 48]: |w| and |w - w'|, at least; 0 behind the last output

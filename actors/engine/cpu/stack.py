@@ -21,21 +21,21 @@ from actors.engine.cpu.library import LARGEST_HEAD, PANEL, kernel, structure
 from actors.engine.cpu.products import PanelProduct, QuantizedProduct, give_memory_back, product, to_huge_pages
 from actors.engine.library import packed_attention
 from actors.engine.library.packed_attention import Attendance
-from actors.engine.model.layer_weights import LayerWeights, NormWeights, Projection
+from actors.engine.model.layer_weights import GELU, LayerWeights, NormWeights, Projection
 
 Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
 
 
 # the structures of layer.h, in the order of its fields
 _Layer = structure(
-    "attention_norm attention_norm_bias mlp_norm mlp_norm_bias query_norm key_norm"
+    "attention_norm attention_norm_bias mlp_norm mlp_norm_bias query_norm key_norm attention_after mlp_after"
     " qkv qkv_bias output output_bias up up_bias down down_bias",
     "hidden heads group size intermediate gated placement joined_heads rope window quantized",
     "attention_epsilon mlp_epsilon head_epsilon scale",
 )
 _Buffers = structure("keys values", "places held row head")
-_Step = structure("hidden cosines sines tokens places slots", "rotary rows")
-_Inputs = structure("embeddings learned cosines sines", "embedded positions rotary")
+_Step = structure("hidden rotations tokens places slots", "rotary rows")
+_Inputs = structure("embeddings learned rotations", "embedded positions rotary tables", "scale")
 _Prompts = structure(
     "hidden cosines sines keys values starts places sources prefix_keys prefix_values",
     "prefix_tokens rotary prompts rows buffer_row buffer_head",
@@ -60,7 +60,7 @@ def buffer_table(buffers: Sequence[Tensor | None]) -> Any:
 def normalize(hidden: Tensor, norm: NormWeights) -> Tensor:
     """Return LayerNorm of hidden states [N, E], or RMSNorm where there is no bias."""
     hidden, output = hidden.contiguous(), torch.empty(hidden.shape, dtype=hidden.dtype)
-    assert hidden.dtype == norm.weight.dtype
+    assert norm.weight.dtype == torch.float32
     addresses = map(_address, (hidden, norm.weight, norm.bias, output))
     kernel("normalize", hidden.dtype)(*addresses, *hidden.shape, norm.eps)
     return output
@@ -71,7 +71,9 @@ class Embedding(NamedTuple):
 
     tokens: Tensor  # [V, E], by token
     learned: Tensor | None  # [positions, E], added by position, or None
-    rotary: Callable[[int], Rotary]  # number of positions -> cosines and sines [positions, R] of all layers, or None
+    scale: float  # factor of the first
+    # number of positions -> of each layer cosines and sines [1, positions, R], the same object where they are equal
+    rotary: Callable[[int], Sequence[Rotary]]
     context: int  # number of positions that may be asked for
 
 
@@ -86,7 +88,7 @@ class PackedPrefix(NamedTuple):
 def can_stack(weights: LayerWeights, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> bool:
     """Return whether layer.h can compute a layer.
 
-    It knows silu(gate) * up and relu(up), and products that are all float32 or bfloat16, or all int8.
+    It knows silu(gate) * up, gelu(gate) * up and relu(up), and products that are all float32 or bfloat16, or all int8.
     """
     parts = weights.qkv, weights.output, weights.up, weights.down
     quantized = [int8 or part.codes() is not None for part in parts]
@@ -132,9 +134,9 @@ class Stack:
         names = ("hidden", "heads", "group", "size", "intermediate", "gated")
         assert all(getattr(layer, name) == getattr(first, name) for layer in self._layers for name in names)
         self._hidden, self._heads, self._head_dim = first.hidden, first.heads, first.size
-        self._dtype = next(norm for norm in described[0][2] if norm is not None).dtype
+        self._dtype = embedding.tokens.dtype
         self._embedding = embedding
-        self._inputs: tuple[Any, Rotary] | None = None  # of the positions that have been asked for
+        self._inputs: tuple[Any, Tensor | None] | None = None  # of the positions that have been asked for, and tables
 
     def step(
         self, tokens: Sequence[int], rows_per_layer: Sequence[int], places: Tensor, slots: Tensor, table: Any
@@ -171,13 +173,18 @@ class Stack:
         assert positions <= embedding.context
         if self._inputs is None or self._inputs[0].positions < positions:
             most = min(embedding.context, 1 << positions.bit_length())
-            tables = embedding.rotary(most)
-            cosines, sines = tables or (None, None)
-            parts = [embedding.tokens, embedding.learned, cosines, sines]
+            each = embedding.rotary(most)
+            tables = list({id(both): torch.cat(both) for both in each if both is not None}.values())
+            order = list(dict.fromkeys(map(id, each)))
+            for layer, both in zip(self._layers, each, strict=True):
+                layer.rope = order.index(id(both)) + 1 if layer.rope else 0
+            rotations = torch.stack(tables) if tables else None  # [tables, 2, positions, R]
+            parts = [embedding.tokens, embedding.learned, rotations]
             assert all(part is None or part.dtype == self._dtype for part in parts)
             assert embedding.learned is None or len(embedding.learned) >= most
-            size = 0 if cosines is None else cosines.shape[1]
-            self._inputs = _Inputs(*map(_address, parts), len(embedding.tokens), most, size), tables
+            size = 0 if rotations is None else rotations.shape[3]
+            numbers = len(embedding.tokens), most, size, len(tables), embedding.scale
+            self._inputs = _Inputs(*map(_address, parts), *numbers), rotations
         return self._inputs[0]
 
     def prompts(
@@ -244,7 +251,7 @@ class Stack:
         """
         fields, tokens = self._layers[layer], len(hidden)
         heads = fields.heads * (fields.group + 2)
-        target = _Step()
+        target = _Prompts()
         tables = None if attended is not None else self._set_rotary(target, rotary, tokens)
         found = hidden if attended is not None else torch.empty(tokens, heads, fields.size, dtype=self._dtype)
         assert hidden.dtype == self._dtype and not torch.is_grad_enabled()
@@ -311,7 +318,8 @@ def _packed(weights: LayerWeights, int8: bool) -> tuple[dict[str, Any], list[Pan
 
     norms, head_norms = (weights.attention_norm, weights.mlp_norm), (weights.query_norm, weights.key_norm)
     parts = [part for norm in norms for part in (norm.weight, norm.bias)]
-    parts += [None if norm is None else norm.weight for norm in head_norms]
+    others = (*head_norms, weights.attention_after, weights.mlp_after)
+    parts += [None if norm is None else norm.weight for norm in others]
     query_norm, down = weights.query_norm, weights.down.shape[1]
     assert weights.up.outputs == down * (2 if weights.gated else 1)
     fields = {
@@ -320,7 +328,7 @@ def _packed(weights: LayerWeights, int8: bool) -> tuple[dict[str, Any], list[Pan
         "group": weights.query_heads // weights.kv_heads,
         "size": weights.head_dim,
         "intermediate": down,
-        "gated": weights.gated,
+        "gated": 2 if weights.activation == GELU else int(weights.gated),
         "placement": int(weights.placement),
         "joined_heads": query_norm is not None and len(query_norm.weight) != weights.head_dim,
         "rope": weights.rope,

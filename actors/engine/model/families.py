@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from actors.engine.errors import UserError
-from actors.engine.model.layer_weights import SILU, LayerWeights, NormPlacement, NormWeights, Projection
+from actors.engine.model.layer_weights import GELU, SILU, LayerWeights, NormPlacement, NormWeights, Projection
 
 if TYPE_CHECKING:  # a driver asks for a config's family without torch
     from torch import Tensor, nn
@@ -45,12 +45,16 @@ class Family:
     # config -> why this checkpoint cannot be run exactly, None if it can
     unsupported: Callable[[PretrainedConfig], str | None] = lambda config: None
     # model -> the tables by token [V, E] and by position [positions, E] or None, of whose rows `embed` is the
-    # sum, of families with `weights`
-    embeddings: Callable[[Any], tuple[Tensor, Tensor | None]] = lambda model: (model.model.embed_tokens.weight, None)
+    # sum, of families with `weights`; and a factor of the first
+    embeddings: Callable[[Any], tuple[Tensor, Tensor | None, float]] = lambda model: (
+        model.model.embed_tokens.weight,
+        None,
+        1.0,
+    )
     # the library's layer -> its description, without the window; None: only the library's layers run
     weights: Callable[[Any], LayerWeights] | None = None
     # model -> the norm that is all of `finish`, of families with `weights`; None: it is more, or less
-    last_norm: Callable[[Any], nn.Module | None] = lambda model: model.model.norm
+    last_norm: Callable[[Any], NormWeights | None] = lambda model: NormWeights.of(model.model.norm)
 
 
 def _no_rotary(model: Any, hidden: Tensor, positions: Tensor) -> list[Rotary]:
@@ -76,12 +80,12 @@ def _opt_embed(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
     return hidden + learned
 
 
-def _opt_embeddings(model: Any) -> tuple[Tensor, Tensor]:
+def _opt_embeddings(model: Any) -> tuple[Tensor, Tensor, float]:
     decoder = model.model.decoder
     table, learned = decoder.embed_tokens.weight.detach(), decoder.embed_positions
     if decoder.project_in is not None:
         table = decoder.project_in(table)
-    return table, learned.weight[learned.offset :]
+    return table, learned.weight[learned.offset :], 1.0
 
 
 def _opt_finish(model: Any, hidden: Tensor) -> Tensor:
@@ -93,10 +97,16 @@ def _opt_finish(model: Any, hidden: Tensor) -> Tensor:
     return hidden
 
 
-def _opt_last_norm(model: Any) -> nn.Module | None:
+def _opt_last_norm(model: Any) -> NormWeights | None:
     decoder = model.model.decoder
-    norm: nn.Module | None = decoder.final_layer_norm
-    return norm if decoder.project_out is None else None
+    if decoder.final_layer_norm is None or decoder.project_out is not None:
+        return None
+    return NormWeights.of(decoder.final_layer_norm)
+
+
+def _gemma_embeddings(model: Any) -> tuple[Tensor, None, float]:
+    table = model.model.embed_tokens
+    return table.weight, None, float(table.embed_scale.to(table.weight.dtype))
 
 
 def _gpt2_embed(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
@@ -129,11 +139,16 @@ def _gated_layer(layer: Any, attention_norm: Any, mlp_norm: Any, qkv: Projection
         output=Projection.of(attention.o_proj),
         up=up,
         down=Projection.of(layer.mlp.down_proj),
-        activation=config.hidden_act,
+        activation=_activation(config),
         gated=True,
         attention_norm=NormWeights.of(attention_norm),
         mlp_norm=NormWeights.of(mlp_norm),
     )
+
+
+def _activation(config: PretrainedConfig) -> str:
+    """Return the name of the activation of a family with a gated feed-forward."""
+    return str(config.hidden_activation if config.model_type in ("gemma2", "gemma3_text") else config.hidden_act)
 
 
 def _llama_layer(layer: Any, attention_norm: Any = None, mlp_norm: Any = None) -> LayerWeights:
@@ -173,6 +188,26 @@ def _olmo2_layer(layer: Any) -> LayerWeights:
     )
 
 
+def _gemma_layer(layer: Any) -> LayerWeights:
+    """Llama's with norms that multiply by 1 + weight."""
+    norms = NormWeights.of(layer.input_layernorm, 1.0), NormWeights.of(layer.post_attention_layernorm, 1.0)
+    return replace(_llama_layer(layer), attention_norm=norms[0], mlp_norm=norms[1])
+
+
+def _gemma3_layer(layer: Any) -> LayerWeights:
+    """Gemma's with norms before and behind attention and feed-forward, and of each head's queries and keys."""
+    attention = layer.self_attn
+    return replace(
+        _gemma_layer(layer),
+        placement=NormPlacement.BOTH,
+        attention_after=NormWeights.of(layer.post_attention_layernorm, 1.0),
+        mlp_norm=NormWeights.of(layer.pre_feedforward_layernorm, 1.0),
+        mlp_after=NormWeights.of(layer.post_feedforward_layernorm, 1.0),
+        query_norm=NormWeights.of(attention.q_norm, 1.0),
+        key_norm=NormWeights.of(attention.k_norm, 1.0),
+    )
+
+
 def _smollm3_layer(layer: Any) -> LayerWeights:
     """Llama's, but some layers have no rope."""
     return replace(_llama_layer(layer), rope=bool(layer.self_attn.use_rope))
@@ -209,18 +244,21 @@ _LLAMA = Family(
     finish=lambda model, hidden: model.model.norm(hidden),
 )
 _BY_LAYER = replace(_LLAMA, windows=_window_by_layer)
+_GEMMA = replace(
+    _LLAMA, embeddings=_gemma_embeddings, last_norm=lambda model: NormWeights.of(model.model.norm, offset=1.0)
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": replace(_LLAMA, weights=_llama_layer),
     "mistral": replace(_LLAMA, windows=_one_window, weights=_llama_layer),
     "qwen2": replace(_BY_LAYER, weights=_llama_layer),
     "qwen3": replace(_BY_LAYER, weights=_qwen3_layer),
-    "gemma": _LLAMA,
+    "gemma": replace(_GEMMA, weights=_gemma_layer),
     "gemma2": replace(_BY_LAYER, attention="eager"),  # sdpa cannot cap scores
-    "gemma3_text": replace(_BY_LAYER, rotary=_rotary_by_kind),
+    "gemma3_text": replace(_GEMMA, windows=_window_by_layer, rotary=_rotary_by_kind, weights=_gemma3_layer),
     "phi3": replace(_LLAMA, windows=_one_window, weights=_phi3_layer),
     "olmo2": replace(_LLAMA, weights=_olmo2_layer),
-    "olmo3": replace(_BY_LAYER, rotary=_rotary_by_kind),
+    "olmo3": replace(_BY_LAYER, rotary=_rotary_by_kind, weights=_olmo2_layer),
     "smollm3": replace(_BY_LAYER, weights=_smollm3_layer),
     "gpt_neox": Family(
         layers=lambda model: model.gpt_neox.layers,
@@ -329,7 +367,9 @@ def has_weights(config: PretrainedConfig) -> bool:
         return False
     if config.model_type == "opt":
         return bool(config.layer_norm_elementwise_affine)
-    return config.hidden_act in SILU
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return False
+    return _activation(config) in (*SILU, GELU)
 
 
 def layer_weights(config: PretrainedConfig, layer: Any) -> LayerWeights:

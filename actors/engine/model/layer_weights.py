@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 from actors.engine.model.compressed import Codes, codes_of
 
-SILU = ("silu", "swish")
+SILU, GELU = ("silu", "swish"), "gelu_pytorch_tanh"
 
 
 class NormPlacement(IntEnum):
@@ -23,27 +23,27 @@ class NormPlacement(IntEnum):
     INPUT = 0  # x + block(norm(x)): Llama, OPT
     RESIDUAL = 1  # norm(x + block(x)): OPT-350M
     OUTPUT = 2  # x + norm(block(x)): OLMo 2
+    BOTH = 3  # x + after(block(norm(x))): Gemma 3
 
 
 @dataclass(frozen=True)
 class NormWeights:
-    """LayerNorm with a bias, RMSNorm without: weight and bias [E], or [D] or [heads D] for queries and keys."""
+    """LayerNorm with a bias, RMSNorm without: float32 weight and bias [E], for queries and keys [D] or [heads D]."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
 
     @classmethod
-    def of(cls, norm: nn.Module) -> NormWeights:
-        """The weights of a library norm."""
-        from torch import Tensor, nn
+    def of(cls, norm: Any, offset: float = 0.0) -> NormWeights:
+        """The weights of a library norm, which multiplies by its weight + offset."""
+        from torch import nn
 
-        eps = getattr(norm, "variance_epsilon", None)
-        if eps is None:
-            assert isinstance(norm, nn.LayerNorm) and norm.bias is not None
-            return cls(norm.weight.detach(), norm.bias.detach(), norm.eps)
-        assert isinstance(norm.weight, Tensor)
-        return cls(norm.weight.detach(), None, float(eps))
+        weight = norm.weight.detach().float() + offset
+        if isinstance(norm, nn.LayerNorm):
+            assert norm.bias is not None
+            return cls(weight, norm.bias.detach().float(), norm.eps)
+        return cls(weight, None, float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon))
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,9 @@ class LayerWeights:
     attention_norm: NormWeights  # norm of self-attention
     mlp_norm: NormWeights  # norm of the feed-forward
     placement: NormPlacement = NormPlacement.INPUT  # where both norms are applied
+    # with BOTH, RMSNorm of the outputs of attention and feed-forward
+    attention_after: NormWeights | None = None
+    mlp_after: NormWeights | None = None
     # RMSNorm of queries before rope: [D], of each head, or [Q D], of all heads together
     query_norm: NormWeights | None = None
     key_norm: NormWeights | None = None  # the same for keys: [D] or [H D]
@@ -123,7 +126,10 @@ class LayerWeights:
     def __post_init__(self) -> None:
         queries, keys = self.query_heads * self.head_dim, self.kv_heads * self.head_dim
         assert self.query_heads % self.kv_heads == 0 and self.qkv.outputs == queries + 2 * keys
-        assert not self.gated or self.activation in SILU
+        assert not self.gated or self.activation in (*SILU, GELU)
+        for before, after in ((self.attention_norm, self.attention_after), (self.mlp_norm, self.mlp_after)):
+            assert (after is not None) == (self.placement == NormPlacement.BOTH)
+            assert after is None or after.eps == before.eps
         assert (self.query_norm is None) == (self.key_norm is None)
         if self.query_norm is not None and self.key_norm is not None:
             sizes = len(self.query_norm.weight), len(self.key_norm.weight)
