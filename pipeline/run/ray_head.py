@@ -56,12 +56,7 @@ def run_ray(settings: dict[str, Any]) -> NoReturn:
         import psutil
         import ray
 
-        try:
-            ray.init(**settings)
-        except Exception:  # on a busy machine the start exceeds Ray's own limit of 30 s, which cannot be set
-            for process in psutil.Process().children(recursive=True):
-                process.kill()
-            ray.init(**settings)
+        start(settings)
         address = ray.get_runtime_context().gcs_address
     except BaseException as error:
         print(json.dumps({"error": " ".join(str(error).split()) or type(error).__name__}), file=out, flush=True)
@@ -76,6 +71,24 @@ def run_ray(settings: dict[str, Any]) -> NoReturn:
     finally:
         ray.shutdown()
         os._exit(0)
+
+
+def start(settings: dict[str, Any]) -> None:
+    """Start Ray; once more where it missed its own limit of 30 s, which cannot be set, as on a busy machine."""
+    import psutil
+    import ray
+
+    try:
+        ray.init(**settings)
+    except Exception as first:
+        if "timed out during startup" not in str(first):
+            raise
+        for process in psutil.Process().children(recursive=True):
+            process.kill()
+        try:
+            ray.init(**settings)
+        except Exception as second:
+            raise RuntimeError(f"{first} The second start: {second}") from second
 
 
 def ended(child: int) -> bool:

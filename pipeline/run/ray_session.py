@@ -222,6 +222,7 @@ def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str
     settings = {
         "address": "local",
         "include_dashboard": False,
+        "log_to_driver": False,  # the job's own connection shows what its workers print
         "num_cpus": process_cpus(),
         "object_store_memory": min(OBJECT_STORE_BYTES, process_memory() // 4),
         "_node_ip_address": LOOPBACK,

@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from ray.data import DataContext
 from ray.util.placement_group import placement_group_table
 
 from actors.engine.errors import UserError
@@ -83,11 +82,9 @@ def test_each_job_that_waits_asks_for_its_own_nodes(own_ray: None, monkeypatch: 
     wait_until([])
 
 
-def test_the_callers_settings_are_given_back(own_ray: None) -> None:
-    context, logger = DataContext.get_current(), logging.getLogger("ray")
-    handlers = {handler: handler.level for handler in logging.getLogger("ray.data").handlers}
-    before = (logger.level, handlers, signal.getsignal(signal.SIGTERM))
-    kept = context.execution_no_progress_timeout_s, context.raise_original_map_exception, context.enable_progress_bars
+def test_log_levels_are_given_back_when_the_last_job_ends(own_ray: None) -> None:
+    logger = logging.getLogger("ray")
+    before = logger.level
     logger.setLevel(logging.DEBUG)
     try:
         with ray_session.connected(False):
@@ -97,15 +94,7 @@ def test_the_callers_settings_are_given_back(own_ray: None) -> None:
             assert logger.level == logging.ERROR, "another job still runs"
         assert logger.level == logging.DEBUG
     finally:
-        logger.setLevel(before[0])
-    after = {handler: handler.level for handler in logging.getLogger("ray.data").handlers}
-    assert (logger.level, after, signal.getsignal(signal.SIGTERM)) == before
-    assert DataContext.get_current() is context
-    assert kept == (
-        context.execution_no_progress_timeout_s,
-        context.raise_original_map_exception,
-        context.enable_progress_bars,
-    )
+        logger.setLevel(before)
 
 
 @pytest.fixture
@@ -215,31 +204,41 @@ def test_a_port_for_metrics_must_be_free_and_of_our_own_ray(monkeypatch: pytest.
         ray_session.check_metrics_port(port)
 
 
-FAILS_ONCE = """
-import runpy, subprocess, sys, ray
-start = ray.init
-def slow(**settings):
-    ray.init = start
+LATE = "The current node timed out during startup."
+STARTS = """
+import json, runpy, subprocess, sys, types
+errors, ray = json.loads(sys.argv.pop()), types.ModuleType("ray")
+def init(**settings):
     subprocess.Popen(["sleep", "4321"])
-    raise Exception("The current node timed out during startup.")
-ray.init = slow
-sys.argv = sys.argv[1:]
+    if errors:
+        raise Exception(errors.pop(0))
+ray.init, ray.shutdown = init, lambda: None
+ray.get_runtime_context = lambda: types.SimpleNamespace(gcs_address="here")
+sys.modules["ray"], sys.argv = ray, sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.ray
-def test_a_ray_that_starts_too_slowly_is_started_again() -> None:
-    settings = {"address": "local", "include_dashboard": False, "num_cpus": 1, "_node_ip_address": "127.0.0.1"}
+@pytest.mark.parametrize(
+    ("errors", "told"),
+    [
+        ([LATE], {"address": "here"}),
+        (["no disk"], {"error": "no disk"}),
+        ([LATE, "no disk"], {"error": f"{LATE} The second start: no disk"}),
+    ],
+)
+def test_a_ray_that_starts_too_slowly_is_started_once_more(errors: list[str], told: dict[str, str]) -> None:
+    """What the first start has left behind ends before the second one begins."""
     head = subprocess.Popen(
-        [sys.executable, "-c", FAILS_ONCE, str(ray_session.HEAD), json.dumps(settings)],
+        [sys.executable, "-c", STARTS, str(ray_session.HEAD), "{}", json.dumps(errors)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     assert head.stdin and head.stdout
-    assert "address" in json.loads(head.stdout.readline())
-    assert [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "4321"]] == []
+    assert json.loads(head.stdout.readline()) == told
+    left = [one for one in processes(head.pid) if one.cmdline() == ["sleep", "4321"]]
     head.stdin.close()
-    assert head.wait(60) == 0
+    head.wait(60)
+    assert len(left) <= 1 and processes(head.pid) == []
