@@ -1,42 +1,18 @@
-"""Distributions over a shard's rows, small enough for its statistics: histograms, labels, kinds of errors."""
+"""Distributions over a shard's rows, small enough for its statistics: labels and kinds of errors."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
-EXACT = 16  # values below it have a bin each; above, eight bins an octave
-PER_OCTAVE = 8
 KINDS = 3  # of errors that a shard names; the rest is counted
 MOST_LABELS = 256  # that a shard counts
 KIND_CHARS, EXAMPLE_CHARS, ID_CHARS = 160, 300, 80
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{16,}\b|\d[\d,.]*\d|\d")
-
-
-def bins_of(values: np.ndarray) -> np.ndarray:
-    """Return the bin of each value; values are integers of at least 0."""
-    octaves = np.floor(np.log2(np.maximum(values, EXACT))).astype(np.int64)
-    within = (values >> (octaves - 3)) - PER_OCTAVE
-    return np.where(values < EXACT, values, EXACT + (octaves - 4) * PER_OCTAVE + within)
-
-
-def histogram(values: Sequence[int]) -> list[int]:
-    """Count the values in each bin; bins after the last value are left out."""
-    counts: list[int] = np.bincount(bins_of(np.array(values, dtype=np.int64))).tolist()
-    return counts
-
-
-def depth_histogram(depths: Sequence[float | None]) -> list[int]:
-    """Count the mean depths between d and d + 1 layers, for d = 0, 1, ...; null ones are left out."""
-    known = [int(depth) for depth in depths if depth is not None]
-    counts: list[int] = np.bincount(np.array(known, dtype=np.int64)).tolist()
-    return counts
 
 
 def label_counts(part: pa.Table) -> str:

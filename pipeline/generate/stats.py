@@ -16,15 +16,14 @@ import pyarrow.compute as pc
 
 from actors.engine.errors import flat
 from pipeline.generate.answer_checks import MOST_COMMON, count_answers, warnings
-from pipeline.generate.distributions import depth_histogram, error_kinds, histogram, label_counts
+from pipeline.generate.distributions import error_kinds, label_counts
 
 log = logging.getLogger(__name__)
 
 
 def _unit(unit: str, default: Any = 0, total: str = "sum") -> Any:
     """Declare a statistic: its unit and default, and how its total over shards forms: sum, max, or none."""
-    given: dict[str, Any] = {"default_factory": list} if default == [] else {"default": default}
-    return field(**given, metadata={"unit": unit, "total": total})
+    return field(default=default, metadata={"unit": unit, "total": total})
 
 
 LATER = {  # fields that older records lack
@@ -85,9 +84,6 @@ class ShardStats(Counts):
     rebuilt: bool = _unit("the record was lost and rebuilt from the part", False, "none")
     actor: str = _unit("id of the actor, the same after a restart", "", "none")
     loaded: float = _unit("s since 1970 when the actor had its model", 0.0, "none")
-    prompt_lengths: list[int] = _unit("rows without an error by prompt tokens; bins of `distributions`", [], "none")  # noqa: RUF009
-    answer_lengths: list[int] = _unit("answers by generated tokens; the same bins", [], "none")  # noqa: RUF009
-    answer_depths: list[int] = _unit("answers by mean depth, a layer a bin", [], "none")  # noqa: RUF009
     error_kinds: str = _unit("JSON of `distributions.error_kinds`", "", "none")
     label_counts: str = _unit("JSON of `distributions.label_counts`", "", "none")
     common_answers: str = _unit("JSON of {text: answers}, the most frequent texts", "", "none")
@@ -138,10 +134,6 @@ class ShardStats(Counts):
 def _checked(item: Field[Any], value: Any) -> Any:
     """Return the value of a field, if a record can hold it. Raises TypeError or ValueError."""
     kind = str(item.type)
-    if kind == "list[int]":
-        if type(value) is not list or not all(type(one) is int and 0 <= one < 2**31 for one in value):
-            raise TypeError(f"{item.name} is no list of counts")
-        return value
     if kind == "float" and isinstance(value, float):
         value = float(value)  # numpy's is one too
     if type(value).__name__ not in (("int", "float") if kind == "float" else (kind,)):
@@ -158,11 +150,6 @@ def _counts(part: pa.Table) -> dict[str, Any]:
     reasons = part["finish_reason"].to_pylist()
 
     @cache
-    def prompt_tokens() -> list[int]:
-        tokens: list[int] = first["prompt_tokens"].filter(pc.is_null(first["error"])).to_pylist()
-        return tokens
-
-    @cache
     def checks() -> dict[str, Any]:
         texts = [text or "" for text in answered["generated_text"].to_pylist()]
         if "tool_calls" in part.column_names:  # a call is an answer without text
@@ -175,12 +162,9 @@ def _counts(part: pa.Table) -> dict[str, Any]:
         "answers": part.num_rows,
         "errors": error_rows(part),
         "duplicate_ids": lambda: duplicate_ids(part),
-        "prompt_tokens": lambda: sum(prompt_tokens()),
+        "prompt_tokens": lambda: pc.sum(first["prompt_tokens"].filter(pc.is_null(first["error"]))).as_py() or 0,
         "stopped": reasons.count("stop"),
         "cut_off": reasons.count("length"),
-        "prompt_lengths": lambda: histogram(prompt_tokens()),
-        "answer_lengths": lambda: histogram(answered["generated_tokens"].to_pylist()),
-        "answer_depths": lambda: depth_histogram(part["mean_depth"].to_pylist()),
         "error_kinds": lambda: error_kinds(part),
         "label_counts": lambda: label_counts(part),
         **{name: lambda name=name: checks()[name] for name in ("empty_answers", "repeating_answers", "common_answers")},
@@ -289,11 +273,7 @@ def _most_frequent_first(counts: Counter[str]) -> list[tuple[str, int]]:
 _TYPES = {"int": "int64", "float": "float64", "str": "string", "bool": "bool"}
 STATS_SCHEMA = pa.schema(
     [
-        pa.field(
-            item.name,
-            pa.list_(pa.int32()) if item.type == "list[int]" else pa.type_for_alias(_TYPES[str(item.type)]),
-            metadata={"unit": item.metadata["unit"]},
-        )
+        pa.field(item.name, pa.type_for_alias(_TYPES[str(item.type)]), metadata={"unit": item.metadata["unit"]})
         for item in fields(ShardStats)
     ]
 )

@@ -13,7 +13,6 @@ from memory_folder import MemoryFolder
 from actors.answers import Answer
 from pipeline.commit.finalize import finalize, write_success
 from pipeline.generate.coordinator import Coordinator
-from pipeline.generate.distributions import histogram
 from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals
@@ -128,9 +127,6 @@ def part_stats(shard: Shard, **changes: Any) -> ShardStats:
         "actor": "actor",
         "loaded": 90.0,
         "cut_off": len(good),
-        "prompt_lengths": [0] * 5 + [len(good)],
-        "answer_lengths": histogram([row + 1 for row in good]),
-        "answer_depths": [0, 0, 0, len(good) - 1] if len(good) > 1 else [],
         "error_kinds": json.dumps([[error, bad, f"row-{shard.first_row + 1}", error]]) if bad else "",
     }
     return ShardStats(**{**values, **changes})

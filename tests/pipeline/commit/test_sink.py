@@ -48,9 +48,6 @@ COUNTS = [
     "full_layer_steps",
     "stopped",
     "cut_off",
-    "prompt_lengths",
-    "answer_lengths",
-    "answer_depths",
     "error_kinds",
     "label_counts",
 ]

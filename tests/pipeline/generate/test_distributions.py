@@ -1,58 +1,12 @@
-"""Histograms count every value once, in bins that can be read back; errors alike but for numbers are one kind."""
+"""Errors alike but for numbers are one kind."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 
-import numpy as np
 import pyarrow as pa
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from pipeline.generate.distributions import (
-    EXACT,
-    KINDS,
-    PER_OCTAVE,
-    bins_of,
-    depth_histogram,
-    error_kinds,
-    histogram,
-    kind_of,
-)
-
-VALUES = st.integers(0, 2**24)
-
-
-def first_values(bins: int) -> np.ndarray:
-    """The least value of each of the first `bins` bins, which is one more than the largest of the bin before."""
-    place = np.arange(bins)
-    octave, within = np.divmod(np.maximum(place - EXACT, 0), PER_OCTAVE)
-    return np.where(place < EXACT, place, (PER_OCTAVE + within) << (octave + 1))
-
-
-@given(VALUES)
-@settings(deadline=None, max_examples=40)
-def test_a_bin_holds_its_values(value: int) -> None:
-    place = int(bins_of(np.array([value]))[0])
-    first, end = first_values(place + 2)[-2:].tolist()
-    assert first <= value < end
-    assert end - first <= max(1, first / 8) and (value >= EXACT or first == value)
-
-
-@given(st.lists(VALUES, max_size=20))
-@settings(deadline=None, max_examples=40)
-def test_a_histogram_counts_every_value_once(values: list[int]) -> None:
-    counts = histogram(values)
-    assert counts == [] or counts[-1] > 0
-    assert {place: count for place, count in enumerate(counts) if count} == Counter(
-        bins_of(np.array(values, int)).tolist()
-    )
-
-
-def test_depths_are_counted_by_the_layer() -> None:
-    assert depth_histogram([2.0, None, 2.9, 4.0]) == [0, 0, 2, 0, 1]
-    assert depth_histogram([None]) == []
+from pipeline.generate.distributions import KINDS, error_kinds, kind_of
 
 
 def test_numbers_and_quoted_texts_do_not_make_another_kind() -> None:
