@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.generate.stage import Worker
 from pipeline.input.rows import read_blocks
-from pipeline.run.stages import Backend, Read, Stage, Tasks
+from pipeline.run.stages import Backend, Read, Stages
 from pipeline.runtime.signals import Interrupted, graceful
 
 
@@ -28,23 +27,16 @@ class InProcessSession:
     def __init__(self) -> None:
         self.coordinator, self.worker = Coordinator(), Worker()
 
-    def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
-        batches: Iterator[Any] = iter(())
-        for stage in stages:
-            if isinstance(stage, Read):
-                batches = self._read(stage)
-            elif isinstance(stage, Tasks):
-                batches = map(partial(stage.function, **stage.arguments), batches)
-            else:
-                batches = map(stage.callable_class(**stage.arguments), batches)
+    def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
+        answered = map(stages.generator(**stages.arguments), map(stages.prepare, self._batches(stages.read)))
         with graceful(grace_seconds, self.coordinator.stop, self.coordinator.working) as grace:
-            for _ in batches:
+            for _ in answered:
                 pass
         if grace.signal is not None:
             raise Interrupted(grace.signal)
 
-    def _read(self, stage: Read) -> Iterator[dict[str, Any]]:
-        for block in read_blocks(stage.files, stage.shards, stage.schema, stage.storage):
+    def _batches(self, read: Read) -> Iterator[dict[str, Any]]:
+        for block in read_blocks(read.files, read.shards, read.schema, read.storage):
             if self.coordinator.stopped:
                 return
             yield {name: block[name].to_numpy() for name in block.column_names}

@@ -21,7 +21,7 @@ from pipeline.report.progress import Progress
 from pipeline.run.ray_session import actor_cpus, check_metrics_port, is_own_ray, ray_session, smallest_node
 from pipeline.run.remote import RayMetrics, RayWorker, RemoteCoordinator, exporting
 from pipeline.run.source import ShardSource
-from pipeline.run.stages import Actors, Backend, Read, Stage, Tasks
+from pipeline.run.stages import QUARANTINED_RETRIES, Backend, Stages
 from pipeline.runtime.isolated import Died, call_isolated
 from pipeline.runtime.signals import Interrupted, graceful
 
@@ -95,7 +95,7 @@ class RaySession:
         self.coordinator, self.worker = coordinator, RayWorker(output)
         self.output, self.verbose = output, verbose
 
-    def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
+    def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
         """Run as in `Session`. Raises RayError of a task that failed for good."""
         batches = _dataset(stages, self.output, verbose=self.verbose)
         with (
@@ -127,12 +127,10 @@ def _shards(method: Callable[[], set[int]]) -> Callable[[], set[int]]:
     return call
 
 
-def _dataset(stages: Sequence[Stage], output: str, *, verbose: bool) -> Dataset:
+def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
     """Return the batches after the last stage, lazily; the workers' metrics have the label `output`."""
-    read, prepare, generate = stages
-    assert isinstance(read, Read) and isinstance(prepare, Tasks) and isinstance(generate, Actors)
-    source = ShardSource(read, READ_TASK_ROWS, READ_TASK_BYTES, output)
-    actors, place = generate.actors, _place()
+    source = ShardSource(stages.read, READ_TASK_ROWS, READ_TASK_BYTES, output)
+    actors, place = stages.actors, _place()
     most = max(2, actors.most * TASKS_OF_ACTOR["gpu" if actors.gpus else "cpu"])  # tasks of a stage at the same time
     with warnings.catch_warnings():
         # Ray Data retries a task whose process died without limit, unless max_retries is passed in a deprecated way
@@ -149,32 +147,31 @@ def _dataset(stages: Sequence[Stage], output: str, *, verbose: bool) -> Dataset:
         # CPU, and waits for it where another dataset of the cluster has asked for all others
         context.target_max_block_size = 1
         context.enable_progress_bars = context.print_on_execution_start = verbose
-        scale_for(context.autoscaling_config, generate.calls)
+        scale_for(context.autoscaling_config, stages.calls)
         context.execution_no_progress_timeout_s = -1  # a slow shard is not a dead one
         context.raise_original_map_exception = True  # else an error's last line is "UDF failed", not why
         batches = batches.map_batches(
-            exporting(prepare.function, output),
-            fn_kwargs=dict(prepare.arguments),
+            exporting(stages.prepare, output),
             batch_size=1,
             batch_format="numpy",
             num_cpus=TASK_CPUS,
             concurrency=most,
-            max_retries=prepare.retries,
+            max_retries=QUARANTINED_RETRIES,
             **place,
         )
         sizes = {"size": actors.most} if actors.min is None else {"min_size": actors.min, "max_size": actors.max}
-        threads = {"max_concurrent_calls_per_actor": generate.calls, "enable_true_multi_threading": True}
-        pool: dict[str, Any] = {**sizes, **(threads if generate.calls > 1 else {})}
+        threads = {"max_concurrent_calls_per_actor": stages.calls, "enable_true_multi_threading": True}
+        pool: dict[str, Any] = {**sizes, **(threads if stages.calls > 1 else {})}
         return batches.map_batches(
-            cast(Any, generate.callable_class),
-            fn_constructor_kwargs=dict(generate.arguments),
+            cast(Any, stages.generator),
+            fn_constructor_kwargs=dict(stages.arguments),
             compute=ActorPoolStrategy(max_tasks_in_flight_per_actor=SHARDS_OF_ACTOR, **pool),
             batch_size=1,
             batch_format="numpy",
             num_cpus=actor_cpus(actors),
             num_gpus=actors.gpus or None,
             max_restarts=-1,  # the coordinator counts those that die while they load
-            max_task_retries=generate.retries,
+            max_task_retries=QUARANTINED_RETRIES,
         )
 
 

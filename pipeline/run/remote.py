@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import ray
@@ -79,12 +79,12 @@ class RayWorker(Worker):
         metrics.install(RayMetrics(self.output))
 
 
-def exporting(function: Callable[..., Any], output: str) -> Callable[..., Any]:
+def exporting(function: partial[Any], output: str) -> Callable[[Any], Any]:
     """Return a stage's function that exports metrics from its worker process, under the name by which Ray shows it."""
 
-    def call(batch: Any, **arguments: Any) -> Any:
+    def call(batch: Any) -> Any:
         metrics.install(RayMetrics(output))
-        return function(batch, **arguments)
+        return function(batch)
 
-    call.__name__ = function.__name__
+    call.__name__ = function.func.__name__
     return call

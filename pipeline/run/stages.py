@@ -1,6 +1,6 @@
 """A job's stages as data, and what a backend must offer to run them. Imports no ray.
 
-Between two stages travels a batch that holds one shard.
+read ──> prepare ──> generate        between two travels a batch that holds one shard
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pipeline.prepare.stage import prepare
 from pipeline.runtime.quarantine import STAGE_NAMES, Quarantine
 from pipeline.storage.folder import Folder
 
-QUARANTINED_RETRIES = 1000  # of a task whose deaths `Quarantine` counts
+QUARANTINED_RETRIES = 1000  # of a prepare task or an actor's call: `Quarantine` counts their deaths
 
 
 @dataclass(frozen=True)
 class Read:
-    """Reads shards of the input, in the job's schema."""
+    """Shards of the input to read, in the job's schema."""
 
     shards: Sequence[Shard]
     files: Sequence[InputFile]
@@ -41,36 +41,24 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Tasks:
-    """A function over batches, without state.
+class Stages:
+    """What a run does.
 
     Args:
-        function: called with a batch and `arguments`.
-        retries: of a task whose process died, or whose result was lost with its node.
+        read: the shards that are left.
+        prepare: called with each batch that was read.
+        generator: callable class over prepared batches, constructed once an actor.
+        arguments: of `generator`.
+        actors: how many actors, and what each needs.
+        calls: batches that an actor takes at once, each in a thread of its own.
     """
 
-    function: Callable[..., Any]
-    arguments: Mapping[str, Any]
-    retries: int
-
-
-@dataclass(frozen=True)
-class Actors:
-    """A callable class over batches: constructed once per actor with `arguments`.
-
-    Args:
-        retries: of a batch whose actor died.
-        calls: that an actor takes at once, each in a thread of its own.
-    """
-
-    callable_class: Callable[..., Callable[[Any], Any]]
+    read: Read
+    prepare: partial[Any]
+    generator: Callable[..., Callable[[Any], Any]]
     arguments: Mapping[str, Any]
     actors: ActorsConfig
-    retries: int
     calls: int
-
-
-Stage = Read | Tasks | Actors
 
 
 class Session(Protocol):
@@ -79,7 +67,7 @@ class Session(Protocol):
     coordinator: Coordinator
     worker: Worker
 
-    def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
+    def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
         """Run the stages to their end. Raises Interrupted after a signal.
 
         grace_seconds: for shards at work after a first signal.
@@ -104,8 +92,8 @@ class Backend(Hardware):
         raise NotImplementedError
 
 
-def job_stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Session) -> list[Stage]:
-    """Return the three stages of a run over these shards."""
+def job_stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Session) -> Stages:
+    """Return the stages of a run over these shards."""
     config, manifest, coordinator, run = job.config, job.manifest, session.coordinator, uuid.uuid4().hex
     # a shard's rows may share steps with the last rows of the shard before; the generator decides
     promises_bytes = config.model.dtype == "float32" and config.model.engine != "vllm"
@@ -124,8 +112,11 @@ def job_stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Se
         "devices": config.actors.gpus or 1.0,
         "price_per_hour": config.price_per_hour or 0.0,
     }
-    return [
+    return Stages(
         Read(shards, manifest.files, manifest.schema, config.storage),
-        Tasks(prepare, {"spec": spec, "quarantine": preparing}, QUARANTINED_RETRIES),
-        Actors(ShardGenerator, generate, config.actors, QUARANTINED_RETRIES, calls=2 if may_join else 1),
-    ]
+        partial(prepare, spec=spec, quarantine=preparing),
+        ShardGenerator,
+        generate,
+        config.actors,
+        calls=2 if may_join else 1,
+    )

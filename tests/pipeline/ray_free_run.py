@@ -14,7 +14,7 @@ from pipeline.config.job import ActorsConfig, JobConfig
 from pipeline.generate.coordinator import Workload
 from pipeline.input.shards import Shard
 from pipeline.run.in_process import InProcess, InProcessSession
-from pipeline.run.stages import Actors, Read, Stage
+from pipeline.run.stages import Stages
 from pipeline.storage.folder import Folder
 
 Answer = Callable[[Sequence[Shard], Folder, str], None]  # shards, output folder, fingerprint
@@ -41,11 +41,9 @@ class MadeUpSession(InProcessSession):
         super().__init__()
         self.answer = answer
 
-    def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
-        read, *_, generating = stages
-        assert isinstance(read, Read) and isinstance(generating, Actors)
-        commit = generating.arguments["commit"].keywords
-        self.answer(read.shards, commit["folder"], commit["fingerprint"])
+    def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
+        commit = stages.arguments["commit"].keywords
+        self.answer(stages.read.shards, commit["folder"], commit["fingerprint"])
 
 
 def run(values: dict[str, Any]) -> None:
