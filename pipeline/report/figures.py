@@ -1,9 +1,9 @@
-"""Figures of a job's report from the shards' statistics and the recorded runs."""
+"""Figures of a job from the shards' statistics and the recorded runs, and the lines that console and page give them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ import pyarrow as pa
 from pipeline.commit.runs import JobRun
 from pipeline.generate.agreement import Agreement
 from pipeline.generate.stats import Totals
+from pipeline.messages import counted, duration, parsed_control_tokens
+from pipeline.plan.manifest import Manifest
 
 MOST_KINDS = 1000  # of errors that are told apart
 SHOWN_KINDS = 20
@@ -77,3 +79,83 @@ def clock_speedups(
     saved += totals.decode_seconds * ((decode or 1.0) - 1)
     devices = totals.device_seconds / totals.generate_seconds
     return 1 + saved * devices / held, decode if totals.decode_steps else None
+
+
+def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shards: pa.Table) -> Iterator[str]:
+    """Yield what a job has done and cost, a line each.
+
+    Args:
+        runs: of the job, as far as they are recorded.
+        shards: statistics as in `STATS_SCHEMA`.
+    """
+    answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
+    yield (
+        f"{counted(totals.rows, 'row')}{answers} in {counted(totals.shards, 'shard')}, {totals.errors:,} with an "
+        f"error; {totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} generated tokens"
+    )
+    yield _nominal(manifest, totals)
+    decode = ""
+    if totals.mean_depth is None:
+        yield "no decode steps: the prompt's pass gives the answer"
+    else:
+        decode = f", decode {totals.decode_seconds:.1f}"
+        ratio = "" if totals.layer_ratio is None else f", layer ratio {totals.layer_ratio:.2f}x"
+        yield (
+            f"mean depth {totals.mean_depth:.2f} of {manifest.identity['schedule']['num_layers']}{ratio}: "
+            f"{totals.layer_steps:,} layer steps where full depth runs {totals.full_layer_steps:,}"
+        )
+    yield (
+        f"actor seconds: prefill {totals.prefill_seconds:.1f}{decode}, all {totals.generate_seconds:.1f}; "
+        f"prepare {totals.prepare_seconds:.1f}, commit {totals.commit_seconds:.1f}; "
+        f"padding {100 * totals.padding_fraction:.1f}%"
+    )
+    if runs and (wall := sum(end - begin for begin, end in run_spans(runs, shards))):
+        tokens = f", {totals.generated_tokens / wall:,.1f} tokens/s" if totals.decode_steps else ""
+        yield f"{counted(len(runs), 'run')} took {duration(wall)}: {totals.rows / wall:,.1f} rows/s{tokens}"
+    held = held_seconds(runs, shards)
+    yield from _cost(totals, held)
+    yield (
+        f"cache {totals.cache_bytes / 2**20:.1f} MiB a batch at most, peak memory of an actor "
+        f"{totals.peak_memory_bytes / 2**20:,.0f} MiB"
+    )
+    whole, decode_alone = clock_speedups(manifest.agreement, totals, held)
+    if whole is not None and totals.layer_steps < totals.full_layer_steps:
+        alone = "" if decode_alone is None else f", decode alone {decode_alone:.2f}x"
+        yield f"speed-up on the clock: {whole:.2f}x{alone}, over full depth as timed on the sampled rows"
+    if manifest.agreement is not None:
+        yield f"agreement with full depth, before the start: {manifest.agreement}"
+    if totals.shared_prompt_tokens:
+        shared = f"{totals.shared_prompt_tokens:,} prompt tokens"
+        yield f"{shared} were not computed again: beginnings, prompts and samples that rows share"
+    if totals.out_of_memory:
+        yield (
+            f"memory ran out in {totals.out_of_memory:,} batches, which were halved: a lower actors.cache_bytes or "
+            "max_new_tokens saves the time"
+        )
+    if totals.control_tokens:
+        yield parsed_control_tokens(totals.control_tokens)
+
+
+def _nominal(manifest: Manifest, totals: Totals) -> str:
+    """Return the line of the speed that was asked for."""
+    schedule = manifest.identity["schedule"]
+    layers, speedup = schedule["num_layers"], schedule["speedup"]
+    prompt_layers = schedule["depths"][0] if schedule.get("prompt") == "first" else layers
+    skips = totals.layer_steps < totals.full_layer_steps or prompt_layers < layers
+    asked = f"{speedup:g}x" if speedup else "own depths" if skips else "1x, full depth"
+    prompts = f"; prompts run {prompt_layers} of {layers} layers" if prompt_layers < layers else ""
+    return f"nominal speed-up: {asked}{prompts}"
+
+
+def _cost(totals: Totals, held: float | None) -> Iterator[str]:
+    """Yield device-seconds and money, in all and for a million tokens or answers. held: with start-up and idle."""
+    if not totals.generated_tokens:
+        return
+    price = totals.money / totals.device_seconds if totals.device_seconds else 0.0
+    unit = "generated token" if totals.decode_steps else "answer"
+    for name, seconds in (("at work", totals.device_seconds), ("with start-up and idle", held)):
+        if seconds is not None:
+            each = 1e6 * seconds / totals.generated_tokens
+            whole, million = (f" and money {price * amount:,.4g}" if price else "" for amount in (seconds, each))
+            amounts = f"{seconds:,.1f} device-seconds{whole}; {each:,.0f} device-seconds{million}"
+            yield f"cost {name}: {amounts} for a million {unit}s"

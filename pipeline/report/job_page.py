@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -15,22 +15,20 @@ import pyarrow as pa
 from actors.engine.errors import UserError
 from pipeline.commit.duplicates import with_duplicates
 from pipeline.commit.finalize import STATS
-from pipeline.commit.runs import JobRun, read_runs, versions
+from pipeline.commit.runs import read_runs, versions
 from pipeline.commit.sink import part_name
 from pipeline.config.job import StorageConfig
 from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up, slowest_shards
 from pipeline.input.rows import read_shards
-from pipeline.messages import counted
 from pipeline.plan.manifest import Manifest
-from pipeline.report.figures import clock_speedups, error_kinds, held_seconds, run_spans
-from pipeline.report.page import count, flat, render, seconds, write_page
+from pipeline.report.figures import error_kinds, run_spans, total_lines
+from pipeline.report.page import flat, render, write_page
 from pipeline.storage.folder import STORE_ERRORS, Folder
 from pipeline.storage.parquet import read_parquet
 
 REPORT = "_job/report.html"
 SHOWN_SHARDS, SHOWN_RUNS, SHOWN_LABELS, SHOWN_ANSWERS = 10, 20, 100, 10
 LABEL_CHARS, ANSWER_CHARS = 200, 1000
-Cards = list[tuple[str, str]]  # title and figure
 
 
 def write_report(folder: Folder, manifest: Manifest, storage: StorageConfig) -> None:
@@ -48,7 +46,7 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
     """
     shards = shards.select(STATS_SCHEMA.names).combine_chunks()
     totals, runs = with_duplicates(folder, add_up(shards)), read_runs(folder)
-    spans, held = run_spans(runs, shards), held_seconds(runs, shards)
+    spans = run_spans(runs, shards)
     values = {
         "title": f"SkipDecode: {folder.url}",
         "url": folder.url,
@@ -64,8 +62,7 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
             ("error", totals.answers - totals.stopped - totals.cut_off),
         ],
         "kinds": error_kinds(shards),
-        "cost": _cost(totals, runs, held, sum(end - begin for begin, end in spans)),
-        "speedups": _speedups(manifest, totals, held),
+        "lines": list(total_lines(manifest, totals, runs, shards)),
         "slowest": _slowest(shards, manifest),
         "runs": [(number, begin, end - begin) for number, (begin, end) in enumerate(spans, 1)][-SHOWN_RUNS:],
         "configuration": flat(runs[-1].config) if runs else [],
@@ -74,51 +71,6 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
         "versions": list((runs[-1].versions if runs else versions()).items()),
     }
     return render("job_page.html", values)
-
-
-def _cost(totals: Totals, runs: Sequence[JobRun], held: float | None, wall: float) -> Cards:
-    """Return rows, tokens, time and money. held: device-seconds of all runs. wall: seconds of all runs."""
-    cards = [("rows", count(totals.rows)), ("rows with an error", count(totals.errors))]
-    if totals.answers != totals.rows:
-        cards.insert(1, ("output rows", count(totals.answers)))
-    if totals.duplicate_ids:
-        cards.append(("rows that repeat an id", count(totals.duplicate_ids)))
-    cards.append(("prompt tokens", count(totals.prompt_tokens)))
-    if totals.decode_steps:
-        cards.append(("generated tokens", count(totals.generated_tokens)))
-    if wall:
-        cards.append((f"wall clock, {counted(max(len(runs), 1), 'run')}", seconds(wall)))
-        cards.append(("rows/s of the wall clock", count(totals.rows / wall)))
-        if totals.decode_steps:
-            cards.append(("tokens/s of the wall clock", count(totals.generated_tokens / wall)))
-    if held is not None:
-        cards.append(("device-hours, with start-up and idle", f"{held / 3600:.3g}"))
-        if totals.generated_tokens:
-            unit, work = "tokens" if totals.decode_steps else "answers", totals.device_seconds_per_million_tokens
-            cards.append((f"device-seconds per million {unit}, at work", count(work)))
-            cards.append(("the same with start-up and idle", count(1e6 * held / totals.generated_tokens)))
-        if (price := runs[-1].price_per_hour) is not None:
-            cards.append(("money, at the job’s price", f"{held / 3600 * price:,.4g}"))
-    return cards
-
-
-def _speedups(manifest: Manifest, totals: Totals, held: float | None) -> Cards:
-    """Return the three speed-ups, as far as they are known. held: device-seconds of all runs."""
-    schedule = manifest.identity["schedule"]
-    layers, speedup = schedule["num_layers"], schedule["speedup"]
-    prompt_layers = schedule["depths"][0] if schedule.get("prompt") == "first" else layers
-    skips = totals.layer_steps < totals.full_layer_steps or prompt_layers < layers
-    cards = [("nominal: asked for", f"{speedup:g}x" if speedup else "own depths" if skips else "1x, full depth")]
-    if prompt_layers < layers:
-        cards.append((f"layers over prompts, of {layers}", str(prompt_layers)))
-    if totals.layer_ratio is not None and totals.mean_depth is not None:
-        cards.append(("layer ratio: layers at full depth ÷ layers run, decode", f"{totals.layer_ratio:.2f}x"))
-        cards.append((f"mean depth of {layers} layers, decode", f"{totals.mean_depth:.2f}"))
-    clock = clock_speedups(manifest.agreement, totals, held)
-    for title, found in zip(("whole run", "decode alone"), clock, strict=True):
-        if skips and found is not None:
-            cards.append((f"wall clock, {title}, over full depth", f"{found:.2f}x"))
-    return cards
 
 
 def _labels(totals: Totals, known: Iterable[str]) -> list[tuple[str, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import DictLoader, Environment, StrictUndefined
 
-from pipeline.messages import one_line, without_secrets, write_log
+from pipeline.messages import duration, one_line, without_secrets, write_log
 from pipeline.storage.folder import Folder
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def render(template: str, values: Mapping[str, Any]) -> bytes:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(count=count, seconds=seconds, when=when)
+    environment.filters.update(count=count, duration=duration, when=when)
     text = environment.get_template(template).render(values)
     return text.encode(errors="replace")  # a name may hold a lone surrogate
 
@@ -46,15 +46,6 @@ def render(template: str, values: Mapping[str, Any]) -> bytes:
 def count(value: float | None) -> str:
     """Return a number with separators; "" for None."""
     return "" if value is None else f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:,.3g}"
-
-
-def seconds(value: float | None) -> str:
-    """Return a span of time for people: 12.3 s, 4 min 05 s, 2 h 03 min."""
-    if value is None or value < 100:
-        return "" if value is None else f"{value:.1f} s"
-    minutes, second = divmod(round(value), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours:,} h {minute:02d} min" if hours else f"{minute} min {second:02d} s"
 
 
 def when(value: float) -> str:

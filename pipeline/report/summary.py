@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,10 @@ from pipeline.commit.runs import JobRun, read_runs
 from pipeline.commit.sink import SUCCESS, part_name
 from pipeline.commit.table import recorded as table_records
 from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals, slowest_shards
-from pipeline.messages import counted, parsed_control_tokens
+from pipeline.messages import counted
 from pipeline.plan import plan_files
 from pipeline.plan.manifest import Manifest
-from pipeline.report.figures import clock_speedups, held_seconds
+from pipeline.report.figures import total_lines
 from pipeline.report.job_page import REPORT, first_rows
 from pipeline.storage.folder import Folder, read_json
 from pipeline.storage.parquet import read_parquet
@@ -52,59 +52,13 @@ def print_report(
         table.add_row(*(value(shard) for value in columns.values()))
     console.print(table)
     console.print()
-    for line in _lines(manifest, totals, held_seconds(runs, shards)):
-        console.print(line, markup=False, highlight=False)
-
-
-def _lines(manifest: Manifest, totals: Totals, held: float | None) -> Iterator[str]:
-    """Yield the lines of a job's totals. held: device-seconds with start-up and idle."""
-    answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
-    yield (
-        f"{counted(totals.rows, 'row')}{answers} in {counted(totals.shards, 'shard')}, {totals.errors:,} with an "
-        f"error; {totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} generated tokens"
-    )
-    decode = ""
-    if totals.mean_depth is None:
-        yield "no decode steps: the prompt's pass gives the answer"
-    else:
-        decode = f", decode {totals.decode_seconds:.1f}"
-        ratio = "" if totals.layer_ratio is None else f", layer ratio {totals.layer_ratio:.2f}x"
-        yield (
-            f"mean depth {totals.mean_depth:.2f} of {manifest.identity['schedule']['num_layers']}{ratio}: "
-            f"{totals.layer_steps:,} layer steps where full depth runs {totals.full_layer_steps:,}"
-        )
-    yield (
-        f"actor seconds: prefill {totals.prefill_seconds:.1f}{decode}, all {totals.generate_seconds:.1f}; "
-        f"prepare {totals.prepare_seconds:.1f}, commit {totals.commit_seconds:.1f}; "
-        f"padding {100 * totals.padding_fraction:.1f}%"
-    )
-    yield from _cost(totals, held)
-    yield (
-        f"cache {totals.cache_bytes / 2**20:.1f} MiB a batch at most, peak memory of an actor "
-        f"{totals.peak_memory_bytes / 2**20:,.0f} MiB"
-    )
-    if totals.labels:
-        yield _labels(totals)
-    whole, decode_alone = clock_speedups(manifest.agreement, totals, held)
-    if whole is not None and totals.layer_steps < totals.full_layer_steps:
-        alone = "" if decode_alone is None else f", decode alone {decode_alone:.2f}x"
-        yield f"speed-up on the clock: {whole:.2f}x{alone}, over full depth as timed on the sampled rows"
-    if manifest.agreement is not None:
-        yield f"agreement with full depth, before the start: {manifest.agreement}"
-    if totals.shared_prompt_tokens:
-        shared = f"{totals.shared_prompt_tokens:,} prompt tokens"
-        yield f"{shared} were not computed again: beginnings, prompts and samples that rows share"
-    if totals.out_of_memory:
-        yield (
-            f"memory ran out in {totals.out_of_memory:,} batches, which were halved: a lower actors.cache_bytes or "
-            "max_new_tokens saves the time"
-        )
-    if totals.control_tokens:
-        yield parsed_control_tokens(totals.control_tokens)
-    yield from (f"warning: {line}" for line in totals.warnings)
+    lines = [*total_lines(manifest, totals, runs, shards), *([_labels(totals)] if totals.labels else [])]
+    lines += [f"warning: {line}" for line in totals.warnings]
     if totals.duplicate_ids:
-        yield f"warning: {totals.duplicate_ids:,} rows have the id of an earlier row"
-        yield from (f"  {example}" for example in totals.duplicate_examples)
+        lines.append(f"warning: {totals.duplicate_ids:,} rows have the id of an earlier row")
+        lines += [f"  {example}" for example in totals.duplicate_examples]
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
 
 
 def _columns(totals: Totals) -> dict[str, Callable[[ShardStats], str]]:
@@ -134,20 +88,6 @@ def _labels(totals: Totals) -> str:
     shown.append(("labels that are not counted by name", totals.unnamed_labels))
     answers = sum(count for _, count in shown)
     return "labels: " + ", ".join(f"{label} {count:,} ({count / answers:.1%})" for label, count in shown if count)
-
-
-def _cost(totals: Totals, held: float | None) -> Iterator[str]:
-    """Yield device-seconds and money, in all and for a million tokens or answers. held: with start-up and idle."""
-    if not totals.generated_tokens:
-        return
-    price = totals.money / totals.device_seconds if totals.device_seconds else 0.0
-    unit = "generated token" if totals.decode_steps else "answer"
-    for name, seconds in (("at work", totals.device_seconds), ("with start-up and idle", held)):
-        if seconds is not None:
-            each = 1e6 * seconds / totals.generated_tokens
-            whole, million = (f" and money {price * amount:,.4g}" if price else "" for amount in (seconds, each))
-            amounts = f"{seconds:,.1f} device-seconds{whole}; {each:,.0f} device-seconds{million}"
-            yield f"cost {name}: {amounts} for a million {unit}s"
 
 
 def print_result(console: Console, folder: Folder, result: JobResult, show: int) -> None:
