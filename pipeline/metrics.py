@@ -84,23 +84,15 @@ def exporter() -> Sink | None:
     return _sink
 
 
-def add(name: str, amount: float = 1.0, *, part: Part | None = None, sink: Sink | None = None) -> None:
-    """Increase a counter; an amount of 0 or less changes nothing.
-
-    part: of `seconds`. sink: default the installed one.
-    """
+def add(name: str, amount: float = 1.0, *, part: Part | None = None) -> None:
+    """Increase a counter; an amount of 0 or less changes nothing. part: of `seconds`."""
     assert METRICS[name].kind == "counter" and (part is not None) == (PART in METRICS[name].labels), name
-    sink = sink or _sink
-    if sink is not None and amount > 0:
-        sink.add(name, amount, {} if part is None else {PART: part})
+    if _sink is not None and amount > 0:
+        _sink.add(name, amount, {} if part is None else {PART: part})
 
 
-def set_gauge(name: str, value: float, *, sink: Sink | None = None) -> None:
-    """Set a gauge. It has to be set again and again: Ray forgets a value after 20 s.
-
-    sink: default the installed one.
-    """
+def set_gauge(name: str, value: float) -> None:
+    """Set a gauge. It has to be set again and again: Ray forgets a value after 20 s."""
     assert METRICS[name].kind == "gauge", name
-    sink = sink or _sink
-    if sink is not None:
-        sink.set(name, value)
+    if _sink is not None:
+        _sink.set(name, value)

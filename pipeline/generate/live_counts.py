@@ -31,8 +31,8 @@ class LiveCounts:
         if (sink := metrics.exporter()) is not None:
             threading.Thread(target=_run, args=(weakref.ref(self), sink), name="metrics", daemon=True).start()
 
-    def report(self, sink: metrics.Sink | None = None) -> None:
-        """Report now. sink: default the installed one."""
+    def report(self) -> None:
+        """Report now."""
         engine = self.source.engine
         with self._lock:
             stats, before = engine.stats, self._reported
@@ -40,17 +40,17 @@ class LiveCounts:
             most = {item.name: max(getattr(stats, item.name), getattr(before, item.name)) for item in fields(stats)}
             self._reported = EngineStats(**most)
         for name in COUNTERS:
-            metrics.add(name, most[name] - getattr(before, name), sink=sink)
-        metrics.add("seconds", most["prefill_seconds"] - before.prefill_seconds, part="prefill", sink=sink)
-        metrics.add("seconds", most["decode_seconds"] - before.decode_seconds, part="decode", sink=sink)
-        metrics.set_gauge("rows_in_flight", len(engine.rows), sink=sink)
-        metrics.set_gauge("cache_bytes", engine.used_cache_bytes(), sink=sink)
-        metrics.set_gauge("cache_bytes_limit", self.source.cache_bytes, sink=sink)
+            metrics.add(name, most[name] - getattr(before, name))
+        metrics.add("seconds", most["prefill_seconds"] - before.prefill_seconds, part="prefill")
+        metrics.add("seconds", most["decode_seconds"] - before.decode_seconds, part="decode")
+        metrics.set_gauge("rows_in_flight", len(engine.rows))
+        metrics.set_gauge("cache_bytes", engine.used_cache_bytes())
+        metrics.set_gauge("cache_bytes_limit", self.source.cache_bytes)
 
 
 def _run(reference: weakref.ref[LiveCounts], sink: metrics.Sink) -> None:
-    """Report to the sink as long as it is installed and the counts are in use."""
+    """Report as long as the sink is installed and the counts are in use."""
     while metrics.exporter() is sink and (counts := reference()) is not None:
-        counts.report(sink)  # another job's may be installed meanwhile
+        counts.report()
         del counts
         time.sleep(SECONDS)

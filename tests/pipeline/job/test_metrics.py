@@ -9,8 +9,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from in_process import job_config, run_in_process
 from recorded_metrics import Recorded
 
@@ -18,7 +16,7 @@ from actors.engine.types import EngineStats
 from pipeline import metrics
 from pipeline.config.job import JobConfig
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
-from pipeline.generate.live_counts import COUNTERS, LiveCounts
+from pipeline.generate.live_counts import LiveCounts
 from pipeline.metrics import METRICS
 from pipeline.report.progress import Progress
 
@@ -69,26 +67,6 @@ class Engine:
 
     def used_cache_bytes(self) -> int:
         return 3
-
-
-@given(st.lists(st.one_of(st.integers(1, 9), st.just("report"))))
-def test_whenever_counts_are_reported_they_add_up_to_the_engines(steps: list[int | str]) -> None:
-    engine, recorded = Engine(), Recorded()
-    before = metrics.install(None)  # that of an earlier test would start a thread, which takes counts too
-    counts = LiveCounts(engine)  # type: ignore[arg-type]
-    metrics.install(recorded)
-    try:
-        for step in [*steps, "report"]:
-            if step == "report":
-                counts.report()
-            else:
-                for name in (*COUNTERS, "decode_seconds"):
-                    setattr(engine.stats, name, getattr(engine.stats, name) + int(step))
-    finally:
-        metrics.install(before)
-    for name in COUNTERS:
-        assert recorded.counters[name] == getattr(engine.stats, name)
-    assert recorded.counters["seconds/decode"] == engine.stats.decode_seconds
 
 
 def test_counts_that_are_taken_back_lower_no_counter() -> None:
