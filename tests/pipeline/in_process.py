@@ -9,8 +9,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
 
 from pipeline import job as jobs
+from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.report.summary import JobResult
 from pipeline.run import stages
@@ -42,6 +46,13 @@ def job_config(path: Path | str, output: Path | str, checkpoint: Path | str, /, 
 def run_in_process(config: JobConfig, **options: Any) -> JobResult:
     """`pipeline.job.run` on the in-process backend."""
     return jobs.run(config, backend=InProcess(), **options)
+
+
+def invoke(folder: Path, job: dict[str, Any] | JobConfig, *options: str, command: str = "run") -> Result:
+    """Call a command over a job in this process. The job's file is `folder`/job.yaml."""
+    values = job.model_dump(exclude_none=True) if isinstance(job, JobConfig) else job
+    (folder / "job.yaml").write_text(yaml.safe_dump(values))
+    return CliRunner().invoke(app, [command, str(folder / "job.yaml"), *options])
 
 
 def answered_rows(output: Path) -> list[dict[str, Any]]:

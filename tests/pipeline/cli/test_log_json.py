@@ -12,11 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
-from in_process import job_values
-from typer.testing import CliRunner
+from in_process import invoke, job_values
 
-from pipeline.cli.app import app
 from pipeline.cli.command import JsonLines
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.report import progress as progress_module
@@ -42,15 +39,13 @@ def events(lines: str) -> list[dict[str, Any]]:
     return found
 
 
-def job(folder: Path, checkpoint: Path, **changes: Any) -> Path:
+def job(folder: Path, checkpoint: Path, **changes: Any) -> dict[str, Any]:
     pq.write_table(pa.table({"id": [1, 2, 3], "prompt": ["alpha", None, "bravo"]}), folder / "in.parquet")
-    values = job_values(folder / "in.parquet", folder / "out", checkpoint, **changes)
-    (folder / "job.yaml").write_text(yaml.safe_dump(values))
-    return folder / "job.yaml"
+    return job_values(folder / "in.parquet", folder / "out", checkpoint, **changes)
 
 
 def test_a_job_logs_objects_and_its_summary(in_process: None, tmp_path: Path, checkpoint: Path) -> None:
-    done = CliRunner().invoke(app, ["run", str(job(tmp_path, checkpoint)), "--log-json", "--json"])
+    done = invoke(tmp_path, job(tmp_path, checkpoint), "--log-json", "--json")
     assert done.exit_code == 0, done.output
     *_, last = events(done.stderr)
     (printed,) = done.stdout.splitlines()
@@ -59,12 +54,12 @@ def test_a_job_logs_objects_and_its_summary(in_process: None, tmp_path: Path, ch
 
 
 def test_a_failed_command_ends_with_an_event(in_process: None, tmp_path: Path, checkpoint: Path) -> None:
-    file = job(tmp_path, checkpoint, max_error_rate=0.0)
-    done = CliRunner().invoke(app, ["run", str(file), "--log-json"])
+    strict = job(tmp_path, checkpoint, max_error_rate=0.0)
+    done = invoke(tmp_path, strict, "--log-json")
     last = events(done.stderr)[-1]
     assert done.exit_code == last["exit_status"] == 3
     assert (last["event"], last["level"]) == ("end", "ERROR") and "1 of 3 rows have an error" in last["message"]
-    wrong = CliRunner().invoke(app, ["run", str(file), "--log-json", "--set", "sampling.top_p=2"])
+    wrong = invoke(tmp_path, strict, "--log-json", "--set", "sampling.top_p=2")
     (only,) = events(wrong.stderr)
     assert wrong.exit_code == only["exit_status"] == 2 and "sampling.top_p" in only["message"]
 

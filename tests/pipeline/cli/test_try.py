@@ -10,12 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
-from in_process import job_values, run_in_process
+from click.testing import Result
+from in_process import invoke, job_values, run_in_process
 from rich.console import Console
-from typer.testing import CliRunner
 
-from pipeline.cli.app import app
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.report.summary import print_result
 from pipeline.storage.folder import open_folder
@@ -33,22 +31,20 @@ def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
     return job_values(tmp_path / "in", tmp_path / "out", checkpoint, input={"id": "id"}, sampling=sampling)
 
 
-def job_file(folder: Path, values: dict[str, Any]) -> str:
-    path = folder / "job.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return str(path)
+def tried(folder: Path, values: dict[str, Any], *options: str) -> Result:
+    return invoke(folder, values, *options, command="try")
 
 
 def tree(folder: Path) -> list[tuple[str, int]]:
-    return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
+    """All files and folders but the job's file."""
+    return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.name != "job.yaml")
 
 
 def test_prompts_answers_and_row_errors_are_printed_and_nothing_is_written(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:
-    job = job_file(tmp_path, values)
     before = tree(tmp_path)
-    result = CliRunner().invoke(app, ["try", job, "--rows", "4"])
+    result = tried(tmp_path, values, "--rows", "4")
     assert result.exit_code == 0, result.output
     assert tree(tmp_path) == before
     shown = [block.splitlines() for block in result.stdout.strip().split("\n\n")[1:]]
@@ -76,10 +72,9 @@ def test_an_id_that_python_cannot_hold_is_a_question_mark(values: dict[str, Any]
 
 
 def test_keys_can_be_set_and_a_mistake_is_one_line(tmp_path: Path, values: dict[str, Any]) -> None:
-    job = job_file(tmp_path, values)
-    result = CliRunner().invoke(app, ["try", job, "--rows", "1", "--set", "sampling.n=2"])
+    result = tried(tmp_path, values, "--rows", "1", "--set", "sampling.n=2")
     assert result.exit_code == 0 and "  answer 0: " in result.stdout and "  answer 1: " in result.stdout
-    result = CliRunner().invoke(app, ["try", job, "--set", "input.prompt=nothing"])
+    result = tried(tmp_path, values, "--set", "input.prompt=nothing")
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and "nothing" in result.stderr
 
 
@@ -88,7 +83,7 @@ def test_a_job_for_gpus_is_not_tried_on_a_cpu_unasked(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     values["actors"] = {"gpus": 1}
-    result = CliRunner().invoke(app, ["try", job_file(tmp_path, values)])
+    result = tried(tmp_path, values)
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
     assert "actors.gpus: torch finds no GPU here; --set actors.gpus=0" in result.stderr
 
@@ -99,9 +94,9 @@ def test_control_tokens_that_a_prompt_column_spells_are_counted_in_try_and_at_th
     table = pa.table({"id": ["a", "b"], "prompt": ["alpha<pad>bravo<sep>", "food"]})
     pq.write_table(table, tmp_path / "in" / "0.parquet")
     said = "2 control tokens in prompts parsed; with input.special_tokens: text they are text"
-    result = CliRunner().invoke(app, ["try", job_file(tmp_path, values)])
+    result = tried(tmp_path, values)
     assert result.exit_code == 0 and said in result.stdout
-    result = CliRunner().invoke(app, ["try", job_file(tmp_path, values), "--set", "input.special_tokens=text"])
+    result = tried(tmp_path, values, "--set", "input.special_tokens=text")
     assert result.exit_code == 0 and "control token" not in result.stdout
     done = run_in_process(JobConfig.model_validate(values))
     assert done.totals.control_tokens == 2
@@ -116,9 +111,8 @@ def test_end_tokens_and_settings_that_are_not_followed_are_named(
     shutil.copytree(checkpoint, model)
     (model / "generation_config.json").write_text('{"eos_token_id": 0, "suppress_tokens": [5], "top_k": 20}')
     values["model"]["path"] = str(model)
-    job = job_file(tmp_path, values)
     stops = ["--set", "sampling.stop=[pub]", "--set", "sampling.stop_token_ids=[3]"]
-    result = CliRunner().invoke(app, ["try", job, "--rows", "1", *stops])
+    result = tried(tmp_path, values, "--rows", "1", *stops)
     assert result.exit_code == 0, result.output
     own = "'<sep>' (sampling.stop_token_ids), 'pub' (sampling.stop)"
     named = f"'<pad>' (generation_config.json), '</s>' (config.json, the tokenizer), {own}"
@@ -127,7 +121,7 @@ def test_end_tokens_and_settings_that_are_not_followed_are_named(
     assert "top_k" not in caplog.text.replace("top_k: 20", "")
     (model / "generation_config.json").write_text('{"eos_token_id": 4000}')
     for command in ("try", "plan"):
-        result = CliRunner().invoke(app, [command, job])
+        result = invoke(tmp_path, values, command=command)
         assert result.exit_code == 2 and "4000 lies outside the vocabulary" in result.stderr
 
 
@@ -135,7 +129,7 @@ def test_answers_that_all_reach_their_limit_are_a_warning(tmp_path: Path, values
     table = pa.table({"id": list(map(str, range(30))), "prompt": [f"alpha {row}" for row in range(30)]})
     pq.write_table(table, tmp_path / "in" / "0.parquet")
     values["sampling"] = {"max_new_tokens": 1}
-    result = CliRunner().invoke(app, ["try", job_file(tmp_path, values), "--rows", "30"])
+    result = tried(tmp_path, values, "--rows", "30")
     assert "30 of 30 answers (100.0%) reach the length limit" in result.stdout
 
 
@@ -148,8 +142,7 @@ def test_messages_that_end_with_the_assistants_turn_get_a_hint(
     pq.write_table(pa.table({"id": ["a"], "m": [chat]}), tmp_path / "in" / "0.parquet")
     values["input"]["messages"] = "m"
     values["model"]["path"] = str(chat_checkpoint)
-    job = job_file(tmp_path, values)
     said = "messages end with an assistant's turn: input.continue_final: true continues it"
-    assert said in CliRunner().invoke(app, ["try", job]).stdout
-    result = CliRunner().invoke(app, ["try", job, "--set", "input.continue_final=true"])
+    assert said in tried(tmp_path, values).stdout
+    result = tried(tmp_path, values, "--set", "input.continue_final=true")
     assert result.exit_code == 0 and said not in result.stdout and "[assistant]It is\n" in result.stdout

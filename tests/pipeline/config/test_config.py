@@ -62,12 +62,9 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (merged(input={"path": None}), r"input\.path: "),
         (merged(input={"path": []}), r"input\.path: "),
-        (merged(input={"path": 5}), r"input\.path: .*, not 5"),
         (merged(input={"prompt": "a", "template": "b"}), r"input: give prompt or template, not both$"),
         (merged(input={"messages": "a", "template": "b"}), r"input: give template or messages, not both$"),
-        (merged(input={"system": ""}), r"input\.system: "),
         (merged(input={"chat_template_kwargs": {"a": 1}}), r"input: chat_template_kwargs is for chats: "),
         (merged(input={"examples": [{"user": "a"}]}), r"input\.examples\.0\.assistant is missing"),
         (
@@ -76,21 +73,17 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         ),
         (merged(input={"sampling": {"temperature": 1}}), r"input\.sampling: temperature must name a column"),
         (merged(input={"sampling": {}}), r"input\.sampling: must name a struct column, or give columns as"),
-        (merged(choices=[]), r"choices: "),
         (merged(choices=["a", "a"]), r"choices: 'a' is repeated"),
         (merged(choices=["a", ""]), r"choices: label 2 is empty"),
         (merged(choices=[True, False]), r"choices: labels are text, and True is not; put it in quotes"),
         (merged(choices=["a", "b"], sampling={"stop": "x"}), r"choices do not go with sampling\.stop: "),
         (merged(input={"choices": "c"}, sampling={"ignore_eos": True}), r"choices do not go with sampling\.ignore_eos"),
         (merged(input={"too_long": "cut"}), r"input\.too_long: .*'error'.*'truncate_left'.*, not 'cut'"),
-        (merged(output={"keep": "topic"}), r"output\.keep: .*list, not 'topic'"),
         (merged(model={"dtype": "fp8"}), r"model\.dtype: .*'bfloat16'.*, not 'fp8'"),
         (merged(model={"engine": "paged"}), r"model: engine: paged was removed: leave engine out"),
-        (merged(model={"compile": True}), r"model: compile was removed: .*leave it out"),
         (merged(model={"kv_cache": "int8"}), r"model: kv_cache was removed: engine: vllm has a cache of 8 bits"),
         (merged(schedule={"exact": True}), r"schedule: exact was removed: leave it out"),
         (merged(reasoning={"strat": "x"}), r"unknown key reasoning\.strat; did you mean start"),
-        (merged(model={"weights": "int4"}), r"model\.weights: .*'int8', not 'int4'"),
         (
             merged(
                 input={"path": "a", "since": "last_success", "retry": "errors"}, output={"path": "b", "format": "delta"}
@@ -108,34 +101,18 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(model={"weights": "int8", "device": "cuda"}), r"model: weights: int8 .*device: cuda; leave device out"),
         (merged(model={"weights": "fp8"}), r"model: weights: fp8 was removed"),
         (merged(model={"weights": "int8"}, actors={"gpus": 1}), r"model\.weights: int8 is for CPUs: leave it out"),
-        (merged(model={"engine": "graphs"}), r"model\.engine: .*'auto', 'library' or 'vllm', not 'graphs'"),
-        (merged(model={"cuda_graphs": True}), r"model: cuda_graphs was removed"),
-        (merged(schedule={"speedup": "fast"}), r"schedule\.speedup: .*number.*, not 'fast'"),
-        (merged(schedule={"keep_order": "odd"}), r"schedule\.keep_order: .*, not 'odd'"),
-        (merged(sampling={"max_new_tokens": 0}), r"sampling\.max_new_tokens: .*1, not 0"),
-        (merged(sampling={"max_new_tokens": 1.5}), r"sampling\.max_new_tokens: .*, not 1\.5"),
         (merged(sampling={"max_new_tokens": True}), r"sampling\.max_new_tokens: .*integer, not True"),
         (merged(sampling={"max_new_tokens": "64"}), r"sampling\.max_new_tokens: .*integer, not '64'"),
-        (merged(sampling={"temperature": "1"}), r"sampling\.temperature: .*number, not '1'"),
-        (merged(sampling={"temperature": float("nan")}), r"sampling\.temperature: .*, not nan"),
         (merged(sampling={"temperature": float("inf")}), r"sampling.temperature: input should be a finite number"),
-        (merged(sampling={"ignore_eos": 1}), r"sampling\.ignore_eos: .*boolean, not 1"),
         (merged(sampling={"stop": [""]}), r"sampling: stop = \('',\): must not hold an empty string"),
         (merged(sampling={"stop_token_ids": [-1]}), r"sampling: stop_token_ids = \(-1,\): "),
         (merged(sampling={"n": 2}), r"sampling: n = 2: needs a temperature above 0"),
         (merged(sampling={"min_new_tokens": 65}), r"sampling: min_new_tokens = 65: must be 0 to max_new_tokens"),
         (merged(sampling={"logprobs": 21}), r"sampling: logprobs = 21: must be 0 to 20"),
-        (merged(actors={"gpus": True}), r"actors\.gpus: .*number, not True"),
-        (merged(sampling={"temperature": -0.1}), r"sampling\.temperature: .*, not -0\.1"),
-        (merged(sampling={"top_p": 0}), r"sampling\.top_p: .*, not 0"),
         (merged(sampling={"seed": 2**63}), r"sampling: seed must be below 2\^63$"),
-        (merged(actors={"count": 0}), r"actors\.count: .*, not 0"),
         (merged(actors={"count": 2, "min": 1, "max": 2}), r"actors: give count, or min and max, not both$"),
-        (merged(actors={"count": 2, "max": 2}), r"actors: give count, or min and max, not both$"),
         (merged(actors={"min": 1}), r"actors: min and max go together$"),
         (merged(actors={"min": 3, "max": 2}), r"actors: min = 3 lies above max = 2$"),
-        (merged(sampling=7), r"sampling: .*, not 7"),
-        (merged(max_error_rate=2), r"max_error_rate: .*, not 2"),
         (merged(max_row_errors=0.1), r"max_row_errors is now max_error_rate"),
         (merged(shard_rows="many"), r"shard_rows: .*integer.*, not 'many'"),
     ],
@@ -219,14 +196,6 @@ def test_sampling_of_a_job_reaches_the_engine(tmp_path: Path) -> None:
     assert load_config(JobConfig, job_file(tmp_path, merged(sampling={"stop": ["a", "b"]}))).sampling.stop == ("a", "b")
 
 
-def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
-    """YAML 1.1 takes them for text."""
-    for text in ("1e-2", "1.0e-2", "+1E-2", "0.1e-1"):
-        config = load_config(JobConfig, job_file(tmp_path), [f"max_error_rate={text}"])
-        assert config.max_error_rate == 0.01
-    assert load_config(JobConfig, job_file(tmp_path), ["output.path=1e"]).output.path == "1e"
-
-
 def test_a_prompt_is_one_of_three(tmp_path: Path) -> None:
     def given(**values: Any) -> InputConfig:
         return load_config(JobConfig, job_file(tmp_path, merged(input=values))).input
@@ -258,11 +227,3 @@ def test_files_without_a_job_are_refused(tmp_path: Path) -> None:
         assert refusal(path) == f"{path}: must hold keys and values, such as `input:` and `output:`"
     path.write_bytes(b"\xff\xfe\xfa")
     assert refusal(path).startswith(f"{path}: cannot be read: ")
-
-
-def test_an_impossible_date_names_the_file(tmp_path: Path) -> None:
-    """YAML takes 2024-13-01 for a date, and Python refuses it with an error of its own."""
-    path = job_file(tmp_path, "input: {path: 2024-13-01}")
-    assert str(path) in refusal(path)
-    config = load_config(JobConfig, job_file(tmp_path), ["output.path=2024-13-01"])
-    assert config.output.path == "2024-13-01"

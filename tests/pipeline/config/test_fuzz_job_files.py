@@ -1,4 +1,4 @@
-"""Any text for a job file: a job, or one line that names the file; through the command exit status 2."""
+"""Any text for a job file: the command runs it, or refuses it in one line."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from actors.engine.errors import UserError
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
-from pipeline.config.load import load_config
 
 FUZZ: dict[str, Any] = {
     "derandomize": True,
@@ -106,23 +104,6 @@ def job_files(draw: st.DrawFn) -> str | bytes:
 
 @settings(max_examples=100, **FUZZ)
 @given(text=job_files())
-def test_any_job_file_is_a_job_or_one_line(tmp_path_factory: pytest.TempPathFactory, text: str | bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "fuzz-job.yaml"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    refusal = None
-    try:
-        load_config(JobConfig, path)
-    except ValueError as error:
-        refusal = error
-    if refusal is not None:
-        assert type(refusal) is UserError
-        assert str(refusal).startswith(f"{path}: ")
-        assert len(str(refusal).splitlines()) == 1
-        assert len(str(refusal)) < 1500
-
-
-@settings(max_examples=60, **FUZZ)
-@given(text=job_files())
 def test_the_command_refuses_it_in_one_line_and_exits_2(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, text: str | bytes
 ) -> None:
@@ -143,5 +124,6 @@ def test_the_command_refuses_it_in_one_line_and_exits_2(
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.exit_code in (1, 2), result.output
     assert len([line for line in result.stderr.splitlines() if line.startswith("skipdecode: ")]) == 1, result.stderr
+    assert len(result.stderr) < 2000
     assert "Traceback" not in result.output
     assert not (folder / "out").exists()

@@ -9,12 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
-from in_process import job_values
-from typer.testing import CliRunner
+from in_process import invoke, job_values
 
 from actors.engine.errors import UserError
-from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.config.load import validated
 from pipeline.generate.answer_checks import repeats_itself, warnings_of
@@ -66,8 +63,7 @@ def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
 
 
 def command(values: dict[str, Any], folder: Path, *arguments: str) -> str:
-    (folder / "job.yaml").write_text(yaml.safe_dump(values))
-    result = CliRunner().invoke(app, [arguments[0], str(folder / "job.yaml"), *arguments[1:]])
+    result = invoke(folder, values, *arguments[1:], command=arguments[0])
     assert result.exit_code == 0, result.output
     return result.stdout
 

@@ -17,7 +17,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from memory_folder import Killed, MemoryFolder, Stepped
 from part_builders import to_table
 
-from pipeline.commit.finalize import SUMMARY
 from pipeline.generate.stats import Totals, add_up
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental import runs
@@ -79,7 +78,6 @@ def _plan(config: Any, stored: Manifest | None, backend: Any, *, files: Files) -
 def _answer(job: VersionedJob, folder: Folder, backend: Any, check: str) -> tuple[Totals, int]:
     manifest = job.manifest
     fresh = [folder.create(_answer_name(file.url), manifest.fingerprint.encode()) for file in manifest.files]
-    folder.replace(SUMMARY, b"{}")
     return add_up(to_table([])), sum(fresh)
 
 
@@ -223,26 +221,6 @@ def test_a_run_may_die_before_any_operation_and_sleepers_wake_up_at_any_later_on
     assert points > 50
 
 
-@pytest.mark.parametrize("version", [0, 1])
-def test_a_run_may_succeed_and_die_while_another_finishes_it_or_gives_it_up(version: int) -> None:
-    for point in range(100):
-        world = World(inputs={"a": (7, "1")})
-        first = Stepped(world.run)
-        while not any(path.endswith(SUMMARY) for path in world.store):
-            first.step(1)
-        second = Stepped(lambda gate: world.run(gate, version))  # noqa: B023
-        second.step(point)
-        if second.ended:
-            break
-        first.step(1)  # its end, if it comes first
-        first.kill()
-        second.step(1000)
-        assert second.error is None
-        good = [run for run in ledgers.read(world.root()).runs if "_SUCCESS" in world.folder(run.folder)]
-        assert [file.url for run in good for file in run.files] == ["a"]
-    assert point > 8
-
-
 @pytest.mark.parametrize(("change", "says"), [("gone", "b: gone since"), ("other", "b: changed since")])
 def test_a_pinned_file_that_went_stops_the_run_until_it_is_given_up(change: str, says: str) -> None:
     world = World(inputs={"a": (7, "1"), "b": (7, "1")})
@@ -267,15 +245,6 @@ def test_a_pin_that_cannot_be_read_names_the_way_out() -> None:
     with pytest.raises(ValueError, match=r"job.json: damaged .*; --overwrite abandons run 1"):
         world.run()
     assert len(world.run(overwrite=True).finished) == 1
-
-
-def test_success_that_was_decided_but_not_written_is_written_by_the_next_run() -> None:
-    world = World(inputs={"a": (7, "1")})
-    _stop_after(world, "000001.end.json")
-    (run,) = ledgers.read(world.root()).runs
-    assert run.state == "success" and "_SUCCESS" not in world.folder(run.folder)
-    assert world.run(version=1).finished == []
-    assert "_SUCCESS" in world.folder(run.folder)
 
 
 def test_the_folder_of_a_run_may_be_removed_and_its_files_stay_answered() -> None:

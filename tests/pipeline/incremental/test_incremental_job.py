@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from cli_command import assert_released
 from click.testing import Result
+from in_process import invoke
 from part_builders import to_table
 from ray_free_run import Answer, MadeUpParts, commit_made_up_parts
 from typer.testing import CliRunner
@@ -53,9 +53,7 @@ class Inbox:
         pq.write_table(table, self.files / f"{name}.parquet")
 
     def run(self, *options: str) -> Result:
-        file = self.folder / "job.yaml"
-        file.write_text(yaml.safe_dump(self.values))
-        return CliRunner().invoke(app, ["run", str(file), *options])
+        return invoke(self.folder, self.values, *options)
 
     def json(self, *options: str) -> dict[str, Any]:
         result = self.run("--json", *options)

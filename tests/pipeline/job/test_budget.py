@@ -10,12 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
-from in_process import job_values, parts, run_in_process
-from typer.testing import CliRunner
+from in_process import invoke, job_values, parts, run_in_process
 
 from actors.engine.errors import UserError
-from pipeline.cli.app import app
 from pipeline.commit.budget import SPENT, Budget, BudgetSpent
 from pipeline.config.job import JobConfig
 from pipeline.config.load import validated
@@ -48,20 +45,19 @@ def slow_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_stop_the_job_and_a_higher_budget_finishes_it(
     values: dict[str, Any], slow_shards: None, in_process: None, tmp_path: Path
 ) -> None:
-    job, out = tmp_path / "job.yaml", tmp_path / "out"
-    job.write_text(yaml.safe_dump({**values, "budget": {"tokens": 30}}))
-    done = CliRunner().invoke(app, ["run", str(job)])
+    out, limited = tmp_path / "out", {**values, "budget": {"tokens": 30}}
+    done = invoke(tmp_path, limited)
     assert done.exit_code == 4, done.output
     assert "interrupted (budget.tokens: 40 of 30 used)" in done.stderr and "raise the limit" in done.stderr
     assert len(parts(out)) == 2
-    done = CliRunner().invoke(app, ["run", str(job)])  # nothing is left of it
+    done = invoke(tmp_path, limited)  # nothing is left of it
     assert done.exit_code == 4 and "40 of 30 used" in done.stderr and len(parts(out)) == 2
-    done = CliRunner().invoke(app, ["run", str(job), "--set", "budget.tokens=1000"])
+    done = invoke(tmp_path, limited, "--set", "budget.tokens=1000")
     assert done.exit_code == 0, done.output
     undisturbed = {**values, "output": {"path": str(tmp_path / "other")}}
     run_in_process(JobConfig.model_validate(undisturbed))
     assert parts(out) == parts(tmp_path / "other")
-    done = CliRunner().invoke(app, ["run", str(job)])  # a finished job is never refused
+    done = invoke(tmp_path, limited)  # a finished job is never refused
     assert done.exit_code == 0 and "nothing left to do" in done.stdout
 
 

@@ -11,13 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
-from in_process import job_config, job_values, run_in_process
-from typer.testing import CliRunner
+from in_process import invoke, job_config, job_values, run_in_process
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
-from pipeline.cli.app import app
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.input.files import list_files, read_footer
 from pipeline.input.shards import cut_shards
@@ -121,13 +118,11 @@ def test_between_run_and_resume_the_command_refuses_and_names_the_file(
         (inputs / "b.parquet").unlink()
     else:
         (inputs / "b.parquet").write_bytes(data)
-    job = tmp_path / "job.yaml"
-    job.write_text(yaml.safe_dump(values))
     monkeypatch.setattr("ray.init", lambda **_: pytest.fail("too late"))
-    result = CliRunner().invoke(app, ["run", str(job)])
+    result = invoke(tmp_path, values)
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"skipdecode: {job}: {inputs}/b.parquet: {word} since the job began")
+    assert line.startswith(f"skipdecode: {tmp_path}/job.yaml: {inputs}/b.parquet: {word} since the job began")
 
 
 def test_another_input_path_for_an_output_is_named(tmp_path: Path, checkpoint: Path) -> None:

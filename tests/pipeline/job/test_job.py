@@ -16,18 +16,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from cli_command import Command, SlowCommand, assert_released
-from in_process import job_config, parts, run_in_process
+from in_process import invoke, job_config, parts, run_in_process
 from leaks import assert_listens_here_alone, assert_no_secret, listening, planted_secrets
 from ray.data import DataContext
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from actors.answers import Prompt
 from actors.generator import Generator
 from pipeline import job as jobs
-from pipeline.cli.app import app
 from pipeline.config.job import ActorsConfig, JobConfig, StorageConfig
 from pipeline.generate.output import ANSWER_FIELDS
 from pipeline.run import ray_session
@@ -384,13 +381,6 @@ def test_actors_that_do_not_fit_this_machine_are_refused_before_ray_starts(
     assert (result.exit_code, result.stdout) == (2, "")
     assert "do not fit in this machine's" in result.stderr.splitlines()[-1]
     assert not (tmp_path / "out").exists()
-
-
-def invoke(folder: Path, job: JobConfig, *options: str) -> Any:
-    """The command in this process."""
-    file = folder / "job.yaml"
-    file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
-    return CliRunner().invoke(app, ["run", str(file), *options])
 
 
 def test_too_many_row_errors_exit_3(in_process: None, inputs: Path, checkpoint: Path, tmp_path: Path) -> None:

@@ -12,13 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
-import yaml
-from in_process import job_config
+from in_process import invoke, job_config
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 from pipeline import job as jobs
-from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.run import stages
 
@@ -126,9 +123,7 @@ def test_an_actor_that_dies_while_it_loads_ends_the_job_in_one_line(
     loads = Path(job.model.path).parent / poison_stages.LOADS
     loads.unlink(missing_ok=True)
     monkeypatch.setattr(stages, "ShardGenerator", poison_stages.DeadlyLoad)
-    file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
-    result = CliRunner().invoke(app, ["run", str(file)])
+    result = invoke(tmp_path, job)
     assert result.exit_code == 1
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("skipdecode: failed: ")

@@ -170,28 +170,6 @@ def test_an_interrupt_from_another_thread_stops_a_grace_that_has_begun() -> None
     assert interrupted(60, work.stop, work.left, act) < 3
 
 
-def test_a_lease_lost_in_a_thread_ends_that_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two jobs in one process, of which one loses its lease while the other is in its grace: no signal is sent."""
-    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
-    folder, work, others, errors = open_folder(str(tmp_path), StorageConfig()), Work(2, 60), Work(2, 0.1), []
-
-    def run() -> None:
-        try:
-            with interruptible(), leased(folder), graceful(0, work.stop, work.left):
-                folder.create(f"{EPOCHS}/000002.json", folder.read(f"{EPOCHS}/000001.json"))
-                while not work.coordinator.stopped:
-                    time.sleep(0.01)
-        except BaseException as error:
-            errors.append(error)
-
-    with interruptible(), graceful(60, others.stop, others.left) as grace, no_thread_left():
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join(30)
-        assert [type(error) for error in errors] == [LeaseLost]
-        assert grace.signal is None and others.asked_from == []
-
-
 def test_a_job_in_a_thread_is_interrupted_at_the_end_of_a_block_and_not_after_the_job() -> None:
     reached: list[str] = []
 
