@@ -25,7 +25,7 @@ from roofline import Ceilings, measure
 from actors.engine.model.loading import Checkpoint, inspect, with_adapter
 from pipeline.config.evaluate import EvalConfig
 from pipeline.config.load import load_config
-from pipeline.learn.evaluate.intervals import Bootstrap, interval, resampled_sums
+from pipeline.learn.evaluate.intervals import SAMPLES, SEED, interval, resampled_sums
 from pipeline.learn.evaluate.metrics import Array
 from pipeline.learn.evaluate.results import answers_file
 
@@ -33,7 +33,6 @@ METRICS = {"text": "bleu", "labels": "exact_match", "groups": "exact_match", "su
 TITLES = {"bleu": "BLEU", "exact_match": "accuracy %", "rouge_l": "ROUGE-L"}
 LINES = {"adapted": "adapted", "measured": "unadapted, measured order", "paper": "unadapted, paper's order"}
 OF_PROMPT_AND_FALL = ("horizon", "decay", "prompt")
-SAMPLES = Bootstrap()
 MARKS = {"paper": "s", "measured": "^", "adapted": "o", "dense": "D"}
 
 
@@ -67,9 +66,9 @@ class Row:
         if self.stated is None:
             return {}
         both = np.concatenate([self.stated, (self.full or self).stated], axis=1)
-        sums = np.concatenate([both.sum(axis=0)[None], resampled_sums(both, SAMPLES.samples, SAMPLES.seed)])
+        sums = np.concatenate([both.sum(axis=0)[None], resampled_sums(both, SAMPLES, SEED)])
         own, full = 100 * sums[:, 0] / sums[:, 1], 100 * sums[:, 2] / sums[:, 3]
-        low, high = interval((full - own)[1:], SAMPLES.confidence)
+        low, high = interval((full - own)[1:])
         names = ("values_stated", "values_stated_loss", "values_stated_loss_low", "values_stated_loss_high")
         return dict(zip(names, (float(own[0]), float((full - own)[0]), low, high), strict=True))
 

@@ -30,8 +30,7 @@ from pipeline.config.job import JobConfig
 from pipeline.estimate import time_speeds
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt import run as adaptation
-from pipeline.learn.adapt.plan import output_folder, plan_adaptation
-from pipeline.learn.adapt.state import StageRecord
+from pipeline.learn.adapt.plan import plan_adaptation
 from pipeline.plan.batching import with_engine
 
 ROOT = Path(__file__).parents[2]
@@ -130,12 +129,10 @@ def test_adapt_answers_its_sample(inputs: dict[str, Any], tmp_path: Path, monkey
     found = {}
     for engine in ("library", "vllm"):
         config = JobConfig.model_validate(job(tmp_path, inputs, engine, 2, adapt={"rows": 20, "held_out": 4}))
-        config = config.model_copy(update={"adapt": configs.options(config)})
-        folder = output_folder(config)
-        folder.mkdir()
-        task = plan_adaptation(config, "job.yaml", folder, StageRecord(folder, adaptation.STAGES))
+        task, _ = plan_adaptation(config, "job.yaml")
+        task.folder.mkdir()
         adaptation._answer(task, adaptation._sample(task)["held_out"], False)
-        found[engine] = [pq.read_table(folder / name).to_pylist() for name in (configs.TRAIN, configs.HELD_OUT)]
+        found[engine] = [pq.read_table(task.folder / name).to_pylist() for name in (configs.TRAIN, configs.HELD_OUT)]
     assert found["vllm"] == found["library"]
     assert len(found["vllm"][1]) == 4
 

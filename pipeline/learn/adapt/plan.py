@@ -14,7 +14,7 @@ from actors.engine.model.file_digests import file_digest
 from actors.engine.model.speed_adapter import WEIGHTS
 from actors.engine.schedule.schedule import MEASURED
 from pipeline.checkpoints.resolve import resolve_checkpoint
-from pipeline.config.adapt import OF_TEXTS
+from pipeline.config.adapt import OF_TEXTS, AdaptConfig
 from pipeline.config.job import JobConfig
 from pipeline.input.files import InputFile, list_input
 from pipeline.learn.adapt import configs
@@ -37,18 +37,19 @@ from pipeline.storage.owned_folder import check_apart
 START = "adapt.adapter.start"  # key of a speed adapter to go on from
 
 
-def output_folder(config: JobConfig) -> Path:
-    """The adaptation's folder. Raises UserError if it is not local."""
-    folder = configs.options(config).output or f"{config.output.path.rstrip('/')}-adapt"
-    if "://" in folder:
-        raise UserError(f"adapt.output: {folder} is not local, and training writes local files: name a local folder")
-    return Path(folder)
+def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
+    """The task of a job file, and what is done of it. Raises UserError of one line for a mistake.
 
-
-def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageRecord) -> Task:
-    """The task of a job file. Raises UserError of one line for a mistake."""
+    source: name of the job file.
+    """
     options = configs.options(config)
-    _check_job(config)
+    config = config.model_copy(update={"adapt": options})
+    output = options.output or f"{config.output.path.rstrip('/')}-adapt"
+    if "://" in output:
+        raise UserError(f"adapt.output: {output} is not local, and training writes local files: name a local folder")
+    folder = Path(output)
+    record = StageRecord(folder)
+    _check_job(config, options)
     if options.output is None and on_cluster():
         raise UserError(
             f"adapt.output: the cluster's nodes must all read and write the sample and its answers, and {folder} may "
@@ -96,7 +97,7 @@ def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageR
             f"column {right!r} looks like true answers: with adapt.references: {right} the loss against them decides; "
             "without, agreement with full depth stands in for it"
         )
-    return task
+    return task, record
 
 
 def _first_rows(config: JobConfig, file: InputFile) -> dict[str, list[Any]]:
@@ -106,9 +107,8 @@ def _first_rows(config: JobConfig, file: InputFile) -> dict[str, list[Any]]:
     return {name: values for name, values in rows.items() if name not in used}
 
 
-def _check_job(config: JobConfig) -> None:
+def _check_job(config: JobConfig, options: AdaptConfig) -> None:
     """Raise UserError for a job that adapt cannot evaluate."""
-    metric = configs.options(config).metric
     if config.input.is_batch:
         raise UserError("input.format: openai_batch: adapt evaluates rows of one kind; give it a table of messages")
     if config.input.choices is not None:
@@ -117,8 +117,8 @@ def _check_job(config: JobConfig) -> None:
         raise UserError("output_format: adapt evaluates free answers; leave it out, and add it to the job.yaml written")
     if config.input.tools is not None:
         raise UserError("input.tools: adapt evaluates free answers; give it a job of such chats without tools")
-    if config.choices is not None and metric in (*OF_TEXTS, "fidelity"):
-        raise UserError(f"adapt.metric: {metric} is not for labels; with choices take exact_match")
+    if config.choices is not None and options.metric in (*OF_TEXTS, "fidelity"):
+        raise UserError(f"adapt.metric: {options.metric} is not for labels; with choices take exact_match")
     if config.model.speed_adapter is not None:
         raise UserError("model.speed_adapter: adapt trains one for model.path; leave it out")
 

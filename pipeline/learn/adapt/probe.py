@@ -31,10 +31,9 @@ from pipeline.learn.adapt.choice import BreakEven
 from pipeline.learn.adapt.configs import Task
 from pipeline.learn.adapt.forecast import RowCost, stage_seconds
 from pipeline.learn.adapt.pairs import prompt_ids
-from pipeline.learn.adapt.plan import output_folder, plan_adaptation
-from pipeline.learn.adapt.run import SEED, STAGES, working_actors
+from pipeline.learn.adapt.plan import plan_adaptation
+from pipeline.learn.adapt.run import SEED, working_actors
 from pipeline.learn.adapt.sample import draw, write_sample
-from pipeline.learn.adapt.state import StageRecord
 from pipeline.learn.keep_order import ROWS, ResponsePasses, Row, batches, measured_order
 from pipeline.messages import duration
 from pipeline.prepare.prompt_spec import prompt_spec
@@ -50,9 +49,7 @@ def probe(config: JobConfig, source: str) -> dict[str, Any]:
 
     source: name of the job file. Raises UserError for a mistake, or if no row can be answered.
     """
-    config = config.model_copy(update={"adapt": configs.options(config)})
-    folder = output_folder(config)
-    task = plan_adaptation(config, source, folder, StageRecord(folder, STAGES))
+    task, _ = plan_adaptation(config, source)
     generator, prompts = _load(task), _prompts(task)
     announce(f"answering {len(prompts)} rows at full depth with {config.model.path}")
     generator.answer(prompts[:1])  # warms up

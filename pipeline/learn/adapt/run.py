@@ -35,9 +35,9 @@ from pipeline.learn.adapt.choice import BreakEven, choose, full_depth, nearest, 
 from pipeline.learn.adapt.configs import Task
 from pipeline.learn.adapt.forecast import RowCost, announcement
 from pipeline.learn.adapt.pairs import metric_of, write_pairs
-from pipeline.learn.adapt.plan import output_folder, plan_adaptation, stage_settings
+from pipeline.learn.adapt.plan import plan_adaptation, stage_settings
 from pipeline.learn.adapt.sample import draw, write_sample
-from pipeline.learn.adapt.state import StageRecord
+from pipeline.learn.adapt.state import STAGES, StageRecord
 from pipeline.learn.evaluate.results import Line, Scores, scores_of
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.run.ray_session import on_cluster
@@ -47,7 +47,6 @@ from pipeline.storage.folder import LocalFolder
 
 log = logging.getLogger(__name__)
 SEED = 0  # of the draw of rows
-STAGES = ("sample", "answers", "tune", "before", "after")
 
 
 @dataclass(frozen=True)
@@ -88,15 +87,12 @@ def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose:
     Raises:
         UserError: a mistake, found before Ray starts and a model is loaded where possible; and the errors of `job.run`.
     """
-    config = config.model_copy(update={"adapt": configs.options(config)})
-    folder = output_folder(config)
-    stored = StageRecord(folder, STAGES)
-    task = plan_adaptation(config, source, folder, stored)
+    task, stored = plan_adaptation(config, source)
     settings = stage_settings(task, stored)
     stored.check(settings)
     stored.folder.claim(configs.STAGE_FILES)
-    with interruptible(), leased(LocalFolder(str(folder), folder)):
-        record = StageRecord(folder, STAGES)  # read again: another run may have held the folder until now
+    with interruptible(), leased(LocalFolder(str(task.folder), task.folder)):
+        record = StageRecord(task.folder)  # read again: another run may have held the folder until now
         record.check(settings)
         return _adapt(task, values, record, settings, verbose)
 

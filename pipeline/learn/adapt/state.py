@@ -15,18 +15,17 @@ from pipeline.plan.manifest import difference
 from pipeline.storage.owned_folder import FILES, OwnedFolder
 
 RECORD, FORMAT = "adapt.json", 3
+STAGES = ("sample", "answers", "tune", "before", "after")
 
 
 class StageRecord:
     """The stages done in a folder, in order; a stage that runs again undoes those behind it.
 
-    folder: where the adaptation is written. names: of all stages, in order. Raises UserError if the folder's record
-    cannot be read.
+    folder: where the adaptation is written. Raises UserError if its record cannot be read.
     """
 
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = OwnedFolder(folder, RECORD, "adapt.output")
-        self.names = names
         self.done: dict[str, dict[str, Any]] = {}  # name -> {"settings", "result"}
         self.seconds: dict[str, float] = {}  # of every attempt
         values = self.folder.values()
@@ -65,7 +64,7 @@ class StageRecord:
         """
         if stage in self.done and all((self.folder.path / name).exists() for name in files):
             return dict(self.done[stage]["result"])
-        for later in self.names[self.names.index(stage) :]:
+        for later in STAGES[STAGES.index(stage) :]:
             self.done.pop(later, None)
         began = time.monotonic()
         try:

@@ -7,25 +7,14 @@ Percentile intervals after Koehn, "Statistical Significance Tests for Machine Tr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 
 from pipeline.learn.evaluate.metrics import METRICS, Array
-from pipeline.learn.evaluate.results import Score
+from pipeline.learn.evaluate.results import CONFIDENCE, Score
 
 DRAWN_AT_ONCE = 2**22  # row numbers, 32 MiB
-
-
-class Bootstrap(NamedTuple):
-    """Resampled data sets of every interval, the seed of their draw, and the share of scores inside an interval."""
-
-    samples: int = 1000
-    seed: int = 0
-    confidence: float = 0.95
-
-
-DEFAULT = Bootstrap()
+SAMPLES, SEED = 1000, 0  # resampled data sets of every interval, and the seed of their draw
 
 
 def resampled_counts(rows: int, samples: int, rng: np.random.Generator) -> Array:
@@ -43,9 +32,7 @@ def resampled_sums(statistics: Array, samples: int, seed: int) -> Array:
     )
 
 
-def paired_scores(
-    statistics: Mapping[str, Mapping[str, Array]], full_depth: str, settings: Bootstrap = DEFAULT
-) -> dict[str, dict[str, Score]]:
+def paired_scores(statistics: Mapping[str, Mapping[str, Array]], full_depth: str) -> dict[str, dict[str, Score]]:
     """Scores of every line and metric.
 
     statistics: line -> metric -> [N, K] over the same N rows. full_depth: the line that losses are against.
@@ -53,20 +40,20 @@ def paired_scores(
     values_of = {}  # [1 + samples]: the data set itself, then the resampled ones
     for line, metrics in statistics.items():
         for metric, rows in metrics.items():
-            sums = np.concatenate([rows.sum(axis=0)[None], resampled_sums(rows, settings.samples, settings.seed)])
+            sums = np.concatenate([rows.sum(axis=0)[None], resampled_sums(rows, SAMPLES, SEED)])
             values_of[line, metric] = METRICS[metric].score(sums)
     scores: dict[str, dict[str, Score]] = {line: {} for line in statistics}
     for (line, metric), values in values_of.items():
         losses = values_of[full_depth, metric] - values
         better = METRICS[metric].higher_is_better
         losses = abs(losses) if better is None else losses if better else -losses
-        low, high = interval(values[1:], settings.confidence)
-        loss_low, loss_high = interval(losses[1:], settings.confidence)
+        low, high = interval(values[1:])
+        loss_low, loss_high = interval(losses[1:])
         scores[line][metric] = Score(float(values[0]), float(losses[0]), loss_high, low, high, loss_low)
     return scores
 
 
-def interval(samples: Array, confidence: float) -> tuple[float, float]:
+def interval(samples: Array) -> tuple[float, float]:
     """The percentile interval of bootstrap samples [S]."""
-    low, high = np.quantile(samples, [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(samples, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)

@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from pipeline.learn.evaluate.metrics import METRICS
-from pipeline.learn.evaluate.results import Evaluation, Line
+from pipeline.learn.evaluate.results import CONFIDENCE, Evaluation, Line
 
 MARKERS = "s^DvXPh"  # of the lines that are no speeds, in turn; with the colours no two of the first 100 look alike
 SPEED, COLOURS = "tab:blue", [*matplotlib.color_sequences["Dark2"], *matplotlib.color_sequences["Set1"]]
@@ -60,7 +60,7 @@ def draw(lines: Sequence[Line], evaluation: Evaluation) -> Figure:
     axes.set_xlabel(f"wall-clock speed-up over {base}, whole run (×)")
     axes.set_ylabel(f"{metric.title}{unit}, {'higher' if metric.higher_is_better else 'lower'} is better")
     title = f"Quality against speed: {evaluation.rows:,} rows, batches of up to {evaluation.batch}, "
-    interval = f"{100 * evaluation.confidence:g}% bootstrap intervals"
+    interval = f"{100 * CONFIDENCE:g}% bootstrap intervals"
     axes.set_title(title + interval, fontsize=FONT + 1, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.12, y=0.12)

@@ -21,6 +21,7 @@ from pipeline.learn.evaluate.metrics import METRICS
 from pipeline.runtime.wide_console import wide
 
 RECORD = "evaluate.json"
+CONFIDENCE = 0.95  # share of the resampled scores in an interval
 TABLES = ("table.json", "table.parquet", "plot.png", "plot.svg")
 
 
@@ -114,7 +115,7 @@ class Evaluation:
 
     lines: in the table's order. output: the folder. rows: answered by each. batch: rows a batch at most, for all
     lines. metric: the one that lines are judged by. full_depth: name of the line that losses are against. chance:
-    scores of answers that do not depend on their prompt. confidence: share of the resampled scores in an interval.
+    scores of answers that do not depend on their prompt.
     """
 
     lines: list[Line]
@@ -123,7 +124,6 @@ class Evaluation:
     batch: int
     metric: str
     full_depth: str
-    confidence: float
     chance: Scores
 
 
@@ -150,7 +150,7 @@ def flat(evaluation: Evaluation) -> list[dict[str, Any]]:
     rows = []
     for line in evaluation.lines:
         row = {name: value for name, value in asdict(line).items() if name not in ("scores", "warnings")}
-        row |= {"rows": evaluation.rows, "batch": evaluation.batch, "confidence": evaluation.confidence}
+        row |= {"rows": evaluation.rows, "batch": evaluation.batch, "confidence": CONFIDENCE}
         for metric, score in line.scores.items():
             row |= {metric if name == "value" else f"{metric}_{name}": one for name, one in asdict(score).items()}
         rows.append(row | {f"{metric}_chance": score.value for metric, score in evaluation.chance.items()})
@@ -195,7 +195,7 @@ def print_tables(console: Console, evaluation: Evaluation) -> None:
     metric = METRICS[evaluation.metric]
     console.print(
         f"\n{evaluation.rows:,} rows, batches of up to {evaluation.batch}. In brackets: "
-        f"{100 * evaluation.confidence:g}% intervals, paired bootstrap over rows.\n"
+        f"{100 * CONFIDENCE:g}% intervals, paired bootstrap over rows.\n"
         f"Loss: {metric.title} lost against {evaluation.full_depth}; below 0 is a gain."
     )
     for text in remarks(evaluation.lines, evaluation.chance, evaluation.metric):

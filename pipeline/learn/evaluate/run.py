@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -21,7 +21,7 @@ from actors.engine.schedule.schedule import MEASURED, ScheduleSpec
 from actors.generator import Generator
 from pipeline.config.evaluate import EvalConfig
 from pipeline.learn.evaluate.inputs import REFERENCE, EvalInputs, EvalRow, prepare
-from pipeline.learn.evaluate.intervals import DEFAULT, paired_scores
+from pipeline.learn.evaluate.intervals import paired_scores
 from pipeline.learn.evaluate.line_statistics import CHANCE, by_chance, line_statistics
 from pipeline.learn.evaluate.plot import write_plot
 from pipeline.learn.evaluate.results import (
@@ -39,35 +39,22 @@ from pipeline.learn.variants import Variant, comparisons, speeds
 from pipeline.runtime.announce import announce
 
 
-@dataclass(frozen=True)
-class Models:
-    """The loaded models, which all cut the rows into the same batches.
-
-    full: the model without its speed adapter. fast: with it; the same as `full` for a model without one. others: the
-    reference model and the baselines, by the names of their lines.
-    """
-
-    full: Generator
-    fast: Generator
-    others: dict[str, Generator]
-
-
 def evaluate(config: EvalConfig) -> Evaluation:
     """Answer the rows at every speed, score and time them; write tables, plot, answers and a record of the settings.
 
     Raises UserError of one line for a mistake, before a model is loaded.
     """
     inputs = prepare(config)
-    models = load_models(inputs)
-    inputs = with_measured_order(inputs, models.full)
+    full, fast, others = load_models(inputs)
+    inputs = with_measured_order(inputs, full)
     variants = speeds(inputs.spec, list(dict.fromkeys([1.0, *config.speedups])), config.prompts)
     if config.compare is not None:
-        variants += _compared(inputs, models.full, variants, config.compare)
+        variants += _compared(inputs, full, variants, config.compare)
     lines = {}
     for variant in variants:
         schedule = variant.spec.build(inputs.num_layers)
-        lines[variant.name] = (models.full if schedule.is_full_depth else models.fast), schedule
-    for name, model in models.others.items():
+        lines[variant.name] = (full if schedule.is_full_depth else fast), schedule
+    for name, model in others.items():
         line = {name: (model, model.schedule)}
         is_reference = name == REFERENCE
         other = [Variant(name, "reference" if is_reference else "model", ScheduleSpec(), None)]
@@ -84,18 +71,21 @@ def evaluate(config: EvalConfig) -> Evaluation:
         lines=[_line(variant, runs[variant.name], runs["1x"], scores[variant.name]) for variant in variants],
         output=inputs.folder.path,
         rows=len(inputs.rows),
-        batch=models.full.max_batch,
+        batch=full.max_batch,
         metric=inputs.metric,
         full_depth=full_depth,
-        confidence=DEFAULT.confidence,
         chance=scores[CHANCE],
     )
-    _write(evaluation, inputs, runs, models.full)
+    _write(evaluation, inputs, runs, full)
     return evaluation
 
 
-def load_models(inputs: EvalInputs) -> Models:
-    """Load all models of an evaluation."""
+def load_models(inputs: EvalInputs) -> tuple[Generator, Generator, dict[str, Generator]]:
+    """Load all models of an evaluation, which all cut the rows into the same batches.
+
+    Return the model without its speed adapter and with it, the same twice if there is none; and the reference model
+    and the baselines, by the names of their lines.
+    """
     config, rows = inputs.config, f", for {len(inputs.rows):,} rows"
     announce(f"loading {config.model.path}{rows}")
     full = fast = inputs.load(inputs.model)
@@ -108,7 +98,7 @@ def load_models(inputs: EvalInputs) -> Models:
         others[name] = inputs.load(checkpoint)
     batch = min(common_batch(one, inputs.prompts, inputs.new_tokens) for one in (full, fast, *others.values()))
     full, fast, *rest = (one.at(one.schedule, max_batch=batch) for one in (full, fast, *others.values()))
-    return Models(full, fast, dict(zip(others, rest, strict=True)))
+    return full, fast, dict(zip(others, rest, strict=True))
 
 
 def with_measured_order(inputs: EvalInputs, generator: Generator) -> EvalInputs:

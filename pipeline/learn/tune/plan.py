@@ -24,6 +24,7 @@ from pipeline.learn.tune.adapters import check_targets, started
 from pipeline.learn.variants import comparisons
 
 log = logging.getLogger(__name__)
+Order = tuple[tuple[int, ...], int]  # a measured keep order, and its warm-up
 SHAPE = {"decay", "warmup", "keep_order", "prompt"}  # keys kept from the start checkpoint's schedule
 
 
@@ -145,11 +146,11 @@ def training_steps(settings: TrainingConfig, rows: int) -> int:
     return settings.max_steps if settings.max_steps > 0 else by_epochs
 
 
-def with_order(config: TuneConfig, plan: TrainingPlan) -> TrainingPlan:
-    """The plan with the keep order and warm-up of `config`, where they were to be measured."""
-    order = config.schedule.keep_order
-    assert isinstance(order, list)
-    spec = plan.spec.overridden({"keep_order": tuple(order), "warmup": config.schedule.warmup})
+def with_order(config: TuneConfig, plan: TrainingPlan, order: Order | None) -> TrainingPlan:
+    """The plan with a measured keep order and warm-up, if there are any."""
+    if order is None:
+        return plan
+    spec = plan.spec.overridden({"keep_order": order[0], "warmup": order[1]})
     return replace(plan, spec=spec, schedules=_schedules(config, spec, plan.architecture.num_hidden_layers))
 
 

@@ -22,7 +22,7 @@ from actors.engine.schedule.schedule import MEASURED
 from pipeline.config.tune import TuneConfig
 from pipeline.learn.keep_order import measured_order
 from pipeline.learn.tune import resume
-from pipeline.learn.tune.plan import TrainingPlan, plan_training, with_order
+from pipeline.learn.tune.plan import Order, TrainingPlan, plan_training, with_order
 from pipeline.learn.tune.train import train
 from pipeline.learn.tune.workers import check_machine, train_in_processes
 from pipeline.runtime.announce import announce
@@ -45,19 +45,16 @@ def tune(config: TuneConfig) -> Path:
         f"training {config.model.path} on {len(plan.train):,} pairs, {len(plan.dev):,} in the dev set, "
         f"into {config.output}"
     )
-    recorded = config
-    if config.schedule.keep_order == MEASURED:
-        config = with_measured_order(config, plan)
-        plan = with_order(config, plan)
+    order = measured(config, plan) if config.schedule.keep_order == MEASURED else None
     if config.workers is None:
-        train(config, plan, recorded)
+        train(config, with_order(config, plan, order))
     else:
-        train_in_processes(config, recorded)
+        train_in_processes(config, order)
     return Path(config.output)
 
 
-def with_measured_order(config: TuneConfig, plan: TrainingPlan) -> TuneConfig:
-    """The recipe with its keep order as a list, and the warm-up that follows from it unless the recipe has one."""
+def measured(config: TuneConfig, plan: TrainingPlan) -> Order:
+    """The keep order of the start weights, and the warm-up that follows from it unless the recipe has one."""
     path, device = Path(config.model.path), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" and config.training.bf16 else torch.float32
     set_threads(config.training.threads)
@@ -68,9 +65,8 @@ def with_measured_order(config: TuneConfig, plan: TrainingPlan) -> TuneConfig:
     rows = [(row["input_ids"][: row["prompt_tokens"]], row["input_ids"][row["prompt_tokens"] :]) for row in plan.train]
     given = config.schedule.warmup if "warmup" in config.schedule.model_fields_set else None
     identity = {"files": digests(path), "dtype": str(dtype).removeprefix("torch.")}
-    order, warmup = measured_order(identity, load, rows, given, None, announce)
+    order = measured_order(identity, load, rows, given, None, announce)
     if device.type == "cuda":  # the training, perhaps in another process, has the GPU's memory
         gc.collect()
         torch.cuda.empty_cache()
-    schedule = config.schedule.model_copy(update={"keep_order": list(order), "warmup": warmup})
-    return config.model_copy(update={"schedule": schedule})
+    return order

@@ -33,13 +33,11 @@ ACTIVATIONS = 3 * 2**30  # bytes kept for the backward pass of a micro-batch on 
 MIN_TOKENS = 256
 
 
-def train(config: TuneConfig, plan: TrainingPlan, recorded: TuneConfig | None = None) -> None:
+def train(config: TuneConfig, plan: TrainingPlan) -> None:
     """Train in this process, and save the checkpoint of the best step and `tune.json` into `config.output`.
 
     Call `resume.begin` first. Training continues from the last saved step, if there is one. Among several workers only
     the first one saves.
-
-    recorded: the config that is written to `tune.json`, with the paths as the user wrote them; default `config`.
     """
     began = time.monotonic()
     set_threads(config.training.threads)
@@ -64,7 +62,7 @@ def train(config: TuneConfig, plan: TrainingPlan, recorded: TuneConfig | None = 
         ]
 
     record = {
-        "config": (recorded or config).model_dump(mode="json"),
+        "config": config.model_dump(mode="json"),
         "steps": training.step,
         "resumed_at_step": training.began_at,
         "kept_step": kept.pop("step"),

@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from actors.engine.errors import UserError
 from actors.engine.machine import process_cpus
 from pipeline.config.tune import TuneConfig, WorkersConfig
-from pipeline.learn.tune.plan import plan_training
+from pipeline.learn.tune.plan import Order, plan_training, with_order
 from pipeline.learn.tune.train import train
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -63,17 +63,17 @@ def run_processes(count: int, function: Callable[..., None], *arguments: Any) ->
             process.join()
 
 
-def train_in_processes(config: TuneConfig, recorded: TuneConfig) -> None:
+def train_in_processes(config: TuneConfig, order: Order | None) -> None:
     """Run `train` in `workers.count` processes, each of which loads the model. Raises as `run_processes`.
 
-    recorded: As in `train`.
+    order: Measured keep order and warm-up.
     """
     assert config.workers is not None
     with tempfile.TemporaryDirectory(prefix="skipdecode-workers-") as folder:
-        run_processes(config.workers.count, _work, f"{folder}/store", config, recorded)
+        run_processes(config.workers.count, _work, f"{folder}/store", config, order)
 
 
-def _work(rank: int, store: str, config: TuneConfig, recorded: TuneConfig) -> None:
+def _work(rank: int, store: str, config: TuneConfig, order: Order | None) -> None:
     """Run one process's part. store: file in which the processes meet."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     workers = config.workers
@@ -87,7 +87,7 @@ def _work(rank: int, store: str, config: TuneConfig, recorded: TuneConfig) -> No
     backend = "nccl" if workers.gpus else "gloo"
     torch.distributed.init_process_group(backend, store=meeting, rank=rank, world_size=workers.count)
     with redirect_stdout(sys.stderr):  # losses are progress; a command may print its result alone
-        train(config, plan_training(config), recorded)
+        train(config, with_order(config, plan_training(config), order))
     # not after an error: others would fail before this process has left its traceback
     torch.distributed.destroy_process_group()
     sys.stderr.flush()

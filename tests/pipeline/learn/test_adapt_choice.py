@@ -63,12 +63,6 @@ def test_a_line_that_is_no_better_than_chance_is_never_chosen() -> None:
     assert choose(METRIC, 20, [line, better], chance) is nearest(METRIC, [line, better], chance) is better
 
 
-def test_the_upper_end_of_the_interval_must_be_within() -> None:
-    line = Line("2x", 2.0, "full", 2.0, 0.1, {METRIC: Score(99, 1.0, 6.0)})
-    assert choose(METRIC, 5.9, [line], {}) is None
-    assert choose(METRIC, 6.0, [line], {}) is line
-
-
 @given(seconds, seconds, seconds, st.integers(1, 10**7), st.floats(1, 64))
 def test_from_the_break_even_on_time_is_saved_and_before_it_is_not(
     cost: float, full: float, fast: float, rows: int, actors: float

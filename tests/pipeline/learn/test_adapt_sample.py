@@ -14,24 +14,8 @@ from hypothesis import strategies as st
 
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.input.files import list_files
-from pipeline.learn.adapt.sample import draw, layout, write_sample
+from pipeline.learn.adapt.sample import layout, write_sample
 from pipeline.storage.folder import open_folder
-
-
-@given(st.integers(0, 200), st.integers(1, 250), st.integers(0, 5))
-def test_rows_are_drawn_without_replacement(total: int, count: int, seed: int) -> None:
-    drawn = draw(total, count, seed)
-    assert len(set(drawn)) == len(drawn) == min(count, total)
-    assert all(0 <= row < total for row in drawn)
-    assert drawn == draw(total, count, seed)
-
-
-def test_all_rows_are_drawn_equally_often() -> None:
-    hits = [0] * 10
-    for seed in range(2000):
-        for row in draw(10, 3, seed):
-            hits[row] += 1
-    assert all(abs(one - 600) < 5 * (2000 * 0.3 * 0.7) ** 0.5 for one in hits), hits
 
 
 def sampled(config: JobConfig, drawn: list[int], path: Path) -> pa.Table:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.generate.answer_checks import repeated_ngrams
-from pipeline.learn.evaluate.intervals import Bootstrap, paired_scores
+from pipeline.learn.evaluate.intervals import paired_scores
 from pipeline.learn.evaluate.line_statistics import by_chance
 from pipeline.learn.evaluate.metrics import METRICS, answer_statistics, kappa_statistics
 from pipeline.learn.evaluate.results import Line, Score, remarks, uselessness
@@ -49,7 +49,7 @@ def test_other_lengths_and_other_repetition_are_losses_in_both_directions() -> N
         return dict.fromkeys(("length_ratio", "repetition"), answer_statistics(answers, OWN, NONE))
 
     lines = {"1x": OWN, "short": [row[:10] for row in OWN], "long": [[*row, *range(50, 70)] for row in OWN]}
-    found = paired_scores({name: statistics(answers) for name, answers in lines.items()}, "1x", Bootstrap(samples=100))
+    found = paired_scores({name: statistics(answers) for name, answers in lines.items()}, "1x")
     assert [found[name]["length_ratio"].loss for name in lines] == [0, 0.5, 1]
     assert [found[name]["repetition"].loss for name in lines] == [0, 0, 0]
 

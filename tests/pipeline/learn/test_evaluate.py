@@ -251,7 +251,7 @@ def test_without_decode_steps_there_is_no_depth(recipe: dict[str, Any], tmp_path
 def test_infinity_and_nan_are_null_in_json(tmp_path: Path) -> None:
     score = Score(float("inf"), float("nan"), 0.0, 1.0, float("inf"))
     line = Line("1x", 1.0, "full", 1.0, 1.0, {"perplexity": score})
-    write_table(Evaluation([line], tmp_path, 2, 64, "perplexity", "1x", 0.95, {}))
+    write_table(Evaluation([line], tmp_path, 2, 64, "perplexity", "1x", {}))
     [row] = json.loads((tmp_path / "table.json").read_text(), parse_constant=pytest.fail)
     assert (row["perplexity"], row["perplexity_low"], row["perplexity_loss"]) == (None, 1, None)
 

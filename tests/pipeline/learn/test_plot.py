@@ -19,7 +19,7 @@ def line_of(name: str, group: str, wall_clock: float, value: float) -> Line:
 def test_the_picture_names_every_line_and_its_axes(tmp_path: Path) -> None:
     lines = [line_of(f"{speed}x", "speed", 1 + speed / 4, 65.0) for speed in range(1, 6)]
     lines += [line_of(f"3x {name}", "decay", 1.75, 64 + place / 9) for place, name in enumerate(NAMES)]
-    evaluation = Evaluation(lines, tmp_path, 504, 64, "bleu", "1x", 0.95, {})
+    evaluation = Evaluation(lines, tmp_path, 504, 64, "bleu", "1x", {})
     figure = draw(lines, evaluation)
     axes = figure.axes[0]
     [legend] = figure.legends

@@ -24,7 +24,6 @@ PROMPTS = [Prompt([1] * length, "f", row) for row, length in enumerate((3, 9, 5,
 )
 def test_lines_warm_up_and_take_turns(rounds: int, device: str, warm_ups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a warm-up of few rows, these are the longest: the batch that comes first and needs the most."""
-    each = 1
     asked: list[tuple[str, list[int]]] = []
 
     def answer(generator: Any, schedule: Any, prompts: list[Prompt], stage: str = "") -> TimedRun:
@@ -37,13 +36,13 @@ def test_lines_warm_up_and_take_turns(rounds: int, device: str, warm_ups: int, m
     generator = SimpleNamespace(max_batch=2, device=SimpleNamespace(type=device))
     lines: Any = {"1x": (generator, "1x"), "2x": (generator, "2x")}
     runs = time_in_turn(lines, PROMPTS, rounds)
-    assert [name for name, _ in asked] == ["1x", "2x"] * (rounds + each)
-    assert [len(rows) for _, rows in asked] == [warm_ups] * 2 * each + [5] * (2 * rounds)
+    assert [name for name, _ in asked] == ["1x", "2x"] * (rounds + 1)
+    assert [len(rows) for _, rows in asked] == [warm_ups] * 2 + [5] * (2 * rounds)
     if warm_ups == 2:
         assert asked[0][1] == asked[1][1] == [1, 3]
-    assert runs["1x"].seconds == [2 * (each + one) + 1 for one in range(rounds)]
-    assert runs["2x"].decode_seconds == [each + 1 + one for one in range(rounds)]
-    assert runs["2x"].answers[0].generated_text == f"{2 * (rounds + each)}"  # the last round's
+    assert runs["1x"].seconds == [2 * (1 + one) + 1 for one in range(rounds)]
+    assert runs["2x"].decode_seconds == [2 + one for one in range(rounds)]
+    assert runs["2x"].answers[0].generated_text == f"{2 * (rounds + 1)}"  # the last round's
     assert (runs["1x"].answers[0].token_ids, runs["2x"].answers[0].token_ids) == ([7], [7])
 
 

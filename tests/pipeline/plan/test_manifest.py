@@ -296,6 +296,7 @@ def test_where_and_how_fast_is_not_what(inputs: Path, checkpoint: Path, sections
         ({"model": {"engine": "library"}}, ["model.engine"]),
         ({"model": {"weights": "int8"}}, ["model.weights"]),
         ({"schedule": {"speedup": 1}}, ["schedule.depths", "schedule.speedup"]),
+        ({"choices": ["a", "b"]}, ["choices"]),
         ({"shard_rows": 2}, ["shard_rows"]),
         ({"shard_bytes": 1000}, ["shard_bytes"]),
         ({"schedule": {"prompt": "first"}}, ["schedule.prompt"]),

@@ -92,11 +92,6 @@ def test_it_can_be_left(inputs: Path, checkpoint: Path) -> None:
     assert difference(plain.identity, without.identity) == ["shared_prefix"]
 
 
-def test_choices_are_part_of_the_job(inputs: Path, checkpoint: Path) -> None:
-    plain, labels = plan(inputs, checkpoint), plan(inputs, checkpoint, choices=["a", "b"])
-    assert difference(plain.identity, labels.identity) == ["choices"]
-
-
 def test_bad_rows_have_no_say_and_alone_no_prefix(inputs: Path, checkpoint: Path) -> None:
     """`n` is null but in the last row of each file; `q` has three letters in the first ten."""
     assert plan(inputs, checkpoint, input={"template": RULES + " {{ 1 + n }}"}).batching.prefix == ()
