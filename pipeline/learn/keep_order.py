@@ -31,6 +31,7 @@ from actors.engine.library.packed_attention import packed
 from actors.engine.library.token_tree import Tokens, prompt_ranks, prompt_tokens, run_level
 from actors.engine.model.file_digests import cache_record, write_record
 from actors.engine.schedule.schedule import Schedule
+from pipeline.runtime.announce import announce
 
 log = logging.getLogger(__name__)
 Row = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response
@@ -49,7 +50,6 @@ def measured_order(
     rows: Sequence[Row],
     warmup: int | None,
     cache: str | None,
-    report: Callable[[str], None],
 ) -> tuple[tuple[int, ...], int]:
     """Keep order and warm-up of a checkpoint, measured on prompts and full-depth responses; see `rank_layers`.
 
@@ -59,21 +59,20 @@ def measured_order(
         rows: Prompts and responses; `ROWS` of them, evenly spaced, are used.
         warmup: Lowest layers that must always run; None: as many as begin the order, at most an eighth of all.
         cache: Folder of `model.cache`; None is the default one.
-        report: Receives the stages of the work.
     """
     kept = min(ROWS, len(rows))
     chosen = [(list(prompt), list(response)) for prompt, response in (rows[n * len(rows) // kept] for n in range(kept))]
     record = cache_record(cache, "keep-orders", [VERSION, identity, chosen, warmup])
     found = _read(record)
     if found is not None:
-        report(f"keep order: {list(found[0])}, warmup {found[1]}, measured before ({record})")
+        announce(f"keep order: {list(found[0])}, warmup {found[1]}, measured before ({record})")
         return found
-    report(f"measuring the keep order on {kept} answers")
-    ranking = rank_layers(load(), chosen, warmup=warmup or 0, report=report)
+    announce(f"measuring the keep order on {kept} answers")
+    ranking = rank_layers(load(), chosen, warmup=warmup or 0)
     layers = len(ranking.keep_order)
     found = ranking.keep_order, ranking.warmup(max(1, layers // 8)) if warmup is None else warmup
     write_record(record, {"keep_order": found[0], "warmup": found[1], "divergence": ranking.divergence})
-    report(f"keep order: {list(found[0])}, warmup {found[1]}")
+    announce(f"keep order: {list(found[0])}, warmup {found[1]}")
     return found
 
 
@@ -96,12 +95,11 @@ class LayerRanking:
     """Layers ranked by elimination.
 
     keep_order: the most needed layer first. divergence: nats per response token after each elimination, least needed
-    layer first. tokens: response tokens that it was measured on.
+    layer first.
     """
 
     keep_order: tuple[int, ...]
     divergence: tuple[float, ...]
-    tokens: int
 
     def warmup(self, most: int) -> int:
         """The number of lowest layers, at most `most`, with which the order begins."""
@@ -109,14 +107,7 @@ class LayerRanking:
         return max((count for count in leading if set(self.keep_order[:count]) == set(range(count))), default=0)
 
 
-def rank_layers(
-    decoder: Decoder,
-    rows: Sequence[Row],
-    *,
-    warmup: int = 0,
-    candidates: int | None = CANDIDATES,
-    report: Callable[[str], None] = log.info,
-) -> LayerRanking:
+def rank_layers(decoder: Decoder, rows: Sequence[Row], *, warmup: int = 0) -> LayerRanking:
     """Rank the layers on prompts and the responses of full depth.
 
     Deterministic on one machine; of equal layers the higher one is kept longer. The order of a model tuned to skip is
@@ -127,8 +118,6 @@ def rank_layers(
         rows: Prompts and responses. Rows without either, and rows beyond the bounds on memory, are ignored. With a
             response of one token the prompt's last token is taken for a response token too.
         warmup: Lowest layers that are kept before all others.
-        candidates: Layers of least influence that a step tries; None: all, m (m + 1) / 2 - 1 passes for m layers.
-        report: Receives a line now and then.
 
     Raises:
         UserError: No row has a prompt and a response.
@@ -138,25 +127,23 @@ def rank_layers(
     try:
         with torch.inference_mode(), packed(decoder.model):
             passes = [ResponsePasses(decoder, pairs) for pairs in batches(rows, decoder.vocab_size)]
-            return _eliminate(passes, range(warmup, decoder.num_layers), candidates, report)
+            return _eliminate(passes, range(warmup, decoder.num_layers))
     finally:
         decoder.model.train(was_training)
 
 
-def _eliminate(
-    batches: Sequence[ResponsePasses], layers: range, candidates: int | None, report: Callable[[str], None]
-) -> LayerRanking:
+def _eliminate(batches: Sequence[ResponsePasses], layers: range) -> LayerRanking:
     tokens, remaining = sum(batch.tokens for batch in batches), list(layers)
     bypassed: list[int] = []
     divergence: list[float] = []
     at_full_depth = _influence(batches, remaining)
-    began, total_work = time.monotonic(), _work_left(len(remaining), candidates)
-    report(f"keep order: up to {len(remaining) - 1} layers are left out, one after the other")
+    began, total_work = time.monotonic(), _work_left(len(remaining))
+    announce(f"keep order: up to {len(remaining) - 1} layers are left out, one after the other")
     while len(remaining) > 1 and (not divergence or divergence[-1] <= LOST):
         influence = _influence(batches, remaining) if bypassed else at_full_depth
         by_influence = sorted(remaining, key=lambda layer: (influence[layer], layer))
         least, lowest = by_influence[0], math.inf
-        for layer in by_influence[:candidates]:
+        for layer in by_influence[:CANDIDATES]:
             total = _divergence(batches, layer, lowest)
             if (total, layer) < (lowest, least):
                 least, lowest = layer, total
@@ -165,19 +152,19 @@ def _eliminate(
         divergence.append(lowest / tokens)
         for batch in batches:
             batch.bypass(least)
-        left = _work_left(len(remaining), candidates)
+        left = _work_left(len(remaining))
         seconds = (time.monotonic() - began) * left / max(total_work - left, 1)
-        report(
+        announce(
             f"keep order: {len(remaining)} layers left, loss {lowest / tokens:.4f} nats per token without {bypassed}; "
             f"at most about {seconds / 60:.1f} min left"
         )
     remaining.sort(key=lambda layer: (-at_full_depth[layer], -layer))
-    return LayerRanking((*range(layers.start), *remaining, *reversed(bypassed)), tuple(divergence), tokens)
+    return LayerRanking((*range(layers.start), *remaining, *reversed(bypassed)), tuple(divergence))
 
 
-def _work_left(layers: int, candidates: int | None) -> int:
+def _work_left(layers: int) -> int:
     """Return the layers that are run until one is left: of each candidate about half of those that remain."""
-    return sum(min(candidates or left, left) * left for left in range(2, layers + 1))
+    return sum(min(CANDIDATES, left) * left for left in range(2, layers + 1))
 
 
 def _influence(batches: Sequence[ResponsePasses], layers: Sequence[int]) -> dict[int, float]:

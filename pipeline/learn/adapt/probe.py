@@ -66,7 +66,7 @@ def probe(config: JobConfig, source: str) -> dict[str, Any]:
     if shape["keep_order"] == MEASURED:
         identity = {**task.resolved.identity(), "dtype": config.model.dtype}
         given = config.schedule.warmup
-        order, warmup = measured_order(identity, lambda: decoder, pairs, given, config.model.cache, announce)
+        order, warmup = measured_order(identity, lambda: decoder, pairs, given, config.model.cache)
         shape |= {"keep_order": order, "warmup": warmup}
     cost = sum(seconds for stage, seconds in stage_seconds(task, row)[1].items() if stage != "before")
     speeds = [_speed(task, row, min(head, row.decode_seconds), shape, speed, cost) for speed in SPEEDS]

@@ -107,9 +107,7 @@ def with_measured_order(inputs: EvalInputs, generator: Generator) -> EvalInputs:
     if schedule.keep_order != MEASURED:
         return inputs
     identity, rows = {**inputs.model.identity(), "dtype": model.dtype}, _full_depth(inputs, generator)
-    order, warmup = measured_order(
-        identity, lambda: generator.engine.decoder, rows, schedule.warmup, model.cache, announce
-    )
+    order, warmup = measured_order(identity, lambda: generator.engine.decoder, rows, schedule.warmup, model.cache)
     return replace(inputs, spec=inputs.spec.overridden({"keep_order": order, "warmup": warmup}))
 
 

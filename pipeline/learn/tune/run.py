@@ -65,7 +65,7 @@ def measured(config: TuneConfig, plan: TrainingPlan) -> Order:
     rows = [(row["input_ids"][: row["prompt_tokens"]], row["input_ids"][row["prompt_tokens"] :]) for row in plan.train]
     given = config.schedule.warmup if "warmup" in config.schedule.model_fields_set else None
     identity = {"files": digests(path), "dtype": str(dtype).removeprefix("torch.")}
-    order = measured_order(identity, load, rows, given, None, announce)
+    order = measured_order(identity, load, rows, given, None)
     if device.type == "cuda":  # the training, perhaps in another process, has the GPU's memory
         gc.collect()
         torch.cuda.empty_cache()

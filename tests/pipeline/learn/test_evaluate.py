@@ -145,15 +145,6 @@ def test_a_folder_of_the_user_is_refused(recipe: dict[str, Any], tmp_path: Path)
     assert (user / "answers-customers.parquet").read_bytes() == before
 
 
-def test_an_answers_file_is_no_input_of_the_next_evaluation(recipe: dict[str, Any], tmp_path: Path) -> None:
-    assert run(recipe, tmp_path).exit_code == 0
-    answers = tmp_path / "out" / "answers-1x.parquet"
-    before = answers.read_bytes()
-    result = run({**recipe, "data": {"path": str(answers), "references": None}}, tmp_path)
-    assert result.exit_code == 2 and "lie in each other; choose another folder" in result.stderr
-    assert answers.read_bytes() == before
-
-
 def test_without_references_lines_are_judged_by_full_depth(recipe: dict[str, Any], tmp_path: Path) -> None:
     """And prompts may be token ids; speeds are shown in their order, each once, full depth always."""
     recipe["data"] |= {"references": None, "prompt": "ids"}

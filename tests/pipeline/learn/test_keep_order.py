@@ -35,7 +35,7 @@ class Model:
 
 def measured(model: Model, cache: Path, **changes: Any) -> tuple[tuple[int, ...], int]:
     given = {"identity": IDENTITY, "rows": rows(3), "warmup": None, **changes}
-    return measured_order(load=model, cache=str(cache), report=lambda line: None, **given)
+    return measured_order(load=model, cache=str(cache), **given)
 
 
 def test_the_second_call_reads_the_cache_and_loads_nothing(tmp_path: Path) -> None:

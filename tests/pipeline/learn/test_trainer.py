@@ -139,18 +139,6 @@ def test_rounded_frozen_weights_give_the_gradients_of_autocast(family: str) -> N
         assert torch.equal(gradient, found[1][1][name]), name
 
 
-def test_a_teacher_that_is_the_student_has_nothing_to_say() -> None:
-    decoder, rows = packed_decoder("llama"), pairs(seed=4)
-    targets, labels = Teacher(decoder, ALL, VOCAB).targets(rows), response_labels(rows)
-    specs = (ScheduleSpec(), ScheduleSpec(speedup=3, horizon=4))
-    same, skipped = (
-        float(dev_loss(decoder, states, labels, targets, ALL))
-        for states in predicting_states(decoder, rows, [spec.build(LAYERS) for spec in specs])
-    )
-    assert same == pytest.approx(0, abs=1e-4)
-    assert skipped > 0.1
-
-
 def test_a_teacher_answers_alone_and_once_for_each_key() -> None:
     decoder, rows = packed_decoder("llama"), pairs(seed=4)
     entered = []
@@ -214,15 +202,6 @@ def test_a_teacher_that_is_the_student_in_training_does_not_drop_out() -> None:
     first, second = (Teacher(decoder, ALL, VOCAB).targets(pairs(seed=4)) for _ in range(2))
     torch.testing.assert_close(first.log_probs, second.log_probs)
     assert decoder.model.training
-
-
-def test_a_kept_distribution_is_all_of_it_or_its_top() -> None:
-    logits = torch.randn(4, VOCAB)
-    whole = Targets.of(logits, ALL, VOCAB)
-    top = Targets.of(logits, ALL.model_copy(update={"teacher_top_k": 3}), VOCAB)
-    torch.testing.assert_close(top.log_probs, whole.log_probs[:, :3])
-    torch.testing.assert_close(top.rest.exp(), whole.log_probs[:, 3:].exp().sum(-1))
-    assert torch.equal(whole.rest, torch.full((4,), -torch.inf))
 
 
 def test_groups_of_like_lengths_are_the_same_after_a_resume() -> None:
