@@ -23,7 +23,6 @@ from actors.engine.model.loading import load_decoder, load_model
 from actors.engine.schedule.file import Trained, save_spec
 from pipeline.config.tune import TuneConfig
 from pipeline.learn.tune import adapters, resume
-from pipeline.learn.tune.lean_layers import make_lean
 from pipeline.learn.tune.plan import TrainingPlan
 from pipeline.learn.tune.trainer import LOSS, Teacher, Training
 
@@ -95,10 +94,8 @@ def _training(config: TuneConfig, plan: TrainingPlan) -> Training:
     model = load_model(config.model.path, torch.float32, None, packed_attention.register()).to(device)  # type: ignore[arg-type]
     decoder = Decoder(model)
     adapted: Any = model if config.adapter is None else adapters.add_adapters(model, config.adapter)
-    if config.adapter is not None:
-        if bf16:
-            adapters.round_frozen(model)
-        make_lean(adapted)
+    if config.adapter is not None and bf16:
+        adapters.round_frozen(model)
     return Training(
         adapted,
         decoder,
@@ -118,7 +115,7 @@ def tokens_at_once(model: PreTrainedModel, bf16: bool, workers: int = 1) -> int:
     workers: that share the bytes, or have a GPU each.
     """
     shape, device = ModelShape.of(model.config), model.device
-    of_layer = (14 * shape.hidden + 5 * shape.feed_forward) * (2 if bf16 else 4)
+    of_layer = (16 * shape.hidden + 6 * shape.feed_forward) * (2 if bf16 else 4)
     is_gpu = device.type == "cuda"
     available = torch.cuda.get_device_properties(device).total_memory // 4 if is_gpu else ACTIVATIONS // workers
     return max(MIN_TOKENS, available // (shape.layers * of_layer))
