@@ -62,9 +62,7 @@ class RowsAtWork:
 class Generator:
     """Answers rows with one model on one device.
 
-    Calls may come from several threads. They run one after the other; with `scheduler: refill` the next call's rows
-    are admitted while the last rows of a call finish, wherever that changes no bits of any answer (bfloat16 by this
-    package's CPU kernels) and on a GPU in 16 bits. Loading prints nothing.
+    Calls may come from several threads. They run one after the other, by vLLM together. Loading prints nothing.
 
     Args:
         checkpoint: Folder with config.json, safetensors and a tokenizer.
@@ -215,15 +213,12 @@ class Generator:
             return cast("Loop", self.engine)
         from actors.engine.loop import Loop
 
-        decoder = self.engine.decoder
         return Loop(
             self.engine,
             budget_bytes=self.cache_bytes,
             max_rows=self.max_batch,
             share_prefixes=self.share_prefixes,
             scheduler=self.scheduler,
-            # where no bit of a row depends on the others, or where no bits are promised, as on a GPU in 16 bits
-            joins_calls=decoder.rows_independent or (decoder.device.type == "cuda" and decoder.dtype.itemsize == 2),
         )
 
     def schedule_at(self, speedup: float) -> Schedule:
@@ -296,7 +291,7 @@ class Generator:
     ) -> RowsAtWork:
         """The first part of `answer`: queue the rows, from any thread; `run` and then `finish` must follow.
 
-        on_drain: Called by the thread that runs, once the rows of another call would find free slots.
+        on_drain: Called, by vLLM alone, in the thread that runs, once the rows of another call would find free slots.
         """
         self._rows_came.set()
         requests: list[Request] = []

@@ -21,17 +21,6 @@ from actors.engine.schedule.schedule import Schedule
 Buffers = tuple[Tensor, Tensor]  # keys and values
 
 
-def cache_slots(schedule: Schedule, prompt_slots: int, max_new_tokens: int) -> list[int]:
-    """Return the slots of each layer. A layer that no decode step runs needs none once the prompt has passed it."""
-    uses = (schedule.uses(layer, max_new_tokens) for layer in range(schedule.num_layers))
-    return [prompt_slots + used if used else 0 for used in uses]
-
-
-def cache_bytes_per_row(schedule: Schedule, prompt_slots: int, max_new_tokens: int, token_bytes: int) -> int:
-    """Return the exact bytes of one row's keys and values; token_bytes: of a token in one layer."""
-    return sum(cache_slots(schedule, prompt_slots, max_new_tokens)) * token_bytes
-
-
 class SlotShape(NamedTuple):
     """The shape of a cache: `rows` rows with prompts and new tokens of at most these numbers under `schedule`."""
 
@@ -42,11 +31,12 @@ class SlotShape(NamedTuple):
 
     @property
     def slots(self) -> list[int]:
-        """Slots of a row in each layer."""
-        return cache_slots(self.schedule, self.prompt_tokens, self.max_new_tokens)
+        """Slots of a row in each layer. One that no decode step runs needs none once the prompt has passed it."""
+        uses = (self.schedule.uses(layer, self.max_new_tokens) for layer in range(self.schedule.num_layers))
+        return [self.prompt_tokens + used if used else 0 for used in uses]
 
     def bytes(self, token_bytes: int) -> int:
-        """Return the bytes of all slots; token_bytes: of a token in one layer."""
+        """Return the exact bytes of all slots; token_bytes: of a token in one layer."""
         return self.rows * sum(self.slots) * token_bytes
 
     def holds(self, other: SlotShape) -> bool:

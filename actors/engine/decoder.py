@@ -68,15 +68,9 @@ class Decoder:
         model: The model.
         tokens: Number of tokens whose logits are computed; None: all.
 
-    Attributes:
-        rows_independent: Whether the numbers of a row are the same bits, whatever rows share its passes and steps. The
-            library's products round by the number of rows.
-
     Raises:
         UserError: A family that is not supported.
     """
-
-    rows_independent = False
 
     def __init__(self, model: PreTrainedModel, tokens: int | None = None) -> None:
         config = model.config

@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from actors.engine.cache import SlotShape, cache_bytes_per_row, compaction
+from actors.engine.cache import SlotShape, compaction
 from actors.engine.cpu.executor import CpuExecutor, StackDecoder
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
@@ -69,20 +69,18 @@ class Engine:
 
         schedule: as for `open`.
         """
-        if schedule is not None:
-            return cache_bytes_per_row(schedule, prompt_tokens, max_new_tokens, self.decoder.token_bytes)
         lengths = prompt_tokens, max_new_tokens
+        if schedule is not None:
+            return SlotShape(schedule, 1, *lengths).bytes(self.decoder.token_bytes)
         if lengths not in self._row_bytes:  # a sum over layers; a job's rows have few lengths
-            self._row_bytes[lengths] = cache_bytes_per_row(self.schedule, *lengths, self.decoder.token_bytes)
+            self._row_bytes[lengths] = SlotShape(self.schedule, 1, *lengths).bytes(self.decoder.token_bytes)
         return self._row_bytes[lengths]
 
     def at(self, schedule: Schedule) -> Engine:
         """Return a new engine of the same decoder under `schedule`; only one of the two may have rows in flight.
 
-        The new engine shares no cache memory with this one, which drops the memory that it keeps for its next `open`.
         Raises UserError if the schedule is for another number of layers.
         """
-        self.release_memory()  # only this engine's next batch would use it
         return Engine(self.decoder, schedule, self.stop_ids, cumulative_logprob=self.cumulative_logprob)
 
     def used_cache_bytes(self) -> int:
@@ -100,19 +98,17 @@ class Engine:
         schedule: At least as deep as those of the rows at every position, in their keep order; None: the engine's.
         """
         assert not self.rows, "rows are in flight"
-        self._resize(SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens), allocates=True)
+        self._resize(SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens))
         self.stats.batches += 1
 
     @torch.inference_mode()
-    def _resize(self, shape: SlotShape, *, allocates: bool) -> bool:
-        """Make slots of another shape, the first of which the rows in flight take; see `widen`."""
-        if not self.executor.open(shape, [row.slot for row in self.rows], allocates=allocates):
-            return False
+    def _resize(self, shape: SlotShape) -> None:
+        """Make slots of another shape, the first of which the rows in flight take."""
+        self.executor.open(shape, [row.slot for row in self.rows])
         self._shape, self._free = shape, [*reversed(range(shape.rows))]
         for row in self.rows:
             row.slot = self._free.pop()
         self.stats.cache_bytes = max(self.stats.cache_bytes, shape.bytes(self.decoder.token_bytes))
-        return True
 
     def widen(
         self,
@@ -120,17 +116,15 @@ class Engine:
         prompt_tokens: int,  # longest prompt
         max_new_tokens: int,  # most new tokens
         schedule: Schedule | None = None,  # see `open`
-        *,
-        # whether memory may be allocated; both caches then exist at once. Else the present memory is used
-        allocates: bool = False,
-    ) -> bool:
-        """With rows in flight, make slots for at most `rows` rows of these lengths; return whether there is memory.
+    ) -> None:
+        """With rows in flight, make slots for at most `rows` rows of these lengths.
 
-        Rows in flight are copied where the slots change. Without enough memory nothing has changed.
+        Rows in flight are copied where the slots change; both caches then exist at once.
         """
         shape = SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens)
         assert rows >= len(self.rows)
-        return self._shape.holds(shape) or self._resize(shape, allocates=allocates)
+        if not self._shape.holds(shape):
+            self._resize(shape)
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
@@ -178,26 +172,16 @@ class Engine:
         return row
 
     def close(self) -> None:
-        """Drop the rows in flight; the counts of their steps are taken back. The cache's memory stays."""
+        """Drop the rows in flight, and free the slots' memory; the counts of the rows' steps are taken back."""
         for row in self.rows:
             self.stats.add_steps(row.schedule, -max(len(row.tokens) - 1, 0))
-        self._leave(self.rows)
         self.rows = []
-
-    def _leave(self, rows: Sequence[Row]) -> None:
-        """Free the slots of rows that leave."""
-        slots = [row.slot for row in rows]
-        self._free += slots
-        self.executor.free(slots)
+        self.executor.open(None)
 
     def cancel(self, tickets: Collection[int]) -> None:
         """Remove rows from flight, whatever they have generated."""
         if self.rows:
             self._keep([row.ticket not in tickets for row in self.rows])
-
-    def release_memory(self) -> None:
-        """Free the memory that is kept for the next `open`."""
-        self.executor.open(None)
 
     @torch.inference_mode()
     def step(self) -> Ended:
@@ -236,7 +220,9 @@ class Engine:
         if all(alive):
             return []
         left = [row for row, kept in zip(self.rows, alive, strict=True) if not kept]
-        self._leave(left)
+        slots = [row.slot for row in left]
+        self._free += slots
+        self.executor.free(slots)
         order = compaction([(id(row.schedule), row.position) for row in self.rows], alive)
         self.rows = [self.rows[index] for index in order]
         self.stats.generated_tokens += sum(len(row.tokens) for row in left)

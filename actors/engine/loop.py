@@ -9,11 +9,10 @@
 Which rows are in flight together:
 
     lock_step  A batch is admitted and runs until its last row has ended. All its rows have the same depth.
-    refill     As rows end, waiting rows take their slots, in groups: continuous batching at ragged depth. While the
-               last rows of a run finish, those of the next run are admitted, where its slots fit the cache.
+    refill     As rows end, waiting rows take their slots, in groups: continuous batching at ragged depth.
 
 What runs together is a function of a call's requests and their answers alone, so that a retry or a resumed job runs the
-same batches; unless calls may join: then the next call's rows take the slots that the last rows of a call leave free.
+same batches; but for a server, whose next call's rows take the slots that the last rows of a call leave free.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ class Call:
     lengths: Sequence[int]  # prompt tokens of each request
     limits: Sequence[int]  # most new tokens of each request
     runs: list[Run]  # runs that have not begun, the next one last
-    on_batch: OnBatch | None = None  # see `Loop.add`, also for `on_drain`
+    on_batch: OnBatch | None = None  # see `Loop.add`
+    # called, by vLLM's engine alone, when rows of another call would find slots
     on_drain: Callable[[], None] | None = None
     completions: dict[int, Completion] = field(default_factory=dict)  # completions so far, by index of the request
     stats: EngineStats = field(default_factory=EngineStats)  # counts of the call, complete once `done` is set
@@ -113,20 +113,16 @@ class _Flight:
             return []
         return list(islice(self.waiting, self.capacity - len(self.tickets)))
 
-    def rows_of(self, call: Call) -> list[int]:
-        """Return the rows of a call that are in flight."""
-        return [row for one, row in self.tickets.values() if one is call]
-
     def report(self) -> None:
         """Call `on_batch` with the rows in flight and those that may be admitted next."""
         if self.call.on_batch is not None:
-            self.reported = {*self.rows_of(self.call), *(row for _, row in islice(self.waiting, self.capacity))}
+            self.reported = {row for _, row in (*self.tickets.values(), *islice(self.waiting, self.capacity))}
             self.call.on_batch(sorted(self.reported))
 
 
 @dataclass(eq=False)
 class Loop:
-    """Answers calls of requests, one after the other, or joined where one ends.
+    """Answers calls of requests, one after the other, or `online` joined where one ends.
 
     Where memory runs out, the rows that have not ended run again: first without rows of another run, then with half as
     many in flight. A request that runs out of memory alone gets a completion with an error.
@@ -138,11 +134,9 @@ class Loop:
     max_rows: int  # most rows in flight
     share_prefixes: bool = True  # whether longer beginnings that some prompts share are computed once too
     scheduler: str = "lock_step"  # one of SCHEDULERS
-    # whether rows of a call may be in flight with the last ones of the call before. For engines whose results for a row
-    # do not depend on other rows, or need not be the same in each run
-    joins_calls: bool = False
-    # whether calls come one by one, as to a server: slots are made for `max_rows` rows, as far as the budget goes, not
-    # for those of the first call; lengths are rounded up, so that slots are seldom resized
+    # whether calls come one by one, as to a server: rows of a call are in flight with the last ones of the call before,
+    # at ragged depth; slots are made for `max_rows` rows, as far as the budget goes, not for those of the first call;
+    # lengths are rounded up, so that slots are seldom resized
     online: bool = False
     _queue: deque[Call] = field(default_factory=deque, init=False)  # added, not begun
     _begun: list[Call] = field(default_factory=list, init=False)  # oldest first
@@ -150,10 +144,6 @@ class Loop:
 
     def __post_init__(self) -> None:
         assert self.scheduler in SCHEDULERS
-        self.refills = self.scheduler == "refill"
-        self.joins_calls &= self.refills
-        if self.joins_calls:  # so that the next call's cache fits the memory of this one's
-            self.engine.executor.reserved_bytes = self.budget_bytes
 
     def add(
         self,
@@ -161,10 +151,9 @@ class Loop:
         # token ids with which most prompts begin; its keys and values are kept until another prefix comes
         prefix: Sequence[int] = (),
         # called, before memory is allocated for them, with the indices of all requests that may be in flight
-        # until its next call. A call with it joins no other
+        # until its next call
         on_batch: OnBatch | None = None,
-        # called when the last row has been admitted and rows of another call would find slots
-        on_drain: Callable[[], None] | None = None,
+        on_drain: Callable[[], None] | None = None,  # see `Call`
     ) -> Call:
         """Queue requests, from any thread.
 
@@ -187,7 +176,7 @@ class Loop:
             groups=[numbers.setdefault(one, len(numbers)) for one in prefixes],
         )
         runs = [Run(batch, len(batch)) for batch in batches]
-        if self.refills:
+        if self.scheduler == "refill":
             runs = merge(runs, lengths, limits, row_bytes, self.budget_bytes)
         call = Call(requests, prefixes, lengths, limits, runs[::-1], on_batch, on_drain)
         if requests:
@@ -211,7 +200,8 @@ class Loop:
         failed = False
         try:
             flight = self._flight or self._open()
-            self._join(flight)
+            if self.online:
+                self._join(flight)
             rows = flight.next_rows()
             found = self._admit(flight, rows) if rows else self._decode(flight)
             ended = [(*flight.tickets.pop(ticket), completion) for ticket, completion in found]
@@ -260,25 +250,12 @@ class Loop:
             self._begun.append(call)
             self._queue.popleft()
 
-    def _joins(self, call: Call) -> bool:
-        """Return whether a call may share steps with another."""
-        return self.joins_calls and call.on_batch is None
-
-    def _may_join(self, flight: _Flight) -> bool:
-        """Return whether rows of another run may be admitted to these."""
-        call, run = flight.members[-1]
-        return self.refills and not run.apart and (bool(call.runs) or self._joins(call))
-
     def _join(self, flight: _Flight) -> None:
         """Once a run's last rows have been admitted and slots are free, let the next run's rows wait for them."""
-        if flight.waiting or not flight.has_free_slots or not self._may_join(flight):
+        if flight.waiting or not flight.has_free_slots or flight.members[-1][1].apart:
             return
-        on_drain = flight.call.on_drain
-        if not flight.call.runs and on_drain is not None:
-            flight.call.on_drain = None  # once
-            on_drain()
         call = self._next_call()
-        if call is None or call.runs[-1].apart or (call is not flight.call and not self._joins(call)):
+        if call is None or call.runs[-1].apart:
             return
         run = call.runs[-1]
         shapes = [call.shape(run.rows), *(one.shape([row]) for one, row in flight.tickets.values())]
@@ -288,16 +265,9 @@ class Loop:
         if len(schedules) > 1:
             deepest = envelope([one or self.engine.schedule for one in schedules.values()])
         most, shape = self._slots(shape, deepest, len(flight.tickets) + len(run.rows))
-        if (
-            most * self.engine.row_bytes(*shape, deepest) >= call.too_large
-            or (most < run.capacity and not self.online)
-            or most <= len(flight.tickets)
-        ):
+        if most * self.engine.row_bytes(*shape, deepest) >= call.too_large or most <= len(flight.tickets):
             return  # until rows in flight that need longer slots have ended
-        if call.on_batch is not None:
-            call.on_batch(sorted({*flight.rows_of(call), *run.rows[:most]}))
-        if not self.engine.widen(most, *shape, deepest, allocates=self.online):
-            return
+        self.engine.widen(most, *shape, deepest)
         self._begin(call)
         call.runs.pop()
         flight.add(call, run)
@@ -381,7 +351,6 @@ class Loop:
         """Put back the rows that have not ended, after memory has run out; return the row that ran out alone."""
         flight, self._flight = self._flight, None
         self.engine.close()
-        self.engine.release_memory()
         free_memory()
         self.engine.stats.out_of_memory += 1
         ended: list[tuple[Call, int, Completion]] = []

@@ -1,4 +1,7 @@
-"""Python's garbage collector off for a while: imports of torch and transformers make millions of objects that stay."""
+"""Python's garbage collector off for a while: imports of torch and transformers make millions of objects that stay.
+
+A `Generator` of the demo, imports included, took 8.1 and 9.9 s of CPU without collections, 9.4 and 11.0 s with them.
+"""
 
 from __future__ import annotations
 

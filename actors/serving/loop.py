@@ -144,7 +144,6 @@ class OnlineLoop:
             max_rows=max_rows,
             share_prefixes=False,
             scheduler="refill",
-            joins_calls=True,
             online=True,
         )
         self._wake: Callable[[set[Submission]], object] = wake

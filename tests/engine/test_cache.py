@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.cache import SkipCache, SlotShape, cache_bytes_per_row, cache_slots, compaction
+from actors.engine.cache import SkipCache, SlotShape, compaction
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 
 SCHEDULE = ScheduleSpec(max_depth=4, min_depth=2, horizon=3).build(6)  # depths 4, 3, 2; order 0 5 4 3 2 1
@@ -16,16 +16,15 @@ def make(shape: SlotShape, windows: list[int | None]) -> SkipCache:
 
 def test_slots_follow_the_schedule() -> None:
     # layers 0 and 5 run at all 7 inputs, 4 at the first two, 3 at the first, 1 and 2 never
-    assert cache_slots(SCHEDULE, 5, 8) == [12, 0, 0, 6, 7, 12]
-    assert cache_slots(SCHEDULE, 5, 1) == [0] * 6
+    assert SlotShape(SCHEDULE, 1, 5, 8).slots == [12, 0, 0, 6, 7, 12]
+    assert SlotShape(SCHEDULE, 1, 5, 1).slots == [0] * 6
 
 
 @given(st.integers(1, 9), st.integers(1, 30), st.integers(1, 30))
 def test_bytes_are_known_beforehand(rows: int, prompt_slots: int, max_new_tokens: int) -> None:
-    shape, token_bytes = SlotShape(SCHEDULE, rows, prompt_slots, max_new_tokens), 2 * 2 * 4 * 4
+    shape = SlotShape(SCHEDULE, rows, prompt_slots, max_new_tokens)
     held = sum(keys.nbytes + values.nbytes for keys, values in filter(None, make(shape, [None] * 6).buffers))
-    assert held == shape.bytes(token_bytes)
-    assert held == rows * cache_bytes_per_row(SCHEDULE, prompt_slots, max_new_tokens, token_bytes)
+    assert held == shape.bytes(2 * 2 * 4 * 4)
 
 
 @st.composite

@@ -304,9 +304,6 @@ def edited(folder: Path, out: Path, change: Callable[[dict[str, Any]], None]) ->
 
 
 REFUSED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "gptq": lambda entry: entry.update(quant_method="gptq"),
-    "awq": lambda entry: entry.update(quant_method="awq"),
-    "bitsandbytes": lambda entry: entry.update(quant_method="bitsandbytes"),
     "compressed-tensors, 4 bits": lambda entry: entry["config_groups"]["group_0"]["weights"].update(num_bits=4),
     "compressed-tensors, actorder group": lambda entry: entry["config_groups"]["group_0"]["weights"].update(
         strategy="group", group_size=16, actorder="group"
@@ -329,7 +326,6 @@ REFUSED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "compressed-tensors, a scheme that cannot be read": lambda entry: entry["config_groups"]["group_0"][
         "weights"
     ].update(type=["int"]),
-    "compressed-tensors, no config_groups": lambda entry: entry.update(config_groups={}),
     "compressed-tensors, several schemes": lambda entry: entry["config_groups"].update(
         group_1={**scheme("fp8"), "format": "float-quantized"}
     ),

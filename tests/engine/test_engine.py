@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,18 +52,6 @@ def test_any_schedule_equals_the_oracle(decoder: Decoder, library: Decoder, sche
     rows = requests(4, seed=seed, sampled=True, most_new=10, longest=12)
     for row, got in zip(rows, answer(Engine(decoder, schedule, STOP), rows), strict=True):
         assert list(got.token_ids) == oracle(library, schedule, row, STOP, got.token_ids)
-
-
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_a_row_alone_equals_the_row_in_any_batch(decoder: Decoder, sampled: bool) -> None:
-    schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
-    rows = requests(10, seed=4, sampled=sampled)
-    alone = [answer(Engine(decoder, schedule, STOP), [row])[0].token_ids for row in rows]
-    for max_rows in (3, 10):
-        shuffled = random.Random(max_rows).sample(range(10), 10)
-        together = answer(Engine(decoder, schedule, STOP), [rows[place] for place in shuffled], max_rows=max_rows)
-        for place, got in zip(shuffled, together, strict=True):
-            assert got.token_ids == alone[place]
 
 
 @thoroughly

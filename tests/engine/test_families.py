@@ -99,16 +99,6 @@ def test_a_saved_checkpoint_answers_as_the_model_in_memory(name: str, tmp_path: 
     assert [one.token_ids for one in got] == [one.token_ids for one in want]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt-neox", "gpt2"])
-@torch.inference_mode()
-def test_eager_attention_computes_the_same(name: str) -> None:
-    """tune trains with it on CPU."""
-    model = tiny_model(name)
-    want = prefill(Decoder(model), Recorder(), 0, IDS.shape[1])
-    model.set_attn_implementation("eager")
-    torch.testing.assert_close(prefill(Decoder(model), Recorder(), 0, IDS.shape[1]), want, rtol=1e-3, atol=2e-4)
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "limit"),
     [

@@ -19,45 +19,36 @@ from actors.engine.sampling.sampler import argmax
 
 
 class LibraryExecutor:
-    """Runs a decoder's layers one by one, over a cache that is allocated anew for each shape.
-
-    Attributes:
-        reserved_bytes: Least memory that `open` allocates where memory is kept for the next shape.
-    """
-
-    reserved_bytes = 0
+    """Runs a decoder's layers one by one, over a cache that is allocated anew for each shape."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         self._shape: SlotShape | None = None
-        self._cache: Any = None  # allocated by the first prefill
+        self._cache: Any = None
         self._rows: list[int] = []  # the slot of each row of the cache, -1 where it is free
         self._prefix: tuple[object, Any] | None = None
 
-    def open(self, shape: SlotShape | None, held: Sequence[int] = (), *, allocates: bool = True) -> bool:
-        """Make slots of a shape, or free all memory; return False if that takes memory and none may be allocated.
+    def open(self, shape: SlotShape | None, held: Sequence[int] = ()) -> None:
+        """Make slots of a shape, or free all memory.
 
         Args:
             shape: Schedule, rows and lengths of the slots; None: no slots.
             held: Slots of the rows in flight, which are copied to slots 0, 1, … of the new shape.
-            allocates: Whether memory may be allocated while rows are in flight; both caches then exist at once.
         """
-        if held and not allocates:
-            return False
-        earlier, self._cache, self._shape = self._cache, None, shape
-        before, self._rows = self._rows, [*range(len(held))]
+        earlier, before = self._cache, self._rows
+        self._cache, self._shape, self._rows = None, shape, []
+        if shape is None:
+            return
+        self._cache = self._allocated(shape)
+        self._rows = [*range(len(held)), *[-1] * (shape.rows - len(held))]
         if held:
-            self._cache = self._allocated()
             self._cache.copy_rows(earlier, [before.index(slot) for slot in held])
-        return True
 
-    def _allocated(self) -> Any:
-        """Return the cache of the present shape."""
+    def _allocated(self, shape: SlotShape) -> Any:
+        """Return a cache of this shape."""
         decoder = self.decoder
-        assert self._shape is not None
-        self._rows += [-1] * (self._shape.rows - len(self._rows))
         return SkipCache(
-            self._shape,
+            shape,
             kv_heads=decoder.kv_heads,
             head_dim=decoder.head_dim,
             dtype=decoder.dtype,
@@ -82,7 +73,7 @@ class LibraryExecutor:
         """
         device, begins = self.decoder.device, len(prefix)
         shared, new = self._shared(prefix, tuple(layers))
-        cache = self._cache = self._cache or self._allocated()
+        cache = self._cache
         rows = [row for row, slot in enumerate(self._rows) if slot < 0][: len(slots)]
         for row, slot in zip(rows, slots, strict=True):
             self._rows[row] = slot
@@ -140,10 +131,8 @@ class LibraryExecutor:
         return argmax(logits) if greedy else logits
 
     def free(self, slots: Collection[int]) -> None:
-        """Free the slots of rows that have left; without rows the cache has no memory."""
+        """Free the slots of rows that have left."""
         self._rows = [-1 if slot in slots else slot for slot in self._rows]
-        if not any(slot >= 0 for slot in self._rows):
-            self._cache, self._rows = None, []
 
     def used_bytes(self) -> int:
         """Return the bytes of the slots; may be called from any thread."""
