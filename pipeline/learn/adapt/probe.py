@@ -7,13 +7,10 @@ rows of the input ──> answers at full depth, timed ──> keep order ──
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -26,14 +23,13 @@ from actors.generator import Generator
 from pipeline.checkpoints.resolve import fetch
 from pipeline.config.job import JobConfig
 from pipeline.generate.settings import generator_settings
-from pipeline.learn.adapt import configs
 from pipeline.learn.adapt.choice import BreakEven
 from pipeline.learn.adapt.configs import Task
 from pipeline.learn.adapt.forecast import RowCost, stage_seconds
 from pipeline.learn.adapt.pairs import prompt_ids
 from pipeline.learn.adapt.plan import plan_adaptation
 from pipeline.learn.adapt.run import SEED, working_actors
-from pipeline.learn.adapt.sample import draw, write_sample
+from pipeline.learn.adapt.sample import draw, read_sample
 from pipeline.learn.keep_order import ROWS, ResponsePasses, Row, batches, measured_order
 from pipeline.messages import duration
 from pipeline.prepare.prompt_spec import prompt_spec
@@ -98,10 +94,8 @@ def _load(task: Task) -> Generator:
 
 
 def _prompts(task: Task) -> list[Prompt]:
-    with tempfile.TemporaryDirectory(prefix="skipdecode-probe-") as folder:
-        path = Path(folder) / configs.SAMPLE
-        write_sample(task.config, task.files, task.schema, draw(task.rows, ROWS, SEED), path)
-        found = prompt_ids(pq.read_table(path), prompt_spec(task.config, task.resolved, 0.0))
+    table, _ = read_sample(task.config, task.files, task.schema, draw(task.rows, ROWS, SEED))
+    found = prompt_ids(table, prompt_spec(task.config, task.resolved, 0.0))
     prompts = [Prompt(ids, "sample", row) for row, ids in enumerate(ids for ids in found if ids is not None)]
     if not prompts:
         raise UserError("no sampled row has a prompt that can be prepared; `skipdecode try` shows why")

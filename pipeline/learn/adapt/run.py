@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import torch
 
 from actors.engine.machine import process_cpus
@@ -36,7 +37,7 @@ from pipeline.learn.adapt.configs import Task
 from pipeline.learn.adapt.forecast import RowCost, announcement
 from pipeline.learn.adapt.pairs import metric_of, write_pairs
 from pipeline.learn.adapt.plan import plan_adaptation, stage_settings
-from pipeline.learn.adapt.sample import draw, write_sample
+from pipeline.learn.adapt.sample import draw, read_sample
 from pipeline.learn.adapt.state import STAGES, StageRecord
 from pipeline.learn.evaluate.results import Line, Scores, scores_of
 from pipeline.prepare.prompt_spec import prompt_spec
@@ -44,6 +45,7 @@ from pipeline.run.ray_session import on_cluster
 from pipeline.runtime.announce import announce
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import LocalFolder
+from pipeline.storage.owned_folder import replacing
 
 log = logging.getLogger(__name__)
 SEED = 0  # of the draw of rows
@@ -166,7 +168,9 @@ def _adapt(
 
 def _sample(task: Task) -> dict[str, Any]:
     drawn = draw(task.rows, task.options.rows, SEED)
-    readable = write_sample(task.config, task.files, task.schema, drawn, task.folder / configs.SAMPLE)
+    table, readable = read_sample(task.config, task.files, task.schema, drawn)
+    with replacing(task.folder / configs.SAMPLE) as temporary:
+        pq.write_table(table, temporary)
     return {
         "inputs": task.inputs,
         "drawn": len(drawn),

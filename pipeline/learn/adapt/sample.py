@@ -6,10 +6,8 @@ import random
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError
 from pipeline.config.job import JobConfig
@@ -19,7 +17,6 @@ from pipeline.input.schema import is_text
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import read_footers
 from pipeline.prepare.prompts import ERROR
-from pipeline.storage.owned_folder import replacing
 
 
 def draw(total: int, count: int, seed: int) -> list[int]:
@@ -44,10 +41,10 @@ def layout(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema
     return files, schema
 
 
-def write_sample(
-    config: JobConfig, files: Sequence[InputFile], schema: pa.Schema, drawn: Sequence[int], path: Path
-) -> list[bool]:
-    """Write the drawn rows in their order, without unreadable ones; whether each is readable.
+def read_sample(
+    config: JobConfig, files: Sequence[InputFile], schema: pa.Schema, drawn: Sequence[int]
+) -> tuple[pa.Table, list[bool]]:
+    """Read the drawn rows in their order, without unreadable ones; and whether each is readable.
 
     drawn: row numbers over all files. Only row groups that hold a drawn row are read.
     """
@@ -62,6 +59,4 @@ def write_sample(
     }
     readable = [rows[row][ERROR][0].as_py() is None for row in drawn]
     good = [rows[row].drop_columns(ERROR) for row, is_good in zip(drawn, readable, strict=True) if is_good]
-    with replacing(path) as temporary:
-        pq.write_table(pa.concat_tables([schema.empty_table(), *good]).combine_chunks(), temporary)
-    return readable
+    return pa.concat_tables([schema.empty_table(), *good]).combine_chunks(), readable

@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from statistics import median
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ def _compared(inputs: EvalInputs, generator: Generator, planned: Sequence[Varian
 
 def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Line:
     """base: the run of 1x, for the wall clocks. Another model's layers are no measure of ours, and so no ratio."""
-    stats, seconds, decode = run.stats, run.median_seconds, run.median_decode_seconds
+    stats, seconds, decode = run.stats, median(run.seconds), median(run.decode_seconds)
     own_layers = variant.group not in ("reference", "model")
     return Line(
         name=variant.name,
@@ -149,8 +150,8 @@ def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Li
         seconds=seconds,
         decode_seconds=decode,
         tokens_per_second=stats.generated_tokens / seconds,
-        wall_clock=base.median_seconds / seconds,
-        decode_wall_clock=base.median_decode_seconds / decode if decode else 1.0,
+        wall_clock=median(base.seconds) / seconds,
+        decode_wall_clock=median(base.decode_seconds) / decode if decode else 1.0,
         cache_bytes=stats.cache_bytes,
         scores=scores,
         warnings=answer_warnings(run.answers),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,16 +22,6 @@ class TimedRun:
     stats: EngineStats
     seconds: list[float]
     decode_seconds: list[float]
-
-    @property
-    def median_seconds(self) -> float:
-        """Seconds of the whole run."""
-        return statistics.median(self.seconds)
-
-    @property
-    def median_decode_seconds(self) -> float:
-        """Seconds of the decode steps."""
-        return statistics.median(self.decode_seconds)
 
 
 def common_batch(generator: Generator, prompts: Sequence[Prompt], new_tokens: int) -> int:

@@ -28,7 +28,7 @@ from pipeline.config.job import JobConfig
 from pipeline.input.files import list_input
 from pipeline.input.rows import read_rows
 from pipeline.learn.adapt.configs import full_depth_job
-from pipeline.learn.adapt.sample import layout, write_sample
+from pipeline.learn.adapt.sample import layout, read_sample
 from pipeline.plan.manifest import Manifest, pinned_snapshot, with_snapshot
 from pipeline.try_rows import answer_first_rows
 
@@ -147,9 +147,9 @@ def test_adapt_samples_the_rows_of_a_table_and_answers_them_as_a_file(
     job = job.model_copy(update={"output": output, "adapt": AdaptConfig(rows=4, held_out=2)})
     pinned = with_snapshot(job, pinned_snapshot(job, None))
     files, schema = layout(pinned, list_input(pinned.input, job.storage))
-    assert write_sample(job, files, schema, [2, 0], tmp_path / "sample.parquet") == [True, True]
+    sample, readable = read_sample(job, files, schema, [2, 0])
     column = prompts(0, 3)["prompt"].to_pylist()
-    assert pq.read_table(tmp_path / "sample.parquet")["prompt"].to_pylist() == [column[2], column[0]]
+    assert sample["prompt"].to_pylist() == [column[2], column[0]] and readable == [True, True]
     over_sample = full_depth_job(job, resolve_checkpoint(job.model, job.storage), tmp_path)
     assert not over_sample.input.is_table and not over_sample.output.is_table
     JobConfig.model_validate(over_sample.model_dump())

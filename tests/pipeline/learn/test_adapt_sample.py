@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.input.files import list_files
-from pipeline.learn.adapt.sample import layout, write_sample
+from pipeline.learn.adapt.sample import layout, read_sample
 from pipeline.storage.folder import open_folder
 
 
-def sampled(config: JobConfig, drawn: list[int], path: Path) -> pa.Table:
+def sampled(config: JobConfig, drawn: list[int]) -> pa.Table:
     files, schema = layout(config, list_files(config.input.path, config.storage))
-    assert write_sample(config, files, schema, drawn, path) == [True] * len(drawn)
-    return pq.read_table(path)
+    table, readable = read_sample(config, files, schema, drawn)
+    assert readable == [True] * len(drawn)
+    return table
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_sample_is_the_rows_drawn_in_their_order(inputs: Path, checkpoint: Path, drawn: list[int]) -> None:
     folder = inputs.parent
     config = JobConfig.model_validate(values(inputs, folder / "out", checkpoint, references="right"))
-    table = sampled(config, drawn, folder / "sample.parquet")
+    table = sampled(config, drawn)
     whole = pq.read_table(inputs)
     assert table.column_names == ["key", "q", "right"]  # what the job reads, and the references
     assert table.schema.field("key").type == pa.int16()
@@ -53,7 +54,7 @@ def test_only_row_groups_with_drawn_rows_are_read(
         return plain(file, *args, row_groups=row_groups, **more)
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", noting)
-    sampled(config, [29, 3, 0], tmp_path / "sample.parquet")
+    sampled(config, [29, 3, 0])
     assert read == [("13", 0), ("16", 3)]
 
 
@@ -62,5 +63,5 @@ def test_the_sample_of_a_bucket(s3: StorageConfig, inputs: Path, tmp_path: Path,
     for path in inputs.iterdir():
         bucket.replace(path.name, path.read_bytes())
     job = {**values("s3://bucket/adapt", tmp_path / "out", checkpoint), "storage": s3.model_dump()}
-    table = sampled(JobConfig.model_validate(job), [20, 4], tmp_path / "sample.parquet")
+    table = sampled(JobConfig.model_validate(job), [20, 4])
     assert table["key"].to_pylist() == [20, 4]
