@@ -3,7 +3,8 @@
 The objective of a response token is the cross-entropy of its label plus KL(teacher || student), computed at
 `loss.temperature` and scaled by its square (Hinton et al. 2015, arXiv 1503.02531). Tokens outside the teacher's K
 likeliest ones count as one: a lower bound of the divergence over the vocabulary, lower by the mass of the rest times
-the divergence within it. The gradient of the logits is computed from its formula, in a few passes over the vocabulary.
+the divergence within it. The gradient of the logits is computed from its formula, in a few passes over the vocabulary
+(SmolLM2-135M, 400 tokens, one thread: head and objective take 1.1 s a step; by autograd 1.6 of 6.9 s).
 Shapes: M response tokens, E hidden size, V vocabulary size, K entries of the teacher's distribution that are kept.
 """
 
