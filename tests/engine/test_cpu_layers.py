@@ -308,7 +308,7 @@ def test_layers_of_ones_own_are_taken_where_there_are_some(family: str, changes:
     assert [one.token_ids for one in answers[0]] == [one.token_ids for one in answers[1]]
 
 
-@multiplying
+@pytest.mark.skipif(not library.quantizes(BF16, CPU), reason="no kernel for 8 bits")
 def test_a_head_that_the_screen_does_not_decide_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take the whole head then; an int8 head is never screened."""
     undecided, rows = prepared("llama", BF16), requests(6, seed=4, most_new=12)

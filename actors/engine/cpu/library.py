@@ -31,7 +31,7 @@ FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
 )
-BUILD_SECONDS = 300
+BUILD_SECONDS = 900
 PANEL = 48  # outputs of a product that lie together in its packed weight
 LARGEST_HEAD = 256  # numbers
 _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -85,15 +85,14 @@ def available(dtype: torch.dtype, device: torch.device) -> bool:
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the kernels of products and layers exist for `dtype`.
 
-    They do for float32 on every CPU, and for bfloat16 with AVX512-BF16 and without AMX, with which the library's
-    products are faster.
+    They do for float32 on every CPU, and for bfloat16 without AMX, with which the library's products are faster.
     """
     loaded = library() if device.type == "cpu" and dtype in _NAMES else None
     return loaded is not None and (dtype == torch.float32 or bool(loaded.can_multiply()))
 
 
 def quantizes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `multiply_int8` and `likeliest` exist: where `multiplies` in bfloat16, with AVX512-VNNI."""
+    """Return whether `multiply_int8` and `likeliest` exist: with AVX512-BF16 and AVX512-VNNI, and without AMX."""
     loaded = library() if dtype == torch.bfloat16 and multiplies(dtype, device) else None
     return loaded is not None and bool(loaded.can_quantize())
 

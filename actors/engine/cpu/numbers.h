@@ -42,6 +42,21 @@ typedef uint32_t Bits __attribute__((vector_size(64)));
 typedef int32_t Places __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
+// Integers of 32 and 16 bits, as many as a vector of so many bytes has float32 numbers.
+template <size_t BYTES>
+struct Ints;
+
+#define INTS(BYTES) \
+    template <> \
+    struct Ints<BYTES> { \
+        typedef uint32_t Whole __attribute__((vector_size(BYTES))); \
+        typedef uint16_t Half __attribute__((vector_size(BYTES / 2))); \
+    };
+
+INTS(64)
+INTS(32)
+INTS(16)
+
 constexpr int64_t LANES = 16, PAIR = 2 * LANES;
 
 // The first `n` numbers of x, at most all of a vector V, and zeros.
@@ -57,12 +72,13 @@ inline V load_vector(const float* x, int64_t n) {
 
 template <class V = Floats>
 inline V load_vector(const BFloat16* x, int64_t n) {
-    Halves y = {};
-    if (n >= LANES)
+    using Some = typename Ints<sizeof(V)>::Half;
+    Some y = {};
+    if (n >= int64_t(sizeof y / sizeof *x))
         std::memcpy(&y, x, sizeof y);
     else if (n > 0)
         std::memcpy(&y, x, n * sizeof *x);
-    return (V)(__builtin_convertvector(y, Bits) << 16);
+    return (V)(__builtin_convertvector(y, typename Ints<sizeof(V)>::Whole) << 16);
 }
 
 // The first `n` numbers of x to memory, at most all.
@@ -76,9 +92,11 @@ inline void store_vector(float* to, V x, int64_t n) {
 
 template <class V>
 inline void store_vector(BFloat16* to, V x, int64_t n) {  // to the nearest, ties to even; NaN stays NaN
-    const Bits bits = (Bits)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const Halves halves = __builtin_convertvector(x == x ? rounded : Bits() + 0x7fc0, Halves);
-    if (n >= LANES)
+    using Some = typename Ints<sizeof(V)>::Half;
+    using Wide = typename Ints<sizeof(V)>::Whole;
+    const Wide bits = (Wide)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const Some halves = __builtin_convertvector(x == x ? rounded : Wide() + 0x7fc0, Some);
+    if (n >= int64_t(sizeof halves / sizeof *to))
         std::memcpy(to, &halves, sizeof halves);
     else
         std::memcpy(to, &halves, n * sizeof *to);

@@ -1,6 +1,6 @@
 // Products with packed weights, y = activation(x W^T + b) + residual, optimized for few rows: each weight is fetched from
 // memory once, ahead of its use, and multiplied with all rows. Sums are float32. A row's result depends on that row alone,
-// not on the batch or the number of threads. Numbers are float32; bfloat16 and int8 need instructions of the processor.
+// not on the batch or the number of threads. Numbers are float32 or bfloat16; int8 needs instructions of the processor.
 
 #pragma once
 
@@ -12,12 +12,12 @@
 #include "numbers.h"
 
 // The library's products in bfloat16 are faster on processors that multiply tiles (AMX).
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(__AMX_BF16__)
-#define CAN_MULTIPLY 1
-#else
+#ifdef __AMX_BF16__
 #define CAN_MULTIPLY 0
+#else
+#define CAN_MULTIPLY 1
 #endif
-#if CAN_MULTIPLY && defined(__AVX512VNNI__)
+#if CAN_MULTIPLY && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
 #define CAN_QUANTIZE 1
 #else
 #define CAN_QUANTIZE 0
@@ -66,9 +66,9 @@ inline void add_factors(Vector (&sums)[ROWS][VECTORS], const float* x, int64_t x
 #endif
 }
 
-#if CAN_MULTIPLY
 template <int ROWS>
 inline void add_factors(Vector (&sums)[ROWS][VECTORS], const BFloat16* x, int64_t x_row, const BFloat16* weights) {
+#ifdef __AVX512BF16__
     __m512bh weight[VECTORS];
     for (int n = 0; n < VECTORS; n++) weight[n] = load_factor(weights + n * 2 * LANES);
 #pragma GCC unroll 8
@@ -76,8 +76,23 @@ inline void add_factors(Vector (&sums)[ROWS][VECTORS], const BFloat16* x, int64_
         const __m512bh both = repeated(x + m * x_row);
         for (int n = 0; n < VECTORS; n++) sums[m][n] = (Vector)add_product((Floats)sums[m][n], both, weight[n]);
     }
-}
+#else  // 32 bits hold two numbers, of which each becomes a float32
+    typedef uint32_t Pairs __attribute__((vector_size(WIDTH * 4), may_alias));
+    Vector low[ROWS], high[ROWS];
+    for (int m = 0; m < ROWS; m++) {
+        uint32_t both;
+        std::memcpy(&both, x + m * x_row, sizeof both);
+        low[m] = (Vector)(Pairs() + (both << 16)), high[m] = (Vector)(Pairs() + (both & 0xffff0000u));
+    }
+#pragma GCC unroll 12
+    for (int n = 0; n < VECTORS; n++) {
+        const Pairs both = ((const Pairs*)weights)[n];
+        const Vector first = (Vector)(both << 16), second = (Vector)(both & 0xffff0000u);
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; m++) sums[m][n] += first * low[m], sums[m][n] += second * high[m];
+    }
 #endif
+}
 
 // Adds `steps` times FACTORS products to the sums [ROWS, PANEL], which begin at `before`, or at 0 where that is null, and
 // gives each row's to `end`. weights: [steps, PANEL, FACTORS]; they and `before` are aligned to 64 bytes. Prefetches
