@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from memory_folder import MemoryFolder
 
 from pipeline.commit import results
-from pipeline.commit.result_lines import answer_lines, batch_lines, cut
-from pipeline.commit.results import recorded, remove_results, result_problems
+from pipeline.commit.results import answer_lines, batch_lines, cut, recorded, remove_results, result_problems
 from pipeline.input.shards import Shard
 
 

@@ -52,15 +52,6 @@ def test_a_damaged_page_names_the_file(tmp_path: Path) -> None:
     assert refused > 20
 
 
-def test_a_file_that_shrank_after_planning_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    written(path)
-    shards = cut_shards([read_footer(str(path), 0, "v", LOCAL)[0]], 100, 2**20)
-    pq.write_table(pa.table({"prompt": ["x"] * 150}), path)
-    with pytest.raises(OSError, match=r"a\.parquet: cannot be read, .*: fewer rows than"):
-        read(path, shards)
-
-
 @pytest.mark.parametrize(
     "name", ["a\nb.parquet", "x..parquet", "part-000000.parquet", "'; rm -rf.parquet", "é\u202e.parquet"]
 )

@@ -77,17 +77,3 @@ def test_a_half_done_job_with_a_damaged_plan_is_refused_and_answers_nothing(conf
     with pytest.raises(UserError, match=r"^.*/_job/plan\.parquet: damaged .*; restore the file from a copy, or start"):
         jobs.run(config)
     assert files(config) == before
-
-
-def test_a_rewritten_part_is_refused_by_every_run_until_it_is_repaired(config: JobConfig) -> None:
-    """A scheduler that retries must not accept it."""
-    jobs.run(config)
-    part = Path(config.output.path) / "part-000001.parquet"
-    data = part.read_bytes()
-    table = pq.read_table(part)
-    edited = table.set_column(table.column_names.index("generated_text"), "generated_text", [["edited"] * 4])
-    pq.write_table(edited, part)
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"/part-000001\.parquet: damaged .* run again with --repair"):
-            jobs.run(config)
-    assert jobs.run(config, check="repair").fresh_rows == 4 and part.read_bytes() == data

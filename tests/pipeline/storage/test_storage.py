@@ -38,17 +38,7 @@ def test_a_folder_that_is_not_there_is_empty(folder: Folder) -> None:
         folder.read("nothing")
 
 
-def test_a_file_is_created_once(folder: Folder) -> None:
-    assert folder.create("a/b.json", b"first")
-    assert not folder.create("a/b.json", b"second")
-    assert folder.read("a/b.json") == b"first"
-    folder.remove("a/b.json")
-    folder.remove("a/b.json")
-    assert folder.names("a") == []
-    assert folder.create("a/b.json", b"third") and folder.read("a/b.json") == b"third"
-
-
-def test_a_large_file_is_created_once_too(folder: Folder) -> None:
+def test_a_large_file_is_created_once(folder: Folder) -> None:
     """Larger than s3fs's own threshold of a multipart upload, which need not heed the condition."""
     data = b"0123456789abcdef" * (12 * 2**20 // 16)
     assert folder.create("part", data)
