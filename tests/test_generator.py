@@ -454,12 +454,6 @@ def test_the_engine_is_checked_before_a_model_is_loaded(
         make(checkpoint, **changes)
 
 
-def test_a_gpu_where_there_is_none_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(UserError, match="device = 'cuda:0': this process sees 0 GPUs"):
-        make(checkpoint, device="cuda:0")
-
-
 def test_the_second_gpu_is_the_current_one_while_rows_are_answered(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,20 +77,6 @@ def test_a_conversation_goes_on_after_a_call(served: Running) -> None:
     assert answer.finish_reason in ("stop", "length")
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "names no tool"),
-        ({"tool_choice": "required"}, "needs tools"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tool 1 has no name"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "does not go with tools"),
-    ],
-)
-def test_wrong_tools_are_refused(served: Running, changes: Any, says: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=says):
-        chats(served).create(model="tiny", messages=CHAT, **changes)
-
-
 def test_thinking_is_apart_from_the_answer(served: Running, thinking: Running) -> None:
     how: Any = {"model": "tiny", "messages": CHAT, "seed": 5, "max_tokens": 120, "extra_body": {"ignore_eos": True}}
     [plain] = chats(served).create(**how).choices
