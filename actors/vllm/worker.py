@@ -97,10 +97,6 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
             check_answers(self, self.skipper, self._cache_config)
         return times
 
-    def skip_counts(self) -> Mapping[str, int]:
-        """Return the number of forward passes, tokens, layers run for tokens, and builds of metadata for subsets."""
-        return {} if self.skipper is None else dict(self.skipper.counts)
-
     def _prompt_lengths(self, common: Any) -> np.ndarray:
         runner = self.model_runner
         lengths: np.ndarray
