@@ -472,22 +472,3 @@ def test_the_second_gpu_is_the_current_one_while_rows_are_answered(
     monkeypatch.setattr(generator.calls, "finish", lambda call: seen.append(list(entered)))
     generator.answer([])
     assert seen == [[torch.device("cuda:1")]] and not entered
-
-
-def test_a_calls_rows_are_in_flight_with_the_last_ones_of_the_call_before(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two calls from two threads; the answers are those of each alone."""
-    monkeypatch.setattr("actors.engine.decoder.Decoder.rows_independent", True)
-    calls = [
-        [Prompt([7 + row, 8, 9], f"{call}", row, sampling={"max_new_tokens": 2 + 3 * (row % 4)}) for row in range(13)]
-        for call in range(2)
-    ]
-    one = make(checkpoint, scheduler="refill", max_batch=6)
-    want = [make(checkpoint, scheduler="refill", max_batch=6).answer(prompts) for prompts in calls]
-    first, second = (one.begin(prompts) for prompts in calls)
-    one.run(first)
-    assert second.call.completions or one.engine.rows, "the second call's rows have not been admitted"
-    one.run(second)
-    for work, answers in zip((first, second), want, strict=True):
-        assert [answer.token_ids for answer in one.finish(work)] == [answer.token_ids for answer in answers]
