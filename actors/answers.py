@@ -51,12 +51,12 @@ class Answer:
 
 
 def error_answer(row: int, prompt_tokens: int, error: str) -> Answer:
-    """The single answer of a row that cannot be answered."""
+    """Return the single answer of a row that cannot be answered."""
     return Answer(row, 0, None, str(FinishReason.ERROR), prompt_tokens, 0, None, error, None, None, None, None)
 
 
 def as_column(values: Sequence[Any]) -> Column:
-    """Values of an input column as an array [rows]; lists and mappings, of any length, become its objects."""
+    """Return values of an input column as an array [rows]; lists and mappings, of any length, become its objects."""
     if isinstance(values, np.ndarray):
         return values
     if any(isinstance(value, list | tuple | Mapping | np.ndarray) for value in values):
@@ -65,7 +65,7 @@ def as_column(values: Sequence[Any]) -> Column:
 
 
 def object_column(values: Sequence[Any]) -> Column:
-    """An array [rows] of Python objects."""
+    """Return an array [rows] of Python objects."""
     column = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):  # a slice assignment would make columns of lists of one length
         column[row] = value
@@ -73,7 +73,7 @@ def object_column(values: Sequence[Any]) -> Column:
 
 
 def answer_columns(answers: Sequence[Answer], optional: Sequence[str]) -> dict[str, Column]:
-    """The answers' columns; None stands for a missing number, as in the output of a job.
+    """Return the answers' columns; None stands for a missing number, as in the output of a job.
 
     optional: names of fields that only some generators give.
     """

@@ -35,7 +35,7 @@ class ControlTokens:
     def prompt(
         self, render: Callable[[Any], str], values: Any, *, source: str | None = None, parse: bool = False
     ) -> tuple[str, int]:
-        """A template's text, and how many of its control tokens `values` spell; those are marked, for `encode`.
+        """Return a template's text, and how many of its control tokens `values` spell; those are marked, for `encode`.
 
         Raises UserError if it cannot be told which control tokens are the template's.
 
@@ -58,7 +58,7 @@ class ControlTokens:
         return (text if parse or not spelled else marked), spelled
 
     def encode(self, marked: str, *, special_tokens: bool) -> list[int]:
-        """Token ids of a text with marked control tokens. special_tokens: with those that the tokenizer adds.
+        """Return token ids of a text with marked control tokens. special_tokens: with those that the tokenizer adds.
 
         Raises UserError for a tokenizer that makes a control token of plain text too, and under a transformers before
         5.23, which cannot encode such a text.
@@ -99,7 +99,7 @@ class ControlTokens:
         return written
 
     def _aligned(self, text: str, marked: str, written: list[bool]) -> str:
-        """The text with the marks of another rendering, where markers have changed what the template writes.
+        """Return the text with the marks of another rendering, where markers have changed what the template writes.
 
         A control token is the template's if the same one is the template's at its place in the other rendering.
         """
@@ -125,12 +125,12 @@ def _unmarked(text: str) -> str:
 
 
 def one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Token ids of a text that spells the token which the tokenizer puts before it, with one of the two."""
+    """Return token ids of a text that spells the token which the tokenizer puts before it, with one of the two."""
     first = next((at for at, token in enumerate(ids) if token != tokenizer.bos_token_id), len(ids))
     return ids[max(0, first - 1) :]
 
 
 @lru_cache(maxsize=4)
 def control_tokens(tokenizer: Any) -> ControlTokens:
-    """The control tokens of a loaded tokenizer, kept."""
+    """Return the control tokens of a loaded tokenizer, kept."""
     return ControlTokens(tokenizer)

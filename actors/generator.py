@@ -194,7 +194,7 @@ class Generator:
             )
 
     def at(self, schedule: Schedule, *, max_batch: int | None = None) -> Generator:
-        """A generator with the same weights under another schedule; only one of the two may have rows in flight.
+        """Return a generator with the same weights under another schedule; only one of the two may have rows in flight.
 
         A speed adapter stays merged, or left out, as it was when the weights were loaded.
 
@@ -222,7 +222,7 @@ class Generator:
         )
 
     def schedule_at(self, speedup: float) -> Schedule:
-        """The schedule of another nominal speed-up, for rows that share steps with those of this one.
+        """Return the schedule of another nominal speed-up, for rows that share steps with those of this one.
 
         Raises:
             UserError: A speed that the checkpoint was not trained for, or that needs other weights or another engine.
@@ -241,7 +241,7 @@ class Generator:
         return schedule
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Columns of a batch, with a column of prompts -> the same columns and the answers' columns.
+        """Answer the prompts in a column of a batch; return the batch's columns and the answers'.
 
         A prompt is text, a list of token ids, or a list of messages for the checkpoint's chat template. A row's
         random numbers follow from seed and prompt, so that batches may be cut in any way; equal prompts have equal
@@ -289,7 +289,7 @@ class Generator:
         on_batch: Callable[[Sequence[int]], None] | None = None,
         on_drain: Callable[[], None] | None = None,
     ) -> RowsAtWork:
-        """The first part of `answer`: queue the rows, from any thread; `run` and then `finish` must follow.
+        """Queue rows, the first part of `answer`, from any thread; `run` and then `finish` must follow.
 
         on_drain: Called, by vLLM alone, in the thread that runs, once the rows of another call would find free slots.
         """
@@ -320,7 +320,7 @@ class Generator:
             self.calls.finish(work.call)
 
     def finish(self, work: RowsAtWork) -> list[Answer]:
-        """The answers to rows that have been run."""
+        """Return the answers to rows that have been run."""
         completions, prompts, errors = work.call.result(), work.prompts, dict(work.errors)
         if work.call.on_batch is not None:
             work.call.on_batch(())
@@ -338,7 +338,7 @@ class Generator:
         return sorted(answers, key=lambda answer: (answer.row, answer.sample_index))
 
     def completed(self, prompt: Prompt, row: int, sample: int, request: Request, completion: Completion) -> Answer:
-        """The answer of a completion with tokens, to one of the prompt's requests."""
+        """Return the answer of a completion with tokens, to one of the prompt's requests."""
         count = len(completion.token_ids)
         text, reasoning = self.builder.text(request, completion)
         answer = Answer(
@@ -359,7 +359,7 @@ class Generator:
         return self.builder.with_calls(answer) if prompt.tools else answer
 
     def _requests(self, prompt: Prompt) -> list[Request]:
-        """The row's samples as requests; raises UserError for a row that cannot be answered."""
+        """Return the row's samples as requests; raises UserError for a row that cannot be answered."""
         requests = self.builder.requests(prompt)
         limit = requests[0].new_tokens_limit(self.engine.decoder.context_length)
         needed = self.engine.row_bytes(len(prompt.ids), limit)
@@ -368,11 +368,11 @@ class Generator:
         return requests
 
     def take_stats(self) -> EngineStats:
-        """The engine's counts since the last call."""
+        """Return the engine's counts since the last call."""
         return self.engine.take_stats()
 
     def peak_memory_bytes(self) -> int:
-        """Largest memory so far, bytes: of the GPU if there is one, else of this process."""
+        """Return the largest memory so far, bytes: of the GPU if there is one, else of this process."""
         if self.device.type == "cuda":
             import torch
 
@@ -381,7 +381,7 @@ class Generator:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
     def device_name(self) -> str:
-        """For the statistics: the GPU's name, or cpu, and in brackets the GPUs that this process may see."""
+        """Return, for the statistics, the GPU's name, or cpu, and in brackets the GPUs that this process may see."""
         name = "cpu"
         if self.device.type == "cuda":
             import torch

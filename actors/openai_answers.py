@@ -24,7 +24,7 @@ def completion_body(
     job: str,
     prompt_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """The body of a response.
+    """Return the body of a response.
 
     Args:
         url: the endpoint, one of `ENDPOINTS`.
@@ -65,12 +65,12 @@ def completion_body(
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Counts of tokens."""
+    """Return counts of tokens."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def shown_logprobs(url: str, tokens: Sequence[Mapping[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
-    """Log-probabilities in the endpoint's form; None without. offset: characters of text before these tokens."""
+    """Return log-probabilities in the endpoint's form; None without. offset: characters of text before these tokens."""
     if tokens is None:
         return None
     if url == CHAT:
@@ -93,13 +93,13 @@ def _entry(token: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def error_body(message: str, *, is_request: bool) -> dict[str, Any]:
-    """The body of a refusal. is_request: the request is at fault, not the server."""
+    """Return the body of a refusal. is_request: the request is at fault, not the server."""
     kind = "invalid_request_error" if is_request else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
 def shown_calls(calls: Sequence[Mapping[str, str]], key: str) -> list[dict[str, Any]]:
-    """Calls of tools, in OpenAI's form. key: that their ids are made of."""
+    """Return calls of tools, in OpenAI's form. key: that their ids are made of."""
     return [
         {"id": f"call_{key}-{number}", "type": "function", "function": {**call}} for number, call in enumerate(calls)
     ]

@@ -51,7 +51,7 @@ class CompletionRequest:
     tool_choice: Any = None  # which of them it must call
 
     def checked_form(self, tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> OutputFormat | None:
-        """The form of the answer, or that of the calls that it must make; None for free text.
+        """Return the form of the answer, or that of the calls that it must make; None for free text.
 
         Raises UserError for a form or a choice of tools that cannot be followed.
 
@@ -67,7 +67,7 @@ class CompletionRequest:
 
 
 def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
-    """The request in a body; null counts as a key that is left out.
+    """Return the request in a body; null counts as a key that is left out.
 
     Raises UserError that names the key that is unknown, unsupported or wrong.
     """
@@ -107,7 +107,7 @@ def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> Any:
-    """Number of alternatives; None without log-probabilities."""
+    """Return the number of alternatives; None without log-probabilities."""
     wanted = body.get("logprobs", False)
     if not isinstance(wanted, bool):
         raise UserError(f"body: logprobs = {wanted!r}: must be true or false in a chat")
@@ -117,7 +117,7 @@ def _chat_logprobs(body: Mapping[str, Any]) -> Any:
 
 
 def _form(given: Any) -> OutputFormat | None:
-    """The form that `response_format` asks for."""
+    """Return the form that `response_format` asks for."""
     kind = given.get("type", "text") if isinstance(given, Mapping) else None if given is not None else "text"
     if kind == "text":
         return None

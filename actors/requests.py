@@ -72,12 +72,12 @@ class RequestBuilder:
                 self._constraint(form)
 
     def logprobs(self, completion: Completion) -> list[dict[str, Any]] | None:
-        """A completion's log-probabilities, as in `TokenLogprob.to_dict`."""
+        """Return a completion's log-probabilities, as in `TokenLogprob.to_dict`."""
         found = completion.logprobs
         return None if found is None else [token.to_dict(self.token_text) for token in found]
 
     def prompt(self, value: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
-        """The prompt of any value of a prompt column: a text, token ids or messages, which may offer checked tools."""
+        """Make a prompt of a value of a prompt column: a text, token ids or messages, which may offer checked tools."""
         ids: list[int] = []
         error = None
         try:
@@ -100,12 +100,12 @@ class RequestBuilder:
         return Prompt(ids, f"prompt:{ids}", 0, error, tools=bool(tools))
 
     def _render(self, chat: tuple[list[Any], list[Any]]) -> str:
-        """The text of messages and tools by transformers' chat template."""
+        """Return the text of messages and tools by transformers' chat template."""
         how: dict[str, Any] = {"tools": chat[1] or None, "tokenize": False, "add_generation_prompt": True}
         return str(self.tokenizer.apply_chat_template(chat[0], **how))
 
     def chat_ids(self, text: str, marked: int) -> list[int]:
-        """Token ids of a chat, in which so many control tokens are marked, see `ControlTokens.prompt`."""
+        """Return token ids of a chat, in which so many control tokens are marked, see `ControlTokens.prompt`."""
         if marked:
             return control_tokens(self.tokenizer).encode(text, special_tokens=False)
         return self._ids(text, False)
@@ -115,7 +115,7 @@ class RequestBuilder:
         return one_bos(self.tokenizer, ids)
 
     def requests(self, prompt: Prompt) -> list[Request]:
-        """The row's `n` requests; raises UserError for a row that cannot be answered."""
+        """Return the row's `n` requests; raises UserError for a row that cannot be answered."""
         if prompt.error is not None:
             raise UserError(prompt.error)
         params = self._params(prompt)
@@ -135,7 +135,7 @@ class RequestBuilder:
         return [Request(prompt.ids, params, key, ending, constraint) for key in keys]
 
     def _params(self, prompt: Prompt) -> SamplingParams:
-        """The row's sampling parameters, checked; special tokens among its stop strings become stop tokens."""
+        """Return the row's sampling parameters, checked; special tokens among its stop strings become stop tokens."""
         try:
             params = self.sampling.merged(prompt.sampling)
         except ValueError as error:
@@ -151,7 +151,7 @@ class RequestBuilder:
         return params
 
     def _form(self, prompt: Prompt) -> tuple[str, ...] | OutputFormat | None:
-        """The row's own labels or form, else those of all rows."""
+        """Return the row's own labels or form, else those of all rows."""
         if prompt.choices is not None:
             return tuple(prompt.choices)
         if prompt.output_format is not None:
@@ -159,7 +159,7 @@ class RequestBuilder:
         return self.output_format if self.choices is None else self.choices
 
     def _constraint(self, form: tuple[str, ...] | OutputFormat) -> Constraint:
-        """The constraint of a form; recent ones are kept. Raises UserError for one that cannot be followed."""
+        """Return the constraint of a form; recent ones are kept. Raises UserError for one that cannot be followed."""
         if form not in self._constraints:
             constraint = self._grammar(form) if isinstance(form, OutputFormat) else self._trie(form)
             if self.reasoning is not None:
@@ -189,24 +189,24 @@ class RequestBuilder:
             raise UserError(f"choices: {error} (counted from 0)") from None
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Return the text of tokens, without special ones."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def answer_start(self, prompt_ids: Sequence[int]) -> Callable[[str], int | None]:
-        """Where the answer to a prompt begins in a text, behind the thinking; see `StopStrings`."""
+        """Return where the answer to a prompt begins in a text, behind the thinking; see `StopStrings`."""
         if self.reasoning is None:
             return lambda text: 0
         return partial(self.reasoning.answer_start, begun=self.reasoning.begun_by(self.decode(list(prompt_ids))))
 
     def begins_thinking(self, request: Request) -> bool:
-        """Whether the answer begins inside thinking: the prompt says so, or a form follows the thinking."""
+        """Return whether the answer begins inside thinking: the prompt says so, or a form follows the thinking."""
         if self.reasoning is None or isinstance(request.constraint, AfterReasoning):
             return self.reasoning is not None
         return self.reasoning.begun_by(self.decode(list(request.prompt_ids)))
 
     def text(self, request: Request, completion: Completion) -> tuple[str, str | None]:
-        """The answer's text without the stop token or string that ended it, in a given form exactly that text; and
-        the thinking before it, None without.
+        """Return the answer's text without the stop token or string that ended it, in a given form exactly that text;
+        and the thinking before it, None without.
         """
         tokens, stop_ids = list(completion.token_ids), request.sampling.all_stop_ids(self.stop_ids)
         if completion.finish_reason != FinishReason.LENGTH and tokens[-1] in stop_ids:
@@ -224,7 +224,7 @@ class RequestBuilder:
         return text, thinking.strip() if self.strip and thinking is not None else thinking
 
     def error(self, prompt: Prompt, completion: Completion, text: str) -> str | None:
-        """Why an answer of this text is none, or is not whole in the form that was asked for; None if it is."""
+        """Return why an answer of this text is none, or is not whole in the form that was asked for; None if it is."""
         form, error = self._form(prompt), completion.error
         if error is None:
             return form.problem(text) if isinstance(form, OutputFormat) else None
@@ -238,7 +238,7 @@ class RequestBuilder:
         return error
 
     def with_calls(self, answer: Answer) -> Answer:
-        """An answer to a prompt with tools: its calls apart from its text, or an error and the whole text.
+        """Return an answer to a prompt with tools: its calls apart from its text, or an error and the whole text.
 
         The row's `requests` have been built, so that the form of calls is known.
         """

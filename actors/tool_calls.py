@@ -34,7 +34,7 @@ ToolCall = dict[str, str]  # a call's `name`, and `arguments` as JSON of an obje
 
 
 def tool_format(template: str) -> ToolFormat:
-    """The form that a chat template asks for. Raises UserError for a template without one that is read."""
+    """Return the form that a chat template asks for. Raises UserError for a template without one that is read."""
     if "tools" not in template:
         raise UserError("tools: the chat template takes none")
     for text, name in _OTHERS.items():
@@ -61,7 +61,9 @@ def form_of(tokenizer: Any) -> ToolFormat:
 
 
 def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any, form: ToolFormat) -> OutputFormat:
-    """The form of an answer that must call tools. Raises UserError for a choice or parameters that cannot be followed.
+    """Return the form of an answer that must call tools.
+
+    Raises UserError for a choice or parameters that cannot be followed.
 
     Args:
         tools: checked, see `checked_tools`.
@@ -95,7 +97,7 @@ def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any, form: ToolForma
 
 
 def split_calls(text: str, form: ToolFormat) -> tuple[str, list[ToolCall]]:
-    """The text of an answer without its calls, and the calls.
+    """Return the text of an answer without its calls, and the calls.
 
     A Llama answer that is no call is a text, whatever it holds: nothing marks a call there. Raises ValueError, which
     counts from 1, for a marked call that is damaged.
@@ -147,7 +149,7 @@ def _call(value: Any, key: str) -> ToolCall:
 
 
 def checked_tools(value: Any) -> list[dict[str, Any]]:
-    """A row's tools: a list of {"type": "function", "function": {"name": …}}, or JSON of it; [] for null.
+    """Return a row's tools: a list of {"type": "function", "function": {"name": …}}, or JSON of it; [] for null.
 
     Null fields of a list are dropped. Raises UserError that names the wrong tool, counted from 1.
     """

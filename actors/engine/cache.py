@@ -131,7 +131,7 @@ class SkipCache:
         return self._masks[window]
 
     def mask(self, layer: int, rows: int) -> Tensor | None:
-        """Mask [rows, 1, 1, K] of the announced step for the `rows` youngest rows; None: they attend to all of K."""
+        """Return the step's mask [rows, 1, 1, K] for the `rows` youngest rows; None: they attend to all of K."""
         first, mask = self._step_mask(self.windows[layer])
         return None if mask is None else mask[-rows:, :, :, : self.slots[layer] - first]
 
@@ -185,7 +185,7 @@ class SkipCache:
 
 
 def compaction(ages: Sequence[object], alive: Sequence[bool]) -> list[int]:
-    """New order of the live rows, as old row numbers: still oldest first, with as few rows moved as possible.
+    """Return a new order of the live rows, as old row numbers: still oldest first, with as few rows moved as possible.
 
     ages: equal for rows of one schedule at one position. Such neighbours may change their order, so that the last row
     of a group fills a hole, and only the groups behind it shift.

@@ -35,7 +35,7 @@ def part(rotary: Rotary, rows: Any = slice(None), columns: Any = slice(None)) ->
 
 
 def causal_mask(columns: int, prefix: int, window: int | None, device: torch.device) -> Tensor:
-    """Bool [1, 1, S, prefix + S]: which keys the tokens at positions prefix ... prefix + S - 1 of their rows attend to.
+    """Return bool [1, 1, S, prefix + S]: which keys the tokens at positions prefix ... prefix + S - 1 attend to.
 
     Keys lie at their positions. window: how many of the latest keys, a token's own included; None is all.
     """
@@ -128,7 +128,7 @@ class Decoder:
         return output
 
     def skip_layer(self, layer: int, hidden: Tensor, skipping: Tensor) -> Tensor:
-        """Hidden states [1, N, E] behind a layer that the tokens `skipping`, bool [N], do not run: unchanged.
+        """Return hidden states [1, N, E] behind a layer that the tokens `skipping`, bool [N], do not run: unchanged.
 
         Called by `token_tree` alone, so that a subclass can try another way past a layer.
         """
@@ -143,7 +143,7 @@ class Decoder:
         return torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and vocabulary head over [N, E] -> [N, V], capped if the family does so."""
+        """Apply final norm and vocabulary head: [N, E] -> [N, V], capped if the family does so."""
         output: Tensor = self.head(self.finish(hidden))
         if self.logit_cap is not None:
             output = torch.tanh(output / self.logit_cap) * self.logit_cap

@@ -65,7 +65,7 @@ class Engine:
         self._shape = SlotShape(schedule, 0, 0, 0)
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> int:
-        """Exact cache bytes of a row in a batch with these as its longest prompt and most new tokens.
+        """Return the exact cache bytes of a row in a batch with these as its longest prompt and most new tokens.
 
         schedule: as for `open`.
         """
@@ -88,7 +88,7 @@ class Engine:
         return self.executor.used_bytes()
 
     def take_stats(self) -> EngineStats:
-        """Counts since the last call."""
+        """Return counts since the last call."""
         stats, self.stats = self.stats, EngineStats()
         return stats
 

@@ -16,12 +16,12 @@ class UserError(ValueError):
 
 
 def flat(value: object) -> str:
-    """The text of an error or another value without line breaks."""
+    """Return the text of an error or another value without line breaks."""
     return " ".join(str(value).split())
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """The question "did you mean …?" for a mistyped name; empty if no known name is near."""
+    """Return the question "did you mean …?" for a mistyped name; empty if no known name is near."""
     near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else ""
 

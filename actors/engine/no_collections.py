@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """A block, or as a decorator a function, in which nothing is collected; afterwards it is as before."""
+    """Collect no garbage in the block, or as a decorator in the function; afterwards it is as before."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

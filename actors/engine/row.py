@@ -33,7 +33,7 @@ class Row:
     has_no_token: bool = False  # whether it ended as the logits of its next token were not numbers
 
     def completion(self, cumulative_logprob: bool) -> Completion:
-        """The answer of a row that has ended."""
+        """Return the answer of a row that has ended."""
         assert self.finish is not None
         label = None if self.progress is None else self.progress.label
         return Completion(
@@ -47,7 +47,7 @@ class Row:
         )
 
     def _error(self) -> str | None:
-        """Why a row that has ended has no answer, or no whole one in the form that its constraint asks for."""
+        """Return why a row that has ended has no answer, or no whole one in the form that its constraint asks for."""
         if self.has_no_token:
             return NOT_NUMBERS
         progress, constraint = self.progress, self.request.constraint

@@ -78,11 +78,11 @@ class SamplingParams:
         return self.temperature == 0 or LEAST <= self.temperature <= MOST
 
     def merged(self, changes: Mapping[str, Any]) -> SamplingParams:
-        """These parameters with a row's own values in their place; None keeps a value. UserError names a wrong one."""
+        """Put a row's own values in the place of these; None keeps a value. UserError names a wrong one."""
         return replace(self, **{name: _checked(name, value) for name, value in changes.items() if value is not None})
 
     def all_stop_ids(self, model_stop_ids: frozenset[int]) -> frozenset[int]:
-        """Tokens that end a row: its own and, unless it ignores them, the model's."""
+        """Return tokens that end a row: its own and, unless it ignores them, the model's."""
         own = frozenset(self.stop_token_ids)
         return own if self.ignore_eos else own | model_stop_ids
 
@@ -100,7 +100,7 @@ def check_compatible(name: str, params: SamplingParams) -> None:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """A user's value, converted to the parameter's type."""
+    """Return a user's value, converted to the parameter's type."""
     kinds = {parameter.name: str(parameter.type) for parameter in fields(SamplingParams)}
     if name not in kinds:
         raise UserError(f"unknown key {name}; {suggestion(name, kinds)}")
@@ -135,7 +135,7 @@ _KINDS = {
 
 
 def row_key(seed: int, source: str, row: int, sample: int = 0) -> int:
-    """64-bit key of one row's random numbers, from job seed, file, row number and sample index."""
+    """Return the 64-bit key of one row's random numbers, from job seed, file, row number and sample index."""
     digest = hashlib.blake2b(f"{seed}\0{source}\0{row}\0{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -152,7 +152,7 @@ class Request:
     schedule: Schedule | None = None  # layers of this row, in the engine's keep order; None: the engine's schedule
 
     def new_tokens_limit(self, context_length: int) -> int:
-        """Most new tokens: the row's own limit or what the context leaves; for choices, the tokens of the longest.
+        """Return the most new tokens: the row's limit or what the context leaves; for choices, the longest one's.
 
         Raises:
             UserError: A prompt that is empty or fills the context, or choices that do not fit.
@@ -180,7 +180,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]
 
     def to_dict(self, text: Callable[[int], str]) -> dict[str, Any]:
-        """As in the answers' column `logprobs`. text: of a token."""
+        """Return it as in the answers' column `logprobs`. text: of a token."""
         top = [{"token_id": token, "token": text(token), "logprob": logprob} for token, logprob in self.top]
         return {"token_id": self.token, "token": text(self.token), "logprob": self.logprob, "top": top}
 
@@ -221,7 +221,7 @@ class EngineStats:
     out_of_memory: int = field(default=0, metadata={"unit": "times that memory ran out"})
 
     def plus(self, other: EngineStats) -> EngineStats:
-        """Sums of the counts; the larger of the bytes."""
+        """Return sums of the counts; the larger of the bytes."""
         sums = {item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)}
         return EngineStats(**{**sums, "cache_bytes": max(self.cache_bytes, other.cache_bytes)})
 

@@ -83,7 +83,7 @@ def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None
 
 
 def _positions(skipper: LayerSkipper, index: int, prompt_tokens: int) -> list[int]:
-    """The positions of a sequence at which a layer runs by the schedule."""
+    """Return the positions of a sequence at which a layer runs by the schedule."""
     depths = [skipper.prompt_depth] * prompt_tokens + skipper.depths.tolist()
     return [position for position, depth in enumerate(depths) if skipper.ranks[index] < depth]
 

@@ -132,7 +132,7 @@ class LayerSkipper:
         return checked if self.poison else run
 
     def plan(self) -> PassPlan | None:
-        """The plan of this forward pass, made by its first layer; None for passes without attention, e.g. profiling."""
+        """Return the plan of this pass, made by its first layer; None for passes without attention, e.g. profiling."""
         context = get_forward_context()
         if CONTEXT_KEY not in context.additional_kwargs:
             context.additional_kwargs[CONTEXT_KEY] = self._prepare(context) if context.attn_metadata else None
@@ -172,7 +172,7 @@ class LayerSkipper:
         return plan
 
     def _spare_builder(self, builder: Any, number: int) -> Any:
-        """A builder for one more subset of a pass: some builders keep what they built (FlashInfer, MLA)."""
+        """Return a builder for one more subset of a pass: some builders keep what they built (FlashInfer, MLA)."""
         spare = self._spare.setdefault(id(builder), [])
         if len(spare) == number:
             with set_current_vllm_config(builder.vllm_config):
@@ -184,7 +184,7 @@ class LayerSkipper:
 
 
 def _cut(name: str, value: Any, tokens: Tensor, axis: int) -> Any:
-    """The values of some tokens in an argument of a layer. axis: the dimension of tokens."""
+    """Return the values of some tokens in an argument of a layer. axis: the dimension of tokens."""
     if isinstance(value, tuple):  # cosines and sines
         return tuple(_cut(name, part, tokens, axis) for part in value)
     if not isinstance(value, Tensor):

@@ -68,11 +68,11 @@ class PassPlan:
         self._subsets: dict[int, Subset] = {}
 
     def runs_all(self, rank: int) -> bool:
-        """Whether all tokens run the layer of this rank."""
+        """Return whether all tokens run the layer of this rank."""
         return rank < int(self.levels[0])
 
     def subset(self, rank: int) -> Subset | None:
-        """The tokens that run the layer of this rank, if not all of them do; None if there are none."""
+        """Return the tokens that run the layer of this rank, if not all of them do; None if there are none."""
         level = int(np.searchsorted(self.levels, rank, side="right"))
         if level == len(self.levels):
             return None
@@ -89,7 +89,7 @@ class PassPlan:
 
 
 def cut_metadata(common: Any, subset: Subset, ends: np.ndarray) -> Any:
-    """The CommonAttentionMetadata of a subset of the tokens.
+    """Return the CommonAttentionMetadata of a subset of the tokens.
 
     Args:
         common: that of all tokens.

@@ -22,7 +22,7 @@ class PromptCache:
             store(request, min(num_computed_tokens, request.num_prompt_tokens), *args, **options)
 
         def get_computed_blocks(request: Any, *args: Any, **options: Any) -> Any:
-            """A preempted request's generated tokens may be another request's prompt, which ran other layers."""
+            """Leave out generated tokens of a preempted request: in another's prompt they ran other layers."""
             hashes = request.block_hashes
             request.block_hashes = hashes[: request.num_prompt_tokens // manager.block_pool.hash_block_size]
             try:

@@ -17,7 +17,7 @@ Bits: TypeAlias = "NDArray[np.int32]"  # [words_of(V)], bit t % 32 of word t // 
 
 
 def words_of(vocabulary: int) -> int:
-    """Words of a mask with a bit for each token."""
+    """Return the number of words of a mask with a bit for each token."""
     return (vocabulary + 31) // 32
 
 
@@ -38,7 +38,7 @@ class AllowedTokens(Protocol):
     def error(self) -> str | None: ...
 
     def allows(self, token: int) -> bool:
-        """Whether `token` may come next; usually faster than a mask."""
+        """Return whether `token` may come next; usually faster than a mask."""
 
     def write(self, bits: Bits) -> None:
         """Set exactly the bits of the tokens that may come next."""
@@ -47,7 +47,7 @@ class AllowedTokens(Protocol):
         """Follow an allowed token; whether the answer ends with it, because nothing is left to be decided."""
 
     def is_complete(self) -> bool:
-        """Whether the tokens so far are a whole answer."""
+        """Return whether the tokens so far are a whole answer."""
 
 
 class Constraint(Protocol):
@@ -63,7 +63,7 @@ class Constraint(Protocol):
     def most_tokens(self) -> int | None: ...
 
     def begin(self) -> AllowedTokens:
-        """The place before the first token."""
+        """Return the place before the first token."""
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:
-        """The text of an answer's tokens, without the one that ended it; label: see `AllowedTokens`."""
+        """Return the text of an answer's tokens, without the one that ended it; label: see `AllowedTokens`."""

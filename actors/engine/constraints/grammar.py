@@ -49,7 +49,7 @@ class GrammarCompiler:
             raise UserError(f"output_format: this tokenizer is not supported: {flat(error)}") from None
 
     def compile(self, form: OutputFormat) -> Grammar:
-        """The form as a constraint; raises UserError for one that is wrong or not supported."""
+        """Return the form as a constraint; raises UserError for one that is wrong or not supported."""
         from llguidance import LLMatcher, LLParserLimits
 
         form.check()
@@ -71,11 +71,11 @@ class Grammar:
         self._tokenizer, self._matcher = compiler.tokenizer, matcher
 
     def begin(self) -> GrammarProgress:
-        """A row before its first token."""
+        """Return a row before its first token."""
         return GrammarProgress(self._matcher.deep_copy(), self.stop_ids)
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:
-        """The text that the grammar has read; bytes of a character that was cut off become U+FFFD."""
+        """Return the text that the grammar has read; bytes of a character that was cut off become U+FFFD."""
         return bytes(self._tokenizer.decode_bytes(list(tokens))).decode(errors="replace")
 
 

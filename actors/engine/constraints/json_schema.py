@@ -61,7 +61,7 @@ def _mapped(schema: Any, change: Callable[[Schema, str], Schema], place: str) ->
 
 
 def _held(schema: Schema, root: Schema, place: str, *, after: bool, no_patterns: bool) -> Schema:
-    """One schema, whose inner ones are done, in a form that a grammar holds."""
+    """Return one schema, whose inner ones are done, in a form that a grammar holds."""
     branches = schema.get("oneOf")
     if isinstance(branches, list):
         tag = _tag(branches, root)
@@ -109,7 +109,7 @@ def _tag(branches: list[Any], root: Schema) -> str | None:
 
 
 def _types_differ(branches: list[Any], root: Schema) -> bool:
-    """Whether no value has the types of two branches."""
+    """Return whether no value has the types of two branches."""
     seen: set[str] = set()
     for branch in branches:
         kinds = _resolved(branch, root).get("type", [*TYPES])
@@ -121,7 +121,7 @@ def _types_differ(branches: list[Any], root: Schema) -> bool:
 
 
 def _resolved(schema: Any, root: Schema) -> Schema:
-    """The schema to which references within the root lead, with the keys beside them; {} for any other value."""
+    """Return the schema to which references within the root lead, with the keys beside them; {} for any other value."""
     seen = 0
     while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str) and seen < 100:
         seen += 1
@@ -181,7 +181,7 @@ def problem(text: str, schema: str) -> str | None:
 
 @lru_cache(256)
 def validator(schema: str) -> Any:
-    """The validator of a schema, given as JSON. Raises UserError if it is no schema."""
+    """Return the validator of a schema, given as JSON. Raises UserError if it is no schema."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
 

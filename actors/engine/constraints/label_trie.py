@@ -72,11 +72,11 @@ class ChoiceTrie:
         return deepest[id(self.root)]
 
     def begin(self) -> LabelProgress:
-        """A row before its first token."""
+        """Return a row before its first token."""
         return LabelProgress(self)
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:
-        """The label's own text."""
+        """Return the label's own text."""
         assert label is not None
         return self.texts[label]
 

@@ -27,7 +27,7 @@ class OutputFormat:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> OutputFormat:
-        """The form of a mapping with one of KINDS; a schema is an object or its JSON text. UserError for others."""
+        """Return the form of a mapping with one of KINDS; a schema is an object or its JSON. UserError for others."""
         given = [kind for kind in KINDS if value.get(kind) is not None]
         unknown = [name for name in value if name not in (*KINDS, CHECK)]
         if unknown or len(given) != 1:
@@ -49,11 +49,11 @@ class OutputFormat:
         return cls(kind, text, check == AFTER)
 
     def to_dict(self) -> dict[str, str]:
-        """As `of` reads it."""
+        """Return the mapping that `of` reads."""
         return {self.kind: self.text, **({CHECK: AFTER} if self.after else {})}
 
     def problem(self, text: str) -> str | None:
-        """Why a whole answer is not of this form; None if it is. The grammar has held all but a schema's other keys."""
+        """Say why a whole answer is not of this form. The grammar has held all but a schema's other keys."""
         if not self.after or (found := problem(text, self.text)) is None:
             return None
         return f"{self.kind}: {found}"
@@ -65,7 +65,7 @@ class OutputFormat:
             raise UserError(f"{self.kind}: {error}")
 
     def json_rule(self) -> str:
-        """A schema as the right-hand side of a rule of a grammar, its references within itself."""
+        """Return a schema as the right-hand side of a rule of a grammar, its references within itself."""
         [grammar] = json.loads(_library_grammar(self)[0])["grammars"]
         return f"%json {json.dumps(grammar['json_schema'])}"
 

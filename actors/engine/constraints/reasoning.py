@@ -37,7 +37,7 @@ class Reasoning:
 
     @classmethod
     def of_template(cls, template: str) -> Reasoning | None:
-        """The marks that a chat template writes; None if it writes none that are known."""
+        """Return the marks that a chat template writes; None if it writes none that are known."""
         return next((cls(start, end) for start, end in _KNOWN if end in template), None)
 
     def check(self, special_tokens: Collection[str]) -> None:
@@ -47,7 +47,7 @@ class Reasoning:
                 raise UserError(f"reasoning: {mark!r} is a special token, which has no text: leave reasoning out")
 
     def split(self, text: str, *, begun: bool) -> tuple[str | None, str]:
-        """The thinking without its marks, None if there was none, and the answer.
+        """Return the thinking without its marks, None if there was none, and the answer.
 
         begun: Whether the prompt ends inside thinking. Thinking that does not end has no answer.
         """
@@ -60,7 +60,7 @@ class Reasoning:
         return thinking, answer
 
     def answer_start(self, text: str, *, begun: bool) -> int | None:
-        """Index at which the answer begins in a text that may go on; None while it thinks, or may begin to.
+        """Return the index at which the answer begins in a text that may go on; None while it thinks, or may begin to.
 
         begun: Whether the prompt ends inside thinking.
         """
@@ -73,7 +73,7 @@ class Reasoning:
         return None if end < 0 else end + len(self.end)
 
     def begun_by(self, prompt: str) -> bool:
-        """Whether a prompt ends inside thinking."""
+        """Return whether a prompt ends inside thinking."""
         return prompt.rfind(self.start) > prompt.rfind(self.end)
 
 
@@ -96,7 +96,7 @@ class AfterReasoning:
         return self.inner.name
 
     def begin(self) -> ReasoningProgress:
-        """A row before its first token."""
+        """Return a row before its first token."""
         return ReasoningProgress(self)
 
     def ends(self, tokens: Sequence[int]) -> bool:
@@ -104,14 +104,14 @@ class AfterReasoning:
         return self._end.ended(tokens)
 
     def split(self, tokens: Sequence[int], label: int | None) -> tuple[str, str]:
-        """The thinking without its marks, and the text of the answer after it; empty if there is none."""
+        """Return the thinking without its marks, and the text of the answer after it; empty if there is none."""
         length = next((count for count in range(1, len(tokens) + 1) if self.ends(tokens[:count])), len(tokens))
         thinking, _ = self.reasoning.split(self.decode(list(tokens[:length])), begun=True)
         answer = tokens[length:]
         return thinking or "", self.inner.text(answer, label) if answer or label is not None else ""
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:
-        """The answer of `split`."""
+        """Return the answer of `split`."""
         return self.split(tokens, label)[1]
 
 

@@ -229,7 +229,7 @@ def rounded(hidden: Tensor) -> Tensor:
 
 
 def pack_codes(codes: Tensor, scales: Tensor) -> Tensor:
-    """Codes [O, G * 64] and scales [O] -> uint8 [O / 48 rounded up, bytes], the panels of products.h.
+    """Pack codes [O, G * 64] and scales [O] -> uint8 [O / 48 rounded up, bytes], the panels of products.h.
 
     A panel is its 48 scales, then for each group 48 corrections and the codes [16, 48, 4]. x is shifted by 128 in the
     kernel, whose products are of unsigned with signed bytes; a correction is -128 times an output's codes.

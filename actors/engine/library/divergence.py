@@ -60,7 +60,7 @@ def teacher_forced(
     first: int = 0,
     report: Report = lambda rows: None,  # called with the number of rows done, before each pass and at the end
 ) -> list[ForcedScores]:
-    """Scores of every line over (prompt ids, response ids) pairs, none of them empty.
+    """Return the scores of every line over (prompt ids, response ids) pairs, none of them empty.
 
     Every token's distribution [V] under the line, computed as at inference, is compared with full depth's. Models share
     a vocabulary; padding of one is ignored. Lines with the same weights and prompt layers share the prompts' pass.
@@ -80,7 +80,7 @@ def teacher_forced(
 
 @torch.inference_mode()
 def answer_regret(full: Model, pairs: Sequence[Pair], report: Report = lambda rows: None) -> Array:
-    """How much less likely each answer's tokens are than full depth's own choices at their places: nats an answer, [N].
+    """Return how much less likely than full depth's own choices each answer's tokens are: nats an answer, [N].
 
     log p of the likeliest token - log p of the answer's token under full depth, summed over the answer's tokens, the
     end token included. 0 for full depth's own greedy answers. pairs: (prompt ids, answer ids), none of them empty.
@@ -111,7 +111,7 @@ class _Batch:
     places: npt.NDArray[np.int64]
 
     def chunks(self, vocabulary: int, first: int) -> Iterator[Any]:
-        """Indices of the response tokens from place `first` on, as many at once as logits of them may exist."""
+        """Yield indices of the response tokens from place `first` on, as many at once as logits of them may exist."""
         counted = np.flatnonzero(self.places >= first)
         size = max(1, LOGITS_AT_ONCE // vocabulary)
         for start in range(0, len(counted), size):
@@ -124,7 +124,7 @@ class _Batch:
 
 
 def _batches(pairs: Sequence[Pair], models: int, report: Report) -> Iterator[_Batch]:
-    """Batches of rows of similar length."""
+    """Yield batches of rows of similar length."""
     order = sorted(range(len(pairs)), key=lambda row: (len(pairs[row][1]), len(pairs[row][0])))
     rows = [
         {"input_ids": [*pairs[number][0], *pairs[number][1]], "prompt_tokens": len(pairs[number][0]), "row": number}
@@ -141,7 +141,7 @@ def _batches(pairs: Sequence[Pair], models: int, report: Report) -> Iterator[_Ba
 
 
 def _states(models: Sequence[Model], rows: Sequence[Row]) -> list[Tensor]:
-    """States [M, E] that predict the response tokens under each model; those that can share the prompts' pass do."""
+    """Return states [M, E] that predict the response tokens under each model; those that can share a pass do."""
     together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     same = [models.index(model) for model in models]  # equal ones are computed once
     for number in dict.fromkeys(same):

@@ -99,7 +99,7 @@ def register() -> str:
 
 @contextmanager
 def packed(model: Any) -> Iterator[None]:
-    """In the block the attention of the library's layers is `attend`."""
+    """Let the attention of the library's layers be `attend` in the block."""
     before = model.config._attn_implementation
     model.config._attn_implementation = register()
     try:

@@ -226,7 +226,7 @@ def _unpacked(packed: Tensor, count: int) -> Tensor:
 
 
 def _module(model: PreTrainedModel, layer: str, folder: Path) -> tuple[str, Any]:
-    """The linear layer or embedding of a name in a checkpoint, which may lack the model's prefix, and its own name."""
+    """Find the linear layer or embedding of a checkpoint's name, which may lack the model's prefix, and its name."""
     import torch
 
     for name in (layer, f"{model.base_model_prefix}.{layer}"):
@@ -240,7 +240,7 @@ def _module(model: PreTrainedModel, layer: str, folder: Path) -> tuple[str, Any]
 
 
 def codes_of(module: nn.Module) -> Codes | None:
-    """The scales of a linear layer's codes, if the checkpoint has them and the engine multiplies such codes."""
+    """Return the scales of a linear layer's codes, if the checkpoint has them and the engine multiplies such codes."""
     codes: Codes | None = getattr(module, "codes", None)
     return codes
 
@@ -251,7 +251,7 @@ def set_codes(module: nn.Module, codes: Codes) -> None:
 
 
 def renew(module: nn.Module) -> None:
-    """New scales after the weight of a layer with codes has changed."""
+    """Compute the scales anew after the weight of a layer with codes has changed."""
     import torch
 
     codes = codes_of(module)
@@ -261,5 +261,5 @@ def renew(module: nn.Module) -> None:
 
 
 def largest_scales(weight: Tensor, kind: Kind) -> Tensor:
-    """The scale of each output of weight [O, I], float32 [O]: its largest code is the kind's limit."""
+    """Return the scale of each output of weight [O, I], float32 [O]: its largest code is the kind's limit."""
     return weight.detach().float().abs().amax(dim=1) / LIMITS[kind]

@@ -27,7 +27,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings that change the text, and th
 
 
 def end_tokens(folder: Path, tokenizer: Any, vocab_size: int) -> dict[int, list[str]]:
-    """Token ids that end an answer, each with the places that name it.
+    """Return token ids that end an answer, each with the places that name it.
 
     They are the union of the generation config, the config, the tokenizer's end of sequence, and the token that the
     chat template writes behind an assistant's message: many published models lack one of them in one place.
@@ -60,7 +60,7 @@ def _listed(ids: Any) -> list[int]:
 
 
 def _end_of_turn(tokenizer: Any) -> int | None:
-    """The added token that the chat template writes behind an assistant's last message; None if there is none."""
+    """Find the added token that the chat template writes behind an assistant's last message; None if there is none."""
     if tokenizer.chat_template is None:
         return None
     messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": ANSWER}]
@@ -82,7 +82,7 @@ def ends_before_the_union(folder: Path, tokenizer: Any, config: Any) -> set[int]
 
 
 def settings_not_followed(folder: Path, given: Collection[str]) -> Mapping[str, Any]:
-    """Settings of the generation config that change the text and that a job does not follow.
+    """Return settings of the generation config that change the text and that a job does not follow.
 
     given: sampling parameters that the job sets itself; a temperature says whether it samples.
     """

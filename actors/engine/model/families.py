@@ -127,7 +127,7 @@ def _rotary_by_kind(model: Any, hidden: Tensor, positions: Tensor) -> list[Rotar
 
 
 def _gated_layer(layer: Any, attention_norm: Any, mlp_norm: Any, qkv: Projection, up: Projection) -> LayerWeights:
-    """The parts that all families with a gated feed-forward and RMSNorm share."""
+    """Return the parts that all families with a gated feed-forward and RMSNorm share."""
     attention, config = layer.self_attn, layer.self_attn.config
     return LayerWeights(
         number=attention.layer_idx,
@@ -322,7 +322,7 @@ class ModelShape:
 
 
 def family_of(config: PretrainedConfig) -> Family:
-    """The family of a model. UserError, listing the supported values, if a model of this config cannot be run."""
+    """Return the family of a model. UserError, listing supported values, if a model of this config cannot be run."""
     family = family_named(config.model_type)
     if reason := unknown_value(config) or family.unsupported(config):
         raise UserError(f"model_type {config.model_type!r}: {reason}")
@@ -330,7 +330,7 @@ def family_of(config: PretrainedConfig) -> Family:
 
 
 def family_named(model_type: object) -> Family:
-    """The family of a model type. Raises UserError that lists the supported ones."""
+    """Return the family of a model type. Raises UserError that lists the supported ones."""
     if model_type not in FAMILIES:
         only = "; of Gemma 3 only the text models (gemma3_text)" if model_type == "gemma3" else ""
         raise UserError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}{only}")
@@ -338,7 +338,7 @@ def family_named(model_type: object) -> Family:
 
 
 def unknown_value(config: PretrainedConfig) -> str | None:
-    """Why a value of a config names nothing that the families can run; None if all do."""
+    """Return why a value of a config names nothing that the families can run; None if all do."""
     for key in ACTIVATION_KEYS:
         if (name := getattr(config, key, None)) is not None and name not in ACTIVATIONS:
             return f"{key} = {name!r}: supported: {', '.join(ACTIVATIONS)}"
@@ -362,7 +362,7 @@ def unknown_value(config: PretrainedConfig) -> str | None:
 
 
 def has_weights(config: PretrainedConfig) -> bool:
-    """Whether `layer_weights` can describe the layers, so that the fast layers of `cpu` apply."""
+    """Return whether `layer_weights` can describe the layers, so that the fast layers of `cpu` apply."""
     if family_of(config).weights is None:
         return False
     if config.model_type == "opt":
@@ -373,7 +373,7 @@ def has_weights(config: PretrainedConfig) -> bool:
 
 
 def layer_weights(config: PretrainedConfig, layer: Any) -> LayerWeights:
-    """The description of the library's layer, of a model that `has_weights`; it shares the layer's tensors."""
+    """Return the description of the library's layer, of a model that `has_weights`; it shares the layer's tensors."""
     family = family_of(config)
     assert family.weights is not None
     weights = family.weights(layer)
@@ -381,7 +381,7 @@ def layer_weights(config: PretrainedConfig, layer: Any) -> LayerWeights:
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """Most tokens of a row, prompt and answer together.
+    """Return the most tokens of a row, prompt and answer together.
 
     The rope types `dynamic` and `longrope` change the rotation of all earlier keys beyond a length. No cache can follow
     that, so rows end there; for `dynamic` that length is the context itself.

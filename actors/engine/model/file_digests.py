@@ -25,7 +25,7 @@ SETTLED_NS = 2 * 10**9  # a file changed less than this ago may change again wit
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises UserError if the file holds anything else."""
+    """Return the JSON object in a file. Raises UserError if the file holds anything else."""
     try:
         values = json.loads(path.read_bytes())
     except RecursionError:
@@ -38,18 +38,18 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def cache_root(folder: str | None) -> Path:
-    """The cache of this machine: `folder`, else $SKIPDECODE_CACHE, else ~/.cache/skipdecode."""
+    """Return the cache of this machine: `folder`, else $SKIPDECODE_CACHE, else ~/.cache/skipdecode."""
     return Path(folder or os.environ.get(CACHE_VARIABLE) or CACHE).expanduser()
 
 
 def cache_record(cache: str | None, kind: str, values: Any) -> Path:
-    """The file of a record in the cache, for what follows from `values` alone. kind: the cache's folder for it."""
+    """Name the file of a record in the cache, for what follows from `values` alone. kind: the cache's folder for it."""
     key = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
     return cache_root(cache) / kind / f"{key}.json"
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files of a local checkpoint that can change an answer, by name."""
+    """Return the SHA-256 of the files of a local checkpoint that can change an answer, by name."""
     key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
     record = cache_root(None) / "digests" / f"{key}.json"
     known = _read(record)
@@ -71,18 +71,18 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def weights_digest(files: Mapping[str, str]) -> str:
-    """One digest of a model's weights, from the SHA-256 of each of its safetensors files, by name."""
+    """Return one digest of a model's weights, from the SHA-256 of each of its safetensors files, by name."""
     return hashlib.sha256("\n".join(f"{name} {files[name]}" for name in sorted(files)).encode()).hexdigest()
 
 
 def file_digest(path: Path, algorithm: str) -> str:
-    """Hexadecimal digest of a file."""
+    """Return the hexadecimal digest of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def answer_files(folder: Path) -> Iterator[Path]:
-    """The files of a local checkpoint that can change an answer, sorted by name."""
+    """Return the files of a local checkpoint that can change an answer, sorted by name."""
     return (path for path in sorted(folder.iterdir()) if path.suffix in (*SMALL, WEIGHTS) and path.is_file())
 
 

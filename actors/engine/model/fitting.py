@@ -62,7 +62,7 @@ def check_report(
     """Raise UserError if the library has found no place for a tensor, or no tensor for a weight."""
 
     def file(weight: str) -> str:
-        """The file of a weight, whose name in the file may lack the model's prefix."""
+        """Return the file of a weight, whose name in the file may lack the model's prefix."""
         return next((one.file for key, one in tensors.items() if f".{weight}".endswith(f".{key}")), name)
 
     if unpacked is None:

@@ -36,7 +36,7 @@ class NormWeights:
 
     @classmethod
     def of(cls, norm: Any, offset: float = 0.0) -> NormWeights:
-        """The weights of a library norm, which multiplies by its weight + offset."""
+        """Return the weights of a library norm, which multiplies by its weight + offset."""
         from torch import nn
 
         weight = norm.weight.detach().float() + offset
@@ -70,7 +70,7 @@ class Projection:
         return self.outputs, self.layers[0].in_features
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
-        """Weight [O, I] and bias [O] or None; copies, unless there is only one layer."""
+        """Return weight [O, I] and bias [O] or None; copies, unless there is only one layer."""
         if len(self.layers) == 1:
             bias = self.layers[0].bias
             return self.layers[0].weight.detach(), None if bias is None else bias.detach()
@@ -85,7 +85,7 @@ class Projection:
         return weight, torch.cat(biases)
 
     def codes(self) -> Codes | None:
-        """The scales [O] of the joined weight's codes; None unless all layers have them."""
+        """Return the scales [O] of the joined weight's codes; None unless all layers have them."""
         found = [codes for layer in self.layers if (codes := codes_of(layer)) is not None]
         if len(found) < len(self.layers):
             return None

@@ -62,7 +62,7 @@ class Checkpoint:
     in_library: bool = True  # whether the library engine runs it; else vLLM alone does
 
     def schedule(self, changes: dict[str, Any]) -> Schedule:
-        """The stored schedule with a job's `changes` on top; ValueError says what does not fit."""
+        """Return the stored schedule with a job's `changes` on top; ValueError says what does not fit."""
         try:
             return (self.spec or ScheduleSpec()).overridden(changes).build(self.num_layers)
         except ValueError as error:
@@ -100,7 +100,7 @@ class Checkpoint:
         )
 
     def _fastest(self, trained: Trained) -> float:
-        """The largest speed-up, in quarters, that the training covers with the stored horizon and decay; 1 for none."""
+        """Find the largest speed-up, in quarters, that the training covers with its horizon and decay; 1 for none."""
         speeds = (quarters / 4 for quarters in range(4 * self.num_layers, 4, -1))
         with suppress(UserError):  # the stored depths have no horizon
             return next((speed for speed in speeds if trained.covers(self.schedule({"speedup": speed}))), 1.0)
@@ -186,7 +186,7 @@ def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
-    """The library's config of a checkpoint folder, as of plain weights: `expand` reads the others."""
+    """Return the library's config of a checkpoint folder, as of plain weights: `expand` reads the others."""
     from transformers import AutoConfig
 
     config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -224,7 +224,7 @@ def memory_needed(
     *,
     on_gpu: bool,  # whether the actor has a GPU; else a CPU that packs weights in bfloat16 is assumed
 ) -> Need:
-    """Memory that an actor needs for the checkpoint.
+    """Return the memory that an actor needs for the checkpoint.
 
     Raises UserError if weights are missing or damaged.
     """
@@ -239,7 +239,7 @@ def memory_needed(
 
 
 def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer.
+    """Return the checkpoint's tokenizer.
 
     Args:
         path: the checkpoint's folder.
@@ -256,12 +256,12 @@ def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTraine
 
 
 def tokenizer_class_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The class of a loaded tokenizer as `module:name`, for `load_tokenizer` in other processes."""
+    """Return the class of a loaded tokenizer as `module:name`, for `load_tokenizer` in other processes."""
     return f"{type(tokenizer).__module__}:{type(tokenizer).__name__}"
 
 
 def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device, *, keep_codes: bool = False) -> Decoder:
-    """The checkpoint's model as a decoder in inference mode, see `load_model`."""
+    """Return the checkpoint's model as a decoder in inference mode, see `load_model`."""
     from actors.engine.decoder import Decoder
     from actors.engine.model.families import family_of
 
@@ -273,7 +273,7 @@ def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device, *, 
 def load_model(
     path: str | Path, dtype: torch.dtype, device: torch.device | None, attention: str, *, keep_codes: bool = False
 ) -> PreTrainedModel:
-    """The checkpoint's model, `dtype` on `device`.
+    """Return the checkpoint's model, `dtype` on `device`.
 
     Weights are read tensor by tensor into `device`: there is no copy of the model in another dtype or elsewhere. Those
     of 8 bits are expanded to `dtype`.

@@ -76,7 +76,7 @@ def read_adapter(path: Path) -> SpeedAdapter:
 
 
 def base_digest(checkpoint: Path) -> str:
-    """The digest of a checkpoint folder's weights, by which an adapter names its base."""
+    """Return the digest of a checkpoint folder's weights, by which an adapter names its base."""
     found = digests(checkpoint)
     return weights_digest({name: found[name] for name in weight_files(checkpoint, names_in(checkpoint))})
 
@@ -88,7 +88,7 @@ def save_record(folder: Path, base: str) -> None:
 
 
 def linear_layers(config: PretrainedConfig) -> dict[str, nn.Module]:
-    """The linear layers of the decoder layers of a model of this config, by path, on no device."""
+    """Return the linear layers of the decoder layers of a model of this config, by path, on no device."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
@@ -172,5 +172,5 @@ def check_shapes(adapter: SpeedAdapter, config: PretrainedConfig) -> None:
 
 
 def layers_in(names: Any) -> list[str]:
-    """Sorted paths of the layers to which an adapter's tensors belong. names: of the tensors."""
+    """Return the sorted paths of the layers to which an adapter's tensors belong. names: of the tensors."""
     return sorted({name.removeprefix(PREFIX).rpartition(".weight")[0].rpartition(".")[0] for name in names})

@@ -47,7 +47,7 @@ class Need:
 
 
 def weight_files(folder: Path, names: Collection[str]) -> list[str]:
-    """The files among `names` that hold the weights: one, or the shards of the index in `folder`.
+    """Return the files among `names` that hold the weights: one, or the shards of the index in `folder`.
 
     Raises UserError if there are no safetensors, both kinds of them, an index that cannot be read, or a missing shard.
     """
@@ -128,12 +128,12 @@ def folder_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names of the files of a folder, sorted."""
+    """Return the names of the files of a folder, sorted."""
     return sorted(path.name for path in folder.iterdir() if path.is_file())
 
 
 def need(tensors: Mapping[str, StoredTensor], *, tied: bool, dtype: str, cache_bytes: int) -> Need:
-    """Memory for a model of these tensors in `dtype`; tied: head and embedding are one tensor, even if stored twice."""
+    """Return the memory for a model in `dtype`; tied: head and embedding are one tensor, even if stored twice."""
     sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items() if not name.endswith(SCALES)}
     count = sum(4 * size if name.endswith(PACKED) else size for name, size in sizes.items())
     if tied and len(sizes) > 1:
@@ -152,5 +152,5 @@ def check_free(need: Need, free: int, total: int) -> None:
 
 
 def gib(count: int) -> str:
-    """Bytes as text, in GiB or MiB."""
+    """Return bytes as text, in GiB or MiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -33,7 +33,7 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _shift(bits: Tensor, count: int) -> Tensor:
-    """Logical right shift of int64."""
+    """Return the logical right shift of int64."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -53,12 +53,12 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
 
 
 def is_greedy(rows: Sequence[RowSampling], *, logprobs: bool) -> bool:
-    """Whether the argmax of the logits is all that these rows ask for."""
+    """Return whether the argmax of the logits is all that these rows ask for."""
     return not logprobs and all(row.is_argmax for row in rows)
 
 
 def greedy(tokens: list[int]) -> Drawn:
-    """Tokens of rows without log-probabilities."""
+    """Return tokens of rows without log-probabilities."""
     missing = [math.nan] * len(tokens)
     return Drawn(tokens, missing, missing, {})
 
@@ -137,7 +137,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor:
-    """Random tokens [N] of rows with a temperature, from logits [N, V]."""
+    """Return random tokens [N] of rows with a temperature, from logits [N, V]."""
 
     def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, device=logits.device, dtype=dtype)
@@ -158,7 +158,7 @@ def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor
 
 
 def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
-    """Tokens [N] by the inverse distribution function at each row's random number.
+    """Return tokens [N] by the inverse distribution function at each row's random number.
 
     probabilities: [N, V] in the vocabulary's order; sorted ones would let rounding exchange tokens. numbers [N]: see
     `uniforms`.
@@ -170,7 +170,7 @@ def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
 
 
 def narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Probabilities [N, V] that are 0 outside top-k, then top-p, then min-p.
+    """Return probabilities [N, V] that are 0 outside top-k, then top-p, then min-p.
 
     scaled: logits divided by temperature [N, V]. top_k: int64 [N], 0 for all. top_p, min_p: float64 [N].
     """
@@ -195,7 +195,7 @@ def _adjust(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
 
 
 def _excluded(rows: Sequence[RowSampling], likeliest: Tensor, logits: Tensor) -> tuple[list[int], Tensor]:
-    """The rows whose next token depends on which tokens are allowed, and bool [rows, V]: the tokens that are not.
+    """Find the rows whose next token depends on which tokens are allowed, and bool [rows, V]: the tokens that are not.
 
     A greedy row whose likeliest token [B] is allowed needs no mask, unless it wants its log-probability among the
     allowed ones.

@@ -62,7 +62,7 @@ class RowSampling:
 
     @classmethod
     def begin(cls, params: SamplingParams, key: int, prompt_ids: Sequence[int]) -> RowSampling:
-        """The state before the first token."""
+        """Return the state before the first token."""
         counted = prompt_ids if params.repetition_penalty != 1 else ()
         return cls(params, key, counts=TokenCounts(counted))
 
@@ -136,7 +136,7 @@ def changed_logits(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor,
 
 
 def _joined(parts: Sequence[object], dtype: type[np.generic]) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
-    """Buffers one behind another, as an array of its own."""
+    """Return buffers one behind another, as an array of its own."""
     return np.frombuffer(bytearray().join(parts), dtype=dtype)  # type: ignore[arg-type]
 
 

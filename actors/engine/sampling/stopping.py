@@ -27,7 +27,7 @@ class StopStrings:
         self._ends = {string[-1] for string in self.strings}
 
     def ended(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of `tokens` completes a stop string."""
+        """Return whether the last of `tokens` completes a stop string."""
         if len(tokens) <= self.min_new_tokens or not self._may_end_in(tokens[-1]):
             return False
         window: list[int] = []
@@ -53,12 +53,12 @@ class StopStrings:
         return found
 
     def cut(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens` before the first stop string."""
+        """Return the text of `tokens` before the first stop string."""
         text = self.decode(list(tokens))
         return text[: self._first(tokens, text)]
 
     def _first(self, tokens: Sequence[int], text: str) -> int | None:
-        """Index of the first stop string of the answer that ends after the free tokens."""
+        """Return the index of the first stop string of the answer that ends after the free tokens."""
         answer = self.answer_start(text)
         if answer is None:
             return None

@@ -31,7 +31,7 @@ class Trained:
 
     @classmethod
     def on(cls, stored: Schedule, drawn: Iterable[Schedule]) -> Trained:
-        """The record of a training that drew these schedules.
+        """Return the record of a training that drew these schedules.
 
         Args:
             stored: the checkpoint's own schedule. Drawn schedules of another keep order or warm-up do not count.
@@ -45,11 +45,11 @@ class Trained:
         )
 
     def covers(self, schedule: Schedule) -> bool:
-        """Whether the layers that the schedule runs were trained."""
+        """Return whether the layers that the schedule runs were trained."""
         return self.difference(schedule) is None
 
     def difference(self, schedule: Schedule) -> str | None:
-        """How training differed from the schedule; None if it covers it. A full-depth prompt is `full` by any name."""
+        """Say how training differed; None if it covers the schedule. A full-depth prompt is `full` by any name."""
         if (schedule.keep_order, schedule.warmup) != (self.keep_order, self.warmup):
             return "it was trained with another keep_order or warmup"
         if schedule.depths[-1] < self.depths[-1]:
@@ -67,12 +67,12 @@ class Trained:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """The value of ``skipdecode.json``'s key `trained`; keep order and warm-up are keys of the same file."""
+        """Return the value of ``skipdecode.json``'s key `trained`; keep order and warm-up are keys of the same file."""
         return {"depths": list(self.depths), "prompt": list(self.prompt)}
 
 
 def fewest(schedules: Collection[Schedule]) -> tuple[int, ...]:
-    """The lowest depth of some schedules at each position, up to where all have their last one; () without any."""
+    """Find the lowest depth of some schedules at each position, up to where all have their last one; () without any."""
     longest = max((len(one.depths) for one in schedules), default=0)
     return tuple(min(one.depth(position) for one in schedules) for position in range(longest))
 
@@ -90,7 +90,7 @@ def of_older_record(spec: ScheduleSpec, num_layers: int, least: int) -> tuple[in
 
 
 def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> ScheduleSpec:
-    """The spec in the values of a ``skipdecode.json`` without `TRAINED`, checked against a model of `num_layers`.
+    """Read the spec in the values of a ``skipdecode.json`` without `TRAINED`, checked against a model of `num_layers`.
 
     Raises UserError that begins with `source` and names the wrong key or position.
     """
@@ -143,7 +143,7 @@ def read_trained(value: Any, spec: ScheduleSpec, num_layers: int, source: str) -
 
 
 def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
-    """The spec stored in a checkpoint folder; None without one. Raises UserError if it cannot be read or is wrong."""
+    """Read the spec stored in a checkpoint folder; None without one. Raises UserError for one that is wrong."""
     path = checkpoint / SCHEDULE_FILE
     if not path.exists():
         return None
@@ -152,7 +152,7 @@ def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
 
 
 def load_trained(checkpoint: Path, num_layers: int, spec: ScheduleSpec | None) -> Trained | None:
-    """The schedules that the checkpoint in a folder was trained for; None if that is not recorded.
+    """Return the schedules that the checkpoint in a folder was trained for; None if that is not recorded.
 
     spec: the folder's own, see `load_spec`. Raises UserError if the record is wrong.
     """

@@ -73,7 +73,7 @@ class Schedule:
         return depths[position] if position < len(depths) else depths[-1]  # no call: asked for each token
 
     def layers(self, position: int) -> tuple[int, ...]:
-        """The layers run when generated token `position` is the input, lowest first."""
+        """Return the layers run when generated token `position` is the input, lowest first."""
         return tuple(sorted(self.keep_order[: self.depth(position)]))
 
     @property
@@ -103,17 +103,17 @@ class Schedule:
         return inside + (past if self.depths[-1] > rank else 0)
 
     def layer_steps(self, steps: int) -> int:
-        """Sum of d(t) over the first `steps` decode steps."""
+        """Return the sum of d(t) over the first `steps` decode steps."""
         inside = sum(self.depths[: max(steps, 0)])
         return inside + max(steps - len(self.depths), 0) * self.depths[-1]
 
     def mean_depth(self, generated_tokens: int) -> float | None:
-        """Mean d(t) over a row's decode steps; None without decode steps (at most one token generated)."""
+        """Return the mean of d(t) over a row's decode steps; None without any (at most one token generated)."""
         steps = generated_tokens - 1
         return self.layer_steps(steps) / steps if steps > 0 else None
 
     def covers(self, other: Schedule) -> bool:
-        """Whether it runs, at every position, all layers that another schedule of the same model runs there."""
+        """Return whether it runs, at every position, all layers that another schedule of the same model runs there."""
         if self is other:
             return True
         longest = max(len(self.depths), len(other.depths))
@@ -121,7 +121,7 @@ class Schedule:
         return deeper and self.keep_order == other.keep_order
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that determine the layers that run, e.g. for a job's fingerprint."""
+        """Return plain values that determine the layers that run, e.g. for a job's fingerprint."""
         return {
             "num_layers": self.num_layers,
             "depths": list(self.depths),
@@ -216,7 +216,7 @@ class ScheduleSpec:
         }
 
     def overridden(self, changes: Mapping[str, Any]) -> ScheduleSpec:
-        """This spec with `changes` applied; a changed depth key replaces all depth keys of this spec."""
+        """Return this spec with `changes` applied; a changed depth key replaces all depth keys of this spec."""
         depth_keys = ("speedup", "max_depth", "min_depth", "depths")
         base = self
         if any(changes.get(key) is not None for key in depth_keys):
@@ -225,7 +225,7 @@ class ScheduleSpec:
 
 
 def envelope(schedules: Collection[Schedule]) -> Schedule:
-    """The schedule whose depth at each position is the largest of the given schedules' depths there.
+    """Return the schedule whose depth at each position is the largest of the given schedules' depths there.
 
     Raises UserError if the schedules have different keep orders.
     """
@@ -256,7 +256,7 @@ def depths_for_speedup(num_layers: int, speedup: float, warmup: int = 1) -> tupl
 def curve(
     decay: str, max_depth: int, min_depth: int, horizon: int, *, power: float = 2.0, steps: int = 4
 ) -> tuple[int, ...]:
-    """Depths d(0) ... d(horizon - 1), falling from max to min; past the horizon the last depth holds."""
+    """Return the depths d(0) ... d(horizon - 1), falling from max to min; past the horizon the last depth holds."""
     if not 2 <= horizon <= MAX_HORIZON:
         raise UserError(f"horizon = {horizon}: must lie in [2, {MAX_HORIZON}]")
     span = max_depth - min_depth
@@ -270,7 +270,7 @@ def curve(
 
 
 def fall(decay: str, done: Fraction, *, power: float = 2.0, steps: int = 4) -> float | Fraction:
-    """Fraction of the way from max to min depth at `done`: 0 at position 0, 1 at the horizon.
+    """Return the fraction of the way from max to min depth at `done`: 0 at position 0, 1 at the horizon.
 
     `done` is u in the paper. Raises UserError if `power` or `steps` is out of range.
     """
@@ -289,12 +289,12 @@ def fall(decay: str, done: Fraction, *, power: float = 2.0, steps: int = 4) -> f
 
 
 def paper_order(num_layers: int, warmup: int) -> tuple[int, ...]:
-    """The paper's order: the lowest `warmup` layers, then from the top layer down."""
+    """Return the paper's order: the lowest `warmup` layers, then from the top layer down."""
     return (*range(warmup), *range(num_layers - 1, warmup - 1, -1))
 
 
 def even_order(num_layers: int, warmup: int) -> tuple[int, ...]:
-    """The lowest `warmup` layers and the top layer, then repeatedly the layer farthest from all kept layers."""
+    """Return the lowest `warmup` layers and the top layer, then repeatedly the layer farthest from all kept layers."""
     order = list(range(warmup))
     if num_layers > warmup:
         order.append(num_layers - 1)
@@ -307,7 +307,7 @@ def even_order(num_layers: int, warmup: int) -> tuple[int, ...]:
 
 
 def early_exit_order(num_layers: int) -> tuple[int, ...]:
-    """From the lowest layer up: upper layers are dropped, as if the token left the model early."""
+    """Return the order from the lowest layer up: upper layers are dropped, as if the token left the model early."""
     return tuple(range(num_layers))
 
 
