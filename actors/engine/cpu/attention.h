@@ -15,20 +15,17 @@ struct Prefix {
     int64_t tokens;
 };
 
-// Where the norms of attention and feed-forward lie, as in layer_weights.py.
-enum Placement : int64_t { INPUT = 0, RESIDUAL = 1, OUTPUT = 2, BOTH = 3 };
-
 // The layout of `_Layer` in stack.py. Weights are packed for products; queries, keys and values are one, and so are gate and
 // up.
 template <class T>
 struct Layer {
-    const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias;  // no bias: RMSNorm
-    const float *query_norm, *key_norm;           // RMSNorm of queries and keys, or null
-    const float *attention_after, *mlp_after;     // RMSNorm of the blocks' outputs, or null
+    const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias;  // or null; no bias: RMSNorm
+    const float *query_norm, *key_norm;        // RMSNorm of queries and keys, or null
+    const float *attention_after, *mlp_after;  // RMSNorm of the blocks' outputs, or null
     const T *qkv, *qkv_bias, *output, *output_bias, *up, *up_bias, *down, *down_bias;
     int64_t hidden, heads, group, size, intermediate;
     int64_t gated;         // 1: silu(gate) * up, 2: gelu(gate) * up; else relu(up)
-    int64_t placement;     // a Placement
+    int64_t norms_residual;  // whether attention_norm and mlp_norm lie behind the residual connections, not before blocks
     int64_t joined_heads;  // whether query_norm and key_norm are of all heads together, not of each head
     int64_t rope;          // by which table queries and keys are rotated, from 1; 0: they are not
     int64_t window;        // slots that a token attends to at most; 0: all

@@ -58,7 +58,7 @@ inline void multiply(const Layer<T>& l, const Workspace<T>& w, const Product<T>&
 // hidden -> w.qkv, with norms of queries and keys
 template <class T>
 inline void project(const Layer<T>& l, const Workspace<T>& w, const T* hidden, int64_t tokens) {
-    const bool first = l.placement == INPUT || l.placement == BOTH;
+    const bool first = l.attention_norm && !l.norms_residual;
     if (first) norm(l, hidden, w.normed, tokens, true);
     multiply(l, w, {first ? w.normed : hidden, l.qkv, l.qkv_bias, nullptr, w.qkv, l.hidden, w.states, false}, tokens);
     if (!l.query_norm) return;
@@ -72,29 +72,25 @@ inline void project(const Layer<T>& l, const Workspace<T>& w, const T* hidden, i
 // w.attended and hidden -> hidden
 template <class T>
 inline void finish(const Layer<T>& l, const Workspace<T>& w, T* hidden, int64_t tokens) {
-    const bool both = l.placement == BOTH, output = l.placement == OUTPUT || both, input = l.placement == INPUT;
-    multiply(l, w, {w.attended, l.output, l.output_bias, output ? nullptr : hidden, w.between, w.queries, l.hidden, false},
+    const bool after = l.attention_after, residual = l.norms_residual;
+    multiply(l, w, {w.attended, l.output, l.output_bias, after ? nullptr : hidden, w.between, w.queries, l.hidden, false},
              tokens);
-    if (both)
+    if (after) {
         normalize<T>(w.between, l.attention_after, nullptr, w.normed, tokens, l.hidden, l.attention_epsilon);
-    else
-        norm(l, w.between, w.normed, tokens, !input);
-    if (output) add(hidden, w.normed, w.between, tokens * l.hidden);
-    if (both) norm(l, w.between, w.normed, tokens, false);
+        add(hidden, w.normed, w.between, tokens * l.hidden);
+    }
+    if (l.mlp_norm) norm(l, w.between, w.normed, tokens, residual);
     for (int64_t first = 0; first < tokens; first += w.together) {
         const int64_t some = std::min(w.together, tokens - first), at = first * l.hidden;
         T *normed = w.normed + at, *between = w.between + at;
-        multiply(l, w, {output && !both ? between : normed, l.up, l.up_bias, nullptr, w.up, l.hidden, w.wide, !l.gated}, some);
+        multiply(l, w, {l.mlp_norm ? normed : between, l.up, l.up_bias, nullptr, w.up, l.hidden, w.wide, !l.gated}, some);
         if (l.gated) gate(w.up, w.gated, some, l.intermediate, l.gated == 2);
-        multiply(l, w, {l.gated ? w.gated : w.up, l.down, l.down_bias, output ? nullptr : input ? between : normed,
-                  output ? normed : input ? hidden + at : between, l.intermediate, l.hidden, false}, some);
+        multiply(l, w, {l.gated ? w.gated : w.up, l.down, l.down_bias, after ? nullptr : residual ? normed : between,
+                  after ? normed : residual ? between : hidden + at, l.intermediate, l.hidden, false}, some);
     }
-    if (input) return;
-    if (!output) return norm(l, w.between, hidden, tokens, false);
-    if (both)
-        normalize<T>(w.normed, l.mlp_after, nullptr, w.normed, tokens, l.hidden, l.mlp_epsilon);
-    else
-        norm(l, w.normed, w.normed, tokens, false);
+    if (residual) norm(l, w.between, hidden, tokens, false);
+    if (!after) return;
+    normalize<T>(w.normed, l.mlp_after, nullptr, w.normed, tokens, l.hidden, l.mlp_epsilon);
     add(w.between, w.normed, hidden, tokens * l.hidden);
 }
 

@@ -30,7 +30,7 @@ Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
 _Layer = structure(
     "attention_norm attention_norm_bias mlp_norm mlp_norm_bias query_norm key_norm attention_after mlp_after"
     " qkv qkv_bias output output_bias up up_bias down down_bias",
-    "hidden heads group size intermediate gated placement joined_heads rope window quantized",
+    "hidden heads group size intermediate gated norms_residual joined_heads rope window quantized",
     "attention_epsilon mlp_epsilon head_epsilon scale",
 )
 _Buffers = structure("keys values", "places held row head")
@@ -174,17 +174,18 @@ class Stack:
         if self._inputs is None or self._inputs[0].positions < positions:
             most = min(embedding.context, 1 << positions.bit_length())
             each = embedding.rotary(most)
-            tables = list({id(both): torch.cat(both) for both in each if both is not None}.values())
-            order = list(dict.fromkeys(map(id, each)))
+            tables = {id(both): both for both in each if both is not None}
+            numbers = {one: number for number, one in enumerate(tables, 1)}
             for layer, both in zip(self._layers, each, strict=True):
-                layer.rope = order.index(id(both)) + 1 if layer.rope else 0
-            rotations = torch.stack(tables) if tables else None  # [tables, 2, positions, R]
+                layer.rope = numbers[id(both)] if layer.rope else 0
+            # [tables, 2, positions, R]
+            rotations = torch.stack([torch.cat(both) for both in tables.values()]) if tables else None
             parts = [embedding.tokens, embedding.learned, rotations]
             assert all(part is None or part.dtype == self._dtype for part in parts)
             assert embedding.learned is None or len(embedding.learned) >= most
             size = 0 if rotations is None else rotations.shape[3]
-            numbers = len(embedding.tokens), most, size, len(tables), embedding.scale
-            self._inputs = _Inputs(*map(_address, parts), *numbers), rotations
+            sizes = len(embedding.tokens), most, size, len(tables)
+            self._inputs = _Inputs(*map(_address, parts), *sizes, embedding.scale), rotations
         return self._inputs[0]
 
     def prompts(
@@ -316,9 +317,16 @@ def _packed(weights: LayerWeights, int8: bool) -> tuple[dict[str, Any], list[Pan
         assert isinstance(made, PanelProduct)
         return made
 
-    norms, head_norms = (weights.attention_norm, weights.mlp_norm), (weights.query_norm, weights.key_norm)
-    parts = [part for norm in norms for part in (norm.weight, norm.bias)]
-    others = (*head_norms, weights.attention_after, weights.mlp_after)
+    def epsilon(*norms: NormWeights | None) -> float:
+        """Return the epsilon that the norms share; 0 without any."""
+        found = {norm.eps for norm in norms if norm is not None}
+        assert len(found) <= 1
+        return found.pop() if found else 0.0
+
+    parts: list[Tensor | None] = []
+    for norm in (weights.attention_norm, weights.mlp_norm):
+        parts += (None, None) if norm is None else (norm.weight, norm.bias)
+    others = (weights.query_norm, weights.key_norm, weights.attention_after, weights.mlp_after)
     parts += [None if norm is None else norm.weight for norm in others]
     query_norm, down = weights.query_norm, weights.down.shape[1]
     assert weights.up.outputs == down * (2 if weights.gated else 1)
@@ -329,13 +337,13 @@ def _packed(weights: LayerWeights, int8: bool) -> tuple[dict[str, Any], list[Pan
         "size": weights.head_dim,
         "intermediate": down,
         "gated": 2 if weights.activation == GELU else int(weights.gated),
-        "placement": int(weights.placement),
+        "norms_residual": weights.norms_residual,
         "joined_heads": query_norm is not None and len(query_norm.weight) != weights.head_dim,
         "rope": weights.rope,
         "window": weights.window or 0,
-        "attention_epsilon": weights.attention_norm.eps,
-        "mlp_epsilon": weights.mlp_norm.eps,
-        "head_epsilon": 0.0 if query_norm is None else query_norm.eps,
+        "attention_epsilon": epsilon(weights.attention_norm, weights.attention_after),
+        "mlp_epsilon": epsilon(weights.mlp_norm, weights.mlp_after),
+        "head_epsilon": epsilon(query_norm, weights.key_norm),
         "scale": weights.scaling,
     }
     products = [pack(part) for part in (weights.qkv, weights.output, weights.up, weights.down)]

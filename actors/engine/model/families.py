@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from actors.engine.errors import UserError
-from actors.engine.model.layer_weights import GELU, SILU, LayerWeights, NormPlacement, NormWeights, Projection
+from actors.engine.model.layer_weights import GELU, SILU, LayerWeights, NormWeights, Projection
 
 if TYPE_CHECKING:  # a driver asks for a config's family without torch
     from torch import Tensor, nn
@@ -126,8 +126,8 @@ def _rotary_by_kind(model: Any, hidden: Tensor, positions: Tensor) -> list[Rotar
     return [by_kind[kind] for kind in kinds]
 
 
-def _gated_layer(layer: Any, attention_norm: Any, mlp_norm: Any, qkv: Projection, up: Projection) -> LayerWeights:
-    """Return the parts that all families with a gated feed-forward and RMSNorm share."""
+def _gated_layer(layer: Any, qkv: Projection, up: Projection, norms: dict[str, Any]) -> LayerWeights:
+    """Return the parts that all families with a gated feed-forward share, and norms by their names."""
     attention, config = layer.self_attn, layer.self_attn.config
     return LayerWeights(
         number=attention.layer_idx,
@@ -141,71 +141,75 @@ def _gated_layer(layer: Any, attention_norm: Any, mlp_norm: Any, qkv: Projection
         down=Projection.of(layer.mlp.down_proj),
         activation=_activation(config),
         gated=True,
-        attention_norm=NormWeights.of(attention_norm),
-        mlp_norm=NormWeights.of(mlp_norm),
+        **norms,
     )
 
 
 def _activation(config: PretrainedConfig) -> str:
     """Return the name of the activation of a family with a gated feed-forward."""
-    return str(config.hidden_activation if config.model_type in ("gemma2", "gemma3_text") else config.hidden_act)
+    return str(config.hidden_activation if config.model_type == "gemma3_text" else config.hidden_act)
 
 
-def _llama_layer(layer: Any, attention_norm: Any = None, mlp_norm: Any = None) -> LayerWeights:
+def _llama_norms(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
+    """Return the norms before attention and feed-forward."""
+    return {
+        "attention_norm": NormWeights.of(layer.input_layernorm, offset),
+        "mlp_norm": NormWeights.of(layer.post_attention_layernorm, offset),
+    }
+
+
+def _llama_layer(layer: Any, norms: dict[str, Any] | None = None) -> LayerWeights:
     """Llama, Mistral, Qwen2. The norms default to Llama's."""
     attention, mlp = layer.self_attn, layer.mlp
-    return _gated_layer(
-        layer,
-        attention_norm or layer.input_layernorm,
-        mlp_norm or layer.post_attention_layernorm,
-        Projection.of(attention.q_proj, attention.k_proj, attention.v_proj),
-        Projection.of(mlp.gate_proj, mlp.up_proj),
-    )
+    qkv = Projection.of(attention.q_proj, attention.k_proj, attention.v_proj)
+    return _gated_layer(layer, qkv, Projection.of(mlp.gate_proj, mlp.up_proj), norms or _llama_norms(layer))
 
 
 def _qwen3_layer(layer: Any) -> LayerWeights:
     """Llama's with norms of each head's queries and keys."""
+    return _llama_layer(layer, _llama_norms(layer) | _head_norms(layer))
+
+
+def _head_norms(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
+    """Return the norms of queries and keys."""
     attention = layer.self_attn
-    query_norm, key_norm = NormWeights.of(attention.q_norm), NormWeights.of(attention.k_norm)
-    return replace(_llama_layer(layer), query_norm=query_norm, key_norm=key_norm)
+    return {
+        "query_norm": NormWeights.of(attention.q_norm, offset),
+        "key_norm": NormWeights.of(attention.k_norm, offset),
+    }
 
 
 def _phi3_layer(layer: Any) -> LayerWeights:
     """Llama's, but the checkpoint holds queries, keys and values as one matrix, and gate and up as one."""
     qkv, up = Projection.of(layer.self_attn.qkv_proj), Projection.of(layer.mlp.gate_up_proj)
-    return _gated_layer(layer, layer.input_layernorm, layer.post_attention_layernorm, qkv, up)
+    return _gated_layer(layer, qkv, up, _llama_norms(layer))
 
 
 def _olmo2_layer(layer: Any) -> LayerWeights:
     """Norms of the outputs of attention and feed-forward, and of all heads' queries and keys together."""
-    attention = layer.self_attn
-    weights = _llama_layer(layer, layer.post_attention_layernorm, layer.post_feedforward_layernorm)
-    return replace(
-        weights,
-        placement=NormPlacement.OUTPUT,
-        query_norm=NormWeights.of(attention.q_norm),
-        key_norm=NormWeights.of(attention.k_norm),
-    )
+    return _llama_layer(layer, _norms_after(layer) | _head_norms(layer))
+
+
+def _norms_after(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
+    """Return the norms of the outputs of attention and feed-forward."""
+    return {
+        "attention_after": NormWeights.of(layer.post_attention_layernorm, offset),
+        "mlp_after": NormWeights.of(layer.post_feedforward_layernorm, offset),
+    }
 
 
 def _gemma_layer(layer: Any) -> LayerWeights:
     """Llama's with norms that multiply by 1 + weight."""
-    norms = NormWeights.of(layer.input_layernorm, 1.0), NormWeights.of(layer.post_attention_layernorm, 1.0)
-    return replace(_llama_layer(layer), attention_norm=norms[0], mlp_norm=norms[1])
+    return _llama_layer(layer, _llama_norms(layer, 1.0))
 
 
 def _gemma3_layer(layer: Any) -> LayerWeights:
     """Gemma's with norms before and behind attention and feed-forward, and of each head's queries and keys."""
-    attention = layer.self_attn
-    return replace(
-        _gemma_layer(layer),
-        placement=NormPlacement.BOTH,
-        attention_after=NormWeights.of(layer.post_attention_layernorm, 1.0),
-        mlp_norm=NormWeights.of(layer.pre_feedforward_layernorm, 1.0),
-        mlp_after=NormWeights.of(layer.post_feedforward_layernorm, 1.0),
-        query_norm=NormWeights.of(attention.q_norm, 1.0),
-        key_norm=NormWeights.of(attention.k_norm, 1.0),
-    )
+    before = {
+        "attention_norm": NormWeights.of(layer.input_layernorm, 1.0),
+        "mlp_norm": NormWeights.of(layer.pre_feedforward_layernorm, 1.0),
+    }
+    return _llama_layer(layer, before | _norms_after(layer, 1.0) | _head_norms(layer, 1.0))
 
 
 def _smollm3_layer(layer: Any) -> LayerWeights:
@@ -230,7 +234,7 @@ def _opt_layer(layer: Any) -> LayerWeights:
         gated=False,
         attention_norm=NormWeights.of(layer.self_attn_layer_norm),
         mlp_norm=NormWeights.of(layer.final_layer_norm),
-        placement=NormPlacement.INPUT if layer.do_layer_norm_before else NormPlacement.RESIDUAL,
+        norms_residual=not layer.do_layer_norm_before,
         rope=False,
     )
 

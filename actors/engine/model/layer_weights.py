@@ -6,7 +6,6 @@ Shapes: E hidden size, F feed-forward size, Q query heads, H key/value heads, D 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,15 +14,6 @@ if TYPE_CHECKING:
 from actors.engine.model.compressed import Codes, codes_of
 
 SILU, GELU = ("silu", "swish"), "gelu_pytorch_tanh"
-
-
-class NormPlacement(IntEnum):
-    """Where attention and feed-forward have their norm; the values are those of `Layer.placement` in cpu/layer.h."""
-
-    INPUT = 0  # x + block(norm(x)): Llama, OPT
-    RESIDUAL = 1  # norm(x + block(x)): OPT-350M
-    OUTPUT = 2  # x + norm(block(x)): OLMo 2
-    BOTH = 3  # x + after(block(norm(x))): Gemma 3
 
 
 @dataclass(frozen=True)
@@ -109,12 +99,14 @@ class LayerWeights:
     down: Projection  # [E, F]
     activation: str  # a name of transformers' ACT2FN
     gated: bool  # whether the feed-forward computes activation(gate) * up
-    attention_norm: NormWeights  # norm of self-attention
-    mlp_norm: NormWeights  # norm of the feed-forward
-    placement: NormPlacement = NormPlacement.INPUT  # where both norms are applied
-    # with BOTH, RMSNorm of the outputs of attention and feed-forward
+    # norms before attention and feed-forward, x + after(block(norm(x))); None: there are none (OLMo 2)
+    attention_norm: NormWeights | None = None
+    mlp_norm: NormWeights | None = None
+    # RMSNorm of the outputs of attention and feed-forward (OLMo 2, Gemma 3); None: there are none
     attention_after: NormWeights | None = None
     mlp_after: NormWeights | None = None
+    # whether the first two norms lie behind the residual connections instead, norm(x + block(x)): OPT-350M
+    norms_residual: bool = False
     # RMSNorm of queries before rope: [D], of each head, or [Q D], of all heads together
     query_norm: NormWeights | None = None
     key_norm: NormWeights | None = None  # the same for keys: [D] or [H D]
@@ -127,9 +119,13 @@ class LayerWeights:
         queries, keys = self.query_heads * self.head_dim, self.kv_heads * self.head_dim
         assert self.query_heads % self.kv_heads == 0 and self.qkv.outputs == queries + 2 * keys
         assert not self.gated or self.activation in (*SILU, GELU)
-        for before, after in ((self.attention_norm, self.attention_after), (self.mlp_norm, self.mlp_after)):
-            assert (after is not None) == (self.placement == NormPlacement.BOTH)
-            assert after is None or after.eps == before.eps
+        assert (self.attention_norm is None, self.attention_after is None) == (
+            self.mlp_norm is None,
+            self.mlp_after is None,
+        )
+        assert not self.norms_residual or (self.attention_norm is not None and self.attention_after is None)
+        for after in (self.attention_after, self.mlp_after):
+            assert after is None or after.bias is None
         assert (self.query_norm is None) == (self.key_norm is None)
         if self.query_norm is not None and self.key_norm is not None:
             sizes = len(self.query_norm.weight), len(self.key_norm.weight)
