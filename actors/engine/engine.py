@@ -117,9 +117,9 @@ class Engine:
         max_new_tokens: int,  # most new tokens
         schedule: Schedule | None = None,  # see `open`
     ) -> None:
-        """With rows in flight, make slots for at most `rows` rows of these lengths.
+        """Make the slots large enough for `rows` rows of these lengths, while rows are in flight.
 
-        Rows in flight are copied where the slots change; both caches then exist at once.
+        Where the slots change, the rows in flight are copied, and both caches exist until the copy is done.
         """
         shape = SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens)
         assert rows >= len(self.rows)

@@ -78,7 +78,7 @@ class SamplingParams:
         return self.temperature == 0 or LEAST <= self.temperature <= MOST
 
     def merged(self, changes: Mapping[str, Any]) -> SamplingParams:
-        """Put a row's own values in the place of these; None keeps a value. UserError names a wrong one."""
+        """Return the parameters with a row's own values; None keeps a value. Raise UserError for a wrong one."""
         return replace(self, **{name: _checked(name, value) for name, value in changes.items() if value is not None})
 
     def all_stop_ids(self, model_stop_ids: frozenset[int]) -> frozenset[int]:

@@ -172,7 +172,7 @@ class LayerSkipper:
         return plan
 
     def _spare_builder(self, builder: Any, number: int) -> Any:
-        """Return a builder for one more subset of a pass: some builders keep what they built (FlashInfer, MLA)."""
+        """Return a builder that no other subset of the pass uses: those of FlashInfer and MLA keep what they built."""
         spare = self._spare.setdefault(id(builder), [])
         if len(spare) == number:
             with set_current_vllm_config(builder.vllm_config):

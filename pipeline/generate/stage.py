@@ -94,9 +94,8 @@ class ShardGenerator:
     A shard is committed in the call that answered it: a task of its own would wait until Ray Data has CPUs for it,
     which another dataset may hold.
 
-    Two threads may call it. The second shard then begins while the last rows of the first one finish, if `Generator`
-    joins calls, else when they have ended; in both cases while the first one is committed. A shard whose process has
-    died before shares with no other.
+    Two threads may call it. The second shard then begins while the first one is committed; by vLLM it begins while the
+    last rows of the first one finish. A shard whose process has died before shares with no other.
 
     Args:
         generator: arguments of `Generator`; checkpoint and speed adapter as `fetch` takes them.

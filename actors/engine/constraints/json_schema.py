@@ -121,7 +121,10 @@ def _types_differ(branches: list[Any], root: Schema) -> bool:
 
 
 def _resolved(schema: Any, root: Schema) -> Schema:
-    """Return the schema to which references within the root lead, with the keys beside them; {} for any other value."""
+    """Follow a schema's references within the root; return the schema found, with the keys beside each reference.
+
+    Return {} for a value that is no schema.
+    """
     seen = 0
     while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str) and seen < 100:
         seen += 1

@@ -38,7 +38,7 @@ START = "adapt.adapter.start"  # key of a speed adapter to go on from
 
 
 def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
-    """The task of a job file, and what is done of it. Raises UserError of one line for a mistake.
+    """Return the task of a job file and the record of its finished stages. Raise UserError for a mistake in the file.
 
     source: name of the job file.
     """

@@ -66,7 +66,7 @@ def at_once(one: ShardGenerator, shards: list[dict[str, Any]]) -> list[list[int]
 
 
 def drain_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine say of each call, as soon as it is added, that another may be."""
+    """Let the engine call `on_drain` as soon as a call is added."""
     plain = Loop.add
 
     def add(self: Loop, requests: Any, prefix: Any, on_batch: Any, on_drain: Any) -> Call:

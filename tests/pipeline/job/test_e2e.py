@@ -58,7 +58,7 @@ def test_the_first_prompts_in_this_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not multiplies(torch.bfloat16, torch.device("cpu")), reason="no kernel for products")
 def test_killed_half_way_and_started_again_the_bytes_are_the_same(tmp_path: Path) -> None:
-    """Of bfloat16, where shards share steps: no row depends on the rows of other shards that were in flight."""
+    """Of bfloat16 by the kernels, and of slots that are refilled."""
     changes: dict[str, Any] = {
         "model": {"path": str(CHECKPOINT), "dtype": "bfloat16"},
         "actors": {"count": 2, "threads": 1, "scheduler": "refill", "max_batch": 20},
