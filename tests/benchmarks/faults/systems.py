@@ -236,6 +236,8 @@ def datatrove(task: Task) -> None:
     def row(_: Any, document: Any) -> dict[str, str]:
         return {"id": document.id, "generated_text": document.metadata["rollout_results"][0]}
 
+    if task.endpoint:
+        os.environ["AWS_ENDPOINT_URL"] = task.endpoint  # its file systems take no other hint
     chunks = str(Path(task.computed).with_name("chunks")) if task.endpoint else f"{task.state}/chunks"
     settings = InferenceConfig("dummy", "dummy", max_concurrent_generations=8, server_ready_delay_sec=0.2)
     LocalPipelineExecutor(
