@@ -6,7 +6,7 @@ IDLE = tests/engine tests/serving tests/pipeline/learn
 RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline tests/test_wheel.py --include='test_*.py')
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo real real-model wheel test test-vllm coverage test-slow test-mutations test-ceph lint bench bench-full bench-scale bench-serve peers peers-faults faults soak clean evidence-e2e evidence-slots evidence-dense evidence-orders evidence-real-text evidence-real-labels evidence-real-summaries
+.PHONY: demo real real-model wheel test test-vllm coverage test-slow test-mutations test-ceph lint bench bench-full bench-scale bench-serve peers peers-faults faults soak clean evidence-e2e evidence-slots evidence-dense evidence-real-text evidence-real-labels evidence-real-summaries
 
 demo: .venv/installed
 	@.venv/bin/skipdecode demo work/demo
@@ -142,9 +142,6 @@ evidence-slots: .venv/installed-dev
 evidence-dense: work/evidence/dense-7/tune.json work/evidence/dense-5/tune.json
 	.venv/bin/skipdecode evaluate configs/evidence/evaluate-dense.yaml
 
-evidence-orders: work/evidence/compare/tune.json
-	.venv/bin/skipdecode evaluate configs/evidence/evaluate-compare.yaml
-
 # A published model, adapted: quality against clock. The same command goes on where it was stopped; OPTIONS="--rows 16
 # --steps 4 --sample 24" tries it.
 evidence-real-text evidence-real-summaries: evidence-real-%: .venv/installed-dev
@@ -153,12 +150,6 @@ evidence-real-text evidence-real-summaries: evidence-real-%: .venv/installed-dev
 evidence-real-labels: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/real_evidence.py labels $(OPTIONS)
 	.venv/bin/python tests/benchmarks/real_evidence.py groups $(OPTIONS)
-
-work/demo-full-depth/tune.json: | .venv/installed-dev
-	.venv/bin/python configs/demo/new_model.py work/demo-new ../shared/data/e2e/train.parquet
-	.venv/bin/skipdecode tune configs/demo/tune-1-full-depth.yaml
-
-work/evidence/compare/tune.json: work/demo-full-depth/tune.json
 
 work/evidence/dense-5/tune.json: | work/evidence/new/dense-5
 work/evidence/dense-7/tune.json: | work/evidence/new/dense-7

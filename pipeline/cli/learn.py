@@ -107,4 +107,4 @@ def evaluate(
 
         disable_progress_bar()
         print_tables(Console(soft_wrap=True), measure(config))
-        typer.echo(f"tables, plot and answers: {config.output}")
+        typer.echo(f"tables and answers: {config.output}")

@@ -29,6 +29,8 @@ class EvalConfig(Section):
 
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
         "exact": (False, "leave it out"),
+        "compare": (None, "evaluate each keep order or decay by a recipe with its schedule"),
+        "learned_order": (None, "set schedule.keep_order"),
         "bootstrap": ({}, "intervals are of 95%, from 1,000 resampled data sets"),
     }
 
@@ -38,16 +40,12 @@ class EvalConfig(Section):
         None, description="checkpoint that all lines are compared with; null: model at 1x"
     )
     baselines: dict[str, str] = Field(default_factory=dict, description="checkpoints of the same tokenizer by name")
-    output: Place = Field(description="folder for the tables, the plot and the answers")
+    output: Place = Field(description="folder for the tables and the answers")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="keys other than the depths")
     speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal; 1 is always evaluated too")
     prompts: list[Literal["full", "first"]] = Field(
         default_factory=list,
         description="prompt policies that are evaluated at every speed, in addition to the schedule's own",
-    )
-    compare: float | None = Field(None, gt=1, description="nominal speed for other keep orders, decays and baselines")
-    learned_order: list[int] | None = Field(
-        None, description="with compare: a learned keep order; null: measure it, as schedule.keep_order: measured does"
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     choices: Labels | None = Field(None, description="labels, or a .json file of them; one is a row's answer")
@@ -72,8 +70,6 @@ class EvalConfig(Section):
         for speedup in (1.0, *self.speedups):
             if shown.setdefault(f"{speedup:g}", speedup) != speedup:
                 raise UserError(f"speedups: {shown[f'{speedup:g}']} and {speedup} are both shown as {speedup:g}x")
-        if self.learned_order is not None and self.compare is None:
-            raise UserError("learned_order is one of the comparisons: give compare too")
         if self.choices is not None:
             check_labels(self.choices, 2)
             check_compatible("choices", self.sampling.params())

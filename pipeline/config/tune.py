@@ -40,13 +40,14 @@ class TuneDataConfig(Section):
 
 
 class TuneScheduleConfig(Section):
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {
+        "compare": (None, "list the schedules in schedule.also"),
+        "learned_order": (None, "set schedule.keep_order, or list the order in schedule.also"),
+    }
+
     speedups: list[float] = Field([1.0], min_length=1, description="nominal; one is drawn for each batch")
     also: list[ScheduleConfig] = Field(
         default_factory=list, description="further schedules: keys on top of this section's"
-    )
-    compare: float | None = Field(None, ge=1, description="draw from evaluate's comparisons at this nominal speed too")
-    learned_order: list[int] | None = Field(
-        None, description="with compare: the keep order that `evaluate` learned from the model, as it prints it"
     )
     default: float | None = Field(None, description="nominal speed-up of jobs without one; default the last")
     horizon: int | None = Field(None, ge=2, description="tokens; default the median response of the training data")
@@ -161,8 +162,6 @@ class TuneConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> TuneConfig:
-        if self.schedule.learned_order is not None and self.schedule.compare is None:
-            raise UserError("schedule.learned_order is one of the comparisons: give schedule.compare too")
         workers = self.workers.count if self.workers else 1
         if self.training.batch_size % workers:
             raise UserError(

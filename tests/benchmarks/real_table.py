@@ -2,7 +2,7 @@
 
     .venv/bin/python tests/benchmarks/real_table.py {text,labels,groups,summaries} ADAPTER [adapted] [measured] [paper]
 
-Reads work/real/<name>/evaluate-*/, writes table.md, table.json and chart.png in work/real/<name>, and prints the table.
+Reads work/real/<name>/evaluate-*/, writes table.md and table.json in work/real/<name>, and prints the table.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ METRICS = {"text": "bleu", "labels": "exact_match", "groups": "exact_match", "su
 TITLES = {"bleu": "BLEU", "exact_match": "accuracy %", "rouge_l": "ROUGE-L"}
 LINES = {"adapted": "adapted", "measured": "unadapted, measured order", "paper": "unadapted, paper's order"}
 OF_PROMPT_AND_FALL = ("horizon", "decay", "prompt")
-MARKS = {"paper": "s", "measured": "^", "adapted": "o", "dense": "D"}
 
 
 @dataclass
@@ -94,8 +93,7 @@ def write_table(name: str, adapter: Path, lines: Sequence[str]) -> None:
     (folder / "table.md").write_text(text)
     plain = [{"kind": row.kind, **row.values_stated(), **row.values} for row in rows]
     (folder / "table.json").write_text(json.dumps(plain, indent=2) + "\n")
-    _chart(name, rows, folder / "chart.png")
-    print(f"{text}\n{folder / 'table.md'}, {folder / 'chart.png'}")
+    print(f"{text}\n{folder / 'table.md'}")
 
 
 def _rows(name: str, kind: str, config: EvalConfig, adapter: Path, ceilings: Ceilings, again: bool) -> list[Row]:
@@ -218,31 +216,6 @@ def _nearest(name: str, count: int) -> str:
     share = sum(row["nearest"] in row["references"] for row in rows) / len(rows)
     labels = {row["references"][0] for row in rows}
     return f"The most similar question's label alone is right in {100 * share:.1f}%, chance {100 / len(labels):.1f}%."
-
-
-def _chart(name: str, rows: Sequence[Row], path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    metric = METRICS[name]
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    full = rows[0]
-    for kind, title in {**LINES, "dense": "half of the layers, healed"}.items():
-        shown = [row for row in rows if row.kind == kind and row is not full]
-        points = shown if kind == "dense" else [full, *shown]
-        if shown:
-            clock, quality = ([row.values[key] for row in points] for key in ("wall_clock", metric))
-            bounds = [[row.values[f"{metric}_{end}"] for row in points] for end in ("low", "high")]
-            around = [[abs(value - bound) for value, bound in zip(quality, side, strict=True)] for side in bounds]
-            style = {"marker": MARKS[kind], "linestyle": "" if kind == "dense" else "-", "capsize": 3}
-            axes.errorbar(clock, quality, yerr=around, label=title, **style)
-    axes.set_xlabel("wall clock of the whole run, times faster than 1x")
-    axes.set_ylabel(TITLES[metric])
-    axes.set_title(f"SmolLM2-135M-Instruct, {name}, {full.values['rows']} rows")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
             f"adapt.output: the cluster's nodes must all read and write the sample and its answers, and {folder} may "
             "be of this node alone: name a folder on a file system that they share, or unset RAY_ADDRESS"
         )
-    needed = ["sacrebleu", "rouge_score", "matplotlib", *(["peft"] if options.weights == "adapter" else [])]
+    needed = ["sacrebleu", "rouge_score", *(["peft"] if options.weights == "adapter" else [])]
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise UserError(f"{missing[0]} is not installed: {install_command('tune,eval')}")

@@ -1,1 +1,1 @@
-"""Measure quality and time of each speed: answer, score, tables and plot."""
+"""Measure quality and time of each speed: answer, score, tables."""

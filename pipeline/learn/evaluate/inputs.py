@@ -27,11 +27,38 @@ from pipeline.input.rows import read_columns
 from pipeline.input.schema import MissingColumn
 from pipeline.learn.evaluate.results import RECORD, output_files, slug
 from pipeline.learn.rows import Text, is_text, token_ids
-from pipeline.learn.variants import Variant, comparisons, speeds
 from pipeline.prepare.tokenizer import longest, tokenize_labels
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
 
 REFERENCE = "reference model"  # name of its line, at full depth
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One schedule to measure: a line of evaluate's table.
+
+    group: the property that it varies: ``speed``, ``prompt``, ``reference`` or ``model``. spec: complete,
+    resolved on top of the checkpoint's. nominal: the speed-up that it is made from.
+    """
+
+    name: str
+    group: str
+    spec: ScheduleSpec
+    nominal: float | None
+
+
+def speeds(spec: ScheduleSpec, speedups: Sequence[float], prompts: Sequence[str] = ()) -> list[Variant]:
+    """`spec` at each nominal speed-up, otherwise unchanged; above 1 under each further policy of `prompts` too."""
+    variants = [
+        Variant(f"{speedup:g}x", "speed", spec.overridden({"speedup": float(speedup)}), float(speedup))
+        for speedup in speedups
+    ]
+    for prompt in prompts:
+        for speedup in speedups:
+            if prompt != spec.prompt and speedup > 1:
+                changed = spec.overridden({"speedup": float(speedup), "prompt": prompt})
+                variants.append(Variant(f"{speedup:g}x prompt={prompt}", "prompt", changed, float(speedup)))
+    return variants
 
 
 @dataclass(frozen=True)
@@ -184,16 +211,11 @@ def _check_references(references: Sequence[Any], location: str, column: str, lab
 def _planned(config: EvalConfig, spec: ScheduleSpec, num_layers: int) -> list[Variant]:
     """The lines of the model itself, each of which can be built."""
     variants = speeds(spec, [1.0, *config.speedups], config.prompts)
-    section = "schedule"
     try:
         for variant in variants:
             variant.spec.build(num_layers)
-        if config.compare is not None:
-            section = "compare"
-            order = config.learned_order or list(range(num_layers))  # any, until it is learned
-            variants += comparisons(spec, num_layers, config.compare, config.sampling.max_new_tokens, order)
     except ValueError as error:
-        raise UserError(f"{section}: {error}") from None
+        raise UserError(f"schedule: {error}") from None
     return variants
 
 

@@ -28,7 +28,7 @@ TOKENS, OWN_TOKENS, REPEATS, GRAMS, REGRET = range(5)  # columns of `answer_stat
 
 @dataclass(frozen=True)
 class Metric:
-    """title: in tables and plots. unit: "" for points of 100. score: sums [S, K] -> scores [S].
+    """title: in tables. unit: "" for points of 100. score: sums [S, K] -> scores [S].
 
     higher_is_better: None where any distance from full depth's value is a loss.
     """

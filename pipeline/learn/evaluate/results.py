@@ -22,7 +22,7 @@ from pipeline.runtime.wide_console import wide
 
 RECORD = "evaluate.json"
 CONFIDENCE = 0.95  # share of the resampled scores in an interval
-TABLES = ("table.json", "table.parquet", "plot.png", "plot.svg")
+TABLES = ("table.json", "table.parquet")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Line:
         layer_ratio: Layers of full depth divided by layers run, over all decode steps; None for another model.
         seconds: Median of the whole run over the runs; in `adapt`'s record, seconds of one row.
         scores: By the metric's name.
-        group: Group of the line in table and plot.
+        group: Group of the line in the table.
         mean_depth: Layers of a decode step, mean. None if no answer had a decode step.
         decode_seconds: Median of the decode steps' seconds over the runs.
         tokens_per_second: Generated tokens divided by seconds of the whole run.

@@ -1,6 +1,6 @@
 """`skipdecode evaluate`: quality against speed, by the engine alone, without Ray.
 
-    rows, checkpoints → lines → answers, timed in turn → statistics of rows → scores with intervals → tables, plot
+    rows, checkpoints → lines → answers, timed in turn → statistics of rows → scores with intervals → tables
 
 Quality: against references if there are any, and always against full depth and against chance. Speed is three numbers:
 nominal, layer ratio over the decode steps that ran, and wall clock against the same engine at full depth, over the same
@@ -21,10 +21,9 @@ import torch
 from actors.engine.schedule.schedule import MEASURED, ScheduleSpec
 from actors.generator import Generator
 from pipeline.config.evaluate import EvalConfig
-from pipeline.learn.evaluate.inputs import REFERENCE, EvalInputs, EvalRow, prepare
+from pipeline.learn.evaluate.inputs import REFERENCE, EvalInputs, EvalRow, Variant, prepare, speeds
 from pipeline.learn.evaluate.intervals import paired_scores
 from pipeline.learn.evaluate.line_statistics import CHANCE, by_chance, line_statistics
-from pipeline.learn.evaluate.plot import write_plot
 from pipeline.learn.evaluate.results import (
     Evaluation,
     Line,
@@ -35,13 +34,12 @@ from pipeline.learn.evaluate.results import (
     write_table,
 )
 from pipeline.learn.evaluate.timed_runs import TimedRun, answer, common_batch, time_in_turn
-from pipeline.learn.keep_order import ROWS, Row, measured_order, rank_layers
-from pipeline.learn.variants import Variant, comparisons, speeds
+from pipeline.learn.keep_order import ROWS, Row, measured_order
 from pipeline.runtime.announce import announce
 
 
 def evaluate(config: EvalConfig) -> Evaluation:
-    """Answer the rows at every speed, score and time them; write tables, plot, answers and a record of the settings.
+    """Answer the rows at every speed, score and time them; write tables, answers and a record of the settings.
 
     Raises UserError of one line for a mistake, before a model is loaded.
     """
@@ -49,8 +47,6 @@ def evaluate(config: EvalConfig) -> Evaluation:
     full, fast, others = load_models(inputs)
     inputs = with_measured_order(inputs, full)
     variants = speeds(inputs.spec, list(dict.fromkeys([1.0, *config.speedups])), config.prompts)
-    if config.compare is not None:
-        variants += _compared(inputs, full, variants, config.compare)
     lines = {}
     for variant in variants:
         schedule = variant.spec.build(inputs.num_layers)
@@ -119,23 +115,6 @@ def _full_depth(inputs: EvalInputs, generator: Generator) -> list[Row]:
     return [(prompt.ids, row.token_ids or ()) for prompt, row in zip(inputs.prompts, run.answers, strict=False)]
 
 
-def _compared(inputs: EvalInputs, generator: Generator, planned: Sequence[Variant], speedup: float) -> list[Variant]:
-    """The built-in comparisons at the mean depth of one speed, over answers as long as full depth's.
-
-    Without the first, the paper's own schedule, if it is planned already.
-    """
-    pairs = _full_depth(inputs, generator)
-    order: Sequence[int] | None = inputs.config.learned_order
-    if order is None:
-        announce(f"learning a keep order from {len(pairs)} answers")
-        order = rank_layers(generator.engine.decoder, pairs, warmup=inputs.spec.warmup).keep_order
-        announce(f"learned_order: {list(order)}")
-    tokens = round(sum(len(response) for _, response in pairs) / len(pairs))
-    paper, *others = comparisons(inputs.spec, inputs.num_layers, speedup, tokens, order)
-    known = [variant.spec.build(inputs.num_layers) for variant in planned]
-    return others if paper.spec.build(inputs.num_layers) in known else [paper, *others]
-
-
 def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Line:
     """base: the run of 1x, for the wall clocks. Another model's layers are no measure of ours, and so no ratio."""
     stats, seconds, decode = run.stats, median(run.seconds), median(run.decode_seconds)
@@ -165,7 +144,6 @@ def _write(evaluation: Evaluation, inputs: EvalInputs, runs: Mapping[str, TimedR
     folder.claim(output_files(runs))
     write_answers(folder.path, _columns(inputs.rows), {name: run.answers for name, run in runs.items()})
     write_table(evaluation)
-    write_plot(evaluation)
     folder.save(
         {
             "config": inputs.config.model_dump(mode="json"),

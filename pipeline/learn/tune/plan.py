@@ -21,7 +21,6 @@ from pipeline.config.tune import TrainingConfig, TuneConfig, TuneDataConfig
 from pipeline.input.rows import read_columns
 from pipeline.learn.rows import Text, is_text, token_ids
 from pipeline.learn.tune.adapters import check_targets, started
-from pipeline.learn.variants import comparisons
 
 log = logging.getLogger(__name__)
 Order = tuple[tuple[int, ...], int]  # a measured keep order, and its warm-up
@@ -181,10 +180,6 @@ def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str,
         changes = further.changes()
         name = " ".join(f"{key}={value}" for key, value in changes.items())
         schedules[name] = spec.overridden(changes).build(layers)
-    if section.compare is not None:
-        assert spec.horizon is not None
-        compared = comparisons(spec, layers, section.compare, spec.horizon, section.learned_order)
-        schedules |= {variant.name: variant.spec.build(layers) for variant in compared}
     unique = {json.dumps(schedule.to_dict()): name for name, schedule in reversed(schedules.items())}
     drawn = {name: schedule for name, schedule in schedules.items() if name in unique.values()}
     if config.adapter is None:

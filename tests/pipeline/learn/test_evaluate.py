@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
@@ -17,13 +16,14 @@ import torch
 import yaml
 from botocore.exceptions import EndpointConnectionError
 from new_model import train_tokenizer
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from actors.engine.model.loading import load_tokenizer
+from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.cli.app import app
 from pipeline.config.evaluate import EvalConfig
-from pipeline.learn.evaluate.results import Evaluation, Line, Score, print_tables, write_table
+from pipeline.learn.evaluate.inputs import speeds
+from pipeline.learn.evaluate.results import Evaluation, Line, Score, write_table
 from pipeline.learn.evaluate.run import evaluate
 
 ROWS = [f"alpha bravo {word}" for word in ("charlie", "delta", "echo", "golf")]
@@ -74,7 +74,7 @@ def test_quality_and_the_three_speeds(recipe: dict[str, Any], tmp_path: Path) ->
     answers = pq.read_table(out / "answers-2x.parquet")
     assert answers.num_rows == 2
     assert answers["references"].to_pylist()[0] == [ROWS[0], "x y"]
-    written = {"answers-1x.parquet", "answers-2x.parquet", "evaluate.json", "plot.png", "plot.svg"}
+    written = {"answers-1x.parquet", "answers-2x.parquet", "evaluate.json"}
     assert {path.name for path in out.iterdir()} == {*written, "table.json", "table.parquet"}
     made_by = json.loads((out / "evaluate.json").read_text())
     asked = EvalConfig.model_validate(recipe)
@@ -180,15 +180,14 @@ def test_choices_are_scored_by_exact_match(recipe: dict[str, Any], tmp_path: Pat
     assert "token_kl" not in found.chance
 
 
-def test_comparisons_run_at_one_mean_depth(recipe: dict[str, Any]) -> None:
-    found = evaluate(EvalConfig.model_validate({**recipe, "compare": 2}))
-    groups = {line.name: line.group for line in found.lines}
-    assert groups["2x"] == "speed" and groups["2x early exit"] == "keep order" and groups["2x constant"] == "depth"
-    assert "2x learned order" in groups and "2x paper" not in groups  # which is 2x
-    shown = io.StringIO()
-    print_tables(Console(file=shown, width=80), found)
-    names = {line.split("  ")[0] for line in shown.getvalue().splitlines()}
-    assert names >= set(groups)
+def test_speeds_keep_what_the_checkpoint_says() -> None:
+    spec = ScheduleSpec(depths=(9, 8), horizon=7, decay="step", keep_order="even", prompt="first")
+    one, two = speeds(spec, [1, 2.5])
+    assert (one.name, one.group, one.nominal) == ("1x", "speed", 1)
+    assert two.name == "2.5x" and two.spec == ScheduleSpec(
+        speedup=2.5, horizon=7, decay="step", keep_order="even", prompt="first"
+    )
+    assert one.spec.build(12).depths == (12,)
 
 
 def test_a_keep_order_is_measured_on_the_rows_once(recipe: dict[str, Any], tmp_path: Path, own_cache: Path) -> None:
@@ -284,7 +283,6 @@ BAD = [
     ({"schedule": {"max_depth": 3}}, "schedule.max_depth: the depths are measured at every one of speedups"),
     ({"sampling": {"temperature": 1.0, "n": 2}}, "sampling.n: one answer a row is scored"),
     ({"sampling": {"logprobs": 2}}, "sampling.logprobs: evaluate writes none"),
-    ({"compare": 1}, "compare: input should be greater than 1"),
     ({"speedups": [2, 2.0000001]}, r"speedups: 2.0 and 2.0000001 are both shown as 2x"),
     ({"data": {"path": "none/*.parquet"}}, r"none/\*.parquet: matches no file"),
     ({"output": "s3://bucket/out"}, "output: s3://bucket/out: evaluate writes into a local folder"),
@@ -297,7 +295,6 @@ BAD = [
     ({"exact": True}, "exact was removed: leave it out"),
     ({"baselines": {"a b": "other", "a/b": "other"}}, "baselines: 'a/b' is the name of another line, 'a b'"),
     ({"baselines": {" / ": "other"}}, "baselines: ' / ' leaves nothing to name a file by"),
-    ({"compare": 2, "baselines": {"2x learned order": "other"}}, "'2x learned order' is the name of another line"),
 ]
 
 

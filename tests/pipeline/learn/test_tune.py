@@ -351,13 +351,6 @@ def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any], t
     assert trained is not None and trained.prompt == ("full", "first")
 
 
-def test_comparisons_are_trained_together(recipe: dict[str, Any]) -> None:
-    compared = {"speedups": [2], "compare": 2.0, "learned_order": [0, 2, 3, 1]}
-    losses = train_recipe({**recipe, "schedule": compared})["dev_loss"]
-    assert {"eval_loss_2x", "eval_loss_2x early exit", "eval_loss_2x learned order"} <= set(losses)
-    assert "eval_loss_2x paper" not in losses  # which is 2x
-
-
 @pytest.mark.parametrize(
     ("columns", "changes", "message"),
     [
