@@ -21,7 +21,7 @@ from actors.engine.errors import UserError, flat
 
 
 def is_unicode(text: str) -> bool:
-    """False if a text holds a lone surrogate: JSON and templates allow it, tokenizers and Arrow do not."""
+    """Return False if a text holds a lone surrogate: JSON and templates allow it, tokenizers and Arrow do not."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -51,7 +51,7 @@ def one_line(error: BaseException) -> str:
 
 
 def printable(name: object) -> str:
-    """A name from the data as a message may show it: on one line, and in quotes if outer space would not be seen."""
+    """Return a name from the data for a message: on one line, and in quotes if outer space would not be seen."""
     text = str(name)
     return text if text.isprintable() and text == text.strip() != "" else repr(text)
 
@@ -72,7 +72,7 @@ def where_sought(path: str | Path) -> str:
 
 
 def install_command(extras: str) -> str:
-    """The command that adds optional packages to this installation: to its folder, its wheel or its release."""
+    """Return the command that adds optional packages to this installation: to its folder, its wheel or its release."""
     try:
         origin = json.loads(distribution("skipdecode").read_text("direct_url.json") or "{}")
     except PackageNotFoundError:  # run from a folder that is not installed
@@ -84,7 +84,7 @@ def install_command(extras: str) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number with its noun, whose plural ends in s: ``1 row``, ``2,000 rows``."""
+    """Return a number with its noun, whose plural ends in s: ``1 row``, ``2,000 rows``."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
@@ -102,12 +102,12 @@ _IN_URL = re.compile(rf"(\w://(?=[^/:\s'\"]*:)|\.\.\. )[^\s'\"]*{_END}|(\w://)[^
 
 
 def without_secrets(text: str) -> str:
-    """A message whose URLs have stars in place of user and password."""
+    """Return a message whose URLs have stars in place of user and password."""
     return _IN_URL.sub(r"\1\2***@", text)
 
 
 def in_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A value of objects and lists with every text in it changed; names of keys stay."""
+    """Return a value of objects and lists with every text in it changed; names of keys stay."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -123,7 +123,7 @@ def parsed_control_tokens(count: int) -> str:
 
 
 def write_log(error: BaseException) -> Path | None:
-    """The file in the temporary folder that holds the error's traceback; None if none can be written."""
+    """Return the file in the temporary folder that holds the error's traceback; None if none can be written."""
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     path = Path(tempfile.gettempdir()) / f"skipdecode-{now}-{getpid()}.log"
     text = f"{' '.join(sys.argv)}\n{''.join(traceback.format_exception(error))}"

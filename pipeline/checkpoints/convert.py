@@ -173,7 +173,7 @@ def _read(header: GgufHeader, kind: Any, **options: Any) -> Any:
 
 
 def _config(header: GgufHeader) -> PretrainedConfig:
-    """transformers' config of the file, with the entries that it leaves out. UserError for a model we cannot run."""
+    """Return transformers' config, completed where it lacks entries. Raises UserError for a model that cannot run."""
     try:
         config: PretrainedConfig = _read(header, AutoConfig)
     except UNREADABLE as error:
@@ -190,7 +190,7 @@ def _config(header: GgufHeader) -> PretrainedConfig:
 
 
 def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokenizerBase:
-    """The file's tokenizer, which cuts texts as llama.cpp does. UserError for a rule that is not known."""
+    """Return the file's tokenizer, which cuts texts as llama.cpp does. Raises UserError for an unknown rule."""
     rule, is_bpe = header.values.get("tokenizer.ggml.pre"), header.values["tokenizer.ggml.model"] == "gpt2"
     if is_bpe and rule not in PRE_TOKENIZERS:
         raise UserError(
@@ -212,7 +212,7 @@ def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokeni
 
 
 def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with dequantized weights. UserError if a weight is missing, or one of the file was left out."""
+    """Return the model, dequantized. Raises UserError if a weight is missing, or one of the file was left out."""
     options = {"config": config, "dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
     # mismatched sizes are in the report
     model, report = _read(header, AutoModelForCausalLM, ignore_mismatched_sizes=True, **options)

@@ -23,12 +23,12 @@ class PinnedFolder:
 
 
 def pin(folder: Path) -> PinnedFolder:
-    """The folder with a sample of every file, for `check_same` on other nodes."""
+    """Return the folder with a sample of every file, for `check_same` on other nodes."""
     return PinnedFolder(str(folder.resolve()), tuple((path.name, _sample(path)) for path in answer_files(folder)))
 
 
 def check_same(pinned: PinnedFolder, *, weights: bool) -> Path:
-    """The folder, if this node sees the files that the driver pinned.
+    """Return the folder, if this node sees the files that the driver pinned.
 
     Small files are compared whole; weights, if asked for, by their size and both ends. Raises UserError that names the
     host and the first file that differs.

@@ -86,7 +86,7 @@ class ResolvedCheckpoint:
     adapter: str | RemoteCheckpoint | None = None
 
     def identity(self) -> dict[str, Any]:
-        """The values that the job's fingerprint covers: digests of local files, or the versions that a store lists."""
+        """Return what the job's fingerprint covers: digests of local files, or the versions that a store lists."""
         values: dict[str, Any] = {"files": _versions(self.source)}
         if self.adapter is not None:
             found = _versions(self.adapter)
@@ -96,15 +96,15 @@ class ResolvedCheckpoint:
         return {**values, "hub": self.source.path, "commit": self.source.commit}
 
     def pinned(self) -> PinnedFolder | RemoteCheckpoint:
-        """The source for other processes: there, `fetch` refuses files that differ from the planned ones."""
+        """Return the source for other processes: there, `fetch` refuses files that differ from the planned ones."""
         return pin(Path(self.source)) if isinstance(self.source, str) else self.source
 
     def pinned_adapter(self) -> PinnedFolder | RemoteCheckpoint | None:
-        """The speed adapter for other processes, as `pinned`."""
+        """Return the speed adapter for other processes, as `pinned`."""
         return pin(Path(self.adapter)) if isinstance(self.adapter, str) else self.adapter
 
     def schedule(self, changes: dict[str, Any], model: ModelConfig, *, unadapted: bool) -> Schedule:
-        """The checkpoint's schedule with these keys changed.
+        """Return the checkpoint's schedule with these keys changed.
 
         UserError if it cannot be built, or `unadapted` is false and the checkpoint is not adapted to it.
         """
@@ -113,7 +113,7 @@ class ResolvedCheckpoint:
         return self.checkpoint.adapted_schedule(changes, model.path, "set schedule.unadapted: true")
 
     def weights_digest(self) -> str | None:
-        """The digest by which a speed adapter names its base; None if the store lists no SHA-256 of every file."""
+        """Return the digest by which a speed adapter names its base; None if the store lacks the SHA-256 of a file."""
         if isinstance(self.source, str):
             return base_digest(self.checkpoint.path)
         found = {file.name: self.source.store.digests(file).get("sha256") for file in self.source.weights}
@@ -180,7 +180,7 @@ def resolve_checkpoint(
 
 
 def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: StorageConfig) -> ResolvedCheckpoint:
-    """The checkpoint with the adapter of `model.speed_adapter`, which must have been trained for its weights."""
+    """Return the checkpoint with the adapter of `model.speed_adapter`, which must have been trained for its weights."""
     if model.speed_adapter is None:
         return base
     path = str(model.speed_adapter).rstrip("/")
@@ -207,7 +207,7 @@ def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: Storage
 
 
 def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True, report: Report | None = None) -> Path:
-    """The checkpoint's folder on this node, downloaded if necessary; safe to call from many processes.
+    """Return the checkpoint's folder on this node, downloaded if necessary; safe to call from many processes.
 
     weights: whether the weights are needed too. report: receives a line now and then while files are downloaded;
     default the log. Raises UserError if the files differ from the pinned ones, or the cache cannot hold them;
@@ -240,7 +240,7 @@ def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True
 
 
 def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
-    """The folder of a record; None if there is no record, or a file does not have its recorded size."""
+    """Return the folder of a record; None if there is no record, or a file does not have its recorded size."""
     try:
         values = json.loads(record.read_text())
         folder = Path(values["folder"])
@@ -259,7 +259,7 @@ def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
 def _download(
     source: RemoteCheckpoint, files: Sequence[RemoteFile], folder: Path, report: Report | None
 ) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """The folder with the files, and size and SHA-256 of each. A damaged file is downloaded once more."""
+    """Return the folder with the files, and size and SHA-256 of each. A damaged file is downloaded once more."""
     store, problem = source.store, ""
     for _ in range(TRIES):
         with download_progress(source.path, sum(file.size for file in files), store.arrivals(folder), report):

@@ -151,7 +151,7 @@ class HubStore:
     cache: str | None
 
     def commit(self) -> tuple[str, list[RemoteFile]]:
-        """The commit that the revision names now, and its files."""
+        """Return the commit that the revision names now, and its files."""
         from huggingface_hub import HfApi
 
         with self._user_errors():

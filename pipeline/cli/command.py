@@ -115,7 +115,7 @@ def _end(error: Exception, advice: Advice) -> typer.Exit:
 
 
 def user_error(error: BaseException) -> UserError | None:
-    """The `UserError` that an exception is, or that it brings from a Ray task; None if there is none."""
+    """Return the `UserError` that an exception is, or that it brings from a Ray task; None if there is none."""
     cause = getattr(error, "cause", None)  # Ray's error of a task is also an instance of what the task raised
     if isinstance(cause, BaseException):
         return user_error(cause)
@@ -126,7 +126,7 @@ def user_error(error: BaseException) -> UserError | None:
 
 
 def cause_line(error: BaseException) -> str:
-    """The last line of an error that Ray may have wrapped, without the advice on retries that Ray Data adds."""
+    """Return the last line of an error that Ray may have wrapped, without the advice on retries that Ray Data adds."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     advice = [number for number, line in enumerate(lines) if RETRY_ADVICE.match(line)]
     lines = lines[: advice[0]] or lines if advice else lines

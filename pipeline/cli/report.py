@@ -129,7 +129,7 @@ def _html(url: str, storage: StorageConfig, to: Path | None) -> None:
 
 
 def _manifest(folder: Folder, url: str) -> Manifest:
-    """The plan of the job in a folder. Raises UserError if there is none."""
+    """Return the plan of the job in a folder. Raises UserError if there is none."""
     from pipeline.plan import plan_files
 
     manifest = plan_files.load(folder)

@@ -196,7 +196,7 @@ class Lease:
         return [int(match[1]) for match in matches if match]
 
     def _read(self, name: str) -> Holder | None:
-        """The holder in a file; an unknown one, who is watched like any other, if the file is damaged."""
+        """Return the holder in a file; an unknown one, who is watched like any other, if the file is damaged."""
         try:
             holder = Holder(**json.loads(self.folder.read(name)))
             holder.describe()

@@ -161,7 +161,7 @@ def answer_lines(part: bytes, _: Shard) -> list[Line]:
 
 
 def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model: str) -> list[Line]:
-    """The lines of a batch file's answers: a request's samples are the choices of one response.
+    """Return the lines of a batch file's answers: a request's samples are the choices of one response.
 
     fingerprint: of the job; ids follow from it, from file and row. created: seconds since 1970.
     """
@@ -196,7 +196,7 @@ def _rows(part: bytes) -> list[dict[str, Any]]:
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
-    """The type with text for times and decimals, at any depth: Python cannot hold all that Arrow does."""
+    """Return the type with text for times and decimals, at any depth: Python cannot hold all that Arrow does."""
     if types.is_decimal(kind) or (types.is_temporal(kind) and not types.is_interval(kind)):
         return pa.string()
     return rebuilt(kind, _as_text)
@@ -207,7 +207,7 @@ def _line(values: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: bytes as base64, no number as null, anything else that JSON lacks as its text."""
+    """Return a value as JSON has it: bytes as base64, no number as null, anything else that JSON lacks as its text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -47,7 +47,7 @@ class JobRun:
 
 @contextmanager
 def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> Iterator[None]:
-    """A run in the block, recorded when it begins and when it ends, however it ends.
+    """Record a run of the block: recorded when it begins and when it ends, however it ends.
 
     began: s since 1970. rows: that are left.
     """
@@ -68,7 +68,7 @@ def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> 
 
 
 def read_runs(folder: Folder) -> list[JobRun]:
-    """The recorded runs, oldest first; none if there is no valid record."""
+    """Return the recorded runs, oldest first; none if there is no valid record."""
     try:
         return [JobRun(**values) for values in read_json(folder, RUNS) or ()]
     except TypeError:

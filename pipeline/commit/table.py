@@ -92,7 +92,7 @@ def has_table(folder: Folder, config: JobConfig) -> bool:
 
 
 def recorded(folder: Folder) -> dict[str, TableRecord]:
-    """The tables that hold parts of this folder, or may. UserError if the record is damaged."""
+    """Return the tables that hold parts of this folder, or may. Raises UserError if the record is damaged."""
     try:
         values = json.loads(folder.read(RECORD))
         return {str(key): TableRecord(**value) for key, value in values.items()}

@@ -60,7 +60,7 @@ SECRET = "secret"  # the type of a pydantic error whose value must not be shown
 
 
 def holds_secret() -> PydanticCustomError:
-    """The refusal of a value that holds a secret; the message does not show the value."""
+    """Return the refusal of a value that holds a secret; the message does not show the value."""
     return PydanticCustomError(
         SECRET, "holds a user or password, which the output would record; give them by the environment"
     )

@@ -39,7 +39,7 @@ class CatalogConfig(Section):
     warehouse: Place | None = Field(None, description="where new tables are kept: local or s3:// folder, or its name")
 
     def properties(self) -> dict[str, str]:
-        """The keys that the file sets, under pyiceberg's names."""
+        """Return the keys that the file sets, under pyiceberg's names."""
         return self.model_dump(exclude={"name"}, exclude_none=True)
 
 
@@ -172,7 +172,7 @@ class ScheduleConfig(Section):
     prompt: Literal["full", "first"] | None = Field(None, description="layers run over the prompt: all, or of d(0)")
 
     def changes(self) -> dict[str, Any]:
-        """The keys of this class that the file sets, lists as tuples: those that determine the layers that run."""
+        """Return the keys of this class that the file sets, lists as tuples: they determine the layers that run."""
         given = self.model_dump(exclude_none=True, include=set(ScheduleConfig.model_fields))
         return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
@@ -232,7 +232,7 @@ class SamplingConfig(Section):
         return self
 
     def params(self) -> SamplingParams:
-        """The sampling of rows that override nothing, without the job's seed. Raises UserError if values conflict."""
+        """Return the sampling of rows without settings, seed apart. Raises UserError if values conflict."""
         return SamplingParams(**self.model_dump(exclude={"seed"}))
 
 
@@ -287,7 +287,7 @@ class StorageConfig(Section):
     catalog: CatalogConfig = Field(default_factory=CatalogConfig, description="of Iceberg tables")
 
     def after_planning(self) -> StorageConfig:
-        """The same for a job that runs: its driver has reached the endpoint, so that an outage may last longer."""
+        """Return the same for a running job: its driver has reached the endpoint, so an outage may last longer."""
         return self.model_copy(update={"contact_seconds": self.retry_seconds})
 
 

@@ -42,7 +42,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def dump_yaml(values: dict[str, Any]) -> str:
-    """A YAML document that `parse_yaml` reads back as the same values."""
+    """Return a YAML document that `parse_yaml` reads back as the same values."""
     text = ""
     for readable in (True, False):  # a few characters survive only if all are escaped
         stream, yaml = io.StringIO(), _yaml()
@@ -76,7 +76,7 @@ def load_config(kind: type[ConfigT], path: str | Path, changes: Sequence[str] = 
 
 
 def validated(kind: type[ConfigT], values: dict[str, Any], source: str) -> ConfigT:
-    """The values as a model. Raises UserError that begins with `source`."""
+    """Return the values as a model. Raises UserError that begins with `source`."""
     try:
         check_unicode(values)
         return kind.model_validate(values)
@@ -89,7 +89,7 @@ def validated(kind: type[ConfigT], values: dict[str, Any], source: str) -> Confi
 
 
 def load_values(path: str | Path, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """The keys and values of a YAML file after ``a.b=value`` changes, not yet validated. Raises UserError."""
+    """Return the keys and values of a YAML file after ``a.b=value`` changes, not yet validated. Raises UserError."""
     path = Path(path)
     try:
         values = parse_yaml(path.read_text())
@@ -105,7 +105,7 @@ def load_values(path: str | Path, changes: Sequence[str] = ()) -> dict[str, Any]
 
 
 def changed(values: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """The values, with ``a.b=value`` changes applied to them. Raises UserError."""
+    """Return the values, with ``a.b=value`` changes applied to them. Raises UserError."""
     for change in changes:
         _apply(values, change)
     return values
@@ -150,7 +150,7 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
 
 
 def _shown(given: Any) -> str:
-    """A value as its refusal may show it: without secrets, and cut off if it is long."""
+    """Return a value as its refusal may show it: without secrets, and cut off if it is long."""
     text = without_secrets(repr(given) if not isinstance(given, int) or given.bit_length() < 256 else "a huge number")
     return text if len(text) <= 200 else f"{text[:200]}…"
 

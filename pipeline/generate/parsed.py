@@ -16,7 +16,7 @@ _OF_VALUES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", f
 
 
 def parsed_type(text: str) -> pa.DataType:
-    """The Arrow type of a JSON Schema's values; an optional property is a nullable field.
+    """Return the Arrow type of a JSON Schema's values; an optional property is a nullable field.
 
     Keys that `properties` does not list are in no field. Raises UserError that names the part without one type.
     """
@@ -28,7 +28,7 @@ def parsed_type(text: str) -> pa.DataType:
 
 
 def _type(schema: Any, root: Any, place: str, above: tuple[str, ...]) -> pa.DataType:
-    """The type of `schema` at `place` in `root`; above: references that have led here."""
+    """Return the type of `schema` at `place` in `root`; above: references that have led here."""
 
     def refuse(reason: str) -> UserError:
         return UserError(f"output.parse: {place} {reason}; leave out output.parse, or change the schema")
@@ -89,7 +89,7 @@ def _is_null(schema: Any) -> bool:
 
 
 def _implied(schema: Mapping[str, Any]) -> list[str]:
-    """The types of a schema without `type`."""
+    """Return the types of a schema without `type`."""
     if "properties" in schema:
         return ["object"]
     values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else []

@@ -30,6 +30,6 @@ def generator_settings(
 
 
 def fetched(generator: Mapping[str, Any], report: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """The arguments with folders of this node in place of the pinned checkpoint and speed adapter; see `fetch`."""
+    """Replace the pinned checkpoint and speed adapter among the arguments by folders of this node; see `fetch`."""
     sources = {name: generator[name] for name in ("checkpoint", "speed_adapter") if generator.get(name) is not None}
     return {**generator, **{name: str(fetch(source, report=report)) for name, source in sources.items()}}

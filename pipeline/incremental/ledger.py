@@ -107,7 +107,7 @@ class Ledger:
         return self.succeeded[-1] if self.succeeded else None
 
     def answered_snapshot(self, table: str) -> int | None:
-        """The snapshot up to which successful runs have answered a table; None for none."""
+        """Return the snapshot up to which successful runs have answered a table; None for none."""
         runs = (run for run in reversed(self.succeeded) if run.table == table)
         return next((run.snapshot for run in runs), None)
 
@@ -129,7 +129,7 @@ def holds_ledger(root: Folder) -> bool:
 
 
 def read(root: Folder) -> Ledger:
-    """The present ledger. UserError if a record is missing or cannot be read."""
+    """Return the present ledger. Raises UserError if a record is missing or cannot be read."""
     names = root.names(LEDGER)
 
     def newest(kind: re.Pattern[str]) -> int:
@@ -206,7 +206,7 @@ def end(root: Folder, run: LedgerRun, state: State, why: str = "") -> LedgerRun:
 
 
 def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[int, str]]:
-    """The listed files that no successful run holds. One with the recorded content, uploaded again, is not new.
+    """Return the listed files that no successful run holds. One with the recorded content, uploaded again, is not new.
 
     changed: `input.changed`, for a file that was answered and has other content now; "error" raises UserError.
     """
@@ -257,7 +257,7 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
 
 
 def some(urls: Sequence[str]) -> str:
-    """The first of some URLs, and the number of others."""
+    """Return the first of some URLs, and the number of others."""
     more = len(urls) - SHOWN_FILES
     return ", ".join(urls[:SHOWN_FILES]) + (f" and {counted(more, 'other')}" if more > 0 else "")
 
@@ -283,7 +283,7 @@ def _now() -> str:
 
 
 def _folder_name(began: str, ledger: Ledger) -> str:
-    """The date without colons, which some file systems refuse; numbered if an earlier run has the same date."""
+    """Return the date without colons, which some file systems refuse; numbered if an earlier run has the same date."""
     date, used = began.replace(":", "-"), {run.folder for run in ledger.runs}
     names = [date, *(f"{date}-{number}" for number in range(2, len(used) + 2))]
     return next(name for name in names if name not in used)

@@ -159,7 +159,7 @@ def run_in(
 
 
 def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
-    """The result if every run has ended and every input file is answered. Only reads: read-only rights suffice."""
+    """Return the result if every run has ended and every input file is answered. Needs read-only rights."""
     ledger = ledgers.read(root)
     last = ledger.last
     if last is None or last.state == "unfinished":
@@ -207,7 +207,7 @@ class NewInput:
 
 
 def new_input(config: JobConfig, ledger: Ledger) -> NewInput:
-    """The files that the next run answers; of a table the data files appended since the last success. Only reads."""
+    """Return the files that the next run answers; of a table those appended since the last success. Only reads."""
     pin = newest(config)
     after = None if pin is None else ledger.answered_snapshot(pin.table)
     pinned = config if pin is None else with_snapshot(config, pin.snapshot)
@@ -256,7 +256,7 @@ def runs_summary(root: str, result: IncrementalResult, runs: Sequence[Mapping[st
 
 
 def _read_again(root: Folder, number: int) -> Ledger:
-    """The ledger after a run has ended; ConcurrentRun if another one has begun since."""
+    """Return the ledger after a run has ended; ConcurrentRun if another one has begun since."""
     ledger = ledgers.read(root)
     if ledger.last is not None and ledger.last.state == "unfinished":
         raise ConcurrentRun(f"run {ledger.last.number} was begun by {ledger.last.by} after run {number}")

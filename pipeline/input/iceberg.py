@@ -208,7 +208,7 @@ class IcebergInput:
         return found
 
     def _schema(self, snapshot: int) -> Schema:
-        """The columns at a snapshot; of the newest those of the table, which may have changed since."""
+        """Return the columns at a snapshot; of the newest those of the table, which may have changed since."""
         found = self._snapshot(snapshot)
         if found.schema_id is None or found == self.table.current_snapshot():
             return self.table.schema()
@@ -317,7 +317,7 @@ def _snapshot_of(table: Table, fingerprint: str) -> int | None:
 
 
 def _type_in(table: Table, field: pa.Field) -> str:
-    """The Iceberg type of a column under the table's field ids; the Arrow type if the table lacks some of it."""
+    """Return the Iceberg type of a column under the table's field ids; the Arrow type if the table lacks some of it."""
     try:
         mapped = pyarrow_to_schema(pa.schema([field]), name_mapping=table.schema().name_mapping)
     except ValueError:

@@ -83,7 +83,7 @@ class OutputTable(Protocol):
 
 
 def input_table(section: InputConfig, storage: StorageConfig) -> InputTable:
-    """The table of `input`. UserError if it does not exist or cannot be read."""
+    """Return the table of `input`. Raises UserError if it does not exist or cannot be read."""
     assert section.is_table
     if section.format == "iceberg":
         from pipeline.input.iceberg import IcebergInput
@@ -95,7 +95,7 @@ def input_table(section: InputConfig, storage: StorageConfig) -> InputTable:
 
 
 def output_table(section: OutputConfig, storage: StorageConfig) -> OutputTable:
-    """The table of `output`, which need not exist. UserError if its catalog cannot be opened."""
+    """Return the table of `output`, which need not exist. Raises UserError if its catalog cannot be opened."""
     assert section.is_table
     if section.format == "iceberg":
         from pipeline.input.iceberg import IcebergOutput
@@ -107,19 +107,19 @@ def output_table(section: OutputConfig, storage: StorageConfig) -> OutputTable:
 
 
 def table_name(section: OutputConfig) -> str:
-    """The output table's name, or of a Delta table its folder."""
+    """Return the output table's name, or of a Delta table its folder."""
     return section.table or section.path
 
 
 def store_url(location: str) -> str:
-    """A location in a table's metadata as this package writes it; s3a and s3n are s3, file: is a path."""
+    """Return a location in a table's metadata as this package writes it; s3a and s3n are s3, file: is a path."""
     if re.match(r"s3[an]://", location):
         return f"s3{location[3:]}"
     return re.sub(r"^file:(//)?(?=/)", "", location)
 
 
 def real_url(location: str) -> str:
-    """A folder that a job names, without a slash at its end; a local one absolute, with symlinks resolved."""
+    """Return a folder that a job names, without a slash at its end; a local one absolute, with symlinks resolved."""
     url = store_url(location).rstrip("/")
     return url if "://" in url else os.path.realpath(url)
 
@@ -142,7 +142,7 @@ def check_types(table: str, schema: pa.Schema, more: Collection[pa.DataType]) ->
 
 
 def _unheld(kind: pa.DataType, more: Collection[pa.DataType]) -> pa.DataType | None:
-    """The first type in `kind` that a table cannot hold."""
+    """Return the first type in `kind` that a table cannot hold."""
     if types.is_struct(kind):
         children = [child.type for child in kind]
     elif types.is_list(kind) or types.is_large_list(kind):

@@ -69,7 +69,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_
 
 
 def parsed(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
-    """The object in a line, or why there is none."""
+    """Return the object in a line, or why there is none."""
     try:
         value = _DECODER.decode(line.decode())
     except UnicodeDecodeError as error:
@@ -252,7 +252,7 @@ def scan_text(
 
 
 def _row_ends(stream: BinaryIO, kind: str, field_bytes: int, limit: int | None, types: JsonTypes) -> Iterator[Offsets]:
-    """The file's offsets at which rows end, of at most `limit` rows; `types` sees some rows of JSON Lines."""
+    """Return the file's offsets at which rows end, of at most `limit` rows; `types` sees some rows of JSON Lines."""
     offset, total, has_header = 0, 0, kind == "csv"
     for number, (block, starts, ends) in enumerate(records(stream, kind, field_bytes)):
         if has_header and len(ends):
@@ -319,7 +319,7 @@ def read_text(
 def _rows(
     shards: Sequence[Shard], file: InputFile, stream: BinaryIO, parse: Callable[[bytes], list[Row]]
 ) -> Iterator[list[Row]]:
-    """The rows of each shard; a group is read and parsed once for consecutive shards."""
+    """Return the rows of each shard; a group is read and parsed once for consecutive shards."""
     first_rows = list(accumulate(file.group_rows, initial=0))
     offsets = list(accumulate(file.group_bytes, initial=0))
     number, group = -1, []
@@ -377,5 +377,5 @@ def _with_errors(table: pa.Table, errors: Mapping[int, str]) -> pa.Table:
 
 
 def with_json_fields(schema: pa.Schema, names: frozenset[str]) -> pa.Schema:
-    """The schema with these fields marked as text that may hold JSON."""
+    """Return the schema with these fields marked as text that may hold JSON."""
     return pa.schema([column.with_metadata(AS_JSON) if column.name in names else column for column in schema])

@@ -45,7 +45,7 @@ class Unreadable(ValueError):
 
 @contextmanager
 def open_text(url: str, storage: StorageConfig) -> Iterator[BinaryIO]:
-    """The file's bytes, decompressed if its name ends with .gz; seeking back in a gzip file reads it from its start."""
+    """Open a file, decompressed if its name ends with .gz. Seeking back in a gzip file reads it from its start."""
     fs, path = filesystem(url, storage)
     with fs.open(path, "rb") as raw, io.BufferedReader(raw, BUFFER) as file:
         if not url.endswith(".gz"):
@@ -91,7 +91,7 @@ def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> I
 
 
 def _ends(block: bytes, kind: str, *, is_whole: bool = False) -> Offsets:
-    """The end of each record and each blank line, but for the rest after the last one.
+    """Return the end of each record and each blank line, but for the rest after the last one.
 
     Where quotes of CSV stand around fields only, a line end is in a quoted field if the quotes before it are odd.
     is_whole: the block ends with a record, so that a quote which is open at its end belongs to a damaged one.
@@ -139,13 +139,13 @@ def _check_quotes(block: bytes, place: int, end: int, field_bytes: int, line: in
 
 
 def json_lines(data: bytes) -> list[bytes]:
-    """The records of whole lines of JSON."""
+    """Return the records of whole lines of JSON."""
     lines = (line.removeprefix(BOM).strip(_BLANK["jsonl"]) for line in data.split(b"\n"))
     return [line for line in lines if line]
 
 
 def csv_rows(data: bytes) -> list[CsvRow]:
-    """The fields of whole records of CSV, and why a row cannot be read."""
+    """Return the fields of whole records of CSV, and why a row cannot be read."""
     csv.field_size_limit(LONGEST_RECORD)  # the module's own limit, 128 KiB, is one for the whole process
     try:
         if BOM not in data:
@@ -169,7 +169,7 @@ def csv_rows(data: bytes) -> list[CsvRow]:
 
 
 def csv_header(stream: BinaryIO) -> list[str]:
-    """The names in the first record of a stream at its start. Raises Unreadable if it has none that can be read."""
+    """Return the names in the first record of a stream. Raises Unreadable if it has none that can be read."""
     for block, _, ends in records(stream, "csv"):
         if len(ends):
             ((names, error),) = csv_rows(block[: ends[0]])

@@ -102,7 +102,7 @@ class LayerRanking:
     divergence: tuple[float, ...]
 
     def warmup(self, most: int) -> int:
-        """The number of lowest layers, at most `most`, with which the order begins."""
+        """Return the number of lowest layers, at most `most`, with which the order begins."""
         leading = range(1, min(most, len(self.keep_order)) + 1)
         return max((count for count in leading if set(self.keep_order[:count]) == set(range(count))), default=0)
 
@@ -172,7 +172,7 @@ def _influence(batches: Sequence[ResponsePasses], layers: Sequence[int]) -> dict
 
 
 def _divergence(batches: Sequence[ResponsePasses], layer: int, limit: float) -> float:
-    """Summed divergence without `layer` too; inf as soon as it exceeds `limit`, since no batch lowers the sum."""
+    """Return the summed divergence without `layer` too; inf once it exceeds `limit`, as no batch lowers the sum."""
     total = 0.0
     for batch in batches:
         total += batch.divergence_without(layer)
@@ -239,7 +239,7 @@ class ResponsePasses:
 
 
 def batches(rows: Sequence[Row], vocab_size: int) -> list[list[Row]]:
-    """The first rows within the bounds on memory, in batches of similar length; at least one row."""
+    """Return the first rows within the bounds on memory, in batches of similar length; at least one row."""
     chosen: list[Row] = []
     prompts = responses = 0
     for prompt, response in rows:

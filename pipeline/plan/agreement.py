@@ -118,7 +118,7 @@ def with_agreement(
 
 
 def _record(config: JobConfig, identity: Mapping[str, Any]) -> Path:
-    """The file of a measurement in this machine's cache: all that can change it, but for the content of the input."""
+    """Return a measurement's file in this machine's cache, named by all that can change it but the input's content."""
     inputs = {key: value for key, value in identity["input"].items() if key != "files"}
     names = ("model", "schedule", "sampling", "choices", "output_format", "reasoning", "answers_version")
     kept = {key: identity[key] for key in names}

@@ -84,7 +84,7 @@ def has_same_content(url: str, digest: str, version: str) -> bool:
 
 
 def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFile]:
-    """The pinned files with their present versions. Logs the number of files that are not pinned.
+    """Return the pinned files with their present versions. Logs the number of files that are not pinned.
 
     Raises:
         UserError: a pinned file is gone or has other content.

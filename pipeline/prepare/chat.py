@@ -177,7 +177,7 @@ def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], to
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose reasoning has the names under which templates read it; without fields that are null."""
+    """Return a message whose reasoning has the names under which templates read it; without fields that are null."""
     fields = {name: value for name, value in message.items() if value is not None}
     reasoning = next((fields[name] for name in REASONING if name in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
@@ -186,7 +186,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 def render_chat(
     tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], tools: Tools = (), *, parse: bool = False
 ) -> tuple[str, int]:
-    """The prompt, up to the beginning of the answer, and how many control tokens messages and tools spell.
+    """Return the prompt, up to the beginning of the answer, and how many control tokens messages and tools spell.
 
     tools: those that the model may call. parse: see `ControlTokens.prompt`.
 

@@ -69,7 +69,7 @@ def progress_line(run: RunProgress, found: Mapping[str, float], seconds: float, 
 
 
 def _waits_for(run: RunProgress) -> tuple[str, str]:
-    """What a run without a commit waits for: without numbers, and for its line."""
+    """Tell what a run without a commit waits for: without numbers, and for its line."""
     if run.at_work:
         return "answering", f"answering {counted(run.at_work, 'shard')}"
     if run.download:
@@ -119,7 +119,7 @@ class Progress:
                 announce(line, "progress", **fields)
 
     def _read(self) -> tuple[str, dict[str, Any]]:
-        """The line, and the same as fields of an event. Sets the job's gauges."""
+        """Return the line, and the same as fields of an event. Sets the job's gauges."""
         try:
             run = self.coordinator.read()
         except (ray.exceptions.RayError, TimeoutError):

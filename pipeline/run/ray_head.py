@@ -107,7 +107,7 @@ def kill_session() -> None:
 
 
 def processes_of_session() -> list[int]:
-    """The other living processes of this session."""
+    """Return the other living processes of this session."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:

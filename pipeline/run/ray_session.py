@@ -158,7 +158,7 @@ def connected(verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def ray_session(actors: ActorsConfig, verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
-    """`connected`, with room for the actors. UserError if they can never be placed."""
+    """Connect as `connected`, with room for the actors. Raises UserError if they can never be placed."""
     with connected(verbose, metrics_port):
         wait_for_nodes(actors)
         yield

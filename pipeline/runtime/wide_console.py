@@ -6,5 +6,5 @@ from rich.console import Console
 
 
 def wide(console: Console, columns: int = 120) -> Console:
-    """The same output, at least so wide (a pipe reports 80 columns), long lines left whole, numbers not coloured."""
+    """Return the same output, at least so wide (a pipe reports 80 columns), without wrapping or coloured numbers."""
     return Console(file=console.file, width=max(console.width, columns), soft_wrap=True, highlight=False)

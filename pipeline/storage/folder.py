@@ -125,7 +125,7 @@ class LocalFolder:
         return ""
 
     def _write(self, name: str, data: bytes) -> Path:
-        """A temporary file on the same file system, flushed to the disk."""
+        """Write a temporary file on the same file system, flushed to the disk."""
         (self.path / name).parent.mkdir(parents=True, exist_ok=True)
         folder = self.path / "_job" / "tmp"
         folder.mkdir(parents=True, exist_ok=True)
@@ -246,7 +246,7 @@ Folder = LocalFolder | ObjectFolder  # of an output; names are relative to it an
 
 
 def open_folder(url: str, storage: StorageConfig) -> Folder:
-    """The folder at a URL, which need not exist."""
+    """Return the folder at a URL, which need not exist."""
     fs, path = filesystem(url, storage)
     return LocalFolder(url, Path(path)) if isinstance(fs, LocalFileSystem) else ObjectFolder(url, fs, path)
 

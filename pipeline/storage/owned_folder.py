@@ -25,7 +25,7 @@ class OwnedFolder:
         self.path, self.record, self.key = path, path / record, key
 
     def values(self) -> dict[str, Any]:
-        """The record's values; empty if the folder has no record, or one that was claimed and nothing more."""
+        """Return the record's values; empty if the folder has no record, or one that was claimed and nothing more."""
         try:
             text = self.record.read_text()
             values: dict[str, Any] = json.loads(text) if text else {FILES: []}
@@ -104,7 +104,7 @@ def check_apart(key: str, folder: Path, others: Mapping[str, Iterable[Path | str
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that replaces `path` in one step at the end, and is removed if an error is raised."""
+    """Yield a temporary path that replaces `path` in one step at the end, and is removed if an error is raised."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary

@@ -100,7 +100,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
     call_s3 = sync_wrapper(_call_s3)
 
     async def _retried(self, budget: _Budget, method: str, *settings: Any, **kwargs: Any) -> Any:
-        """The response to a call within a budget, which the calls that it makes share."""
+        """Return the response to a call within a budget, which the calls that it makes share."""
         url = "s3://" + "/".join(filter(None, (kwargs.get("Bucket"), kwargs.get("Key") or kwargs.get("Prefix"))))
         if "IfNoneMatch" in kwargs:
             kwargs["Metadata"] = {WRITER: uuid.uuid4().hex}
@@ -193,7 +193,7 @@ class _ReadBody:
 
 
 async def _whole_body(response: Mapping[str, Any], requested: str | None) -> bytes:
-    """The body of a response to a request of a range, if any; OSError if the body is incomplete or another range."""
+    """Return the body of a response, of a range if asked for. Raises OSError if it is incomplete or another range."""
     body, size = response["Body"], int(response["ContentLength"])
     try:
         data: bytes = await body.read()

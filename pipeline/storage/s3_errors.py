@@ -25,7 +25,7 @@ TEXT = 200  # characters of a store's message that are shown
 
 
 def response_of(error: BaseException) -> Mapping[str, Any]:
-    """The store's response, empty if there was none. s3fs turns botocore's errors into OSErrors with a cause."""
+    """Return the store's response, empty if there was none. s3fs turns botocore's errors into OSErrors with a cause."""
     for candidate in (error, error.__cause__):
         if isinstance(candidate, boto.ClientError):
             response: Mapping[str, Any] = candidate.response
@@ -34,12 +34,12 @@ def response_of(error: BaseException) -> Mapping[str, Any]:
 
 
 def error_code(error: BaseException) -> str:
-    """The store's error code, empty if there was no response."""
+    """Return the store's error code, empty if there was no response."""
     return str(response_of(error).get("Error", {}).get("Code", ""))
 
 
 def error_text(error: BaseException) -> str:
-    """What failed, on one short line."""
+    """Return what failed, on one short line."""
     details = response_of(error).get("Error", {})
     text = f"{details.get('Code')}: {details.get('Message')}" if details else str(error)
     return flat(text)[:TEXT] or type(error).__name__
@@ -60,7 +60,7 @@ def is_temporary(error: BaseException) -> bool:
 
 
 def no_credentials(url: str, error: Exception) -> PermissionError:
-    """The error for a host without credentials. It names the host, which may be a node of a cluster."""
+    """Return the error for a host without credentials. It names the host, which may be a node of a cluster."""
     return PermissionError(
         f"{url}: no credentials found on host {socket.gethostname()} ({type(error).__name__}): give that host AWS "
         "credentials by its environment, ~/.aws or an instance role; every node of a cluster needs them"
@@ -68,7 +68,7 @@ def no_credentials(url: str, error: Exception) -> PermissionError:
 
 
 def final_error(url: str, method: str, error: Exception) -> Exception:
-    """The OSError of one line for a failure that no retry will mend."""
+    """Return the OSError of one line for a failure that no retry will mend."""
     code = error_code(error)
     if code == "RequestTimeTooSkewed":
         return PermissionError(f"{url}: access refused ({code}): set this machine's clock, it differs from the store's")

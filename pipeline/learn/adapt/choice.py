@@ -14,7 +14,7 @@ from pipeline.messages import duration
 
 
 def choose(metric: str, tolerance: float, lines: Sequence[Line], chance: Scores) -> Line | None:
-    """The fastest speed-up whose `loss_high` is within `tolerance`, of equally fast ones the shallower; None without.
+    """Return the fastest speed-up whose `loss_high` is within `tolerance`, of equals the shallower; None without.
 
     A nominal 1 is no speed-up, and a line that is no better than chance is never chosen.
     """
@@ -27,7 +27,7 @@ def choose(metric: str, tolerance: float, lines: Sequence[Line], chance: Scores)
 
 
 def nearest(metric: str, lines: Sequence[Line], chance: Scores) -> Line:
-    """The speed-up that the smallest tolerance would admit; a useless one only if all are."""
+    """Return the speed-up that the smallest tolerance would admit; a useless one only if all are."""
     return min(
         _speedups(lines),
         key=lambda line: (uselessness(line, chance, metric) is not None, line.scores[metric].loss_high, line.seconds),
@@ -35,7 +35,7 @@ def nearest(metric: str, lines: Sequence[Line], chance: Scores) -> Line:
 
 
 def full_depth(lines: Sequence[Line]) -> Line:
-    """The line of the job's own checkpoint at full depth: at 1x, if nothing was trained for 1x."""
+    """Return the line of the job's own checkpoint at full depth: at 1x, if nothing was trained for 1x."""
     return min(lines, key=lambda line: line.nominal or 0.0)
 
 
@@ -44,7 +44,7 @@ def _speedups(lines: Sequence[Line]) -> list[Line]:
 
 
 def parallel_actors(actors: int, gpus: float, threads: int, cores: int | None, devices: int | None) -> float:
-    """The number of actors that work in parallel, each on hardware of its own; further actors share it.
+    """Return the number of actors that work in parallel, each on hardware of its own; further actors share it.
 
     Args:
         actors: the most, each with `gpus` GPUs and `threads` threads.

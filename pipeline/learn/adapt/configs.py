@@ -30,7 +30,7 @@ PROMPT_SHARE = 1 / 3  # of a job's time: without skipping in the prompt, no spee
 
 
 def options(config: JobConfig) -> AdaptConfig:
-    """The job's `adapt` section, or its defaults."""
+    """Return the job's `adapt` section, or its defaults."""
     return config.adapt or AdaptConfig()
 
 
@@ -72,7 +72,7 @@ class Task:
         return sum(file.rows for file in self.files)
 
     def prompt_policies(self, prompt_share: float) -> list[str]:
-        """The prompt policies to train and evaluate, the checkpoint's own first.
+        """Return the prompt policies to train and evaluate, the checkpoint's own first.
 
         prompt_share: of the prompts in the seconds of the job at full depth.
         """
@@ -83,7 +83,7 @@ class Task:
 
 
 def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -> JobConfig:
-    """The same job over the sample, every token through all layers, one answer a row, ids by row number."""
+    """Return the same job over the sample, every token through all layers, one answer a row, ids by row number."""
     folder = folder.resolve()  # workers on other nodes have other working directories
     whole = {"format": None, "snapshot": None, "id": None, "since": None, "changed": "error"}
     plain: dict[str, Any] = {"format": None, "table": None, "keep": [], "token_ids": True, "cumulative_logprob": False}
@@ -101,7 +101,7 @@ def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path
 
 
 def pinned_path(config: JobConfig, resolved: ResolvedCheckpoint) -> str:
-    """The job's checkpoint as every node resolves it; on the hub at the commit that was resolved."""
+    """Return the job's checkpoint as every node resolves it; on the hub at the commit that was resolved."""
     if isinstance(resolved.source, str) or resolved.source.commit is None:
         return config.model.path
     return f"{config.model.path.partition('@')[0]}@{resolved.source.commit}"
@@ -155,7 +155,7 @@ def tune_config(task: Task, model: str, max_tokens: int, prompts: Sequence[str])
 def eval_values(
     task: Task, model: str, shape: Mapping[str, Any], prompts: Sequence[str], *, tuned: bool
 ) -> dict[str, Any]:
-    """Evaluate's recipe, over the held-out rows, greedy: sampled answers would differ without any loss of quality.
+    """Return evaluate's recipe over the held-out rows. It is greedy: sampled answers differ without a loss of quality.
 
     Rows' own sampling is ignored, and keys for threads, cache and rows in flight are not included. The job's checkpoint
     is timed once, as the choice does not depend on its times.
@@ -187,7 +187,7 @@ def eval_values(
 
 
 def tuned_model(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -> dict[str, str]:
-    """The model section of the job file: the trained checkpoint, or the resolved base and its speed adapter.
+    """Return the model section of the job file: the trained checkpoint, or the resolved base and its speed adapter.
 
     The path is relative only where the user's own is a relative folder.
     """
@@ -201,7 +201,7 @@ def tuned_model(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -
 def job_text(
     values: Mapping[str, Any], model: Mapping[str, str], schedule: Mapping[str, Any], comment: Sequence[str]
 ) -> str:
-    """The user's job file with these keys of its model section and the chosen schedule, without its `adapt` section."""
+    """Return the user's job file with these model keys and the chosen schedule, without its `adapt` section."""
     checks = values.get("schedule") or {}
     job = {
         **{key: value for key, value in values.items() if key != "adapt"},

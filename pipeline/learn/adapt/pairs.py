@@ -36,7 +36,7 @@ SCHEMA = pa.schema(
 
 
 def split_end(tokens: Sequence[int], end: int | None) -> tuple[list[int], bool]:
-    """The answer without its end-of-sequence token, and whether it had one.
+    """Return the answer without its end-of-sequence token, and whether it had one.
 
     An answer that ended otherwise keeps all its tokens; no end is learned from it.
     """
@@ -121,7 +121,7 @@ def prompt_ids(table: pa.Table, spec: PromptSpec) -> list[list[int] | None]:
 
 
 def metric_of(folder: Path, asked: str | None, *, choices: bool, references: bool) -> str:
-    """The metric of a job, by its held-out rows unless one is asked for.
+    """Return the metric of a job, by its held-out rows unless one is asked for.
 
     With references: exact match of labels, BLEU where a row has several references, else ROUGE-L. Without: exact
     agreement of labels and of short answers, else fidelity. Raises UserError if a metric of texts is asked for labels.
@@ -145,7 +145,7 @@ def metric_of(folder: Path, asked: str | None, *, choices: bool, references: boo
 
 
 def _usable_references(value: Any, labels: Collection[str] | None) -> list[str]:
-    """The references that a row can be scored by: text; with `labels`, one of them."""
+    """Return the references that a row can be scored by: text; with `labels`, one of them."""
     texts = [text for text in (value if isinstance(value, list) else [value]) if text and text.strip()]
     return texts if labels is None else [text for text in texts if normalized(text) in labels]
 

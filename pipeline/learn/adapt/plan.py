@@ -124,7 +124,7 @@ def _check_job(config: JobConfig, options: AdaptConfig) -> None:
 
 
 def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]:
-    """The settings of each stage, without those of earlier ones. Metric and tolerance may change at any time."""
+    """Return the settings of each stage, without those of earlier ones. Metric and tolerance may change at any time."""
     config, values = task.config, task.options.model_dump()
 
     def chosen(*names: str) -> dict[str, Any]:

@@ -246,7 +246,7 @@ def memory_freed() -> Iterator[None]:
 
 
 def working_actors(config: JobConfig, threads: int | None = None) -> float:
-    """The number of the job's actors that work in parallel. threads: of one actor; default that of the config."""
+    """Return the number of the job's actors that work in parallel. threads: of one actor; default the config's."""
     machine = (None, None) if on_cluster() else (process_cpus(), torch.cuda.device_count())
     actors, each = config.actors, threads or config.actors.threads or 1
     return parallel_actors(actors.most, actors.gpus, each, *machine)

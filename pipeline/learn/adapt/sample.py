@@ -25,7 +25,7 @@ def draw(total: int, count: int, seed: int) -> list[int]:
 
 
 def layout(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
-    """The input files, and the schema of the columns that the job reads, and of the references.
+    """Return the input files, and the schema of the columns that the job reads, and of the references.
 
     Raises UserError for an unreadable file, or a column that is missing or of the wrong type.
     """

@@ -39,7 +39,7 @@ class StageRecord:
             raise UserError(f"{folder}/{RECORD}: not of this version: {flat(error)}; remove the folder") from None
 
     def settings(self, stage: str) -> dict[str, Any] | None:
-        """Settings of a stage that is done, else None."""
+        """Return the settings of a stage that is done, else None."""
         return self.done[stage]["settings"] if stage in self.done else None
 
     def check(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
@@ -58,7 +58,7 @@ class StageRecord:
     def run(
         self, stage: str, settings: Mapping[str, Any], files: Sequence[str], work: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """The stage's result; `work` is called unless the stage is done and its `files` exist.
+        """Return the stage's result; `work` is called unless the stage is done and its `files` exist.
 
         The seconds of an attempt that failed count too.
         """
@@ -76,6 +76,6 @@ class StageRecord:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values after a round trip through JSON."""
+    """Return the values after a round trip through JSON."""
     plain: dict[str, Any] = json.loads(json.dumps(values))
     return plain

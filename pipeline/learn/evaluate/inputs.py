@@ -168,7 +168,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
 
 
 def read_rows(data: EvalDataConfig, choices: Sequence[str] | None, storage: StorageConfig) -> list[EvalRow]:
-    """The rows, at most `data.limit`. Raises UserError that names file, column and row of one that cannot be scored."""
+    """Return at most `data.limit` rows. Raises UserError that names file, column and row that cannot be scored."""
     labels = None if choices is None else {normalized(label) for label in choices}
     columns = [data.prompt, *([data.references] if data.references is not None else [])]
     rows: list[EvalRow] = []
@@ -209,7 +209,7 @@ def _check_references(references: Sequence[Any], location: str, column: str, lab
 
 
 def _planned(config: EvalConfig, spec: ScheduleSpec, num_layers: int) -> list[Variant]:
-    """The lines of the model itself, each of which can be built."""
+    """Return the lines of the model itself, each of which can be built."""
     variants = speeds(spec, [1.0, *config.speedups], config.prompts)
     try:
         for variant in variants:
@@ -220,7 +220,7 @@ def _planned(config: EvalConfig, spec: ScheduleSpec, num_layers: int) -> list[Va
 
 
 def _output_folder(output: str) -> OwnedFolder:
-    """The output folder, made unless it holds files of the user. Raises UserError if it is not writable."""
+    """Return the output folder, made unless it holds files of the user. Raises UserError if it is not writable."""
     if "://" in output:
         raise UserError(f"output: {output}: evaluate writes into a local folder; copy it from there")
     folder = OwnedFolder(Path(output), RECORD, "output")
@@ -249,7 +249,7 @@ def _check_names(baselines: Iterable[str], lines: Iterable[str]) -> None:
 
 
 def _same_tokenizer(key: str, path: str, model: ResolvedCheckpoint, config: EvalConfig) -> ResolvedCheckpoint:
-    """A further checkpoint, which answers the same token ids. Raises UserError if its tokenizer is another."""
+    """Return a further checkpoint, which answers the same token ids. Raises UserError if its tokenizer is another."""
     other = resolve_checkpoint(config.model.model_copy(update={"path": path, "speed_adapter": None}), config.storage)
     if load_tokenizer(other.checkpoint.path).get_vocab() != load_tokenizer(model.checkpoint.path).get_vocab():
         raise UserError(
@@ -260,7 +260,7 @@ def _same_tokenizer(key: str, path: str, model: ResolvedCheckpoint, config: Eval
 
 
 def _trie(config: EvalConfig, model: ResolvedCheckpoint) -> ChoiceTrie | None:
-    """The labels as the model's tokens; None without choices. Raises UserError if two have the same tokens."""
+    """Return the labels as the model's tokens; None without choices. Raises UserError if two have the same tokens."""
     if config.choices is None:
         return None
     tokenizer = load_tokenizer(model.checkpoint.path)
@@ -270,7 +270,7 @@ def _trie(config: EvalConfig, model: ResolvedCheckpoint) -> ChoiceTrie | None:
 
 
 def _tokenized(rows: Sequence[EvalRow], model: ResolvedCheckpoint, reserved: int) -> list[Prompt]:
-    """The rows' token ids. Raises UserError for a row that does not fit the model with `reserved` new tokens."""
+    """Return the rows' token ids. Raises UserError for a row that does not fit the model with `reserved` new tokens."""
     encoded = token_ids(load_tokenizer(model.checkpoint.path), [row.prompt for row in rows])
     vocabulary = model.checkpoint.config.vocab_size
     for row, tokens in zip(rows, encoded, strict=True):

@@ -18,7 +18,7 @@ SAMPLES, SEED = 1000, 0  # resampled data sets of every interval, and the seed o
 
 
 def resampled_counts(rows: int, samples: int, rng: np.random.Generator) -> Array:
-    """[samples, rows]: how often each data set, drawn with replacement, holds each row."""
+    """Return [samples, rows]: how often each data set, drawn with replacement, holds each row."""
     positions = rng.integers(rows, size=(samples, rows)) + rows * np.arange(samples)[:, None]
     return np.bincount(positions.ravel(), minlength=samples * rows).reshape(samples, rows).astype(np.float64)
 
@@ -54,6 +54,6 @@ def paired_scores(statistics: Mapping[str, Mapping[str, Array]], full_depth: str
 
 
 def interval(samples: Array) -> tuple[float, float]:
-    """The percentile interval of bootstrap samples [S]."""
+    """Return the percentile interval of bootstrap samples [S]."""
     low, high = np.quantile(samples, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)

@@ -128,7 +128,7 @@ class Evaluation:
 
 
 def slug(name: str) -> str:
-    """A line's name as part of a file name."""
+    """Return a line's name as part of a file name."""
     return re.sub(r"[^\w.]+", "-", name).strip("-")
 
 
@@ -203,7 +203,7 @@ def print_tables(console: Console, evaluation: Evaluation) -> None:
 
 
 def remarks(lines: Sequence[Line], chance: Scores, metric: str) -> list[str]:
-    """What else is to be said of the lines: that one is useless, and signs of bad answers."""
+    """Return what else is to be said of the lines: that one is useless, and signs of bad answers."""
     useless = [text for line in lines if (text := uselessness(line, chance, metric)) is not None]
     return [*useless, *(f"{line.name}: {text}" for line in lines for text in line.warnings)]
 
@@ -262,7 +262,7 @@ def _table(*columns: str) -> Table:
 
 
 def bracketed(value: float, low: float, high: float, decimals: int, signed: bool = False) -> str:
-    """A value and its interval; the value alone if the interval is empty."""
+    """Return a value and its interval; the value alone if the interval is empty."""
     value, low, high = (round(number, decimals) + 0.0 for number in (value, low, high))  # + 0.0: no -0.0
     sign = "+" if signed and value else ""
     if low == value == high:

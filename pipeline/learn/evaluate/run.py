@@ -99,7 +99,7 @@ def load_models(inputs: EvalInputs) -> tuple[Generator, Generator, dict[str, Gen
 
 
 def with_measured_order(inputs: EvalInputs, generator: Generator) -> EvalInputs:
-    """The inputs with a keep order measured on full-depth answers of the first rows, if the recipe asks for one."""
+    """Return the inputs, with a keep order measured on full-depth answers of the first rows if the recipe asks."""
     model, schedule = inputs.config.model, inputs.config.schedule
     if schedule.keep_order != MEASURED:
         return inputs
@@ -116,7 +116,7 @@ def _full_depth(inputs: EvalInputs, generator: Generator) -> list[Row]:
 
 
 def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Line:
-    """base: the run of 1x, for the wall clocks. Another model's layers are no measure of ours, and so no ratio."""
+    """Return the line of a run. base: the run of 1x, for the wall clocks. Another model's line has no layer ratio."""
     stats, seconds, decode = run.stats, median(run.seconds), median(run.decode_seconds)
     own_layers = variant.group not in ("reference", "model")
     return Line(
@@ -157,7 +157,7 @@ def _write(evaluation: Evaluation, inputs: EvalInputs, runs: Mapping[str, TimedR
 
 
 def _columns(rows: Sequence[EvalRow]) -> dict[str, list[Any]]:
-    """The rows' own columns in the files of answers: id and references if the data has them, and prompt."""
+    """Return the rows' own columns in the files of answers: id and references if the data has them, and prompt."""
     prompts: list[Any] = [row.prompt for row in rows]
     if any(isinstance(prompt, str) for prompt in prompts):  # files of both kinds: ids as text
         prompts = [prompt if isinstance(prompt, str) else json.dumps(prompt) for prompt in prompts]

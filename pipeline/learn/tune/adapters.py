@@ -26,7 +26,7 @@ def check_targets(adapter: AdapterConfig, config: PretrainedConfig) -> None:
 
 
 def started(base: Checkpoint, folder: str) -> Checkpoint:
-    """The base with the adapter to go on from, in `folder`; UserError if that is none, or another base's."""
+    """Return the base with the adapter to go on from, in `folder`; UserError if that is none, or another base's."""
     try:
         found = with_adapter(base, folder)
         assert found.adapter is not None
@@ -37,7 +37,7 @@ def started(base: Checkpoint, folder: str) -> Checkpoint:
 
 
 def add_adapters(model: PreTrainedModel, adapter: AdapterConfig) -> PeftModel:
-    """The model with frozen weights, and trainable adapters: those of `start`, or new ones at the targets."""
+    """Return the model with frozen weights, and trainable adapters: those of `start`, or new ones at the targets."""
     import peft
 
     if adapter.start is not None:
@@ -83,5 +83,5 @@ def save_adapters(model: PeftModel, base: str, folder: Path) -> None:
 
 
 def _linear_names(config: PretrainedConfig) -> list[str]:
-    """The last names of the linear layers in the decoder layers, sorted."""
+    """Return the last names of the linear layers in the decoder layers, sorted."""
     return sorted({name.rpartition(".")[2] for name in linear_layers(config)})

@@ -61,11 +61,11 @@ class Targets:
         return replace(self, ids=self.ids[tokens], log_probs=self.log_probs[tokens], rest=self.rest[tokens])
 
     def copied(self) -> Targets:
-        """A copy with its own memory: pickling a slice writes the whole tensor that it was cut from."""
+        """Return a copy with its own memory: pickling a slice writes the whole tensor that it was cut from."""
         return replace(self, ids=self.ids.clone(), log_probs=self.log_probs.clone(), rest=self.rest.clone())
 
     def to(self, device: torch.device | str) -> Targets:
-        """The same on `device`."""
+        """Return the same on `device`."""
         return replace(self, ids=self.ids.to(device), log_probs=self.log_probs.to(device), rest=self.rest.to(device))
 
 

@@ -146,7 +146,7 @@ def training_steps(settings: TrainingConfig, rows: int) -> int:
 
 
 def with_order(config: TuneConfig, plan: TrainingPlan, order: Order | None) -> TrainingPlan:
-    """The plan with a measured keep order and warm-up, if there are any."""
+    """Return the plan with a measured keep order and warm-up, if there are any."""
     if order is None:
         return plan
     spec = plan.spec.overridden({"keep_order": order[0], "warmup": order[1]})
@@ -154,7 +154,7 @@ def with_order(config: TuneConfig, plan: TrainingPlan, order: Order | None) -> T
 
 
 def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mapping[str, Any]]) -> ScheduleSpec:
-    """The schedule to store: the default speed, and the horizon for every job of this checkpoint.
+    """Return the schedule to store: the default speed, and the horizon for every job of this checkpoint.
 
     Keys that the recipe leaves out are the start checkpoint's, but for the horizon, which follows from the data.
     """
@@ -173,7 +173,7 @@ def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mappin
 
 
 def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str, Schedule]:
-    """The schedules that a step may be drawn from, by name; of equal ones the first; for an adapter none at 1x."""
+    """Return the schedules that steps are drawn from, by name; of equal ones the first; for an adapter none at 1x."""
     section = config.schedule
     schedules = {f"{speed:g}x": spec.overridden({"speedup": speed}).build(layers) for speed in section.speedups}
     for further in section.also:

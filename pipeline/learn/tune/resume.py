@@ -20,7 +20,7 @@ FREE: dict[str, Any] = {"training": {"epochs", "max_steps", "threads", "eval_ste
 
 
 def folder(config: TuneConfig) -> Path:
-    """The folder of the training's state."""
+    """Return the folder of the training's state."""
     return Path(config.output) / STATE
 
 
@@ -86,7 +86,7 @@ def _is_recorded(config: TuneConfig) -> bool:
 
 
 def _recipe(config: TuneConfig) -> dict[str, Any]:
-    """The config without the keys in FREE, and size and time of every file that it reads, the start adapter's apart."""
+    """Return the config without the keys in FREE, and size and time of the files read, the start adapter's apart."""
     files = [Path(path) for path in (*config.data.train, *config.data.dev)]
     for checkpoint in (config.model.path, config.loss.teacher):
         if checkpoint is not None:

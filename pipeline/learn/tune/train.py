@@ -77,7 +77,7 @@ def train(config: TuneConfig, plan: TrainingPlan) -> None:
 
 
 def harm(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
-    """A line for each schedule whose dev-set loss has risen. before, after: step and losses of two evaluations."""
+    """Return a line for each schedule whose dev-set loss rose. before, after: step and losses of two evaluations."""
     return [
         f"the training harmed {name.removeprefix(LOSS + '_')}: its held-out loss is {value:.3f} nats a token at step "
         f"{after['step']}, and was {before[name]:.3f} at step {before['step']}"

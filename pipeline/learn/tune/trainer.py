@@ -196,7 +196,7 @@ class Training:
         return total
 
     def _pairs(self) -> list[Pair]:
-        """The pairs of the next step, over all workers."""
+        """Return the pairs of the next step, over all workers."""
         size = self.settings.batch_size
         epoch, place = divmod(self.step, math.ceil(len(self.train) / size))
         if self._order[0] != epoch:
@@ -205,7 +205,7 @@ class Training:
         return [self.train[row] for row in self._order[1][place * size : (place + 1) * size]]
 
     def _objective(self, pairs: Sequence[Pair], names: Sequence[str]) -> Tensor:
-        """The objective with its gradients, summed over the pairs' response tokens and schedules."""
+        """Return the objective with its gradients, summed over the pairs' response tokens and schedules."""
         drawn = [self.schedules[name] for name in names]
         keep = {"prompt_gradient": self.settings.prompt_gradient, "recompute": self.settings.checkpointing}
         with self._autocast():
@@ -266,7 +266,7 @@ class Training:
             self._save(BEST)
 
     def _dev_losses(self, pairs: Sequence[Pair]) -> list[float]:
-        """Summed loss of the pairs' response tokens at each schedule, and their number."""
+        """Return the summed loss of the pairs' response tokens at each schedule, and their number."""
         found, schedules = dict[str, float](), self.schedules
         with self._autocast():
             labels, targets = self._expected(pairs, 1)
@@ -281,7 +281,7 @@ class Training:
         return torch.autocast(self.decoder.device.type, torch.bfloat16, enabled=self.bf16)
 
     def _since_best(self) -> int:
-        """The number of dev-set losses behind the lowest one."""
+        """Return the number of dev-set losses behind the lowest one."""
         losses = [entry[LOSS] for entry in self.dev_losses]
         return len(losses) - 1 - losses.index(min(losses))
 
@@ -324,14 +324,14 @@ def _with_keys(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, A
 
 
 def _gathered(own: list[Any]) -> list[Any]:
-    """The lists of all workers, joined."""
+    """Return the lists of all workers, joined."""
     found: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(found, own)
     return [one for each in found for one in each]
 
 
 def rate(step: int, warmup: int, steps: int) -> float:
-    """The share of the learning rate: it rises over the warm-up, and falls to zero as a cosine."""
+    """Return the share of the learning rate: it rises over the warm-up, and falls to zero as a cosine."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
