@@ -129,9 +129,3 @@ def _text(value: Any) -> str:
         value = "\n".join(f"{message.get('role')}: {message['content']}" for message in value)
     value = "" if value is None else value
     return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))[:ANSWER_CHARS]
-
-
-def first_rows(folder: Folder, count: int, shard: int = 0) -> list[dict[str, Any]]:
-    """Return the first rows of a shard's part. Raises OSError or ValueError for a part that cannot be read."""
-    rows: list[dict[str, Any]] = read_parquet(folder.read(part_name(shard))).slice(0, count).to_pylist()
-    return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import pyarrow as pa
@@ -20,7 +21,7 @@ from pipeline.messages import counted
 from pipeline.plan import plan_files
 from pipeline.plan.manifest import Manifest
 from pipeline.report.figures import total_lines
-from pipeline.report.job_page import REPORT, first_rows
+from pipeline.report.job_page import REPORT
 from pipeline.storage.folder import Folder, read_json
 from pipeline.storage.parquet import read_parquet
 
@@ -138,4 +139,7 @@ def _shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[di
                 part = read_parquet(folder.read(part_name(shard.index)))
                 if part.num_rows == shard.rows:  # one answer a row
                     shown.append((part.slice(place, 1).to_pylist()[0], example.text))
-    return shown or [(row, None) for row in first_rows(folder, count)]
+    if shown:
+        return shown
+    parts = (read_parquet(folder.read(part_name(shard.index))).to_pylist() for shard in manifest.shards)
+    return [(row, None) for row in islice(chain.from_iterable(parts), count)]

@@ -23,6 +23,7 @@ ELSEWHERE = {  # recipe -> the test that runs its programs, or checks its files
 }
 HERE = sorted({path.name for path in RECIPES.iterdir() if path.is_dir()} - set(ELSEWHERE))
 OWN_MODEL = ("nightly", "hive")  # recipes with the demo's model
+SAMPLED = "samples"  # a file's path decides samples too
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_a_recipe_runs(name: str, clone: Path, request: pytest.FixtureRequest) -
 @pytest.mark.slow
 @pytest.mark.skipif(not MODEL.is_dir(), reason="no model in work/real/model: make real-model")
 @pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize("name", [name for name in HERE if name not in OWN_MODEL])
+@pytest.mark.parametrize("name", [name for name in HERE if name not in (*OWN_MODEL, SAMPLED)])
 def test_a_recipe_prints_what_its_readme_shows(name: str, clone: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (clone / "work" / "real").mkdir(parents=True)
     (clone / "work" / "real" / "model").symlink_to(MODEL)
@@ -81,5 +82,5 @@ def test_recipes_are_small_and_listed() -> None:
     listed = (RECIPES / "README.md").read_text()
     for name in (*HERE, *ELSEWHERE):
         assert f"({name}/README.md)" in listed
-        assert all(len(file.read_text().splitlines()) <= 20 for file in (RECIPES / name).glob("*.yaml"))
+        assert all(len(file.read_text().splitlines()) < 20 for file in (RECIPES / name).glob("*.yaml"))
     assert [test for test in ELSEWHERE.values() if not (ROOT / test).is_file()] == []
