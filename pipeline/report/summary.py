@@ -93,7 +93,7 @@ def _labels(totals: Totals) -> str:
 
 def print_result(console: Console, folder: Folder, result: JobResult, show: int) -> None:
     """Print `show` rows with their answers, the statistics of a run, and the paths of its output."""
-    for row, full_depth in _shown_rows(folder, result.manifest, show) if show else []:
+    for row, full_depth in shown_rows(folder, result.manifest, show) if show else []:
         console.print(f"\n[{row['id']}]", markup=False, highlight=False)
         for name in ("prompt", "generated_text", "error"):
             if row.get(name) is not None:
@@ -126,7 +126,7 @@ def last_errors(folder: Folder) -> list[tuple[int, int]]:
     return [] if retries or values is None else [(values["errors"], values["rows"])]
 
 
-def _shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[dict[str, Any], str | None]]:
+def shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[dict[str, Any], str | None]]:
     """Rows with full depth's answers: those on which agreement was measured, where there are any, else the first."""
     urls = {file.digest or file.version: file.url for file in manifest.files}
     shown: list[tuple[dict[str, Any], str | None]] = []

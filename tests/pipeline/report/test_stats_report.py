@@ -41,9 +41,8 @@ from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
 from pipeline.prepare.prompts import ADDED, CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
 from pipeline.report import progress
-from pipeline.report.job_page import first_rows
 from pipeline.report.progress import progress_line, rates
-from pipeline.report.summary import print_report
+from pipeline.report.summary import print_report, shown_rows
 from pipeline.storage.folder import Folder, open_folder
 
 SHARDS = [Shard(0, "in/a.parquet", 0, 4), Shard(1, "in/a.parquet", 4, 5), Shard(2, "in/b.parquet", 0, 1)]
@@ -215,7 +214,8 @@ def test_a_finished_job_has_success_summary_and_statistics(folder: Folder) -> No
     }
     table = pq.read_table(io.BytesIO(folder.read(STATS)))
     assert table["shard"].to_pylist() == [0, 1, 2] and table.schema.field("rows").metadata[b"unit"] == b"input rows"
-    assert [row["generated_text"] for row in first_rows(folder, 2)] == ["answer 0", "answer 1"]
+    answers = [row["generated_text"] for row, _ in shown_rows(folder, MANIFEST, 5)]
+    assert answers == ["answer 0", "answer 1", None, "answer 3", "answer 0"]  # the second part follows
 
 
 def test_missing_rows_prevent_success(folder: Folder) -> None:
