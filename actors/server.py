@@ -6,11 +6,8 @@ serve.run(Server.bind(load, Limits()))
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from ray import serve
-from ray.serve._private import replica
-from ray.util import get_node_ip_address
 from starlette.types import ASGIApp
 
 from actors.serving.http import Limits, create_app
@@ -28,7 +25,6 @@ class Server:
     """
 
     def __init__(self, load: Callable[[], ServedModel], limits: Limits) -> None:
-        stay_on_loopback()
         self._limits, self._model = limits, load()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -38,19 +34,3 @@ class Server:
         """Raise RuntimeError if the engine fails, so that Ray Serve replaces the replica."""
         if not self._model.loop.healthy:
             raise RuntimeError("the engine fails")
-
-
-def stay_on_loopback() -> None:
-    """Let the replica that is being made listen on loopback alone, where Ray does.
-
-    Ray Serve has no setting for it: a replica takes calls of other deployments, as pickles, on every address.
-    """
-    if get_node_ip_address().startswith("127."):
-        names = vars(replica)
-        add_port = names["add_port_to_grpc_server"]
-
-        def on_loopback(server: Any, address: str) -> int:
-            port: int = add_port(server, address.replace("[::]", "127.0.0.1"))
-            return port
-
-        names["add_port_to_grpc_server"] = on_loopback
