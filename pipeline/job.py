@@ -145,7 +145,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
 
 
 def ray_backend(*, verbose: bool, metrics_port: int | None = None) -> Backend:
-    """Return the default backend, which alone imports ray. Arguments of `RayData`."""
+    """Return the default backend, the only one that imports ray. Its arguments are those of `RayData`."""
     from pipeline.run.ray_data import RayData
 
     return RayData(verbose=verbose, metrics_port=metrics_port)

@@ -57,7 +57,7 @@ QUIET: Any = {"enable_access_log": False, "log_level": "WARNING"}
 class PlannedServer:
     """A server whose model, schedule, memory and key have been checked. It holds no weights, and no API key."""
 
-    config: ServeConfig  # with the number of threads
+    config: ServeConfig  # with its number of threads filled in
     generator: dict[str, Any]  # arguments of `Generator`, with the checkpoint pinned
     limits: Limits
     schedule: Schedule  # of requests that name no speed

@@ -65,7 +65,7 @@ class Engine:
         self._shape = SlotShape(schedule, 0, 0, 0)
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> int:
-        """Return the exact cache bytes of a row in a batch with these as its longest prompt and most new tokens.
+        """Return the exact cache bytes of a row in a batch whose longest prompt and most new tokens these are.
 
         schedule: as for `open`.
         """

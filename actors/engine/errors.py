@@ -6,8 +6,8 @@ import difflib
 import gc
 from collections.abc import Iterable
 
-# signs of memory that has run out in RuntimeErrors other than torch.OutOfMemoryError: the CPU's allocator, cuBLAS's
-# workspace, the CUDA runtime
+# parts of the message of a RuntimeError, not torch.OutOfMemoryError, that say that memory has run out: of the CPU's
+# allocator, cuBLAS's workspace, the CUDA runtime
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 
 

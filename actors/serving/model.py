@@ -38,7 +38,7 @@ class _StructuredOutputs(BaseModel):
 
 
 class _ServerKeys(BaseModel):
-    """Keys of a body that a batch file's requests lack, those of vLLM's server for labels among them."""
+    """Keys of a body that a request of a batch file may not have. vLLM's names for `choices` are among them."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     stream: bool = False
@@ -177,7 +177,7 @@ class ServedModel:
         )
 
     def answer(self, call: Call, index: int, completion: Completion) -> dict[str, Any]:
-        """Return a row's answer with the fields that `completion_body` reads. The completion has tokens."""
+        """Return a row's answer with the fields that `completion_body` reads. The completion must have tokens."""
         return vars(self.generator.completed(call.prompt_of(index), 0, index, call.rows[index], completion))
 
 

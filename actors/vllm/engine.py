@@ -71,11 +71,12 @@ def check_options(options: Mapping[str, Any]) -> None:
 class VllmEngine:
     """One engine of vLLM in this process, with the add-on, and the methods of `Loop`: rows of all calls share steps.
 
-    Its statistics are of rows that have ended; vLLM mixes prompts and decode steps, whose seconds are decode_seconds.
+    Its statistics count rows that have ended. vLLM mixes prompts and decode steps: the time of both is decode_seconds.
 
     Args:
         cache_bytes: bytes of key/value cache of all workers; 0: what `gpu_memory_utilization` leaves.
-        options: further engine arguments of vLLM; the others are those of `Generator`.
+        options: further engine arguments of vLLM.
+        The other arguments are those of `Generator`.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class LayerSkipper:
         self._prompt_lengths = prompt_lengths
         self._common: Any = None  # CommonAttentionMetadata from which metadata was built last
         self._built: dict[str, tuple[Any, Any]] = {}  # attention layer -> builder, CommonAttentionMetadata of this pass
-        self._spare: dict[int, list[Any]] = {}  # builders for subsets, by the id of the runner's own builder
+        self._spare: dict[int, list[Any]] = {}  # builders for subsets of tokens, by the id of vLLM's own
 
     def set_schedule(self, schedule: Schedule) -> None:
         """Run another schedule, and begin to count anew."""
@@ -140,7 +140,7 @@ class LayerSkipper:
         return plan
 
     def _prepare(self, context: Any) -> PassPlan:
-        """Make the plan and, for each layer that some tokens skip, the metadata of the others."""
+        """Make the plan, and for each layer that some tokens skip the attention metadata of the tokens that run it."""
         common, built, self._built = self._common, self._built, {}
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy().astype(np.int64)
         # exact without speculative decoding, which is refused

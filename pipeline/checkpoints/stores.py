@@ -141,8 +141,8 @@ class BucketStore:
 class HubStore:
     """A commit of a model repository on the hub, through huggingface_hub with its own cache and locks.
 
-    endpoint: None is the public hub. cache: `model.cache`, of which a part is the hub's; None: huggingface_hub's own,
-    unless the environment names ours.
+    endpoint: None is the public hub. cache: the folder `model.cache`, in which the hub has one of its own; None:
+    huggingface_hub's, unless an environment variable names SkipDecode's.
     """
 
     repo: str

@@ -172,13 +172,13 @@ def setup(verbose: bool, log_json: bool = False) -> None:
         logging.basicConfig(level=level, format=lines, stream=sys.stderr)
     for name in ("pipeline.plan.memory", "pipeline.checkpoints.stores"):  # always shown
         logging.getLogger(name).setLevel(logging.INFO)
-    values = {  # quiet before they are imported
+    values = {  # set before the libraries are imported, so that they are quiet
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # of a job that is killed: until then Ray Data keeps its CPUs from others; a job renews its request each 10 s
+        # the CPUs of a killed job stay reserved until its request expires; a live job renews it every 10 s
         "RAY_DATA_AUTOSCALING_REQUEST_EXPIRE_TIME_S": "30",
     }
     if not os.environ.get("RAY_ADDRESS"):  # a Ray of our own is for this machine's loopback and for this user alone

@@ -287,7 +287,7 @@ class StorageConfig(Section):
     catalog: CatalogConfig = Field(default_factory=CatalogConfig, description="of Iceberg tables")
 
     def after_planning(self) -> StorageConfig:
-        """Return the same for a running job: its driver has reached the endpoint, so an outage may last longer."""
+        """Return these settings for a running job: its driver has reached the endpoint, so it retries for longer."""
         return self.model_copy(update={"contact_seconds": self.retry_seconds})
 
 

@@ -193,8 +193,8 @@ DERIVED = (  # values of `Totals` that follow from others
 class Totals(Counts):
     """Statistics of a job over all of its shards, of this run and earlier runs.
 
-    common_answers: how many answers each text is, of the most frequent texts of each shard. labels: how many answers
-    each label is, the most frequent first. duplicate_examples: of ids that repeat within the job.
+    common_answers: number of answers by text, of the most frequent texts of each shard. labels: number of answers by
+    label, the most frequent first. duplicate_examples: some ids that occur more than once in the job.
     """
 
     shards: int = 0

@@ -298,7 +298,7 @@ def _resume(
         why = f"{totals.errors:,} of {totals.rows:,} rows have an error, more than max_error_rate allows"
         _abandon(root, run, folder, config, why)
         return None
-    log.warning("run %d, which had not finished, is finished: %s", run.number, folder.url)
+    log.warning("run %d, left unfinished by an earlier command, is now finished: %s", run.number, folder.url)
     return finished
 
 

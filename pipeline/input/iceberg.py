@@ -304,7 +304,7 @@ class IcebergOutput:
             raise UserError(f"output.table: {self.name} is partitioned by {names}; parts are not: choose another table")
         required = next((field.name for field in table.schema().fields if field.required), None)
         if required is not None:
-            raise UserError(f"output.table: {self.name} does not allow null in {required!r}, which an answer may be")
+            raise UserError(f"output.table: {self.name} does not allow null in {required!r}, and an answer may be null")
         there = {field.name: str(field.field_type) for field in table.schema().fields}
         check_columns(self.name, there, {field.name: _type_in(table, field) for field in schema})
 

@@ -40,7 +40,7 @@ CsvRow = tuple[list[str], str | None]  # fields; why they cannot be read
 
 
 class Unreadable(ValueError):
-    """The text has no records of its kind from some line on."""
+    """From some line on, the text cannot be read as its format."""
 
 
 @contextmanager
@@ -91,10 +91,10 @@ def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> I
 
 
 def _ends(block: bytes, kind: str, *, is_whole: bool = False) -> Offsets:
-    """Return the end of each record and each blank line, but for the rest after the last one.
+    """Return the end of each whole record and each blank line.
 
-    Where quotes of CSV stand around fields only, a line end is in a quoted field if the quotes before it are odd.
-    is_whole: the block ends with a record, so that a quote which is open at its end belongs to a damaged one.
+    Where quotes of CSV stand around fields only, a line end after an odd number of quotes is in a quoted field.
+    is_whole: the block ends where a record ends, so a quote that is still open there means a damaged record.
     """
     data = np.frombuffer(block, np.uint8)
     lines = np.flatnonzero(data == NEWLINE) + 1
@@ -130,7 +130,7 @@ def _check_quotes(block: bytes, place: int, end: int, field_bytes: int, line: in
                 raise Unreadable(f'{where} and never closed; close it, or write "" for a quote in quoted text')
             if (end if stop == place else stop) - place - 2 > field_bytes:
                 raise Unreadable(
-                    f"{where} for a field of more than {field_bytes:,} bytes, as if it were never closed; close it, or "
+                    f"{where} for a field of more than {field_bytes:,} bytes: it is probably not closed; close it, or "
                     "raise input.csv_field_bytes"
                 )
         if not block.startswith(b",", stop):

@@ -123,7 +123,7 @@ def _is_local(url: str) -> bool:
 
 
 def _real(url: str, storage: StorageConfig) -> str:
-    """Absolute path with symlinks resolved, before the first wildcard of a glob; s3/bucket/key in a bucket."""
+    """Return the absolute path, with symlinks before its first wildcard resolved; of a bucket's URL, s3/bucket/key."""
     fs, path = filesystem(url, storage)
     if not isinstance(fs, LocalFileSystem):
         return f"s3/{path}"

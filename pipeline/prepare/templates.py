@@ -23,8 +23,11 @@ NOT_COMPILED = (SyntaxError, RecursionError, MemoryError, ValueError, OverflowEr
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """`meta.items` is the field `items` of a struct if there is one, else the method. `range` is the only global:
-    columns may have the other names. No filter draws at random: a row must always give the same prompt."""
+    """Renders templates; `meta.items` is the field `items` of a struct if there is one, else the method.
+
+    Of Jinja's globals only `range` is kept: columns may have the names of the others. No filter draws at random: a row
+    must always give the same prompt.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -37,9 +37,9 @@ class Marker:
 
     Args:
         run: the run that wrote it.
-        alone: rows that run alone, since they were running at a death -> deaths while they ran alone.
+        alone: for each row that has to run alone, as it was running when a worker died: the deaths while it ran alone.
         running: rows of the present group, () between groups, None while groups are not recorded.
-        outside: deaths between groups.
+        outside: deaths of workers while no group ran.
     """
 
     run: str

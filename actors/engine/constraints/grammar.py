@@ -61,7 +61,7 @@ class GrammarCompiler:
 
 
 class Grammar:
-    """A compiled form; see `Constraint`."""
+    """A compiled grammar of one output format; see `Constraint` for the methods."""
 
     most_tokens = None
 

@@ -28,11 +28,11 @@ Schema = dict[str, Any]
 
 
 def for_grammar(schema: Schema, *, after: bool) -> Schema:
-    """Return the schema with each `oneOf` as an `anyOf` that only valid answers follow.
+    """Return the schema with each `oneOf` replaced by an `anyOf` that means the same.
 
     Args:
-        after: answers are checked by `problem`, so that keys which no grammar holds are left out, and the branches of
-            `oneOf` need not exclude each other.
+        after: whether `problem` checks the answers afterwards. Then keys that no grammar can express are left out,
+            and branches of `oneOf` may overlap.
 
     Raises:
         UserError: branches that do not exclude each other, with the place of the `oneOf`.

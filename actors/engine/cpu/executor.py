@@ -79,9 +79,9 @@ def _pack_head(decoder: Decoder, int8: bool) -> Tensor:
 class Screen:
     """Hidden states -> their likeliest tokens, without all of their logits.
 
-    A product in 8 bits, of half the time, bounds every logit; only those that may be the highest are computed in
-    bfloat16, to the same bits as the whole product has: screen.h. For 64 rows of SmolLM2-135M it takes 3.2 ms and
-    the whole head 5.3 ms (two cores of a Zen 5), from which follow 4% of a whole greedy job at 1x and 10% at 3x.
+    A product in 8 bits, which takes half as long, bounds every logit. Only those that may be the highest are computed
+    in bfloat16, to the same bits as the whole product has: screen.h. For 64 rows of SmolLM2-135M it takes 3.2 ms,
+    and the whole head 5.3 ms (two cores of a Zen 5), which saves 4% of a whole greedy job at 1x and 10% at 3x.
     """
 
     def __init__(self, weight: Tensor, norm: NormWeights) -> None:

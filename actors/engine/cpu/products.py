@@ -178,10 +178,11 @@ def to_huge_pages(tensors: list[Tensor]) -> None:
     """Replace tensors by copies, one after another in one region of huge pages, where the system has them.
 
     A step reads every weight once. With pages of 4 KiB the processor looks up thousands of addresses, and a step of one
-    row takes a fifth to a third longer. Each tensor is freed behind its copy: there are never two copies of all.
+    row takes a fifth to a third longer. Each tensor is freed as soon as it is copied, so that two copies of all
+    weights never exist.
 
     Raises:
-        MemoryError: The system has no memory for them.
+        MemoryError: The system has no memory for the copies.
     """
     sizes = [-(-one.nbytes // ALIGNED) * ALIGNED for one in tensors]
     size = sum(sizes) + 2 * PAGE  # a page more at both ends, which nothing touches and so takes no memory

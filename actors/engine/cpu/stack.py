@@ -136,7 +136,7 @@ class Stack:
         self._hidden, self._heads, self._head_dim = first.hidden, first.heads, first.size
         self._dtype = embedding.tokens.dtype
         self._embedding = embedding
-        self._inputs: tuple[Any, Tensor | None] | None = None  # of the positions that have been asked for, and tables
+        self._inputs: tuple[Any, Tensor | None] | None = None  # positions last asked for, and their tables
 
     def step(
         self, tokens: Sequence[int], rows_per_layer: Sequence[int], places: Tensor, slots: Tensor, table: Any

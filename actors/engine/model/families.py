@@ -213,7 +213,7 @@ def _gemma3_layer(layer: Any) -> LayerWeights:
 
 
 def _smollm3_layer(layer: Any) -> LayerWeights:
-    """Llama's, but some layers have no rope."""
+    """Return a layer's weights as Llama's; some layers have no rotary embedding."""
     return replace(_llama_layer(layer), rope=bool(layer.self_attn.use_rope))
 
 

@@ -69,7 +69,7 @@ class Checkpoint:
             raise UserError(f"schedule: {error}") from None
 
     def adapted_schedule(self, changes: dict[str, Any], name: str, remedy: str) -> Schedule:
-        """`schedule`, for which the model must have been trained, see `check_adapted`."""
+        """Return `schedule(changes)`; raise UserError if the model was not trained for it, see `check_adapted`."""
         if self.trained is None:  # said before what the schedule lacks, such as a horizon
             self.check_adapted(self.schedule({"horizon": 2, **changes}), name, remedy)
         schedule = self.schedule(changes)

@@ -132,7 +132,7 @@ def update(file: Any, layer: str, scale: float, device: torch.device) -> torch.T
 def _check_features(config: dict[str, Any], source: Path) -> None:
     """Raise UserError that names a feature of peft which `merge` lacks."""
     if config.get("peft_type") != "LORA":
-        raise UserError(f"{source}: peft_type {config.get('peft_type')!r}: LORA can be merged")
+        raise UserError(f"{source}: peft_type {config.get('peft_type')!r}: only LORA can be merged")
     start = config.get("init_lora_weights", True)
     if not isinstance(start, bool) and start != "gaussian":
         raise UserError(

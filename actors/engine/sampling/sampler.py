@@ -40,7 +40,7 @@ def _shift(bits: Tensor, count: int) -> Tensor:
 def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
     """Sample the next token of each row from logits [B, V]. The rows' states are read, not changed.
 
-    A row has no token, but `NO_TOKEN`, if one of its logits is NaN or infinite, or all are -inf.
+    A row gets `NO_TOKEN` if one of its logits is NaN or +inf, or all are -inf.
 
     logprobs: whether to compute the tokens' log-probabilities. They take an exponential for each logit, longer than
     everything else together for a greedy row.
@@ -217,7 +217,7 @@ def _top(logits: Tensor, normalizer: Tensor, tokens: Tensor, rows: Sequence[RowS
     """Row -> its token and the likeliest tokens under the model's own distribution, for rows with `logprobs`."""
     counts = {index: row.params.logprobs for index, row in enumerate(rows) if row.params.logprobs is not None}
     top: dict[int, TokenLogprob] = {}
-    for most in sorted(set(counts.values())):  # by count: ties must not depend on a neighbour's count
+    for most in sorted(set(counts.values())):  # apart by count: a neighbour's larger one may order ties otherwise
         members = [row for row, count in counts.items() if count == most]
         index = torch.tensor(members, device=logits.device)
         logprobs = logits[index] - normalizer[index, None]

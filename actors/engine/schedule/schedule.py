@@ -37,7 +37,7 @@ class Schedule:
     keep_order: tuple[int, ...]  # a permutation of the layers; at depth d its first d entries run
     warmup: int = 1  # number of lowest layers that always run; they count towards d
     prompt: str = "full"  # ``full`` runs every layer over the prompt, ``first`` only the layers of d(0)
-    speedup: float | None = None  # the nominal speed-up from which the schedule was made; it determines no layer
+    speedup: float | None = None  # the nominal speed-up from which the schedule was made; for information only
 
     def __post_init__(self) -> None:
         layers = self.num_layers

@@ -27,13 +27,14 @@ TABLES = ("table.json", "table.parquet")
 
 @dataclass(frozen=True)
 class Score:
-    """Hold one metric of one line, with bootstrap intervals over rows.
+    """Hold one metric of one line of the table, with bootstrap intervals over rows.
 
     Args:
         value: The metric over the rows themselves.
         loss: Paired difference from full depth, positive where the line is worse.
         loss_high: Upper percentile of the resampled losses.
-        low: Lower percentile of the resampled values; `value` may lie outside. 0 in records of earlier versions.
+        low: Lower percentile of the resampled values; `value` may lie outside low..high. Records of
+            earlier versions have 0 here.
         high: Upper percentile of the resampled values.
         loss_low: Lower percentile of the resampled losses.
     """

@@ -214,7 +214,7 @@ def test_a_quote_that_is_never_closed_is_refused_with_its_line(
 
     rows = b"".join(b'%d,"x\ny"\n' % row for row in range(50))
     never = 'a quote is opened and never closed; close it, or write "" for a quote in quoted text'
-    long = "a quote is opened for a field of more than 99 bytes, as if it were never closed; close it, or raise "
+    long = "a quote is opened for a field of more than 99 bytes: it is probably not closed; close it, or raise "
     assert refusal(b"a,b\n" + rows + b'1,"x\n' + rows.replace(b'"', b"'"), 10**6) == f"line 102: {never}"
     assert refusal(b'"a,b\n1,2', 10**6) == f"line 1: {never}"
     assert (
