@@ -50,7 +50,7 @@ class InputTable(Protocol):
         """Return the newest snapshot; None of a table that has none yet."""
 
     def data_files(self, snapshot: int) -> dict[str, int]:
-        """Return the bytes of each data file of a snapshot by URL. Refuses deleted rows, and other files than Parquet."""
+        """Return the bytes of a snapshot's data files by URL. Refuses deleted rows, and other files than Parquet."""
 
     def appended(self, after: int, until: int) -> dict[str, int]:
         """Return bytes by URL of the data files with the rows appended after one snapshot and up to another.
