@@ -44,7 +44,7 @@ class Answer:
     error: str | None  # why there is no text, or why it is not whole in the form that was asked for
     token_ids: list[int] | None
     cumulative_logprob: float | None
-    logprobs: list[dict[str, Any]] | None  # of each token, as in `TokenLogprob.to_dict`
+    logprobs: list[dict[str, Any]] | None  # one for each token, as in `TokenLogprob.to_dict`
     choice_probability: float | None
     reasoning: str | None = None  # the thinking before the text
     tool_calls: list[ToolCall] | None = None  # which the text does not hold; None without tools, or for unreadable ones

@@ -55,7 +55,7 @@ class RowsAtWork:
 
     prompts: Sequence[Prompt]
     owners: Sequence[int]  # the row of each request of the call
-    errors: Mapping[int, str]  # of rows that have no request
+    errors: Mapping[int, str]  # errors of rows that have no request
     call: Call
 
 

@@ -80,7 +80,7 @@ def shown_logprobs(url: str, tokens: Sequence[Mapping[str, Any]] | None, offset:
     return {
         "tokens": texts,
         "token_logprobs": [token["logprob"] for token in tokens],
-        # of tokens with the same text the likeliest, which comes first
+        # the likeliest of tokens with the same text, which comes first
         "top_logprobs": [{one["token"]: one["logprob"] for one in reversed(token["top"])} for token in tokens],
         "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
     }

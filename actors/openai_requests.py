@@ -43,7 +43,7 @@ _OF_TEXT = ("prompt", "echo", "suffix", "best_of")
 class CompletionRequest:
     """A request's body. Its values are not checked, but the prompt's type is."""
 
-    messages: Any  # of a chat
+    messages: Any  # the messages of a chat
     prompt: str | list[int] | None  # None for a chat
     sampling: dict[str, Any]  # the parameters that the body sets, by the names of `SamplingParams`
     output_format: OutputFormat | None = None

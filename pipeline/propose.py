@@ -105,7 +105,7 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
 
 def first_rows(url: str, size: int, version: str, kind: str, storage: StorageConfig) -> dict[str, list[Any]]:
     """Return values of the first rows of a file by column. Raise UserError if it has none that can be read."""
-    names: list[str] = [""]  # of no column: a first look finds the names, a second one their types
+    names: list[str] = [""]  # no column's name: a first look finds the names, a second one their types
     for _ in range(2):
         file, schema = read_layout(url, size, version, storage, kind, TextColumns(names), ROWS)
         names = schema.names

@@ -43,7 +43,7 @@ from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.signals import Interrupted, interruptible
 
 MAX_WAITING = 256  # answers that wait, at most; above it requests get status 429
-MAX_BODY_BYTES = 8 * 2**20  # of a request
+MAX_BODY_BYTES = 8 * 2**20  # most bytes of a request
 NAME = "skipdecode"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 READY_SECONDS = 300.0  # to listen once the model is loaded
@@ -60,7 +60,7 @@ class PlannedServer:
     config: ServeConfig  # with its number of threads filled in
     generator: dict[str, Any]  # arguments of `Generator`, with the checkpoint pinned
     limits: Limits
-    schedule: Schedule  # of requests that name no speed
+    schedule: Schedule  # for requests that name no speed
     described: str  # parameters and memory in one line
 
     def load(self) -> ServedModel:

@@ -140,7 +140,7 @@ class Engine:
         newcomers = [self._begin(request) for request in requests]
         layers = newcomers[0].schedule.prompt_layers
         assert all(row.schedule.prompt_layers == layers for row in newcomers), "prompts of different layers"
-        numbers: dict[tuple[int, ...], int] = {}  # of the different prompts
+        numbers: dict[tuple[int, ...], int] = {}  # numbers of the different prompts
         sources = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
         prompts = list(numbers)
         assert max(map(len, prompts)) <= shape.prompt_tokens, "a longer prompt than open() allocated for"

@@ -344,7 +344,7 @@ class Loop:
     def _decode(self, flight: _Flight) -> Ended:
         before = self.engine.stats.decode_seconds
         ended = self.engine.step()
-        self._begun[0].stats.decode_seconds += self.engine.stats.decode_seconds - before  # of the oldest joined call
+        self._begun[0].stats.decode_seconds += self.engine.stats.decode_seconds - before  # to the oldest call
         return ended
 
     def _run_again(self) -> list[tuple[Call, int, Completion]]:

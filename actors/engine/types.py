@@ -197,7 +197,7 @@ class Completion:
     # nats under the model's own distribution, before penalties, temperature and top-*; None if the engine does
     # not compute it
     cumulative_logprob: float | None
-    logprobs: tuple[TokenLogprob, ...] | None = None  # of each token, if the row's parameters ask for them
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one for each token, if the row's parameters ask for them
     choice: int | None = None  # number of the label; None without choices
     choice_probability: float | None = None  # its probability among the labels, token by token; None without choices
     error: str | None = None  # why there is no answer, or no whole one in the form that was asked for

@@ -265,7 +265,7 @@ class Chunks:
         }
         self._texts = [model.answer_stream(call, index) for index in range(len(call.rows))]
         self._sent: dict[int, int] = {}  # characters of text, by row
-        self._tokens = 0  # of answers that have ended
+        self._tokens = 0  # tokens of answers that have ended
 
     def of(self, event: Event) -> Iterator[bytes]:
         """Yield the chunks of an event. Raises ApiError if the row has no answer."""

@@ -22,7 +22,7 @@ from actors.serving.loop import OnlineLoop
 from actors.serving.texts import AnswerStream
 from actors.tool_calls import checked_tools, form_of
 
-MAX_PROMPTS = 256  # of one request
+MAX_PROMPTS = 256  # most prompts of one request
 # (tokenizer, a body's messages, checked tools) -> `ControlTokens.prompt`
 Render = Callable[[Any, Any, Sequence[Mapping[str, Any]]], tuple[str, int]]
 

@@ -31,7 +31,7 @@ LONGEST_PROMPT, NEW_TOKENS = 200, 24
 # limits of an output's error, as a share of the mean length of the values that it averages: rounding leaves 0.000001
 # in float32 and 0.01 in 16 bits, a wrong key about 1
 LIMITS = {torch.float32: 0.001, torch.bfloat16: 0.05, torch.float16: 0.05}
-LIMIT_OF_8_BITS = 0.5  # of a cache with 8 bits
+LIMIT_OF_8_BITS = 0.5  # limit for a cache with 8 bits
 log = logging.getLogger(__name__)
 
 # prompt length of a sequence -> position -> key and value

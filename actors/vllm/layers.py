@@ -116,7 +116,7 @@ class LayerSkipper:
                 return hidden.index_copy(axis, subset.tokens, out)
             if out[1] is None:
                 return hidden.index_copy(axis, subset.tokens, out[0]), residual
-            if residual is None:  # of the lowest layer; a token that skips it has the sum hidden + 0
+            if residual is None:  # only in the lowest layer; a token that skips it has the sum hidden + 0
                 residual, hidden = hidden.clone(), torch.zeros_like(hidden)
             hidden.index_copy_(axis, subset.tokens, out[0])
             residual.index_copy_(axis, subset.tokens, out[1])

@@ -16,7 +16,7 @@ from actors.engine.errors import UserError
 from actors.engine.model.speed_adapter import WEIGHTS, layers_in, read_adapter, update
 
 LOAD_FORMAT = "skipdecode"
-FORMATS = ("auto", "hf", "safetensors")  # of the base
+FORMATS = ("auto", "hf", "safetensors")  # load formats of the base
 FOLDER, BASE_FORMAT = "speed_adapter", "base_format"  # keys of model_loader_extra_config
 
 

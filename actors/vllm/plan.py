@@ -16,7 +16,7 @@ from torch import Tensor
 
 # fields of CommonAttentionMetadata with one value for each request, or for each token
 PER_REQUEST = {"block_table_tensor", "is_prefilling", "rswa_prefix_lens", "req_idx"}
-LENGTHS = {"seq_lens", "seq_lens_cpu_upper_bound"}  # of each request's sequence
+LENGTHS = {"seq_lens", "seq_lens_cpu_upper_bound"}  # fields that hold the length of each request's sequence
 PER_TOKEN = {"slot_mapping", "positions"}
 
 

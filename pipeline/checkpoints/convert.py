@@ -52,7 +52,7 @@ class GgufHeader:
     values: dict[str, Any]  # entries that are single values, by key, such as ``llama.block_count``; True for a list
     tokens: int  # entries of its vocabulary
     types: frozenset[str]  # names of its tensors' types, such as Q4_1
-    rows: dict[str, int]  # of each tensor
+    rows: dict[str, int]  # rows of each tensor
     elements: int  # numbers in all tensors
 
     @property
@@ -155,7 +155,7 @@ def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[st
     report(f"converting {header.elements / 1e6:,.0f} million weights to {name}, {size}")
     model = _model(header, config, dtype)
     partial = output.resolve().with_name(f".{output.resolve().name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed conversion
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed conversion
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     for path in partial.iterdir():

@@ -80,7 +80,7 @@ class BucketStore:
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
         """Download files that `folder` lacks, and return `folder`. The caller holds its lock and verifies contents."""
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(".*.incomplete"):  # of a killed process: this one holds the lock
+        for left in folder.glob(".*.incomplete"):  # left by a killed process: this one holds the lock
             left.unlink()
         present = {path.name: path.stat().st_size for path in folder.iterdir()}
         missing = [file for file in files if present.get(file.name) != file.size]

@@ -24,7 +24,7 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, read_json, write_json
 
 DUPLICATES = "_job/duplicates.json"
-ROWS_AT_ONCE = 2**22  # of a temporary file, about: they are sorted in memory
+ROWS_AT_ONCE = 2**22  # about so many rows of a temporary file: they are sorted in memory
 EXAMPLES = 3
 NULL = -(2**62) - 7919  # stands for an id that is null among integers
 

@@ -52,7 +52,7 @@ class Holder:
     namespace: str = ""  # host, boot and process id namespace, within which `pid` names one process; "" if unknown
     pid: int = 0
     started: float = 0.0  # seconds after boot
-    nonce: str = ""  # of this lease
+    nonce: str = ""  # a random name of this lease
     since: float = 0.0  # seconds since 1970, for people
     counter: int = 0  # heartbeats so far
     released: bool = False

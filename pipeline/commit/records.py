@@ -122,7 +122,7 @@ def _read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table
         if table.schema.metadata.get(b"skipdecode.fingerprint") != fingerprint.encode():
             return None
         for field in RECORDS_SCHEMA:
-            if field.name in {*LATER, "tag"} - set(table.column_names):  # of an older version
+            if field.name in {*LATER, "tag"} - set(table.column_names):  # the table of an older version lacks it
                 value = pa.scalar(LATER.get(field.name, ""), field.type)
                 table = table.append_column(field.name, pa.repeat(value, table.num_rows))
         known = set(RECORDS_SCHEMA.names) <= set(table.column_names)

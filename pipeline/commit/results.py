@@ -38,7 +38,7 @@ from pipeline.storage.parquet import read_parquet
 Line = tuple[str, bytes]  # name of the result, without suffix; a line with its end
 ANSWERS, RESULTS, ERRORS = RESULT_NAMES
 RECORD = "_job/results.json"
-FILE_BYTES = 256 * 2**20  # of a file, at most: it is written in one put
+FILE_BYTES = 256 * 2**20  # most bytes of a file: it is written in one put
 KINDS: dict[str, tuple[str, ...]] = {"jsonl": (ANSWERS,), "openai_batch": (RESULTS, ERRORS)}  # by output.format
 NAME = re.compile(rf"({ANSWERS}|{RESULTS}|{ERRORS})(-\d{{4,}})?\.jsonl")  # another file is never touched
 
@@ -65,7 +65,7 @@ def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None
                 if found != digest and found not in known.get(name, []):
                     _record(folder, known, done=False)
                     raise _taken(folder, name)
-                if found != digest:  # of parts that are gone and were answered again
+                if found != digest:  # the parts were gone and have been answered again
                     folder.replace(name, data)
             known[name] = [digest]
             written.add(name)

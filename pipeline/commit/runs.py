@@ -41,8 +41,8 @@ class JobRun:
     ended: float | None = None  # s since 1970; None of a run that is at work, or was killed
     price_per_hour: float | None = None
     config: dict[str, Any] = field(default_factory=dict)  # keys of its job file that differ from their defaults
-    versions: dict[str, str] = field(default_factory=dict)  # of Python and of packages on the driver
-    host: str = ""  # of the driver
+    versions: dict[str, str] = field(default_factory=dict)  # versions of Python and of packages on the driver
+    host: str = ""  # the driver's host
 
 
 @contextmanager

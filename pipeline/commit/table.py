@@ -25,7 +25,7 @@ from pipeline.runtime.announce import announced
 from pipeline.storage.folder import Folder, write_json
 
 RECORD = "_job/tables.json"
-TRIES = 20  # of a commit that other writers overtake
+TRIES = 20  # tries of a commit that other writers overtake
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ Decay = Literal["linear", "cosine", "power", "step", "constant"]
 KeepOrder = Literal["paper", "even", "early_exit", "measured"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 OutputFormat = Literal["parquet", "jsonl", "openai_batch", TableFormat]
-RESULT_NAMES = ("answers", "results", "errors")  # of the files that output.format adds to the parts, without suffix
+RESULT_NAMES = ("answers", "results", "errors")  # files that output.format adds, without suffix
 
 
 def _many(value: Any) -> Any:

@@ -12,7 +12,7 @@ from pipeline.config.forms import Labels
 from pipeline.config.input import Paths
 from pipeline.config.job import Decay, KeepOrder, ScheduleConfig
 
-RANK = 32  # of a speed adapter
+RANK = 32  # default rank of a speed adapter
 
 
 class TuneModelConfig(Section):

@@ -29,7 +29,7 @@ from pipeline.messages import counted
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
 
-MOST_TOKENS = 256  # of an answer; later tokens are not compared
+MOST_TOKENS = 256  # later tokens of an answer are not compared
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ CHECKS = (  # field of `ShardStats`, share of the answers above which it is a wa
     ("repeating_answers", 0.2, "repeat the same words again and again"),
     ("cut_off", 0.99, "reach the length limit: raise sampling.max_new_tokens, or see at which tokens answers end"),
 )
-LEAST_ANSWERS = 5  # of a job: a share of fewer says nothing
-LEAST_TRIED = 20  # of `try`
+LEAST_ANSWERS = 5  # a share of fewer answers of a job says nothing
+LEAST_TRIED = 20  # the same for `try`
 ORDER = 4  # words of the n-grams whose repeats are counted
 LEAST_REPEATS, REPEATED_SHARE = 4, 0.5  # repeated n-grams of an answer that repeats itself, and their share
 MOST_COMMON = 3  # texts that a shard counts
-TEXT_CHARS = 100  # of such a text
+TEXT_CHARS = 100  # most characters that are shown of such a text
 
 
 def repeated_ngrams(units: Sequence[Any]) -> tuple[int, int]:

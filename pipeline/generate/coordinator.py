@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-SHOWN_KINDS = 3  # of errors
+SHOWN_KINDS = 3  # kinds of errors
 
 
 @dataclass(frozen=True)

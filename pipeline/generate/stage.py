@@ -35,7 +35,7 @@ from pipeline.prepare.prompts import CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMP
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
 EXAMPLE_SECONDS = 20.0  # least time between two answers that an actor shows
-EXAMPLE_TOKENS, EXAMPLE_CHARS = 24, 160  # of the end of the prompt, and of prompt and answer each
+EXAMPLE_TOKENS, EXAMPLE_CHARS = 24, 160  # tokens of the prompt's end, and characters of prompt and answer each
 
 
 class Worker:

@@ -120,7 +120,7 @@ def _named(
     is_folder = not is_glob and fs.isdir(inside)
     folder = inside if is_folder else fixed_part(inside) if is_glob else os.path.dirname(inside)
     if given is None:
-        with suppress(PermissionError):  # of folders above, which a job need not see
+        with suppress(PermissionError):  # a job need not see the folders above
             _check_no_table(fs, folder)
     if is_glob:
         nothing = f"{path}: matches no file{where_sought(path)}; names that begin with _ or . are no input"

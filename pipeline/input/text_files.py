@@ -41,9 +41,9 @@ from pipeline.messages import counted, is_unicode, one_line, printable
 AS_JSON = {b"skipdecode.json": b"1"}  # metadata of a string field that holds the JSON of values other than strings
 _NAMES = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 _NOT_ARROW = (pa.ArrowException, ValueError, OverflowError)  # errors of values that Arrow cannot hold
-GROUP_ROWS, GROUP_BYTES = 1024, 4 * 2**20  # of a group at most, but for one longer row
+GROUP_ROWS, GROUP_BYTES = 1024, 4 * 2**20  # most rows and bytes of a group, but for one longer row
 TYPED_ROWS = 10_000  # rows at the beginning of a file whose types are taken
-TYPED_BLOCKS = 64  # of the later blocks, one in 64 is typed too
+TYPED_BLOCKS = 64  # one in 64 of the later blocks is typed too
 
 Row = TypeVar("Row", bytes, CsvRow)
 

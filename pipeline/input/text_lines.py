@@ -73,7 +73,7 @@ def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> I
         data = stream.read(max(BUFFER, len(rest)))
         block, is_last = rest + data, not data
         ends = np.minimum(_ends(block + b"\n" * (is_last and block != b""), kind), len(block))
-        bounds = np.concatenate([[0], ends, [len(block)]])  # of the records, and of the rest
+        bounds = np.concatenate([[0], ends, [len(block)]])  # bounds of the records, and of the rest
         sizes = np.diff(bounds)
         is_open = is_last and int(sizes[-1]) > 0  # only a quote keeps the last line from being a record
         long = np.flatnonzero(sizes > (0 if is_open else field_bytes))

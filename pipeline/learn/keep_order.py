@@ -36,12 +36,12 @@ from pipeline.runtime.announce import announce
 log = logging.getLogger(__name__)
 Row = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response
 ROWS = 32  # prompts and responses that an order is measured on, at most
-VERSION = 1  # of the algorithm; another one measures again
+VERSION = 1  # version of the algorithm; another one measures again
 ROWS_PER_PASS = 8  # so that a pass over a bad candidate ends early
 CANDIDATES = 6  # layers of least influence that a step tries
 LOST = 3.0  # nats per token beyond which the text is lost: full depth's token has a probability of about 5%
-PROMPT_TOKENS = 2**14  # of all rows: their keys and values stay in memory
-PROBABILITIES = 2**27  # of all rows, [N, V]: 512 MiB in fp32
+PROMPT_TOKENS = 2**14  # most prompt tokens of all rows: their keys and values stay in memory
+PROBABILITIES = 2**27  # most probabilities of all rows, [N, V]: 512 MiB in fp32
 
 
 def measured_order(

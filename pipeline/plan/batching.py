@@ -25,7 +25,7 @@ FEW_ROWS = 16  # rows of a batch, up to which a step takes about as long with fe
 class Batching:
     """Values that shape batches, fixed when the job is first planned."""
 
-    shard_rows: int  # of a shard, at most
+    shard_rows: int  # most rows of a shard
     shard_bytes: int  # uncompressed, of a shard's row groups, at most
     cache_bytes: int  # key-value cache of an actor
     max_batch: int  # rows of a batch, at most

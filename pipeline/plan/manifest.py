@@ -56,8 +56,8 @@ class Manifest:
     batching: Batching
     files: list[InputFile]  # pinned
     shards: list[Shard]  # in order of index, which is their position
-    schema: pa.Schema  # of the columns that the job reads, one for all files
-    agreement: Agreement | None = None  # of the schedule with full depth, if it was measured before the job began
+    schema: pa.Schema  # the columns that the job reads, the same for all files
+    agreement: Agreement | None = None  # with full depth, if it was measured before the job began
 
     @property
     def rows(self) -> int:

@@ -24,7 +24,7 @@ from pipeline.runtime.isolated import Died
 from pipeline.storage.folder import STORE_ERRORS
 
 log = logging.getLogger(__name__)
-SAMPLE_ROWS = 16  # of each sampled shard
+SAMPLE_ROWS = 16  # rows read of each sampled shard
 SPECIAL_TOKENS = 4  # that a tokenizer may put before a text, at most
 
 

@@ -15,7 +15,7 @@ from actors.openai_requests import CompletionRequest, read_request
 from pipeline.messages import is_unicode, one_line
 
 BATCH_COLUMNS = ("custom_id", "method", "url", "body")
-_LARGEST = 2**31 - 1  # of integers, except the seed: fits into any tensor type
+_LARGEST = 2**31 - 1  # the largest integer, except the seed: fits into any tensor type
 
 
 def from_json(text: str, name: str) -> Any:

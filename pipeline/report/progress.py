@@ -27,7 +27,7 @@ PLAIN_SECONDS = 10.0
 LIVE_SECONDS = 0.5
 RATE_SECONDS = 300.0  # rates are those of the commits of so many seconds
 EXAMPLE_SECONDS = 60.0  # between two answers that are shown
-KIND_CHARS = 60  # of a kind of error
+KIND_CHARS = 60  # most characters of a kind of error
 STARVED_SECONDS = 20.0  # after which a line says that actors wait for rows
 
 

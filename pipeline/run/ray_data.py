@@ -27,12 +27,12 @@ from pipeline.runtime.signals import Interrupted, graceful
 
 Result = TypeVar("Result")
 ISOLATED_SECONDS = 300.0  # for an isolated call while the job is planned
-TASK_CPUS = 0  # of a read or prepare task: actors may have all CPUs, or another dataset have asked Ray Data for all
+TASK_CPUS = 0  # CPUs of a read or prepare task: actors may hold all, or another dataset have asked Ray Data for all
 TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # tasks of a stage at the same time; each new worker process costs imports
-READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # of a read task at most, or one row group
+READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # most rows and bytes of a read task, or one row group
 SHARDS_OF_ACTOR = 2  # one that is answered, and one that waits, or begins while the last rows of the first finish
-CALL_RETRIES = 1  # of a call as an actor whose process died: its node may have gone
-READ_RETRIES = 20  # of a read task whose process died, or whose result was lost with its node
+CALL_RETRIES = 1  # retries of a call whose actor's process died: its node may have gone
+READ_RETRIES = 20  # retries of a read task whose process died, or whose result was lost with its node
 
 
 class RayData(Backend):

@@ -80,7 +80,7 @@ class _Connection:
                     threading.Thread(target=_announce_death, args=(self.head,), daemon=True).start()
                 self.undo.callback(ray.shutdown)
                 _connect(address, verbose)
-        _set_levels(levels, verbose)  # of handlers that Ray has added
+        _set_levels(levels, verbose)  # levels of the handlers that Ray has added
 
     def _close(self) -> None:
         with shielded():

@@ -27,7 +27,7 @@ from pipeline.prepare.stage import prepare
 from pipeline.runtime.quarantine import STAGE_NAMES, Quarantine
 from pipeline.storage.folder import Folder
 
-QUARANTINED_RETRIES = 1000  # of a prepare task or an actor's call: `Quarantine` counts their deaths
+QUARANTINED_RETRIES = 1000  # retries of a prepare task or an actor's call: `Quarantine` counts their deaths
 
 
 @dataclass(frozen=True)

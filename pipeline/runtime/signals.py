@@ -74,7 +74,7 @@ class _Job:
 
 
 class _Jobs(threading.local):
-    current: _Job | None = None  # of this thread
+    current: _Job | None = None  # the job of this thread
 
 
 _jobs = _Jobs()

@@ -27,7 +27,7 @@ from pipeline.storage.errors import ConditionRefused
 
 log = logging.getLogger(__name__)
 BULK = 1000  # objects that S3 removes in one call
-STORE_ERRORS = (OSError, BotoCoreError)  # of a disk or an object store; s3fs turns most errors into OSErrors
+STORE_ERRORS = (OSError, BotoCoreError)  # errors of a disk or an object store; s3fs turns most errors into OSErrors
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # failures of the disk, not of the path
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 
@@ -242,7 +242,7 @@ class ObjectFolder:
             request["ContinuationToken"] = page["NextContinuationToken"]
 
 
-Folder = LocalFolder | ObjectFolder  # of an output; names are relative to it and may hold slashes
+Folder = LocalFolder | ObjectFolder  # an output's folder; names are relative to it and may hold slashes
 
 
 def open_folder(url: str, storage: StorageConfig) -> Folder:

@@ -44,7 +44,7 @@ CREDENTIALS_SECONDS = 30.0  # of the budget: for a service of credentials that f
 CONNECTIONS = 64  # at the same time; more than there are calling threads
 STORE_FAILURES = (OSError, boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError)
 WRITER = "writer"  # metadata of an object written by a conditional put: a random name of that put
-QUIET_SECONDS = 5.0  # of retrying without a warning
+QUIET_SECONDS = 5.0  # seconds of retrying without a warning
 WARNING_SECONDS = 60.0  # between two warnings of one client
 
 

@@ -18,7 +18,7 @@ TEMPORARY_CODES = {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContent
 THROTTLED = re.compile("SlowDown|Throttl|LimitExceeded|TooManyRequests|ThroughputExceeded|PriorRequestNotComplete")
 REFUSED_CODES = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}  # with status 400
 EXPLAINED_CODES = {"AccessDenied", "InvalidObjectState"}  # their messages name the missing right
-CONDITION_CODES = {"NotImplemented", "InvalidArgument", "InvalidRequest"}  # of stores without conditional puts
+CONDITION_CODES = {"NotImplemented", "InvalidArgument", "InvalidRequest"}  # codes of stores without conditional puts
 MISSING_CREDENTIALS = (boto.NoCredentialsError, boto.CredentialRetrievalError, boto.MetadataRetrievalError)
 WRONG_CREDENTIALS = (boto.PartialCredentialsError, boto.TokenRetrievalError, boto.ProfileNotFound, boto.SSOError)
 TEXT = 200  # characters of a store's message that are shown
@@ -50,7 +50,7 @@ def is_temporary(error: BaseException) -> bool:
     response = response_of(error)
     if response:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        code = error_code(error)  # of a throttled call, some stores send it with status 400 or 403
+        code = error_code(error)  # some stores send a throttled call with status 400 or 403
         return status in TEMPORARY_STATUS or code in TEMPORARY_CODES or THROTTLED.search(code) is not None
     if isinstance(error, boto.SSLError):
         return not isinstance(error.kwargs.get("error"), aiohttp.ClientConnectorCertificateError)

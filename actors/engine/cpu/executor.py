@@ -229,8 +229,8 @@ class CpuExecutor(LibraryExecutor):
         self,
         prompts: Sequence[tuple[int, ...]],
         begins: int,  # position of each prompt's first token, behind the prefix
-        sources: Sequence[int],  # of each row, its prompt and its place in the buffers
-        slots: Sequence[int],  # of each row, its prompt and its place in the buffers
+        sources: Sequence[int],  # each row's prompt
+        slots: Sequence[int],  # each row's place in the buffers
         layers: Sequence[int],
         buffers: Sequence[Tensor | None],  # each layer's keys and values [2, R, H, K, D]
         prefix: dict[int, PackedPrefix] | None,

@@ -108,7 +108,7 @@ class Stack:
         self,
         blocks: nn.ModuleList,  # layers that all `can_stack`
         describe: Callable[[nn.Module], LayerWeights],  # the library's layer -> its weights
-        embedding: Embedding,  # of tokens
+        embedding: Embedding,  # the tokens' embedding
         *,
         int8: bool = False,  # whether products without codes have 8 bits
     ) -> None:

@@ -20,7 +20,7 @@ from actors.engine.library.forcing import micro_batches, predicting_states, resp
 from actors.engine.library.packed_attention import packed
 from actors.engine.schedule.schedule import Schedule
 
-TOKENS = 4096  # of a pass
+TOKENS = 4096  # most tokens of a pass
 LOGITS_AT_ONCE = 2**24  # numbers of one line's logits that exist together; 64 MiB in fp32
 
 Array = npt.NDArray[np.float64]

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Kind = Literal["int8", "fp8"]
-CONFIG_KEYS = ("quantization_config", "compression_config")  # of config.json; the second one is older
+CONFIG_KEYS = ("quantization_config", "compression_config")  # keys of config.json; the second one is older
 METHOD, PACKED_FORMAT = "compressed-tensors", "pack-quantized"
 FORMATS = ("int-quantized", "float-quantized", "naive-quantized", PACKED_FORMAT)
 STRATEGIES = ("tensor", "channel", "group")
 TYPES: dict[str, Kind] = {"int": "int8", "float": "fp8"}  # as the format names them
-LIMITS: dict[Kind, float] = {"int8": 127.0, "fp8": 448.0}  # of the codes that a weight is rounded to
+LIMITS: dict[Kind, float] = {"int8": 127.0, "fp8": 448.0}  # largest code that a weight is rounded to
 CODES: dict[Kind, str] = {"int8": "I8", "fp8": "F8_E4M3"}  # as safetensors names the types
 WEIGHT, PACKED, SCALE, ZERO_POINT = "weight", "weight_packed", "weight_scale", "weight_zero_point"  # tensors of a layer
 CODES_IN_INT32 = 4
@@ -40,7 +40,7 @@ CODES_IN_INT32 = 4
 class StoredWeights:
     """What a checkpoint's config says of its weights."""
 
-    kind: Kind  # of their codes
+    kind: Kind  # type of the codes
     multiplied: bool  # whether the checkpoint is made for products of its codes, whose inputs have 8 bits too
     symmetric: bool = True  # whether there are no zero points, or all are 0
 
@@ -176,7 +176,7 @@ def _layers(folder: Path, kind: Kind, opened: ExitStack) -> dict[str, Parts]:
     from safetensors import safe_open
 
     found: dict[str, Parts] = {}
-    kinds: dict[str, str] = {}  # of codes that are not packed
+    kinds: dict[str, str] = {}  # types of codes that are not packed
     for name in weight_files(folder, names_in(folder)):
         file: Any = opened.enter_context(safe_open(folder / name, framework="pt"))
         for key in file.keys():  # noqa: SIM118

@@ -55,8 +55,8 @@ def check_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor],
 def check_report(
     model: PreTrainedModel,
     report: Mapping[str, Any],  # the library's loading info
-    tensors: Mapping[str, StoredTensor],  # of the checkpoint
-    name: str,  # of the checkpoint, for errors
+    tensors: Mapping[str, StoredTensor],  # the checkpoint's
+    name: str,  # the checkpoint's, for errors
     unpacked: Collection[str] | None = None,  # weights that were packed; None: those of the checkpoint's packed tensors
 ) -> None:
     """Raise UserError if the library has found no place for a tensor, or no tensor for a weight."""

@@ -58,7 +58,7 @@ class Checkpoint:
     num_layers: int
     context_length: int
     adapter: SpeedAdapter | None = None
-    stored: StoredWeights | None = None  # of weights with 8 bits; None: plain ones
+    stored: StoredWeights | None = None  # weights with 8 bits; None: the weights are plain
     in_library: bool = True  # whether the library engine runs it; else vLLM alone does
 
     def schedule(self, changes: dict[str, Any]) -> Schedule:
@@ -220,7 +220,7 @@ def memory_needed(
     checkpoint: Checkpoint,
     dtype: str,
     cache_bytes: int,
-    tensors: Mapping[str, StoredTensor] | None = None,  # of the checkpoint; None: read from the headers in the folder
+    tensors: Mapping[str, StoredTensor] | None = None,  # the checkpoint's; None: read from the headers in the folder
     *,
     on_gpu: bool,  # whether the actor has a GPU; else a CPU that packs weights in bfloat16 is assumed
 ) -> Need:

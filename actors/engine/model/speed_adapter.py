@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "speed_adapter.json"
 FILES = (CONFIG, WEIGHTS, RECORD, SCHEDULE_FILE)
-PREFIX = "base_model.model."  # of the names of tensors, before the path of the layer
+PREFIX = "base_model.model."  # what tensors' names begin with, before the path of the layer
 PARTS = ("lora_A", "lora_B")
 # keys of adapter_config.json that change no product of an adapter, or are read here
 NEUTRAL = {
@@ -125,7 +125,7 @@ def merge(model: PreTrainedModel, adapter: SpeedAdapter) -> None:
 def update(file: Any, layer: str, scale: float, device: torch.device) -> torch.Tensor:
     """Return scale · B A of a linear layer, [O, I] in fp32. file: the adapter's open safetensors."""
     down, up = (file.get_tensor(f"{PREFIX}{layer}.{part}.weight").to(device).float() for part in PARTS)
-    product: torch.Tensor = (up @ down) * scale  # of [O, R] and [R, I]
+    product: torch.Tensor = (up @ down) * scale  # [O, R] times [R, I]
     return product
 
 

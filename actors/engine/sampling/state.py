@@ -47,7 +47,7 @@ class RowSampling:
     params: SamplingParams  # sampling parameters
     key: int  # key of the row's random numbers
     drawn: int = 0  # number of tokens so far
-    # of the tokens so far; kept only for penalties
+    # how often each token came so far; kept only for penalties
     counts: TokenCounts = field(default_factory=lambda: TokenCounts(()))
     allowed: AllowedTokens | None = None  # the only possible tokens; None for all. Not changed by sampling
     barred: Collection[int] = ()  # tokens that are not possible
@@ -140,7 +140,7 @@ def _joined(parts: Sequence[object], dtype: type[np.generic]) -> np.ndarray[tupl
     return np.frombuffer(bytearray().join(parts), dtype=dtype)  # type: ignore[arg-type]
 
 
-NO_TOKEN = -1  # of a row whose logits are not numbers; the value in sampling.h and screen.h
+NO_TOKEN = -1  # in place of a token, where a row's logits are not numbers; the value in sampling.h and screen.h
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pipeline.config.load import dump_yaml, validated
 from pipeline.config.tune import TuneConfig
 from pipeline.input.files import InputFile
 
-KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # of the schedule
+KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # keys of the schedule
 CHECKS = ("min_agreement", "agreement_rows")  # keys of the user's schedule that the job file keeps
 NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # key -> the decay that it shapes
 SAMPLE, ANSWERS, TRAIN = "sample.parquet", "full-depth", "train.parquet"
@@ -26,7 +26,7 @@ DEV, HELD_OUT = "dev.parquet", "held-out.parquet"  # rows that choose the step o
 CHECKPOINT, ADAPTER, BEFORE, AFTER, JOB_FILE = "checkpoint", "speed-adapter", "before", "after", "job.yaml"
 # files and folders of the stages
 STAGE_FILES = (SAMPLE, ANSWERS, TRAIN, DEV, HELD_OUT, CHECKPOINT, ADAPTER, BEFORE, AFTER)
-PROMPT_SHARE = 1 / 3  # of a job's time: without skipping in the prompt, no speed gains more than 3x
+PROMPT_SHARE = 1 / 3  # share of a job's time: prompts at full depth then bound every speed to 3x
 
 
 def options(config: JobConfig) -> AdaptConfig:
@@ -95,7 +95,7 @@ def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path
             "schedule": JobScheduleConfig(speedup=1.0),
             "sampling": config.sampling.model_copy(update={"n": 1}),
             "adapt": None,
-            "budget": None,  # of the job alone
+            "budget": None,  # the job's alone
         }
     )
 

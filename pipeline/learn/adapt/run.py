@@ -48,7 +48,7 @@ from pipeline.storage.folder import LocalFolder
 from pipeline.storage.owned_folder import replacing
 
 log = logging.getLogger(__name__)
-SEED = 0  # of the draw of rows
+SEED = 0  # seed of the draw of rows
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _adapt(
     chosen = choose(metric, tolerance, lines, chance)
     seconds = {stage: record.seconds[stage] for stage in STAGES}
     break_even, job_file = None, None
-    record.folder.discard([configs.JOB_FILE])  # of another tolerance
+    record.folder.discard([configs.JOB_FILE])  # it was written for another tolerance
     if chosen is not None:
         break_even = BreakEven(
             cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # only for the table

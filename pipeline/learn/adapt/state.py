@@ -27,7 +27,7 @@ class StageRecord:
     def __init__(self, folder: Path) -> None:
         self.folder = OwnedFolder(folder, RECORD, "adapt.output")
         self.done: dict[str, dict[str, Any]] = {}  # name -> {"settings", "result"}
-        self.seconds: dict[str, float] = {}  # of every attempt
+        self.seconds: dict[str, float] = {}  # seconds of every attempt
         values = self.folder.values()
         if not values.keys() - {FILES}:
             return  # no record, or no stage yet

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from actors.engine.decoder import Decoder
 from pipeline.config.tune import LossConfig
 
-CHUNK_BYTES = 64 * 2**20  # of one chunk's logits in fp32
-BLOCK_BYTES = 4 * 2**20  # of the logits that are differentiated at once, in fp32: they stay in the processor's caches
+CHUNK_BYTES = 64 * 2**20  # bytes of one chunk's logits in fp32
+BLOCK_BYTES = 4 * 2**20  # bytes of the fp32 logits differentiated at once: they stay in the processor's caches
 
 LogitsLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 

@@ -156,7 +156,7 @@ def _save(config: TuneConfig, plan: TrainingPlan, trained: Any, record: dict[str
     resume.finish(config, save, record)
 
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 LARGEST, DEFAULT = 32 * 2**20, 128 * 2**10  # bytes; the C library's largest and default MMAP_THRESHOLD
 
 

@@ -25,9 +25,9 @@ from pipeline.messages import duration
 from pipeline.runtime.announce import Timer, announce
 from pipeline.storage.owned_folder import replacing
 
-KEY = "key"  # of a pair: its distributions of the teacher are kept under it
+KEY = "key"  # column with a pair's key, under which its teacher's distributions are kept
 LOSS = "eval_loss"  # on the dev set, the mean over the schedules; that of a schedule has its name behind it
-MAX_NORM = 1.0  # of a step's gradient
+MAX_NORM = 1.0  # largest norm of a step's gradient
 LOGGED = 20  # steps between two losses of the record
 BEST = "best.pt"
 
@@ -145,7 +145,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=settings.weight_decay, fused=True)
         self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and its rows
         self.step, self.began_at = 0, 0
-        self.losses: list[dict[str, float]] = []  # of the training, every `LOGGED` steps
+        self.losses: list[dict[str, float]] = []  # losses of the training, every `LOGGED` steps
         self.dev_losses: list[dict[str, float]] = []
 
     def run(self) -> None:
@@ -179,7 +179,7 @@ class Training:
         """Train on a batch; its mean objective per response token and schedule."""
         pairs, names = self._pairs(), self.drawn(self.step)
         own = pairs[self.rank :: self.workers]
-        torch.manual_seed(self.settings.seed + self.step)  # of dropout, after a resume too
+        torch.manual_seed(self.settings.seed + self.step)  # for dropout, after a resume too
         self.model.train()
         count = len(response_labels(pairs)) * len(names)
         total = torch.zeros((), device=self.decoder.device)
