@@ -95,7 +95,7 @@ class SkipCache:
         self._prefix: PrefixKeys | None = None
         self._positions: Tensor | None = None  # [B, 1] of the announced step; None: prefill
         self._shortest = 0  # slots up to the first of the announced step's
-        # by window, for the announced step: the first slot that any row attends to, and the mask [B, 1, 1, K] from there
+        # by window, for this step: the first slot that any row attends to, and the mask [B, 1, 1, K] from there
         self._masks: dict[int | None, tuple[int, Tensor | None]] = {}
 
     def begin_prefill(self, rows: Sequence[int], sources: Sequence[int], prefix: PrefixKeys | None = None) -> None:
