@@ -15,7 +15,7 @@ from actors.engine.errors import UserError
 
 SPREAD = 2  # maximum ratio of longest to shortest prompt in a run; every slot is padded to the longest
 SHORTEST_PREFIX = 16  # tokens; a shorter prefix of all prompts costs more than it saves
-LEAST_TOKENS = 32  # fewest tokens that some prompts share, after the prefix of all prompts
+LEAST_TOKENS = 32  # fewest tokens of a beginning that some prompts share, after the prefix of all prompts
 LEAST_SAVED = 512  # tokens that a beginning must save: a pass for few rows costs more
 MOST_NESTED = 50  # depth of the search for beginnings of beginnings
 Prompt = tuple[int, ...]

@@ -196,7 +196,7 @@ class Lease:
         return [int(match[1]) for match in matches if match]
 
     def _read(self, name: str) -> Holder | None:
-        """Return the holder in a file; an unknown one, who is watched like any other, if the file is damaged."""
+        """Return the holder that a file names. Of a damaged file it is unknown, and watched like any other."""
         try:
             holder = Holder(**json.loads(self.folder.read(name)))
             holder.describe()

@@ -47,7 +47,7 @@ class JobRun:
 
 @contextmanager
 def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> Iterator[None]:
-    """Record a run of the block: recorded when it begins and when it ends, however it ends.
+    """Record the block as a run, when it begins and when it ends, however it ends.
 
     began: s since 1970. rows: that are left.
     """

@@ -63,7 +63,7 @@ class LedgerRun:
 
     number: int
     folder: str  # name of its output folder in the root
-    fingerprint: str  # its job's
+    fingerprint: str  # fingerprint of its job
     began: str
     by: str  # the process that began it
     files: tuple[ClaimedFile, ...]
@@ -71,7 +71,7 @@ class LedgerRun:
     ended: str = ""
     why: str = ""  # reason of an abandoned run
     table: str = ""  # id of an input table
-    snapshot: int | None = None  # the input table's, up to which the files reach
+    snapshot: int | None = None  # snapshot of the input table up to which the files reach
     root: str | None = None  # below which made-up ids name the files, in all runs of the ledger; see `PartSpec`
     left: tuple[str, ...] = ()  # URLs of new files that it could not read and left for a later run
 

@@ -164,7 +164,7 @@ def _locate(shard: Shard, file: InputFile, starts: Sequence[int]) -> tuple[int |
     return (number if is_part else None), size
 
 
-SCANNED_ROWS, SCANNED_BYTES = 4096, 16 * 2**20  # most of a row group that is read for one row
+SCANNED_ROWS, SCANNED_BYTES = 4096, 16 * 2**20  # most of a row group that is read to reach one row
 
 
 def spread_rows(files: Sequence[InputFile], shards: Sequence[Shard], count: int) -> list[Shard]:
@@ -174,7 +174,7 @@ def spread_rows(files: Sequence[InputFile], shards: Sequence[Shard], count: int)
     """
     ends = {shard.url: shard.first_row + shard.rows for shard in shards}  # the shards of a file cover its first rows
     begins: list[tuple[str, int]] = []
-    starts = [0]  # numbers of the rows from each beginning on, among all rows that may be taken
+    starts = [0]  # for each beginning, the number of rows that may be taken before it
     for file in files:
         first = 0
         for rows, size in zip(file.group_rows, file.group_bytes, strict=True):

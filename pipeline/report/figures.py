@@ -15,7 +15,7 @@ from pipeline.generate.stats import Totals
 from pipeline.messages import counted, duration, parsed_control_tokens
 from pipeline.plan.manifest import Manifest
 
-MOST_KINDS = 1000  # most kinds of errors that are told apart
+MOST_KINDS = 1000  # kinds of errors counted apart; the answers of further kinds are counted together
 SHOWN_KINDS = 20
 
 

@@ -217,7 +217,7 @@ def _top(logits: Tensor, normalizer: Tensor, tokens: Tensor, rows: Sequence[RowS
     """Row -> its token and the likeliest tokens under the model's own distribution, for rows with `logprobs`."""
     counts = {index: row.params.logprobs for index, row in enumerate(rows) if row.params.logprobs is not None}
     top: dict[int, TokenLogprob] = {}
-    for most in sorted(set(counts.values())):  # apart by count: a neighbour's larger one may order ties otherwise
+    for most in sorted(set(counts.values())):  # by count: ties must not depend on another row's
         members = [row for row, count in counts.items() if count == most]
         index = torch.tensor(members, device=logits.device)
         logprobs = logits[index] - normalizer[index, None]

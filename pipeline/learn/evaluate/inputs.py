@@ -48,16 +48,14 @@ class Variant:
 
 
 def speeds(spec: ScheduleSpec, speedups: Sequence[float], prompts: Sequence[str] = ()) -> list[Variant]:
-    """`spec` at each nominal speed-up, otherwise unchanged; above 1 under each further policy of `prompts` too."""
-    variants = [
-        Variant(f"{speedup:g}x", "speed", spec.overridden({"speedup": float(speedup)}), float(speedup))
-        for speedup in speedups
-    ]
+    """Return `spec` at 1x and at each further speed-up; above 1x under each further policy of `prompts` too."""
+    speedups = list(dict.fromkeys([1.0, *map(float, speedups)]))
+    variants = [Variant(f"{each:g}x", "speed", spec.overridden({"speedup": each}), each) for each in speedups]
     for prompt in prompts:
         for speedup in speedups:
             if prompt != spec.prompt and speedup > 1:
-                changed = spec.overridden({"speedup": float(speedup), "prompt": prompt})
-                variants.append(Variant(f"{speedup:g}x prompt={prompt}", "prompt", changed, float(speedup)))
+                changed = spec.overridden({"speedup": speedup, "prompt": prompt})
+                variants.append(Variant(f"{speedup:g}x prompt={prompt}", "prompt", changed, speedup))
     return variants
 
 
@@ -210,7 +208,7 @@ def _check_references(references: Sequence[Any], location: str, column: str, lab
 
 def _planned(config: EvalConfig, spec: ScheduleSpec, num_layers: int) -> list[Variant]:
     """Return the lines of the model itself, each of which can be built."""
-    variants = speeds(spec, [1.0, *config.speedups], config.prompts)
+    variants = speeds(spec, config.speedups, config.prompts)
     try:
         for variant in variants:
             variant.spec.build(num_layers)

@@ -34,7 +34,7 @@ from pipeline.learn.evaluate.results import (
     write_table,
 )
 from pipeline.learn.evaluate.timed_runs import TimedRun, answer, common_batch, time_in_turn
-from pipeline.learn.keep_order import ROWS, Row, measured_order
+from pipeline.learn.keep_order import ROWS, measured_order
 from pipeline.runtime.announce import announce
 
 
@@ -46,7 +46,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
     inputs = prepare(config)
     full, fast, others = load_models(inputs)
     inputs = with_measured_order(inputs, full)
-    variants = speeds(inputs.spec, list(dict.fromkeys([1.0, *config.speedups])), config.prompts)
+    variants = speeds(inputs.spec, config.speedups, config.prompts)
     lines = {}
     for variant in variants:
         schedule = variant.spec.build(inputs.num_layers)
@@ -103,16 +103,12 @@ def with_measured_order(inputs: EvalInputs, generator: Generator) -> EvalInputs:
     model, schedule = inputs.config.model, inputs.config.schedule
     if schedule.keep_order != MEASURED:
         return inputs
-    identity, rows = {**inputs.model.identity(), "dtype": model.dtype}, _full_depth(inputs, generator)
+    announce(f"answering {min(ROWS, len(inputs.rows))} rows at full depth for the keep order")
+    answers = answer(generator, generator.schedule, inputs.prompts[:ROWS]).answers
+    rows = [(prompt.ids, row.token_ids or ()) for prompt, row in zip(inputs.prompts, answers, strict=False)]
+    identity = {**inputs.model.identity(), "dtype": model.dtype}
     order, warmup = measured_order(identity, lambda: generator.engine.decoder, rows, schedule.warmup, model.cache)
     return replace(inputs, spec=inputs.spec.overridden({"keep_order": order, "warmup": warmup}))
-
-
-def _full_depth(inputs: EvalInputs, generator: Generator) -> list[Row]:
-    """Prompts and full-depth answers of the first rows, for a keep order and for the answers' length."""
-    announce(f"answering {min(ROWS, len(inputs.rows))} rows at full depth for the keep order")
-    run = answer(generator, generator.schedule, inputs.prompts[:ROWS])
-    return [(prompt.ids, row.token_ids or ()) for prompt, row in zip(inputs.prompts, run.answers, strict=False)]
 
 
 def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Line:

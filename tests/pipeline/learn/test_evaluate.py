@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ import torch
 import yaml
 from botocore.exceptions import EndpointConnectionError
 from new_model import train_tokenizer
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from actors.engine.model.loading import load_tokenizer
@@ -23,7 +25,7 @@ from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.cli.app import app
 from pipeline.config.evaluate import EvalConfig
 from pipeline.learn.evaluate.inputs import speeds
-from pipeline.learn.evaluate.results import Evaluation, Line, Score, write_table
+from pipeline.learn.evaluate.results import Evaluation, Line, Score, print_tables, write_table
 from pipeline.learn.evaluate.run import evaluate
 
 ROWS = [f"alpha bravo {word}" for word in ("charlie", "delta", "echo", "golf")]
@@ -210,6 +212,9 @@ def test_lines_are_compared_with_a_reference_model(recipe: dict[str, Any], tmp_p
     found = evaluate(EvalConfig.model_validate({**recipe, "reference_model": str(tmp_path / "copy")}))
     assert [line.name for line in found.lines] == ["reference model", "1x", "2x"]
     assert found.full_depth == "reference model"
+    shown = io.StringIO()
+    print_tables(Console(file=shown, width=80), found)
+    assert {line.split("  ")[0] for line in shown.getvalue().splitlines()} >= {line.name for line in found.lines}
     for line, own in zip(found.lines[1:], alone.lines, strict=True):
         assert line.scores.keys() == own.scores.keys()
         for metric, score in line.scores.items():
@@ -293,6 +298,8 @@ BAD = [
     ({"baselines": {"2x": "other"}}, "baselines: '2x' is the name of another line, '2x'"),
     ({"baselines": {"reference/model": "other"}}, "'reference/model' is the name of another line, 'reference model'"),
     ({"exact": True}, "exact was removed: leave it out"),
+    ({"compare": 3}, "compare was removed: evaluate each keep order or decay by a recipe with its schedule"),
+    ({"learned_order": [0]}, "learned_order was removed: set schedule.keep_order"),
     ({"baselines": {"a b": "other", "a/b": "other"}}, "baselines: 'a/b' is the name of another line, 'a b'"),
     ({"baselines": {" / ": "other"}}, "baselines: ' / ' leaves nothing to name a file by"),
 ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import io
 import itertools
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -97,6 +99,16 @@ def begin(proxy: Proxy, script: object) -> None:
 
 
 DATA = np.random.default_rng(0).bytes(300_000)
+
+
+def test_the_proxy_passes_on_a_body_in_chunks(proxy: Proxy) -> None:
+    """As pyarrow's client sends a file, without its length."""
+    folder = new_folder(through(proxy))
+    place = urlsplit(f"{proxy.url}/{folder.url.removeprefix('s3://')}/a")
+    client = http.client.HTTPConnection(place.hostname or "", place.port)
+    client.request("PUT", place.path, iter([b"ab", b"c" * 100_000]), encode_chunked=True)
+    assert client.getresponse().status == 200
+    assert folder.read("a") == b"ab" + b"c" * 100_000
 
 
 def test_retries_are_counted(proxy: Proxy) -> None:
