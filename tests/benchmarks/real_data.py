@@ -1,10 +1,11 @@
 """Prompts for the evidence on a published model, from the data sets beside the repository.
 
-    .venv/bin/python tests/benchmarks/real_data.py {text,labels,groups,summaries}
+    .venv/bin/python tests/benchmarks/real_data.py {text,labels,groups,emotion,summaries}
 
 text: E2E's facts; own.parquet has its dev prompts, and the test prompts that are not scored; recombined.parquet has
 prompts of six to eight facts drawn from those. labels: Banking77 with its most similar training questions as examples;
-further.parquet has more of them. groups: Banking77's 77 intents as 10 topics. summaries: passages of QMSum's meetings,
+further.parquet has more of them. groups: Banking77's 77 intents as 10 topics. emotion: tweets of TweetEval's train and
+val splits, in work/tweeteval (a clone of github.com/cardiffnlp/tweeteval). summaries: passages of QMSum's meetings,
 cut so that a prompt has 1,500 tokens, those to adapt to 250. Writes the job's input (train.parquet, without answers)
 and the rows to score (test.parquet) into work/real/<name>. A scored row's prompt is the token ids that the job
 configs/real/<name>.yaml makes of it. Without the data sets: exit status 3.
@@ -35,6 +36,7 @@ from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.storage.owned_folder import replacing
 
 DATA, WORK, JOBS = Path("../shared/data"), Path("work/real"), Path("configs/real")
+TWEETS = Path("work/tweeteval/datasets/emotion")
 MODEL = WORK / "model"
 NO_DATA = 3  # exit status
 SCORED = 300  # of E2E's test prompts; others may be adapted to, without their references
@@ -60,6 +62,7 @@ TOPICS: dict[str, Sequence[str]] = {
 }
 
 LABELLING = "You name the topic of a bank customer's question."
+EMOTIONS, FEELING = ("anger", "joy", "optimism", "sadness"), "You name the emotion of a tweet."
 
 Rows = list[dict[str, Any]]
 Made = tuple[Rows, Rows, dict[str, Rows]]  # to adapt to, to score, for further trainings by file
@@ -70,8 +73,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=MAKERS)
     name: str = parser.parse_args().name
-    if not DATA.is_dir():
-        print(f"skipped: the data sets are not in {DATA}", file=sys.stderr)
+    data = TWEETS if name == "emotion" else DATA
+    if not data.is_dir():
+        print(f"skipped: the data sets are not in {data}", file=sys.stderr)
         sys.exit(NO_DATA)
     train, test, more = MAKERS[name]()
     random.Random(SEED).shuffle(train)
@@ -128,12 +132,12 @@ def recombined(rows: Rows) -> Rows:
 
 def labels() -> Made:
     """Each question after the most similar training questions and their intents."""
-    return with_examples(lambda intent: intent, FURTHER)
+    return questions(lambda intent: intent, FURTHER)
 
 
 def groups() -> Made:
     """The same with topics in place of intents."""
-    return with_examples(topic_of)
+    return questions(topic_of)
 
 
 def topic_of(intent: str) -> str:
@@ -141,28 +145,55 @@ def topic_of(intent: str) -> str:
     return next(topic for topic, parts in TOPICS.items() if any(part in intent.lower() for part in parts))
 
 
-def with_examples(label_of: Callable[[str], str], further: int = 0) -> Made:
-    known, asked = read("banking77/train"), read("banking77/test")
+def questions(label_of: Callable[[str], str], further: int = 0) -> Made:
+    known, asked = (
+        [{**row, "label": label_of(row["label"])} for row in read(f"banking77/{split}")] for split in ("train", "test")
+    )
     random.Random(SEED).shuffle(asked)
     random.Random(SEED).shuffle(known)
+    made = with_examples(known, LABELLING)
+    more = {"further": made(known[ADAPTED : ADAPTED + further], 1)} if further else {}
+    return made(known[:ADAPTED], 1), made(asked, 0), more
+
+
+def emotion() -> Made:
+    """Each tweet of the val split, and of the train split, after the most similar other tweets of the train split."""
+    train, val = (
+        [
+            {"id": f"{split}-{number:04d}", "prompt": tweet.strip(), "label": EMOTIONS[int(label)]}
+            for number, (tweet, label) in enumerate(
+                zip(
+                    (TWEETS / f"{split}_text.txt").read_text().splitlines(),
+                    (TWEETS / f"{split}_labels.txt").read_text().split(),
+                    strict=True,
+                )
+            )
+        ]
+        for split in ("train", "val")
+    )
+    made = with_examples(train, FEELING)
+    return made(train, 1), made(val, 0), {}
+
+
+def with_examples(known: Rows, system: str) -> Callable[[Rows, int], Rows]:
+    """Return a function that puts the most similar known rows, with their labels, before each of some rows."""
     similar = Similar([row["prompt"] for row in known])
 
     def made(rows: Rows, first: int) -> Rows:
-        """first: most similar questions that are left out: one where the question itself is among them."""
+        """first: most similar rows that are left out: one where the row itself is among them."""
         result = []
         for given, near in zip(rows, similar.nearest([row["prompt"] for row in rows], EXAMPLES + first), strict=True):
             shots = [known[place] for place in reversed(near[first:])]
-            messages = [{"role": "system", "content": LABELLING}]
+            messages = [{"role": "system", "content": system}]
             for shot in shots:
                 messages.append({"role": "user", "content": shot["prompt"]})
-                messages.append({"role": "assistant", "content": label_of(shot["label"])})
+                messages.append({"role": "assistant", "content": shot["label"]})
             messages.append({"role": "user", "content": given["prompt"]})
-            row = {"id": given["id"], "messages": messages, "references": [label_of(given["label"])]}
-            result.append({**row, "nearest": label_of(shots[-1]["label"])})  # for comparison
+            row = {"id": given["id"], "messages": messages, "references": [given["label"]]}
+            result.append({**row, "nearest": shots[-1]["label"]})  # for comparison
         return result
 
-    more = {"further": made(known[ADAPTED : ADAPTED + further], 1)} if further else {}
-    return made(known[:ADAPTED], 1), made(asked, 0), more
+    return made
 
 
 class Similar:
@@ -220,6 +251,7 @@ MAKERS: dict[str, Callable[[], Made]] = {
     "text": text,
     "labels": labels,
     "groups": groups,
+    "emotion": emotion,
     "summaries": summaries,
 }
 
