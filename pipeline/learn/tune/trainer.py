@@ -152,9 +152,9 @@ class Training:
         """Train from the last saved step on."""
         every = min(self.settings.eval_steps, math.ceil(self.steps / 10))
         self._resume()
-        progress, sums = StepProgress(self.step, self.steps) if self.rank == 0 else None, list[Tensor]()
         if not self.dev_losses:
             self.evaluate()
+        progress, sums = StepProgress(self.step, self.steps) if self.rank == 0 else None, list[Tensor]()
         while self.step < self.steps and not self._is_worse():
             sums.append(self._step())
             self.step += 1
@@ -358,6 +358,6 @@ class StepProgress:
             each = (time.monotonic() - self._began) / (step - self._first)
             left = duration(each * (self._steps - step))
             announce(
-                f"training: {step:,} of {self._steps:,} steps, {each:.2g} s a step, about {left} left; loss "
+                f"training: {step:,} of {self._steps:,} steps, {duration(each)} a step, about {left} left; loss "
                 f"{float(loss):.3f}"
             )

@@ -407,7 +407,7 @@ def test_a_training_announces_its_steps(
     assert steps[0] == "training: 0 of 2 steps"
     for done, line in enumerate(steps[1:], 1):
         assert re.fullmatch(
-            rf"training: {done} of 2 steps, [\d.]+ s a step, about [\d.]+ m?s left; loss \d\.\d{{3}}", line
+            rf"training: {done} of 2 steps, [\d.]+ m?s a step, about [\d.]+ m?s left; loss \d\.\d{{3}}", line
         )
     assert len(steps) == 3
     assert "dev set at 2 schedules: 0 of 16 rows" in lines
