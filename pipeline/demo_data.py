@@ -23,7 +23,7 @@ NAMES = [
     "The Golden Palace", "The Mill", "The Olive Grove", "The Phoenix", "The Plough", "The Punter", "The Rice Boat",
     "The Twenty Two", "The Vaults", "The Waterman", "The Wrestlers", "Travellers Rest Beefeater", "Wildwood", "Zizzi",
 ]
-OPTIONAL_SLOTS = {  # in the order of the data set
+OPTIONAL_SLOTS = {  # slots in the order of the data set
     "eatType": ["coffee shop", "pub", "restaurant"],
     "food": ["Chinese", "English", "Fast food", "French", "Indian", "Italian", "Japanese"],
     "priceRange": ["cheap", "high", "less than £20", "moderate", "more than £30", "£20-25"],

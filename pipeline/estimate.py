@@ -53,14 +53,14 @@ from pipeline.runtime.signals import interruptible
 from pipeline.runtime.wide_console import wide
 from pipeline.storage.folder import open_folder
 
-SAMPLE_SECONDS = 120.0  # all speeds together, model loading excluded
+SAMPLE_SECONDS = 120.0  # time limit for all speeds together, without loading models
 SAMPLE_SHARE = 0.01  # share of the job's rows to answer, if that is more than two batches an actor
 LEAST_ROWS = 64  # rows that an actor answers at each speed
 SAMPLED_ACTORS = 8  # maximum number of actors that measure at the same time
 WARM_UP_ROWS = 8
 BATCH_GAIN = 4  # seconds a row of a warm-up divided by those of a full batch, at most
 PREPARED_ROWS, PLACES = 2048, 16  # rows to tokenize, read from this many places of the input
-STAGES_SECONDS = 1.5  # from a loaded model to the first shard; totals, report and the end of the process
+STAGES_SECONDS = 1.5  # time from a loaded model to the first shard, and for totals, report and exit
 WORKER_SHARE = 0.3  # processor seconds to start a worker that reads and prepares, divided by seconds of planning
 CROWDED = 1.05  # an actor's seconds in a run / those in the sample, where all actors share one machine's cores
 REPLICATES, LOW, HIGH = 400, 5, 95  # bootstrap samples, and percentiles of the interval
@@ -249,7 +249,7 @@ def schedules(job: PlannedJob) -> dict[str, Schedule]:
     for speed in trained:
         try:
             schedule = checkpoint.schedule({**kept, "speedup": speed})
-        except UserError:  # for example a horizon is missing
+        except UserError:  # the checkpoint does not fit the schedule: for example a horizon is missing
             continue
         if checkpoint.trained is not None and checkpoint.trained.covers(schedule):
             found.setdefault(name_of(schedule), schedule)
@@ -318,7 +318,7 @@ def time_speeds(
         ordered = sorted(group, key=lambda name: name not in needed)
         generators = {name: one.at(group[name]) for name in ordered}
         calls |= _in_turn(generators, given, prefix, needed, size, began + seconds * number / len(groups))
-        if number < len(groups):  # two models do not share the memory
+        if number < len(groups):  # both models would not fit into memory
             one.engine.close()
             del one, generators
             gc.collect()

@@ -80,7 +80,7 @@ def run(
         check_same_job(folder, stored, job.manifest)
         finished = stored is not None and has_results(folder, config) and has_table(folder, config)
         totals, fresh_rows = finished_totals(folder, job.manifest, check) if finished else None, 0
-        if totals is None:  # else nothing is written: read-only rights suffice
+        if totals is None:  # a finished job writes nothing, so read-only rights suffice
             check_table(job.config, part_schema(job))
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             make_writable(folder)

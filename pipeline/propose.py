@@ -225,7 +225,7 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
     is_chat = "messages" in keys or keys.get("format") == "openai_batch"
     if not is_chat and _has_chat_template(model):
         keys["chat"] = True
-        try:  # else the template may add a system message of its own, which small models repeat
+        try:  # the template may add a system message of its own, which small models repeat
             check_chat(tokenizer_of(model), Chat(system=SYSTEM), model)
             keys["system"] = SYSTEM
         except UserError:

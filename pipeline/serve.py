@@ -46,8 +46,8 @@ MAX_WAITING = 256  # answers that wait, at most; above it requests get status 42
 MAX_BODY_BYTES = 8 * 2**20  # most bytes of a request
 NAME = "skipdecode"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-READY_SECONDS = 300.0  # to listen once the model is loaded
-GRACE_SECONDS = 20  # for requests in flight when a replica stops
+READY_SECONDS = 300.0  # time limit for the server to listen once the model is loaded
+GRACE_SECONDS = 20  # time for requests in flight when a replica stops
 # the replica's requests run in its first event loop, without a change of threads for each message; read by Ray Serve
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 QUIET: Any = {"enable_access_log": False, "log_level": "WARNING"}
@@ -57,10 +57,10 @@ QUIET: Any = {"enable_access_log": False, "log_level": "WARNING"}
 class PlannedServer:
     """A server whose model, schedule, memory and key have been checked. It holds no weights, and no API key."""
 
-    config: ServeConfig  # with its number of threads filled in
+    config: ServeConfig  # configuration with the number of threads filled in
     generator: dict[str, Any]  # arguments of `Generator`, with the checkpoint pinned
     limits: Limits
-    schedule: Schedule  # for requests that name no speed
+    schedule: Schedule  # schedule of requests that name no speed
     described: str  # parameters and memory in one line
 
     def load(self) -> ServedModel:

@@ -11,7 +11,7 @@ from pathlib import Path
 from actors.engine.errors import UserError
 from actors.engine.model.file_digests import WEIGHTS, answer_files, file_digest
 
-SAMPLE_BYTES = 2**20  # at both ends of a weights file; the header lies in the first
+SAMPLE_BYTES = 2**20  # bytes hashed at each end of a weights file; the header is in the first ones
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,9 @@ Report = Callable[[str], None]
 class RemoteCheckpoint:
     """A checkpoint in a bucket or on the hub, pinned to versions of its files."""
 
-    path: str  # as the job file names it
+    path: str  # the checkpoint's path in the job file
     store: BucketStore | HubStore
-    key: str  # its name in a node's cache
+    key: str  # the checkpoint's name in a node's cache
     files: tuple[RemoteFile, ...]
     cache: str | None  # the nodes' cache folder; None is each node's default
 
@@ -231,7 +231,7 @@ def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True
         raise UserError(f"{root}: cannot hold checkpoints: {error.strerror}; set model.cache") from None
     with lock:
         folder = _recorded(record, files)
-        if folder is None:  # else another process downloaded it meanwhile
+        if folder is None:  # otherwise another process has downloaded it
             folder, verified = _download(source, files, root / source.key, report)
             temporary = record.with_suffix(f".{os.getpid()}")
             temporary.write_text(json.dumps({"path": source.path, "folder": str(folder), "files": verified}, indent=2))
@@ -271,7 +271,7 @@ def _download(
                 verified[file.name] = {"size": file.size, "sha256": _verify(path, file, store.digests(file))}
             except ValueError as error:
                 problem = str(error)
-                path.resolve().unlink(missing_ok=True)  # in the hub's cache a link to the content
+                path.resolve().unlink(missing_ok=True)  # the hub's cache holds a link to the content
                 path.unlink(missing_ok=True)
         if len(verified) == len(files):
             return target, verified

@@ -58,7 +58,7 @@ class BucketStore:
         if not found:
             raise UserError(f"{self.url}: no checkpoint here: no such folder in the bucket")
         for file in found:
-            if "/" in file.name:  # it will be a file's name on every node
+            if "/" in file.name:  # the name becomes a file's name on every node
                 raise UserError(f"{self.url}: the bucket lists {file.name!r} as a file in it, which no folder can hold")
         return sorted(found, key=lambda file: file.name)
 
@@ -102,7 +102,8 @@ class BucketStore:
             head = fs.call_s3("head_object", Bucket=bucket, Key=key, ChecksumMode="ENABLED")
         found: dict[str, str] = {}
         checksum = head.get("ChecksumSHA256", "-")
-        if "-" not in checksum and head.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":  # else: of parts
+        # the checksum of a multipart upload covers its parts, not the object
+        if "-" not in checksum and head.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":
             found["sha256"] = base64.b64decode(checksum).hex()
         # the ETag is the content's MD5 unless it came in parts, under a key of KMS, or into a directory bucket
         encrypted = head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head
@@ -131,7 +132,7 @@ class BucketStore:
             yield
         except FileNotFoundError:
             raise UserError(f"{self.url}: no checkpoint here: no such file") from None
-        except PermissionError as error:  # it names the URL
+        except PermissionError as error:  # the error names the URL
             raise UserError(flat(error)) from None
         except NoSuchBucket as error:
             raise UserError(f"{self.url}: cannot be read: {flat(error)}") from None

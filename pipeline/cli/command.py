@@ -34,7 +34,7 @@ EXTRAS = {  # package -> extra
     "sqlalchemy": "tables",
 }
 USER_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "  # how a traceback's last line begins
-UNTYPED = ("actors", "botocore", "pipeline", "ray")  # their errors need no type name to be understood
+UNTYPED = ("actors", "botocore", "pipeline", "ray")  # errors of these packages are clear without their type's name
 
 
 @dataclass

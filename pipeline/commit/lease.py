@@ -48,7 +48,7 @@ class LeaseLost(Exception):
 class Holder:
     """The process that holds a lease."""
 
-    host: str = "unknown"  # for people
+    host: str = "unknown"  # host name, shown to people
     namespace: str = ""  # host, boot and process id namespace, within which `pid` names one process; "" if unknown
     pid: int = 0
     started: float = 0.0  # seconds after boot

@@ -178,7 +178,7 @@ def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model
             name, status, job = RESULTS, 200, f"fp_{fingerprint[:10]}"
             body = completion_body(first["url"], samples, key=key, created=created, model=model, job=job)
         else:
-            is_request = not first["prompt_tokens"]  # else it had become a prompt
+            is_request = not first["prompt_tokens"]  # a request that became a prompt has prompt tokens
             name, status = ERRORS, 400 if is_request else 500
             where = f"row {row_number} of {shard.url}: " if first["id"] is None else ""
             body = error_body(f"{where}{first['error']}", is_request=is_request)

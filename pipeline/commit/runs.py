@@ -63,7 +63,7 @@ def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> 
     finally:
         with shielded(), suppress(*STORE_ERRORS):  # reports alone need the record
             runs = read_runs(folder)
-            if runs[-1:] == [run]:  # else another run has taken over
+            if runs[-1:] == [run]:  # otherwise another run has taken over
                 _write(folder, [*runs[:-1], replace(run, ended=time.time())])
 
 

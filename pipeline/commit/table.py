@@ -32,9 +32,9 @@ TRIES = 20  # tries of a commit that other writers overtake
 class TableRecord:
     """A table in `_job/tables.json`."""
 
-    table: str  # its name or folder
+    table: str  # the table's name or folder
     parts: str  # digest of the parts that it holds
-    snapshot: int | None = None  # None while the commit is under way, or may have been when the run died
+    snapshot: int | None = None  # None until the commit is known to have succeeded
 
 
 def check_table(config: JobConfig, schema: pa.Schema) -> None:

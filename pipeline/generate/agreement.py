@@ -230,7 +230,7 @@ def _generators(generator: Mapping[str, Any], rows: int) -> tuple[Generator, Gen
         "max_batch": min(generator["max_batch"], rows),
     }
     adapted = settings["speed_adapter"] is not None
-    if adapted:  # two models share the memory
+    if adapted:  # both models must fit into memory
         settings["cache_bytes"] //= 2
     full = Generator(**{**settings, "speed_adapter": None, "schedule": {"speedup": 1.0}})
     if adapted:

@@ -16,7 +16,7 @@ CHECKS = (  # field of `ShardStats`, share of the answers above which it is a wa
     ("cut_off", 0.99, "reach the length limit: raise sampling.max_new_tokens, or see at which tokens answers end"),
 )
 LEAST_ANSWERS = 5  # a share of fewer answers of a job says nothing
-LEAST_TRIED = 20  # the same for `try`
+LEAST_TRIED = 20  # fewest answers that `try` checks
 ORDER = 4  # words of the n-grams whose repeats are counted
 LEAST_REPEATS, REPEATED_SHARE = 4, 0.5  # repeated n-grams of an answer that repeats itself, and their share
 MOST_COMMON = 3  # texts that a shard counts

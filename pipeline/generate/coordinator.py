@@ -84,7 +84,7 @@ class Coordinator:
     def begin(self, shard: int) -> bool:
         """Tell whether an actor may answer this shard: not in a run that stops, nor if it is committed already."""
         if self.stopped or shard in self.done:
-            self.at_work.discard(shard)  # its first attempt has died
+            self.at_work.discard(shard)  # the shard's first attempt has died
             return False
         self.at_work.add(shard)
         return True

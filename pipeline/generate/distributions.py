@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 KINDS = 3  # kinds of errors that a shard names; the rest is counted
-MOST_LABELS = 256  # that a shard counts
+MOST_LABELS = 256  # distinct labels counted in a shard, at most
 KIND_CHARS, EXAMPLE_CHARS, ID_CHARS = 160, 300, 80
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{16,}\b|\d[\d,.]*\d|\d")
 

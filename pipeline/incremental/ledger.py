@@ -232,7 +232,7 @@ def compact(root: Folder, ledger: Ledger) -> None:
     """Write the ended runs into one file, once there are `COMPACT_EVERY` more."""
     ended = [run for run in ledger.runs if run.state != "unfinished"]
     if ended and ended[-1].number - ledger.compacted >= COMPACT_EVERY:
-        # two processes write the same bytes: ended runs do not change
+        # two processes may write the file: both write the same bytes, as ended runs do not change
         write_json(root, compacted_name(ended[-1].number), [asdict(run) for run in ended])
         if ledger.compacted:
             root.remove(compacted_name(ledger.compacted))

@@ -18,7 +18,7 @@ from pipeline.storage.folder import Folder, open_folder
 from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
-Rows = dict[str, set[int]]  # by the URL of the file
+Rows = dict[str, set[int]]  # failed rows of each input file, by its URL
 
 
 def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageConfig) -> Rows:

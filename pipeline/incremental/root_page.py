@@ -44,7 +44,7 @@ def run_lines(root: Folder, storage: StorageConfig, ledger: Ledger) -> list[dict
     def line(run: LedgerRun) -> dict[str, Any]:
         seconds = _time(run.ended) - _time(run.began) if run.ended else None
         succeeded, folder = run.state == "success", open_folder(f"{root.url.rstrip('/')}/{run.folder}", storage)
-        found = read_json(folder, SUCCESS) if succeeded else {}  # None if the folder was removed or moved since
+        found = read_json(folder, SUCCESS) if succeeded else {}  # None if the folder has been removed or moved
         totals = found if isinstance(found, dict) else {}
         rate = run.rows / seconds if seconds and succeeded else None
         return {"run": run, "seconds": seconds, "totals": totals, "rows_per_second": rate}

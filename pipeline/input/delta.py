@@ -30,7 +30,7 @@ from pipeline.storage.folder import open_folder
 
 MAPPING = "delta.columnMapping.mode"
 COMPACT = "rewrite it (OPTIMIZE, or REORG TABLE ... APPLY (PURGE)) and read the new version"
-FINGERPRINT = "skipdecode.fingerprint"  # in a commit's metadata
+FINGERPRINT = "skipdecode.fingerprint"  # key of the job's fingerprint in a commit's metadata
 RULES = ("delta.constraints.", "delta.invariants")  # configuration by which writers must check each row
 
 

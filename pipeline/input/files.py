@@ -56,7 +56,7 @@ class InputFile:
     group_rows: tuple[int, ...]
     group_bytes: tuple[int, ...]  # uncompressed
     digest: str = ""  # SHA-256 of a local file, "" if none is recorded
-    format: str = "parquet"  # or jsonl, csv
+    format: str = "parquet"  # parquet, jsonl or csv
 
     @property
     def rows(self) -> int:

@@ -41,7 +41,7 @@ from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import filesystem
 
 STORAGE = "skipdecode.storage"  # property of a catalog: the job's storage section as JSON, without its catalog
-FINGERPRINT = "skipdecode.fingerprint"  # in a snapshot's summary
+FINGERPRINT = "skipdecode.fingerprint"  # key of the job's fingerprint in a snapshot's summary
 HELD = (pa.time64("us"),)  # types besides those of every table
 WRITABLE = (1, 2)  # format versions
 COMPACT = "compact the table (rewrite_data_files) and read the new snapshot"
@@ -85,7 +85,7 @@ def open_catalog(storage: StorageConfig, *, create: bool) -> Catalog:
     }
     place = storage.catalog.warehouse
     is_folder = storage.catalog.type != "rest" and not str(storage.catalog.uri).startswith("http")
-    if place is not None and "://" not in place and is_folder:  # it stands in the metadata of new tables
+    if place is not None and "://" not in place and is_folder:  # the metadata of new tables holds this path
         properties["warehouse"] = os.path.abspath(place)
     with _one_line(storage):
         return load_catalog(storage.catalog.name, **properties)

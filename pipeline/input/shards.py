@@ -174,7 +174,7 @@ def spread_rows(files: Sequence[InputFile], shards: Sequence[Shard], count: int)
     """
     ends = {shard.url: shard.first_row + shard.rows for shard in shards}  # the shards of a file cover its first rows
     begins: list[tuple[str, int]] = []
-    starts = [0]  # for each beginning, the number of rows that may be taken before it
+    starts = [0]  # number of rows before each possible start
     for file in files:
         first = 0
         for rows, size in zip(file.group_rows, file.group_bytes, strict=True):

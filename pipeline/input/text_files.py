@@ -43,7 +43,7 @@ _NAMES = {str: "text", bool: "true or false", int: "a number", float: "a number"
 _NOT_ARROW = (pa.ArrowException, ValueError, OverflowError)  # errors of values that Arrow cannot hold
 GROUP_ROWS, GROUP_BYTES = 1024, 4 * 2**20  # most rows and bytes of a group, but for one longer row
 TYPED_ROWS = 10_000  # rows at the beginning of a file whose types are taken
-TYPED_BLOCKS = 64  # one in 64 of the later blocks is typed too
+TYPED_BLOCKS = 64  # types are read from one of 64 later blocks too
 
 Row = TypeVar("Row", bytes, CsvRow)
 

@@ -41,7 +41,7 @@ def can_gain(schedule: Schedule, spec: PromptSpec) -> bool:
     if schedule.is_full_depth:
         return False
     if spec.input.choices is not None or spec.input.sampling or spec.input.is_batch:
-        return True  # by row
+        return True  # the answer depends on the row
     if not spec.choices:
         return spec.sampling.max_new_tokens > 1
     tokenizer = tokenizer_of(spec.checkpoint)
@@ -129,5 +129,5 @@ def _record(config: JobConfig, identity: Mapping[str, Any]) -> Path:
 def _read(record: Path) -> Agreement | None:
     try:
         return Agreement.of(json.loads(record.read_text()))
-    except (OSError, ValueError, TypeError, AttributeError):  # none, or damaged
+    except (OSError, ValueError, TypeError, AttributeError):  # the file does not exist, or is damaged
         return None

@@ -46,7 +46,7 @@ def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, ha
     of_node = math.ceil(actors.most / nodes)
     cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1)) if actors.gpus else min(2**30, memory // 4 // of_node)
     if config.model.engine == "vllm" and actors.gpus:
-        cache = 0  # what vLLM finds free
+        cache = 0  # vLLM takes the memory that it finds free
     return Batching(
         shard_rows=config.shard_rows or min(4096, math.ceil(rows / (4 * actors.most))),
         shard_bytes=config.shard_bytes,

@@ -55,9 +55,9 @@ class Manifest:
     identity: dict[str, Any]  # everything that can change an answer
     batching: Batching
     files: list[InputFile]  # pinned
-    shards: list[Shard]  # in order of index, which is their position
+    shards: list[Shard]  # sorted by index; a shard's index is its position
     schema: pa.Schema  # the columns that the job reads, the same for all files
-    agreement: Agreement | None = None  # with full depth, if it was measured before the job began
+    agreement: Agreement | None = None  # agreement with full depth, if it was measured before the job began
 
     @property
     def rows(self) -> int:

@@ -30,7 +30,7 @@ from pipeline.storage.parquet import read_parquet
 
 JOB, PLAN, INPUTS, SCHEMA = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet", "_job/schema.arrow"
 FORMAT = 5
-CHECK = ',\n  "check": "'  # in job.json: what follows is the digest of all bytes before
+CHECK = ',\n  "check": "'  # key in job.json of the digest of all bytes before it
 
 
 def save(folder: Folder, manifest: Manifest) -> None:

@@ -25,7 +25,7 @@ from pipeline.storage.folder import STORE_ERRORS
 
 log = logging.getLogger(__name__)
 SAMPLE_ROWS = 16  # rows read of each sampled shard
-SPECIAL_TOKENS = 4  # that a tokenizer may put before a text, at most
+SPECIAL_TOKENS = 4  # special tokens that a tokenizer may put before a text, at most
 
 
 def sampled_prefix(

@@ -30,7 +30,7 @@ def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine |
         batch: columns shard, url, first_row and rows (IPC bytes).
         quarantine: of the run. None retries a row that kills this process for ever: Ray Data retries without limit.
     """
-    if quarantine is not None:  # in a worker process; Ray runs several of them on one machine
+    if quarantine is not None:  # set in worker processes; Ray runs several of them on one machine
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     began = time.perf_counter()
     tables = [
@@ -61,7 +61,7 @@ def _prepare_shard(shard: int, table: pa.Table, spec: PromptSpec, quarantine: Qu
 @contextmanager
 def _deadline(table: pa.Table, spec: PromptSpec) -> Iterator[None]:
     """End this process if the block takes too long for these rows; the quarantine then finds the row."""
-    tokenizer_of(spec.checkpoint)  # which may have to be fetched first
+    tokenizer_of(spec.checkpoint)  # fetches the tokenizer if necessary
     seconds = DEADLINE_SECONDS + SECONDS_PER_ROW * table.num_rows + table.nbytes / BYTES_PER_SECOND
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:

@@ -53,7 +53,7 @@ def compile_template(text: str) -> jinja2.Template:
 
 
 def _no_null(value: Any) -> Any:
-    if value is None:  # else the prompt would read "None"
+    if value is None:  # otherwise the prompt would read "None"
         raise jinja2.UndefinedError("a null is printed; if that may be, write {{ column or '' }}")
     return value
 

@@ -61,7 +61,7 @@ def progress_line(run: RunProgress, found: Mapping[str, float], seconds: float, 
         line += f"  {_waits_for(run)[1]}"
     if found:
         line += f"  {found['rows_per_second']:,.1f} rows/s"
-        if run.tokens > run.rows:  # else the answers are labels of one token
+        if run.tokens > run.rows:  # otherwise the answers are labels of one token
             line += f"  {found['tokens_per_second']:,.0f} tokens/s"
     if "eta_seconds" in found:
         line += f"  ETA {_clock(found['eta_seconds'])}"
@@ -114,7 +114,7 @@ class Progress:
         self._stop.set()
         self._thread.join()
         if kind is None:
-            line, fields = self._read()  # with the last commits
+            line, fields = self._read()  # includes the latest commits
             if not self._is_live():
                 announce(line, "progress", **fields)
 

@@ -137,7 +137,7 @@ def shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[dic
             place = example.row - shard.first_row
             if shard.url == urls.get(example.content) and 0 <= place < shard.rows:
                 part = read_parquet(folder.read(part_name(shard.index)))
-                if part.num_rows == shard.rows:  # one answer a row
+                if part.num_rows == shard.rows:  # each row has one answer
                     shown.append((part.slice(place, 1).to_pylist()[0], example.text))
     if shown:
         return shown

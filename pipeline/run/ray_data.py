@@ -26,11 +26,11 @@ from pipeline.runtime.isolated import Died, call_isolated
 from pipeline.runtime.signals import Interrupted, graceful
 
 Result = TypeVar("Result")
-ISOLATED_SECONDS = 300.0  # for an isolated call while the job is planned
+ISOLATED_SECONDS = 300.0  # time limit of an isolated call during planning
 TASK_CPUS = 0  # CPUs of a read or prepare task: actors may hold all, or another dataset have asked Ray Data for all
 TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # tasks of a stage at the same time; each new worker process costs imports
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # most rows and bytes of a read task, or one row group
-SHARDS_OF_ACTOR = 2  # one that is answered, and one that waits, or begins while the last rows of the first finish
+SHARDS_OF_ACTOR = 2  # one shard is answered; the next one waits, or begins while the last rows of the first finish
 CALL_RETRIES = 1  # retries of a call whose actor's process died: its node may have gone
 READ_RETRIES = 20  # retries of a read task whose process died, or whose result was lost with its node
 
@@ -149,7 +149,7 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
         context.enable_progress_bars = context.print_on_execution_start = verbose
         scale_for(context.autoscaling_config, stages.calls)
         context.execution_no_progress_timeout_s = -1  # a slow shard is not a dead one
-        context.raise_original_map_exception = True  # else an error's last line is "UDF failed", not why
+        context.raise_original_map_exception = True  # otherwise an error's last line is "UDF failed" and not the cause
         batches = batches.map_batches(
             exporting(stages.prepare, output),
             batch_size=1,

@@ -101,7 +101,7 @@ def kill_session() -> None:
     deadline = time.monotonic() + KILL_SECONDS
     while (others := processes_of_session()) and time.monotonic() < deadline:
         for process in others:
-            with suppress(ProcessLookupError):  # it has ended meanwhile
+            with suppress(ProcessLookupError):  # the process has ended
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.02)
 
@@ -113,7 +113,7 @@ def processes_of_session() -> list[int]:
         try:
             with open(f"/proc/{name}/stat") as file:
                 state, _, _, session = file.read().rpartition(")")[2].split()[:4]
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         if int(session) == os.getsid(0) and state not in "ZX" and int(name) != os.getpid():
             found.append(int(name))

@@ -32,7 +32,7 @@ QUIET = "RAY_BACKEND_LOG_LEVEL"
 WAIT_POLL_SECONDS = 2.0
 WAIT_LINE_SECONDS = 10.0
 HEAD = Path(__file__).with_name("ray_head.py")
-END_SECONDS = 30.0  # for a Ray of our own to end
+END_SECONDS = 30.0  # time for a Ray that this program started to end
 LOOPBACK = "127.0.0.1"
 # to be 0 when Ray is imported: it then listens on the loopback, and does not replace that by another address
 ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -267,7 +267,7 @@ def _end(head: subprocess.Popen[str]) -> None:
 
 def _connect(address: str, verbose: bool) -> None:
     """Connect to the Ray at an address."""
-    command: Any = sys.modules.get("skipdecode")  # where this process is the command, not a program that imports a part
+    command: Any = sys.modules.get("skipdecode")  # set if this process is the command, not a program that imports it
     on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init installs a handler of its own
     try:
         with _quiet_start() if QUIET in os.environ else nullcontext():
@@ -294,7 +294,7 @@ def _start_error(error: Exception, address: str) -> Exception:
             f"Ray at {address} runs but refuses this client: if the cluster uses tokens, set RAY_AUTH_MODE=token, and "
             "RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node"
         )
-    if type(error) in (Exception, RuntimeError):  # what Ray raises when its processes do not answer
+    if type(error) in (Exception, RuntimeError):  # Ray raises these types when its processes do not answer
         return ray.exceptions.RaySystemError(f"Ray did not start: {flat(error)}")
     return error
 

@@ -16,7 +16,7 @@ from pipeline.generate.stage import Worker
 from pipeline.metrics import METRICS, OUTPUT
 
 PREFIX = "skipdecode_"  # Ray adds ray_ before it, and _total after a counter
-ANSWER_SECONDS = 5.0  # in which the driver expects the coordinator to answer
+ANSWER_SECONDS = 5.0  # time limit for an answer of the coordinator to the driver
 
 
 class RayMetrics:

@@ -41,7 +41,7 @@ class ShardSource(Datasource):
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
         return [
-            ReadTask(  # without a reference to self, which would be pickled into every task
+            ReadTask(  # refers not to self, which would be pickled into every task
                 partial(_read, task, self.output),
                 BlockMetadata(len(task.shards), size_bytes=None, input_files=(task.files[0].url,), exec_stats=None),
             )

@@ -28,7 +28,7 @@ POLL_SECONDS = 0.2
 class Interrupted(KeyboardInterrupt):
     """SIGTERM, SIGINT, a lost lease or a spent budget; the same command finishes the job."""
 
-    advice: str | None = None  # what to do next, if it is not the command's usual advice
+    advice: str | None = None  # what the user should do next, if it differs from the command's usual advice
 
 
 class _Job:

@@ -160,7 +160,8 @@ class ObjectFolder:
     conditional: bool = True
 
     def read(self, name: str) -> bytes:
-        data: bytes = self.fs.cat_file(f"{self.path}/{name}", max_concurrency=1)  # else a request for the size precedes
+        # with more connections fsspec requests the size first
+        data: bytes = self.fs.cat_file(f"{self.path}/{name}", max_concurrency=1)
         return data
 
     def open(self, name: str) -> IO[bytes]:
@@ -213,7 +214,7 @@ class ObjectFolder:
 
     def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
         requests = [{"stem": stem} for stem in stems] + [{"after": after}]
-        # in parallel: a listing is a chain of requests for a thousand names each
+        # in parallel, because each listing is a chain of requests for a thousand names
         pages = in_parallel(lambda request: list(self._pages(**request)), requests)
         return {name: info for page in pages for name, info in page}
 

@@ -40,12 +40,12 @@ from pipeline.storage.s3_errors import (
 )
 
 log = logging.getLogger(__name__)
-CREDENTIALS_SECONDS = 30.0  # of the budget: for a service of credentials that fails, or answers late in a job that runs
-CONNECTIONS = 64  # at the same time; more than there are calling threads
+CREDENTIALS_SECONDS = 30.0  # part of the retry budget for a credentials service that fails or is slow
+CONNECTIONS = 64  # parallel connections; more than there are calling threads
 STORE_FAILURES = (OSError, boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError)
 WRITER = "writer"  # metadata of an object written by a conditional put: a random name of that put
 QUIET_SECONDS = 5.0  # seconds of retrying without a warning
-WARNING_SECONDS = 60.0  # between two warnings of one client
+WARNING_SECONDS = 60.0  # seconds between two warnings of one client
 
 
 class _Temporary(Exception):
@@ -88,10 +88,10 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
         client = {"retries": {"total_max_attempts": 1, "mode": "standard"}, "max_pool_connections": CONNECTIONS}
         super().__init__(*args, config_kwargs=client, **settings)
         self.retry_seconds, self.contact_seconds = retry_seconds, contact_seconds
-        self._answered = False  # the store, ever
-        self._spent = False  # the last budget, and the store has not answered since
+        self._answered = False  # whether the store has ever answered
+        self._spent = False  # the last retry budget is used up, and the store has not answered since
         self._warned = -WARNING_SECONDS  # monotonic clock
-        self._lacking: Any = None  # the last client that had no credentials
+        self._lacking: Any = None  # last client without credentials
         self._renewing = asyncio.Lock()
 
     async def _call_s3(self, method: str, *settings: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
                 raise _Temporary(error, self.contact_seconds if unreached else math.inf) from None
             if method == "head_object" and code in ("400", "403"):  # a HEAD has no body to say why
                 target = {"Bucket": kwargs["Bucket"], "Key": kwargs["Key"]}
-                with suppress(StoreFailed):  # also of an empty object, which has no such range
+                with suppress(StoreFailed):  # an empty object has no such range
                     await self._retried(budget, "get_object", **target, Range="bytes=0-0")
                 raise _Temporary(error, CREDENTIALS_SECONDS) from None  # refused no more: it was throttled
             raise final_error(url, method, error) from None

@@ -85,7 +85,7 @@ def write_pairs(
         elif not response:
             left_out["empty"] += 1
         elif row >= held_out and tuple(prompt) in evaluated:
-            left_out["repeated"] += 1  # its score would be of a memorized answer
+            left_out["repeated"] += 1  # the model has seen it in training
         elif row >= held_out:
             kept[TRAIN].append(pair)
         elif references is not None and not usable:

@@ -86,7 +86,7 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
     inputs = hashlib.sha256(repr(sorted(listed.items())).encode()).hexdigest()
     task = Task(config, source, folder, resolved, files, schema, shape, inputs)
     recipe = configs.tune_config(task, ".", 4, task.prompt_policies(1.0))  # checks tune's options
-    if record.settings("tune") is None:  # it is not done yet
+    if record.settings("tune") is None:  # the training has not been planned yet
         check_machine(recipe.workers)
     for speedup in options.speedups:
         order = "paper" if shape["keep_order"] == MEASURED else shape["keep_order"]
@@ -130,7 +130,7 @@ def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]
     def chosen(*names: str) -> dict[str, Any]:
         return {"adapt": {name: values[name] for name in names}}
 
-    # without the input's files, to which more may be added
+    # the input's files are left out: files may be added later
     of_files = {"since", "changed", "unreadable", "csv_field_bytes", "duplicate_ids"}
     model = config.model.model_dump(exclude={"path", "cache", "speed_adapter"})
     actors = {"actors": config.actors.model_dump(include={"max_batch", "threads", "cache_bytes"})}

@@ -16,7 +16,7 @@ from pipeline.learn.adapt.run import Adapted
 from pipeline.learn.evaluate.results import bracketed, remarks, uselessness
 from pipeline.runtime.wide_console import wide
 
-# of the table, if measured
+# columns of the table that appear if they were measured
 FURTHER = {"kappa": "kappa", "token_kl": "token KL", "length_ratio": "length", "repetition": "repeats %"}
 
 

@@ -136,7 +136,7 @@ def _adapt(
     chosen = choose(metric, tolerance, lines, chance)
     seconds = {stage: record.seconds[stage] for stage in STAGES}
     break_even, job_file = None, None
-    record.folder.discard([configs.JOB_FILE])  # it was written for another tolerance
+    record.folder.discard([configs.JOB_FILE])  # the job file was written for another tolerance
     if chosen is not None:
         break_even = BreakEven(
             cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # only for the table

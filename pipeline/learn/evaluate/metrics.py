@@ -121,7 +121,7 @@ def same_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
 def kappa_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
     """[N, 2 + 2 K]: 1 where both texts are the same, 1, and the one of the K distinct `others` that each of both is."""
     labels = {label: column for column, label in enumerate(dict.fromkeys(others))}
-    rows = np.eye(len(labels) + 1)[:, :-1]  # the last row is of a text that is none of them
+    rows = np.eye(len(labels) + 1)[:, :-1]  # the last row is for a text that is no label
     both = [rows[[labels.get(text, -1) for text in each]] for each in (texts, others)]
     return np.concatenate([same_statistics(texts, others), *both], axis=1)
 

@@ -153,7 +153,7 @@ def _divergence(scores: Tensor, targets: Targets, temperature: float) -> tuple[T
     probabilities = scores.softmax(-1, dtype=torch.float32)
     least = torch.finfo(probabilities.dtype).tiny
     kept, kept_scores = probabilities.gather(1, ids), scores.gather(1, ids).float()
-    highest = kept.argmax(1, keepdim=True)  # its probability is the last to vanish
+    highest = kept.argmax(1, keepdim=True)  # the largest probability is the last one to vanish
     whole = kept_scores.gather(1, highest) - kept.gather(1, highest).clamp_min(least).log()  # log of the sum of exp
     taught = targets.log_probs.exp()
     total = (taught * (targets.log_probs - (kept_scores - whole))).sum()

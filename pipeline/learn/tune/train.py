@@ -67,7 +67,7 @@ def train(config: TuneConfig, plan: TrainingPlan) -> None:
         "kept_step": kept.pop("step"),
         "harmed": harmed,
         "seconds": round(time.monotonic() - began, 1),
-        "step_seconds": round(step_seconds, 2),  # without loading and saving the checkpoint
+        "step_seconds": round(step_seconds, 2),  # loading and saving the checkpoint are left out
         "step_processor_seconds": round(processor, 2),
         "dev_loss": rounded([kept])[0],
         "dev_losses": rounded(training.dev_losses),

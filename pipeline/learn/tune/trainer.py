@@ -179,7 +179,7 @@ class Training:
         """Train on a batch; its mean objective per response token and schedule."""
         pairs, names = self._pairs(), self.drawn(self.step)
         own = pairs[self.rank :: self.workers]
-        torch.manual_seed(self.settings.seed + self.step)  # for dropout, after a resume too
+        torch.manual_seed(self.settings.seed + self.step)  # makes dropout the same after a resume
         self.model.train()
         count = len(response_labels(pairs)) * len(names)
         total = torch.zeros((), device=self.decoder.device)
