@@ -209,7 +209,7 @@ def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[Pl
 
 
 def sample_places(shards: Sequence[Shard], rows: int = PREPARED_ROWS) -> list[Shard]:
-    """Return beginnings of shards, evenly spread, that hold at most `rows` rows; all shards if they hold no more."""
+    """Return the first rows of evenly spread shards, at most `rows` in all; all shards if they hold no more."""
     if sum(shard.rows for shard in shards) <= rows:
         return list(shards)
     count = min(PLACES, len(shards))
@@ -258,7 +258,7 @@ def schedules(job: PlannedJob) -> dict[str, Schedule]:
 
 
 def _weights_folder(config: JobConfig) -> Path:
-    """Return the folder beside whose files the records of a training stand, if it is a local one."""
+    """Return the folder that may hold the records of a training: the speed adapter's, else the model's."""
     return Path(config.model.speed_adapter or config.model.path)
 
 
@@ -296,7 +296,7 @@ def time_speeds(
             for schedules that skip layers.
         prefix: Token ids with which the prompts begin.
         chosen: The job's own speed. It and 1x are always timed, others where the time allows a whole call.
-        size: Rows of a call at most.
+        size: Maximum rows of a call.
         seconds: Time for all speeds after the first model is loaded. The first calls may exceed it.
 
     Return when the first model was ready, s since 1970, and the calls by speed, without warm-up.

@@ -53,10 +53,10 @@ def run(
     backend: Backend | None = None,
     process_began: float | None = None,
 ) -> JobResult:
-    """Run the job to its end, or to the end of what an earlier run has left.
+    """Run the job, or what an earlier run has left of it, to its end.
 
     Args:
-        limit: only so many rows of the input.
+        limit: number of input rows to answer.
         overwrite: replace the job that the output folder holds.
         check: how the parts of earlier runs are checked.
         verbose: show Ray's own messages.
@@ -104,7 +104,7 @@ def output_folder(config: JobConfig) -> Folder:
 
 @contextmanager
 def checked(job: PlannedJob, stored: Manifest | None, backend: Backend) -> Iterator[PlannedJob]:
-    """Yield the job, if it is new with its agreement measured. Raises UserError if the schedule ruins the answers."""
+    """Yield the job; a new job has its agreement measured. Raises UserError if the schedule ruins the answers."""
     config, spec = job.config, prompt_spec(job.config, job.checkpoint, job.manifest.batching.planned)
     in_library = job.checkpoint.checkpoint.in_library
     if stored is not None or not in_library or not is_measured(config, job.schedule, spec):

@@ -1,6 +1,7 @@
 """Convert a GGUF file to a checkpoint folder: safetensors, tokenizer, chat template, generation config.
 
-transformers reads the file. This module refuses files of which it would ignore a part, and cuts texts as llama.cpp.
+transformers reads the file. This module refuses files of which transformers would ignore a part, and tokenizes texts as
+llama.cpp does.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ class GgufHeader:
         return str(self.values.get("general.architecture", ""))
 
     def of_model(self, key: str) -> Any:
-        """Return an entry of the architecture, such as ``attention.key_length``; None without it."""
+        """Return an entry of the architecture, such as ``attention.key_length``; None if there is no such entry."""
         return self.values.get(f"{self.architecture}.{key}")
 
     @property
     def head_dim(self) -> int | None:
-        """Numbers of an attention head; None if the header does not say."""
+        """Size of an attention head; None if the header does not say."""
         if (length := self.of_model("attention.key_length")) is not None:
             return int(length)
         width, heads = self.of_model("embedding_length"), self.of_model("attention.head_count")
@@ -140,8 +141,8 @@ def read_header(path: Path) -> GgufHeader:
 def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[str], None]) -> None:
     """Write the checkpoint of a GGUF file into `output`, a new or empty folder, which appears once it is complete.
 
-    dtype: of the written weights. report: receives lines of text. Raises UserError for a file that cannot be
-    converted, or a folder that holds files; before weights are read.
+    dtype: type of the written weights. report: called with lines of text about the progress. Raises UserError for a
+    file that cannot be converted, or a folder that holds files; before weights are read.
     """
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise UserError(f"OUT: {output} exists and is not empty; remove it, or choose a new folder")
@@ -173,7 +174,7 @@ def _read(header: GgufHeader, kind: Any, **options: Any) -> Any:
 
 
 def _config(header: GgufHeader) -> PretrainedConfig:
-    """Return transformers' config, completed where it lacks entries. Raises UserError for a model that cannot run."""
+    """Return transformers' config, with missing entries added. Raises UserError for a model that cannot run."""
     try:
         config: PretrainedConfig = _read(header, AutoConfig)
     except UNREADABLE as error:
@@ -190,7 +191,7 @@ def _config(header: GgufHeader) -> PretrainedConfig:
 
 
 def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokenizerBase:
-    """Return the file's tokenizer, which cuts texts as llama.cpp does. Raises UserError for an unknown rule."""
+    """Return the file's tokenizer, which splits texts as llama.cpp does. Raises UserError for an unknown rule."""
     rule, is_bpe = header.values.get("tokenizer.ggml.pre"), header.values["tokenizer.ggml.model"] == "gpt2"
     if is_bpe and rule not in PRE_TOKENIZERS:
         raise UserError(
@@ -212,7 +213,7 @@ def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokeni
 
 
 def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model, dequantized. Raises UserError if a weight is missing, or one of the file was left out."""
+    """Return the dequantized model. Raises UserError if a weight is missing, or a weight of the file was left out."""
     options = {"config": config, "dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
     # mismatched sizes are in the report
     model, report = _read(header, AutoModelForCausalLM, ignore_mismatched_sizes=True, **options)
@@ -233,7 +234,7 @@ def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> 
 
 
 def _token_ids(header: GgufHeader) -> dict[str, Any]:
-    """Ids of begin, end and padding. An answer ends at the end of a sequence or of a turn."""
+    """Return the ids of the tokens that begin, end and pad a text. An answer ends with a sequence or with a turn."""
     ids = {name: header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
     ends = [*dict.fromkeys(ids[name] for name in ("eos", "eot") if ids[name] is not None)]
     return {

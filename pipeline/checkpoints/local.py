@@ -1,4 +1,4 @@
-"""A checkpoint in a folder that every node sees: the check that a node sees the files that the driver pinned."""
+"""Checks that every node sees the same files of a local checkpoint as the driver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLE_BYTES = 2**20  # bytes hashed at each end of a weights file; the header i
 
 @dataclass(frozen=True)
 class PinnedFolder:
-    """A local folder as the driver saw it. samples: (name, sample of its content) of every file."""
+    """A local folder as the driver saw it. samples: name and sample of the content of every file."""
 
     path: str
     samples: tuple[tuple[str, str], ...]
@@ -30,8 +30,8 @@ def pin(folder: Path) -> PinnedFolder:
 def check_same(pinned: PinnedFolder, *, weights: bool) -> Path:
     """Return the folder, if this node sees the files that the driver pinned.
 
-    Small files are compared whole; weights, if asked for, by their size and both ends. Raises UserError that names the
-    host and the first file that differs.
+    Small files are compared whole. Weights, if `weights` is set, are compared by their size and both ends. Raises
+    UserError that names the host and the first file that differs.
     """
     folder = Path(pinned.path)
     for name, sample in pinned.samples:

@@ -57,7 +57,7 @@ class RemoteCheckpoint:
     def pinned(
         cls, path: str, store: BucketStore | HubStore, files: Sequence[RemoteFile], cache: str | None
     ) -> RemoteCheckpoint:
-        """Pin these files of a store, with a name in the nodes' caches that is theirs alone."""
+        """Pin these files of a store. Their name in the nodes' caches is unique."""
         commit = store.revision if isinstance(store, HubStore) else None
         text = "\n".join([path, str(commit), *(f"{file.name} {file.size} {file.version}" for file in files)])
         name = re.sub(r"[^\w.-]+", "-", path.removeprefix("s3://"))[-60:].strip("-.")
@@ -78,7 +78,7 @@ class RemoteCheckpoint:
 class ResolvedCheckpoint:
     """A checkpoint that was resolved and inspected.
 
-    source: a local folder, or the pinned files of a store. adapter: the same of its speed adapter.
+    source: a local folder, or the pinned files of a store. adapter: the source of the speed adapter.
     """
 
     checkpoint: Checkpoint
@@ -86,7 +86,7 @@ class ResolvedCheckpoint:
     adapter: str | RemoteCheckpoint | None = None
 
     def identity(self) -> dict[str, Any]:
-        """Return what the job's fingerprint covers: digests of local files, or the versions that a store lists."""
+        """Return the digests of local files, or the versions that a store lists, for the job's fingerprint."""
         values: dict[str, Any] = {"files": _versions(self.source)}
         if self.adapter is not None:
             found = _versions(self.adapter)
@@ -100,7 +100,7 @@ class ResolvedCheckpoint:
         return pin(Path(self.source)) if isinstance(self.source, str) else self.source
 
     def pinned_adapter(self) -> PinnedFolder | RemoteCheckpoint | None:
-        """Return the speed adapter for other processes, as `pinned`."""
+        """Return the source of the speed adapter for other processes; see `pinned`."""
         return pin(Path(self.adapter)) if isinstance(self.adapter, str) else self.adapter
 
     def schedule(self, changes: dict[str, Any], model: ModelConfig, *, unadapted: bool) -> Schedule:
@@ -113,7 +113,7 @@ class ResolvedCheckpoint:
         return self.checkpoint.adapted_schedule(changes, model.path, "set schedule.unadapted: true")
 
     def weights_digest(self) -> str | None:
-        """Return the digest by which a speed adapter names its base; None if the store lacks the SHA-256 of a file."""
+        """Return the weights' digest, by which a speed adapter names its base; None if the store lists no SHA-256."""
         if isinstance(self.source, str):
             return base_digest(self.checkpoint.path)
         found = {file.name: self.source.store.digests(file).get("sha256") for file in self.source.weights}
@@ -121,7 +121,7 @@ class ResolvedCheckpoint:
         return weights_digest(known) if len(known) == len(found) else None
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Read the headers of the weights, in the store where they are not local."""
+        """Read the headers of the weights from the local folder or the store."""
         if isinstance(self.source, str):
             return folder_tensors(self.checkpoint.path)
         with ThreadPoolExecutor(HEADERS_AT_ONCE) as threads:
@@ -129,7 +129,7 @@ class ResolvedCheckpoint:
 
 
 def _versions(source: str | RemoteCheckpoint) -> dict[str, str]:
-    """Digest or listed version of every file, by name."""
+    """Return the digest or listed version of every file, by name."""
     if isinstance(source, str):
         return digests(Path(source))
     return {file.name: f"{file.size}:{file.version}" for file in source.files}
@@ -140,10 +140,10 @@ def resolve_checkpoint(
 ) -> ResolvedCheckpoint:
     """Locate the checkpoint of `model.path`, pin its files and inspect it. Downloads the small files only.
 
-    A speed adapter is downloaded, and checked against the checkpoint. Where a bucket lists no SHA-256 of the
+    A speed adapter is downloaded, and checked against the checkpoint. If a bucket lists no SHA-256 of the
     weights, their digest is checked when they are loaded.
 
-    pinned: model identity of the job that is resumed; a hub revision that moved since stays at its commit. Raises
+    pinned: model identity of the job that is resumed: its commit is used even if the hub's revision has moved. Raises
     UserError for a checkpoint that does not exist, may not be read or cannot be run, StoreFailed if the store fails.
     """
     path = model.path
@@ -280,7 +280,7 @@ def _download(
 
 
 def _verify(path: Path, file: RemoteFile, digests: dict[str, str]) -> str:
-    """SHA-256 of a downloaded file. Raises UserError if its size, a digest or its header is not the store's."""
+    """Return the SHA-256 of a downloaded file. Raises UserError if size, digest or header differ from the store's."""
     if not path.is_file() or path.stat().st_size != file.size:
         raise UserError(f"{path}: not the {file.size} bytes that the store lists")
     sha256 = file_digest(path, "sha256")
@@ -307,7 +307,7 @@ def download_progress(path: str, total: int, folder: Path, report: Report | None
 
 
 def _bytes_in(folder: Path) -> int:
-    """Bytes on the disk below a folder; 0 if there is none."""
+    """Return the bytes on the disk below a folder; 0 if there is no folder."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # a file may vanish meanwhile

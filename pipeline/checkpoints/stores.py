@@ -74,7 +74,7 @@ class BucketStore:
             return file_tensors(read, file.size, f"{self.url}/{file.name}")
 
     def arrivals(self, folder: Path) -> Path:
-        """Return the folder that `download` into `folder` writes to, incomplete files included."""
+        """Return the folder into which `download` writes complete and incomplete files."""
         return folder
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
@@ -140,9 +140,9 @@ class BucketStore:
 
 @dataclass(frozen=True)
 class HubStore:
-    """A commit of a model repository on the hub, through huggingface_hub with its own cache and locks.
+    """A commit of a model repository on the hub. huggingface_hub downloads it, with its own cache and locks.
 
-    endpoint: None is the public hub. cache: the folder `model.cache`, in which the hub has one of its own; None:
+    endpoint: address of the hub; None is the public hub. cache: the folder `model.cache`, which holds the hub's; None:
     huggingface_hub's, unless an environment variable names SkipDecode's.
     """
 

@@ -26,7 +26,7 @@ def demo(
     folder: Annotated[Path, typer.Argument(help="A folder for prompts, job file and answers.")] = Path("demo"),
     rows: Annotated[int, typer.Option(min=1, help="Prompts.")] = 2000,
 ) -> None:
-    """Answer prompts about restaurants with a toy model that comes along, on a Ray of its own."""
+    """Answer prompts about restaurants with the included toy model, on a local Ray."""
     from pipeline.demo_data import write_demo
 
     typer.echo("the demo's model is a toy of 9 million parameters, which knows nothing but such prompts")

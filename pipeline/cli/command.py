@@ -44,8 +44,8 @@ class Advice:
     Args:
         file: configuration file that a UserError concerns; set once it is loaded, as loading names the file itself.
         output: the folder whose lease another run may hold.
-        failed, interrupted: what to do next, a clause each.
-        out_of_memory: what to lower after torch has run out of memory, a clause.
+        failed, interrupted: what the user should do next, as a clause.
+        out_of_memory: what the user should lower after torch has run out of memory, as a clause.
         verbose: print the traceback too.
     """
 
@@ -57,7 +57,7 @@ class Advice:
     verbose: bool = False
 
     def load(self, model: type[Model], file: Path, changes: list[str] | None) -> Model:
-        """Return a configuration file's values; later errors of the user name the file."""
+        """Return a configuration file's values. Later UserErrors name this file."""
         from pipeline.config.load import load_config
 
         config = load_config(model, file, changes or [])
@@ -66,7 +66,7 @@ class Advice:
 
 
 def stop(code: int, message: str) -> typer.Exit:
-    """Print the command's last line; the exception to raise."""
+    """Print the command's last line, and return the exception to raise."""
     line = f"skipdecode: {without_secrets(flat(message))}"
     announce(line, "end", logging.ERROR, exit_status=code)
     return typer.Exit(code)
@@ -80,7 +80,7 @@ def command(verbose: bool = False, log_json: bool = False, **clauses: str) -> It
     the output. 1: everything else; its traceback goes to a log file, which the line names.
 
     Args:
-        clauses: of `Advice`.
+        clauses: fields of `Advice`.
     """
     setup(verbose, log_json)
     advice = Advice(**clauses, verbose=verbose)
@@ -115,7 +115,7 @@ def _end(error: Exception, advice: Advice) -> typer.Exit:
 
 
 def user_error(error: BaseException) -> UserError | None:
-    """Return the `UserError` that an exception is, or that it brings from a Ray task; None if there is none."""
+    """Return the exception if it is a `UserError`, or the `UserError` of a Ray task that it wraps; else None."""
     cause = getattr(error, "cause", None)  # Ray's error of a task is also an instance of what the task raised
     if isinstance(cause, BaseException):
         return user_error(cause)
@@ -134,7 +134,7 @@ def cause_line(error: BaseException) -> str:
 
 
 def _described(error: BaseException) -> str:
-    """`cause_line`, after the name of the type where the text alone could not be understood, such as of a KeyError."""
+    """Return `cause_line`, with the type's name in front if the text alone is unclear, as for a KeyError."""
     package = type(error).__module__.partition(".")[0]
     if isinstance(error, OSError | RuntimeError) or package in UNTYPED or not str(error).strip():
         return cause_line(error)
@@ -190,7 +190,7 @@ def setup(verbose: bool, log_json: bool = False) -> None:
 
 
 class JsonLines(JsonFormatter):
-    """Fields event, level, logger, message, time (UTC); exception, a traceback; those that a record adds."""
+    """Formats log records as JSON: event, level, logger, message, time (UTC), exception (a traceback), own fields."""
 
     def __init__(self) -> None:
         super().__init__(

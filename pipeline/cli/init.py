@@ -35,7 +35,7 @@ def init(
 
 
 class Dtype(StrEnum):
-    """Types in which a checkpoint's weights are written."""
+    """Types of the weights that `convert` can write."""
 
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"

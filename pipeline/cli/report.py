@@ -60,7 +60,7 @@ def report(
 
 
 def _location(output: str, endpoint_url: str | None) -> tuple[str, StorageConfig]:
-    """URL and storage of an output folder, or of the output that a job file names."""
+    """Return the URL and storage settings of an output folder, or of a job file's output."""
     from pipeline.config.job import JobConfig, StorageConfig
     from pipeline.config.load import load_config, validated
 

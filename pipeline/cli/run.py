@@ -36,7 +36,7 @@ def run(
     ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Run a bulk job, or finish it; with input.since, answer the files that are new."""
+    """Run or resume a bulk job; with input.since, answer the new files."""
     again = "the same command without --overwrite" if overwrite else "the same command"
     going_on = {"failed": f"{again} goes on from the committed shards", "interrupted": f"{again} finishes the job"}
     with command(verbose, log_json, **going_on) as advice:

@@ -39,9 +39,9 @@ class Budget:
         self.began = time.monotonic()
 
     def spent(self, seconds: float, tokens: int) -> str | None:
-        """Return one line that names the reached limit and its use; None below all limits.
+        """Return one line that names the limit that is reached, and how much was used; None below all limits.
 
-        seconds, tokens: wall clock of this run, and the tokens that it has generated.
+        seconds: wall clock of this run. tokens: tokens that this run has generated.
         """
         limits = self.config.budget
         if limits is None:
@@ -90,7 +90,7 @@ class Budget:
 
 
 def open_budget(config: JobConfig, folder: Folder, fingerprint: str) -> Budget:
-    """Return the budget of a job that is about to run. Raises BudgetSpent if nothing is left of it."""
+    """Return the budget of a job that is about to run. Raises BudgetSpent if the budget is used up."""
     if config.budget is None:
         return Budget(config, folder, 0.0, 0)
     totals, stored = totals_of(read_records(folder, fingerprint)), read_json(folder, SPENT)

@@ -23,7 +23,7 @@ LEDGER = "_ledger"  # folder with the records of incremental runs
 
 
 def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
-    """Return the job that the folder holds; None if there is none, or it is to be replaced.
+    """Return the job that the folder holds; None if it holds none, or if the job will be replaced.
 
     Raises UserError for a folder that holds incremental runs, a file that a job would replace and that no job wrote,
     Parquet files without a job, or data files of a table that would be replaced.
@@ -56,7 +56,7 @@ def _check_success(folder: Folder) -> None:
 def _check_replaceable(folder: Folder) -> None:
     """Raise UserError if a file that --overwrite would remove was not written by a job of this program.
 
-    A part is known by the size in its record, else by the fingerprint in its footer.
+    A part is recognized by the size in its record, else by the fingerprint in its footer.
     """
     _check_success(folder)
     for name in folder.names():
@@ -89,14 +89,14 @@ def _strange(folder: Folder, name: str) -> UserError:
 
 
 def check_same_job(folder: Folder, stored: Manifest | None, planned: Manifest) -> None:
-    """UserError if the folder's stored job is not the planned one; it names the differing keys."""
+    """Raise UserError that names the differing keys if the folder's stored job is not the planned one."""
     if stored is not None and stored.fingerprint != planned.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, planned.identity))
         raise UserError(f"{folder.url}: holds another job, which differs in {names}; --overwrite replaces it")
 
 
 def claim(folder: Folder, stored: Manifest | None, planned: Manifest, *, overwrite: bool) -> None:
-    """Under the lease: make the folder the planned job's, with its manifest saved.
+    """Claim the folder for the planned job, and save its manifest. The caller holds the lease.
 
     Raises UserError if another run began a job here since `stored` was read, or overwriting would touch files of
     no job.

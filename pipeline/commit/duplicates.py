@@ -1,4 +1,4 @@
-"""Ids that repeat within a job, counted over all of its rows: joins by such an id would double rows.
+"""Counts ids that repeat within a job: a join by a repeated id would double rows.
 
 Each row is a 64-bit hash of its id and its place, 16 bytes. They go to temporary files, so that equal hashes meet in
 one file; each file is sorted in memory, one after the other.
@@ -85,7 +85,7 @@ def record_duplicates(folder: Folder, manifest: Manifest) -> None:
 
 
 def with_duplicates(folder: Folder, totals: Totals) -> Totals:
-    """Return the totals with the repeated ids of the whole job, where they were counted."""
+    """Return the totals, with the repeated ids of the whole job if they were counted."""
     values = read_json(folder, DUPLICATES)
     if not isinstance(values, dict):
         return totals
@@ -99,7 +99,7 @@ def repeated_error(found: int, examples: Sequence[str]) -> UserError:
 
 
 def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
-    """Return a hash of each id [N], the same in all of this process; of integers they themselves."""
+    """Return a hash of each id [N], the same for equal ids within this process; an integer is its own hash."""
     if pa.types.is_integer(ids.type):
         return np.asarray(ids.cast(pa.int64(), safe=False).fill_null(NULL).to_numpy())
     if not (pa.types.is_nested(ids.type) or pa.types.is_binary(ids.type) or pa.types.is_large_binary(ids.type)):

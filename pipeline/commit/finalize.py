@@ -27,7 +27,7 @@ class RowsMissing(Exception):
 def finalize(folder: Folder, manifest: Manifest, duplicate_ids: str | None = None) -> Totals:
     """Check that every planned row is committed once, then write statistics and summary.
 
-    duplicate_ids: `input.duplicate_ids` of a job whose ids are a column of the input, and are counted; else None.
+    duplicate_ids: `input.duplicate_ids` if the ids are a column of the input, which are counted; else None.
 
     Raises RowsMissing with the remedy; `_SUCCESS` is then removed. A part that is not the committed one keeps its
     record, so that no later run accepts it; the record of a part that is gone is dropped, so that its shard is run
@@ -108,7 +108,7 @@ def write_statistics(folder: Folder, manifest: Manifest, records: pa.Table) -> T
 
 
 def summary(folder: Folder, manifest: Manifest, totals: Totals) -> dict[str, Any]:
-    """Totals, and the job and plan that they belong to."""
+    """Return the totals, and the job and plan that they belong to."""
     return {
         "output": folder.url,
         "fingerprint": manifest.fingerprint,
@@ -121,5 +121,5 @@ def summary(folder: Folder, manifest: Manifest, totals: Totals) -> dict[str, Any
 
 
 def totals_of(records: pa.Table) -> Totals:
-    """Totals over the records' shards."""
+    """Return the totals over the records' shards."""
     return add_up(records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA))

@@ -78,7 +78,7 @@ def _seconds_after_boot(process: psutil.Process) -> float:
 
 
 def is_dead(holder: Holder, here: Holder) -> bool:
-    """Tell whether a holder has certainly ended, which is known in its own namespace alone. here: this process."""
+    """Tell whether a holder has certainly ended: only a process in the same namespaces can know. here: this process."""
     if not holder.namespace or holder.namespace != here.namespace:
         return False
     try:

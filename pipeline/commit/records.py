@@ -96,7 +96,7 @@ def loose_shards(folder: Folder) -> list[int]:
 
 
 def _read_loose(folder: Folder, shards: Sequence[int], fingerprint: str) -> tuple[list[Record], list[str]]:
-    """Return the records of these files, and the names of damaged ones. Skips files that are gone."""
+    """Return the records in these files, and the names of damaged files. Skips files that no longer exist."""
 
     def read(shard: int) -> Record | str | None:
         try:

@@ -83,7 +83,7 @@ def check_free(folder: Folder, config: JobConfig) -> None:
 
 
 def has_results(folder: Folder, config: JobConfig) -> bool:
-    """Whether the files that `output.format` asks for were all written, and are there."""
+    """Tell whether all files that `output.format` asks for were written, and still exist."""
     kinds = KINDS.get(config.result_format, ())
     if not kinds:
         return True
@@ -93,18 +93,18 @@ def has_results(folder: Folder, config: JobConfig) -> bool:
 
 
 def recorded(folder: Folder) -> dict[str, list[str]]:
-    """Digests of each recorded file: its own, and during a replacement that of the new one."""
+    """Return the digests of each recorded file; two during a replacement, of the old and of the new file."""
     return _read(folder)[0]
 
 
 def remove_results(folder: Folder) -> None:
-    """Remove the recorded files, unless their content is another."""
+    """Remove the recorded files whose content is unchanged."""
     for name, digests in recorded(folder).items():
         _remove_own(folder, name, digests)
 
 
 def result_problems(folder: Folder) -> Iterator[str]:
-    """One line for each recorded file that is gone or differs."""
+    """Return one line for each recorded file that is gone or has other content."""
     for name, digests in recorded(folder).items():
         try:
             if _sha256(folder.read(name)) not in digests:
@@ -156,14 +156,14 @@ def _taken(folder: Folder, name: str) -> UserError:
 
 
 def answer_lines(part: bytes, _: Shard) -> list[Line]:
-    """Each output row as an object with the part's columns."""
+    """Yield each output row as a JSON object with the part's columns."""
     return [(ANSWERS, _line(row)) for row in _rows(part)]
 
 
 def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model: str) -> list[Line]:
     """Return the lines of a batch file's answers: a request's samples are the choices of one response.
 
-    fingerprint: of the job; ids follow from it, from file and row. created: seconds since 1970.
+    fingerprint: the job's; ids are made of it, the file and the row. created: seconds since 1970.
     """
     requests: list[list[dict[str, Any]]] = []
     for row in _rows(part):
@@ -220,7 +220,7 @@ def _plain(value: Any) -> Any:
 
 
 def cut(lines: Iterator[Line], size: int) -> Iterator[tuple[str, bytes]]:
-    """Name and bytes of files of at most `size` bytes, or of one line: `results.jsonl`, then `results-0001.jsonl`."""
+    """Yield names and bytes of files of at most `size` bytes or one line: `results.jsonl`, `results-0001.jsonl`."""
     files, counts = dict[str, bytearray](), Counter[str]()
 
     def finish_file(kind: str) -> tuple[str, bytes]:

@@ -1,6 +1,6 @@
 """`_job/runs.json`: each run that answered shards, when it began and ended, with which settings and versions.
 
-It serves reports only: a job is whole without it. Written under the lease.
+Only reports read it: a job is complete without it. The holder of the lease writes it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class JobRun:
 
 @contextmanager
 def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> Iterator[None]:
-    """Record the block as a run, when it begins and when it ends, however it ends.
+    """Record when the block begins, and when it ends, also by an exception, as a run.
 
-    began: s since 1970. rows: that are left.
+    began: s since 1970. rows: number of rows left.
     """
     values = in_texts(config.model_dump(mode="json", exclude_defaults=True), without_secrets)
     price, host = config.price_per_hour, socket.gethostname()
@@ -76,7 +76,7 @@ def read_runs(folder: Folder) -> list[JobRun]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that answers depend on, where they are installed."""
+    """Return the versions of Python and of installed packages on which answers depend."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):  # such as this package, uploaded by `ray job submit`
@@ -85,7 +85,7 @@ def versions() -> dict[str, str]:
 
 
 def _compiler() -> str:
-    """Return the C++ compiler of the CPU's kernels, "none" where the library's products answer in their place."""
+    """Return the C++ compiler of the CPU kernels; "none" if the kernels are not used."""
     command = [*(shlex.split(os.environ.get("CXX", "")) or ["g++"]), "--version"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()

@@ -106,7 +106,7 @@ def _rebuild_record(folder: Folder, shard: Shard, fingerprint: str) -> Record:
 def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> ShardStats:
     """Validate the bytes of a part, and return the statistics that they hold.
 
-    Times, memory and device are not in a part and are 0 or empty. folder: named in errors, not read. Raises
+    A part holds no times, memory and device: they are 0 or empty. folder: used in errors only. Raises
     UserError if the part is damaged, belongs to another job, or does not hold the rows of `shard`.
     """
     name = f"{folder.url}/{part_name(shard.index)}"
@@ -186,7 +186,7 @@ def load_records(
 
 
 def part_files(folder: Folder, shards: Iterable[int]) -> dict[int, FileInfo]:
-    """Return size and tag, by shard, of all parts; those of `shards` and of later shards are listed in parallel."""
+    """Return size and tag of all parts, by shard. Parts of `shards` and of later shards are listed in parallel."""
     shards = set(shards)
     stems = {part_name(index)[: -len("000.parquet")] for index in shards}
     found = folder.listed(stems, after=part_name(max(shards)) if shards else "")
@@ -196,9 +196,9 @@ def part_files(folder: Folder, shards: Iterable[int]) -> dict[int, FileInfo]:
 def damaged_parts(
     folder: Folder, records: pa.Table, parts: Mapping[int, FileInfo], check: Check = "quick"
 ) -> dict[int, str]:
-    """Return what differs from its record, by shard, of the parts in `parts`.
+    """Return, by shard, how parts in `parts` differ from their records.
 
-    On a local disk, or unless check = "quick", compares digests. In a store compares sizes, and tags where a record
+    Compares digests on a local disk, or unless check = "quick"; in a store sizes, and tags if a record
     has one.
     """
     damaged, same, untagged = dict[int, str](), dict[int, str](), 0

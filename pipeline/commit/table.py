@@ -38,7 +38,7 @@ class TableRecord:
 
 
 def check_table(config: JobConfig, schema: pa.Schema) -> None:
-    """Refuse, while a job is planned, an output table that cannot hold its parts. schema: of the parts."""
+    """Refuse, during planning, an output table that cannot hold the job's parts. schema: schema of the parts."""
     if not config.output.is_table:
         return
     if config.output.format == "delta":
@@ -52,7 +52,7 @@ def check_table(config: JobConfig, schema: pa.Schema) -> None:
 
 
 def commit_table(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
-    """Add the parts of a job, all of which are committed, to its table; nothing if the table has them.
+    """Add the parts of a complete job to its table; do nothing if the table has them.
 
     Raises UserError for a table that cannot hold them, or holds other bytes under their names.
     """
@@ -84,7 +84,7 @@ def commit_table(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
 
 
 def has_table(folder: Folder, config: JobConfig) -> bool:
-    """Whether the table that the job asks for is recorded as holding its parts; true if it asks for none."""
+    """Tell whether the job's output table is recorded to hold its parts; true without an output table."""
     if not config.output.is_table:
         return True
     record = recorded(folder).get(_key(config))
@@ -92,7 +92,7 @@ def has_table(folder: Folder, config: JobConfig) -> bool:
 
 
 def recorded(folder: Folder) -> dict[str, TableRecord]:
-    """Return the tables that hold parts of this folder, or may. Raises UserError if the record is damaged."""
+    """Return the tables that hold, or may hold, parts of this folder. Raises UserError if the record is damaged."""
     try:
         values = json.loads(folder.read(RECORD))
         return {str(key): TableRecord(**value) for key, value in values.items()}
@@ -114,7 +114,7 @@ def check_no_table(folder: Folder) -> None:
 
 
 def _append(table: OutputTable, folder: Folder, manifest: Manifest, records: pa.Table) -> int:
-    """Append the parts, again while other writers overtake the commit; return the snapshot that holds them."""
+    """Append the parts, and retry while other writers are faster; return the snapshot that holds the parts."""
     columns = (records[name].to_pylist() for name in ("shard", "bytes", "answers"))
     rows, root = zip(*columns, strict=True), real_url(folder.url)
     parts = [PartFile(f"{root}/{part_name(shard)}", size, answers) for shard, size, answers in rows]

@@ -58,7 +58,7 @@ def verify(folder: Folder, manifest: Manifest, storage: StorageConfig) -> Iterat
 def plan_problems(manifest: Manifest, storage: StorageConfig) -> list[str]:
     """One line for each row range that does not cover its file, and for each file with other rows than the plan.
 
-    Skips input files that are gone or changed since: the parts answer the pinned ones.
+    Skips input files that are gone or have changed: the parts answer the pinned files.
     """
 
     def problem(file: InputFile) -> str | None:

@@ -48,7 +48,10 @@ TRAINING = {
 
 
 class AdaptConfig(Section):
-    """The job's horizon, decay, warmup and keep_order are kept; depths and prompt policy are chosen."""
+    """Settings of an adaptation.
+
+    It keeps the job's horizon, decay, warmup and keep_order, and chooses depths and prompt.
+    """
 
     removed: ClassVar[dict[str, tuple[Any, str]]] = {"seed": (0, "the draw of rows is fixed; leave it out")}
     renamed: ClassVar[dict[str, str]] = {"lora": "adapter, which is trained unless weights: full is set"}

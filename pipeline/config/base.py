@@ -41,9 +41,9 @@ class Section(BaseModel):
 
 
 def without_removed(stored: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
-    """Return the values that an earlier version recorded of a section, without removed keys that hold their default.
+    """Return a section's values as an earlier version recorded them, without removed keys that hold their default.
 
-    So a job, whose identity holds them, goes on.
+    So a job whose identity holds removed keys can be resumed.
     """
     kept: dict[str, Any] = {}
     for key, value in stored.items():
@@ -60,7 +60,7 @@ SECRET = "secret"  # the type of a pydantic error whose value must not be shown
 
 
 def holds_secret() -> PydanticCustomError:
-    """Return the refusal of a value that holds a secret; the message does not show the value."""
+    """Return an error for a value that holds a secret; its message does not show the value."""
     return PydanticCustomError(
         SECRET, "holds a user or password, which the output would record; give them by the environment"
     )

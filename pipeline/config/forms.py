@@ -1,4 +1,4 @@
-"""Forms of answers as a job file or a row gives them: labels, JSON Schema, regex, grammar. Needs no tokenizer."""
+"""Answer formats of a job file or a row: labels, JSON Schema, regex or grammar. Needs no tokenizer."""
 
 from __future__ import annotations
 

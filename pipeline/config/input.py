@@ -1,4 +1,4 @@
-"""The section `input` of job files: where the rows are, and what of a row is its prompt."""
+"""The section `input` of job files: where the rows are, and how a row becomes a prompt."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class InputConfig(Section):
 
     @property
     def is_table(self) -> bool:
-        """The input is an Iceberg or Delta table."""
+        """Whether the input is an Iceberg or Delta table."""
         return self.format in get_args(TableFormat)
 
     @property
@@ -204,10 +204,10 @@ class InputConfig(Section):
 
     @property
     def is_batch(self) -> bool:
-        """The input is an OpenAI batch file."""
+        """Whether the input is an OpenAI batch file."""
         return self.format == "openai_batch"
 
     @property
     def is_chat(self) -> bool:
-        """Prompts go through the checkpoint's chat template."""
+        """Whether the checkpoint's chat template writes the prompts."""
         return self.is_batch or self.chat or self.messages is not None or self.system is not None or bool(self.examples)

@@ -139,7 +139,7 @@ class ModelConfig(Section):
         return values
 
     def check_actors(self, gpus: float, section: str) -> None:
-        """Raise UserError if actors with so many GPUs cannot run it."""
+        """Raise UserError if actors with this number of GPUs cannot run the model."""
         if self.weights is not None and gpus:
             raise UserError(f"model.weights: int8 is for CPUs: leave it out, or leave out {section}.gpus")
 
@@ -172,13 +172,13 @@ class ScheduleConfig(Section):
     prompt: Literal["full", "first"] | None = Field(None, description="layers run over the prompt: all, or of d(0)")
 
     def changes(self) -> dict[str, Any]:
-        """Return the keys of this class that the file sets, lists as tuples: they determine the layers that run."""
+        """Return the keys of this class that the file sets, lists as tuples. They determine the layers that run."""
         given = self.model_dump(exclude_none=True, include=set(ScheduleConfig.model_fields))
         return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
 
 class RunScheduleConfig(ScheduleConfig):
-    """A schedule to run at, such as that of requests that name no `speed`."""
+    """A schedule to run, such as the schedule of requests that name no `speed`."""
 
     unadapted: bool = Field(
         False, description="run a schedule that the checkpoint was not trained for; its text may be ruined"
@@ -232,7 +232,7 @@ class SamplingConfig(Section):
         return self
 
     def params(self) -> SamplingParams:
-        """Return the sampling of rows without settings, seed apart. Raises UserError if values conflict."""
+        """Return the sampling of rows without own settings, without the seed. Raises UserError if values conflict."""
         return SamplingParams(**self.model_dump(exclude={"seed"}))
 
 
@@ -287,7 +287,7 @@ class StorageConfig(Section):
     catalog: CatalogConfig = Field(default_factory=CatalogConfig, description="of Iceberg tables")
 
     def after_planning(self) -> StorageConfig:
-        """Return these settings for a running job: its driver has reached the endpoint, so it retries for longer."""
+        """Return these settings for a running job, which retries longer: its driver has reached the endpoint."""
         return self.model_copy(update={"contact_seconds": self.retry_seconds})
 
 
@@ -338,7 +338,7 @@ class JobConfig(Section):
 
     @property
     def result_format(self) -> OutputFormat:
-        """Format of the files that the job writes after its parts; parquet: there are none."""
+        """Format of the files that the job writes after its parts; parquet if it writes none."""
         return self.output.format or ("openai_batch" if self.input.is_batch else "parquet")
 
     @property
@@ -348,7 +348,7 @@ class JobConfig(Section):
 
     @property
     def devices(self) -> float:
-        """GPUs of all actors, or actors on CPUs, at most."""
+        """Maximum number of GPUs of all actors, or of actors on CPUs."""
         return self.actors.most * (self.actors.gpus or 1)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""A YAML 1.2 file and its `--set` changes -> one of the models of this package; every refusal is one line."""
+"""Reads a YAML 1.2 file with `--set` changes into a model of this package. Every error is one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 def parse_yaml(text: str) -> Any:
     """Return the values of a YAML 1.2 document: yes and no are text, 1e-5 is a number.
 
-    Raises UserError of one line for another document, or for a key that occurs twice.
+    Raises UserError of one line if the document is invalid, or a key occurs twice.
     """
     try:
         return _yaml().load(io.StringIO(text))
@@ -150,7 +150,7 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
 
 
 def _shown(given: Any) -> str:
-    """Return a value as its refusal may show it: without secrets, and cut off if it is long."""
+    """Return a value as an error may show it: without secrets, and cut off if it is long."""
     text = without_secrets(repr(given) if not isinstance(given, int) or given.bit_length() < 256 else "a huge number")
     return text if len(text) <= 200 else f"{text[:200]}…"
 

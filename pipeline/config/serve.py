@@ -26,7 +26,7 @@ class ServeSamplingConfig(SamplingConfig):
 
 
 class ReplicasConfig(ActorsConfig):
-    """A replica is an actor whose rows are the answers of requests; 256 more requests wait, further ones get 429."""
+    """A replica is an actor that answers requests. 256 more requests wait; further requests get status 429."""
 
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
         "events_per_second": (1000, "each step's tokens are sent at once; a slow client gets fewer events"),

@@ -1,8 +1,8 @@
-"""How far a job's schedule agrees with full depth on some of its own rows, measured where an actor would run.
+"""Measures how far a job's schedule agrees with full depth on some of the job's rows, where an actor would run.
 
 Full depth answers the rows greedily. Free text: over the tokens of these answers, the share at which the schedule's
 most likely token is full depth's, and the KL divergence of the distributions. Labels: the share of rows that get the
-same label. Beside it stands the share that chance has: of labels, always full depth's commonest one; of tokens, those
+same label. The share by chance is given too: for labels, always full depth's commonest one; for tokens, those
 of another row's answer at the same places.
 """
 
@@ -37,7 +37,7 @@ class Example:
     """Full depth's greedy answer to a row.
 
     Args:
-        content: digest of the row's file, or its version where there is no digest.
+        content: digest of the row's file, or the file's version if there is no digest.
         row: its number in the file.
         text: the answer.
     """
@@ -52,13 +52,13 @@ class Agreement:
     """Agreement of a schedule with full depth.
 
     Args:
-        rows: that were compared. Others failed, or have no token that the schedule can change.
-        labels: whether labels were compared, one a row, or tokens.
-        compared, agreed: labels or tokens.
-        by_chance: of these, how many agree with answers that do not depend on their row.
-        kappa: Cohen's, of labels.
+        rows: number of compared rows. Other rows failed, or have no token that the schedule can change.
+        labels: whether labels were compared, one a row; else tokens were.
+        compared, agreed: number of labels or tokens.
+        by_chance: number that agree with answers that do not depend on their row.
+        kappa: Cohen's kappa of labels.
         token_kl: KL(full depth || schedule), nats a token, mean.
-        prompt_tokens, answer_tokens: of a row, mean; prompts without the shared prefix.
+        prompt_tokens, answer_tokens: mean number of a row; prompts are counted without the shared prefix.
         skipped: share of full depth's layer runs that the schedule skips; None if `MOST_TOKENS` cut answers off.
         examples: full depth's answers that were not cut off.
         prefill_ratio, decode_ratio: full depth's seconds over the schedule's, for the same prompts and for a decode
@@ -92,7 +92,7 @@ class Agreement:
 
     @property
     def is_useless(self) -> bool:
-        """Whether answers that do not depend on their row agree as often; not told where full depth gives one label."""
+        """Whether answers that do not depend on their row agree as often; False if full depth gives one label only."""
         return self.by_chance is not None and self.agreed <= self.by_chance < self.compared
 
     def __str__(self) -> str:
@@ -120,9 +120,9 @@ def measure_agreement(
     """Answer rows at full depth, then compare the schedule with it. Rows that cannot be answered are passed over.
 
     Args:
-        rows: shards of one row.
-        files: that hold them.
-        schema, storage: of the input.
+        rows: the rows, as shards of one row.
+        files: input files that hold the rows.
+        schema, storage: the input's.
         spec: how a row becomes a prompt; its own sampling parameters are ignored.
         generator: arguments of `Generator`, checkpoint and speed adapter as `fetch` takes them.
         prefix: token ids with which the prompts begin.
@@ -196,7 +196,7 @@ def chance_of(labels: Sequence[tuple[str | None, str | None]]) -> tuple[int, flo
 
 
 def _answers(generator: Generator, given: Sequence[Prompt], prefix: Sequence[int]) -> tuple[list[Answer], EngineStats]:
-    """Return greedy answers and what the engine counted, after a first row that warms it up."""
+    """Return greedy answers and the engine's counts, after a first row that warms the engine up."""
     generator.answer(given[:1], prefix)
     generator.take_stats()
     return generator.answer(given, prefix), generator.take_stats()
@@ -210,8 +210,8 @@ def skipped_share(schedule: Schedule, prompt_tokens: int, answers: Sequence[int]
     """Return the share of full depth's layer runs that a schedule skips.
 
     Args:
-        prompt_tokens: of all rows.
-        answers: tokens of each row's answer.
+        prompt_tokens: number of all rows' prompt tokens.
+        answers: number of tokens of each row's answer.
     """
     steps = [max(tokens - 1, 0) for tokens in answers]
     run = len(schedule.prompt_layers) * prompt_tokens + sum(schedule.layer_steps(count) for count in steps)

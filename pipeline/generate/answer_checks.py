@@ -26,7 +26,8 @@ TEXT_CHARS = 100  # most characters that are shown of such a text
 def repeated_ngrams(units: Sequence[Any]) -> tuple[int, int]:
     """Return how many of a sequence's 4-grams occur earlier in it, and how many it has.
 
-    Their quotient is seq-rep-4 of Welleck et al., "Neural Text Generation with Unlikelihood Training", ICLR 2020.
+    The first number divided by the second is seq-rep-4 of Welleck et al., "Neural Text Generation with Unlikelihood
+    Training", ICLR 2020.
     """
     grams = [tuple(units[start : start + ORDER]) for start in range(len(units) - ORDER + 1)]
     return len(grams) - len(set(grams)), len(grams)
@@ -40,7 +41,7 @@ def repeats_itself(text: str) -> bool:
 
 
 def texts_of(answers: Iterable[Answer]) -> list[str]:
-    """Return the texts of answers, of a tool call its text form; none of rows without an answer."""
+    """Return the texts of answers; a tool call is its text form. Rows without an answer are left out."""
     answered = [answer for answer in answers if answer.finish_reason != "error"]
     return [answer.generated_text or str(answer.tool_calls or "") for answer in answered]
 
@@ -78,6 +79,6 @@ def warnings(
 
 
 def warnings_of(texts: Sequence[str], least: int = LEAST_ANSWERS, cut_off: int = 0) -> list[str]:
-    """Return `warnings` of answers that are at hand. cut_off: how many of them end at a length limit."""
+    """Return `warnings` for these answers. cut_off: number of answers that end at a length limit."""
     counts = {**count_answers(texts), "cut_off": cut_off}
     return warnings(counts, json.loads(counts["common_answers"] or "{}"), len(texts), least)

@@ -12,12 +12,12 @@ SHOWN_KINDS = 3  # kinds of errors
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Counts of what this run has committed, and what its actors do now.
+    """Counts the rows that this run has committed, and tells what its actors do now.
 
     Args:
-        kinds: answers with an error, by kind, the most frequent first.
-        loading: actors that load their model.
-        actors: actors that have loaded it.
+        kinds: number of answers with an error by kind, the most frequent first.
+        loading: number of actors that load their model.
+        actors: number of actors that have loaded their model.
         download: the last line of a download.
         at_work: shards that have begun and are not yet committed.
         example: the newest answer that an actor has shown.
@@ -37,7 +37,7 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class Workload:
-    """Shards and rows of the job, and of them those that earlier runs have committed.
+    """Number of shards and rows of the job, and of those that earlier runs have committed.
 
     began: s since 1970, when the command began; default now.
     """
@@ -50,7 +50,7 @@ class Workload:
 
 
 class Coordinator:
-    """Shards at work, shards committed and models being loaded in one run.
+    """Knows which shards of one run are at work or committed, and how many models are being loaded.
 
     The generate stage begins and ends a shard; the driver reads and may stop the run.
     """
@@ -97,7 +97,7 @@ class Coordinator:
         """Note that a shard is committed.
 
         Args:
-            first: by this attempt; the other arguments are its numbers.
+            first: whether this attempt committed it; the other arguments are the attempt's numbers.
             kinds: see `ShardStats.error_kinds`.
         """
         self.done.add(shard)

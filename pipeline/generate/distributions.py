@@ -1,4 +1,4 @@
-"""Distributions over a shard's rows, small enough for its statistics: labels and kinds of errors."""
+"""Counts labels and kinds of errors in a shard's rows, for its statistics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def label_counts(part: pa.Table) -> str:
 
 
 def kind_of(error: str) -> str:
-    """Return an error without what differs by row: quoted text, numbers, digests."""
+    """Return an error without the parts that differ by row: quoted text, numbers, digests."""
     return _VARIABLE.sub("…", error[:EXAMPLE_CHARS])[:KIND_CHARS]
 
 

@@ -1,4 +1,4 @@
-"""Metrics of an engine while it works on a shard, once a second from a thread of their own. Imports no ray."""
+"""Reports an engine's metrics once a second, from a separate thread, while it works on a shard. Imports no ray."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ COUNTERS = ("generated_tokens", "prompt_tokens", "decode_steps", "layer_steps")
 
 
 class LiveCounts:
-    """Report what an engine has counted since the last report; without a sink do nothing.
+    """Reports the engine's counts since the last report; does nothing without a sink.
 
-    source: read without a lock, as every value is one attribute; nobody may take its counts.
+    source: read without a lock, because every value is one attribute; nobody else may take its counts.
     """
 
     def __init__(self, source: Generator) -> None:

@@ -46,9 +46,9 @@ class PartSpec:
         id_column: input column copied to `id`; None makes ids from the file's path below `root` and row number.
         keep: further input columns to copy.
         optional: names from `OPTIONAL_FIELDS`.
-        fingerprint: of the job, for the footer.
-        num_layers: of the model, for the footer.
-        parsed: type of the column `parsed`, which holds the texts as values; None for no such column.
+        fingerprint: the job's, for the footer.
+        num_layers: the model's, for the footer.
+        parsed: type of the column `parsed`, which holds the answers as typed values; None without the column.
         root: folder of all input files; None: made-up ids hold the file's name alone, as in jobs of earlier versions.
     """
 

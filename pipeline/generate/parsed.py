@@ -1,4 +1,4 @@
-"""Typed answers: the Arrow type of a JSON Schema, and answers' texts as values of that type."""
+"""Reads answers in JSON as typed values: the Arrow type of a JSON Schema, and the values of that type."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _OF_VALUES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", f
 
 
 def parsed_type(text: str) -> pa.DataType:
-    """Return the Arrow type of a JSON Schema's values; an optional property is a nullable field.
+    """Return the Arrow type of the values of a JSON Schema; an optional property is a nullable field.
 
-    Keys that `properties` does not list are in no field. Raises UserError that names the part without one type.
+    Properties that the schema does not list are left out. Raises UserError that names a part with no single type.
     """
     root = json.loads(text)
     kind = _type(root, root, "#", ())
@@ -28,7 +28,7 @@ def parsed_type(text: str) -> pa.DataType:
 
 
 def _type(schema: Any, root: Any, place: str, above: tuple[str, ...]) -> pa.DataType:
-    """Return the type of `schema` at `place` in `root`; above: references that have led here."""
+    """Return the type of `schema` at `place` in `root`. above: references followed to this place."""
 
     def refuse(reason: str) -> UserError:
         return UserError(f"output.parse: {place} {reason}; leave out output.parse, or change the schema")
@@ -99,7 +99,7 @@ def _implied(schema: Mapping[str, Any]) -> list[str]:
 def parse_answers(
     texts: Sequence[str | None], errors: Sequence[str | None], kind: pa.DataType
 ) -> tuple[pa.Array, list[str | None]]:
-    """Answers' texts as values, null for one with an error; and the errors, with those of texts that do not fit."""
+    """Return the answers as values, null for an answer with an error; and the errors, also of texts that do not fit."""
     values, found = [], []
     for text, error in zip(texts, errors, strict=True):
         value = None

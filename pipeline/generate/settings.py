@@ -1,4 +1,4 @@
-"""A Generator's arguments as a job file or an evaluation recipe gives them."""
+"""Makes a Generator's arguments of a job file or an evaluation recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def generator_settings(
     choices: Sequence[str] | None,
     output_format: OutputFormat | None = None,
 ) -> dict[str, Any]:
-    """Arguments of `Generator` that sections `model` and `sampling` and keys `choices` and `output_format` fix."""
+    """Return the arguments of `Generator` that `model`, `sampling`, `choices` and `output_format` determine."""
     return {
         "sampling": sampling.model_dump(exclude={"seed"}),
         "seed": sampling.seed,

@@ -56,7 +56,7 @@ class Worker:
         return 1
 
     def export_metrics(self) -> None:
-        """Send the metrics of this process to where the worker's process exports them, if it does."""
+        """Export the metrics of this process as the worker process does, if it does."""
 
 
 def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
@@ -78,7 +78,7 @@ def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
 
 
 class _Turn:
-    """When the shard behind another may begin. drains: its rows find free slots; ended: the engine has no rows."""
+    """Tells when the next shard may begin. drains: its rows would find free slots. ended: the engine has no rows."""
 
     def __init__(self) -> None:
         self.drains, self.ended = threading.Event(), threading.Event()
@@ -101,13 +101,13 @@ class ShardGenerator:
         generator: arguments of `Generator`; checkpoint and speed adapter as `fetch` takes them.
         part: what the parts hold.
         commit: called with each answered shard, its part and its statistics.
-        quarantine: of the run.
-        coordinator: of the run, asked before each shard.
+        quarantine: quarantine of the run.
+        coordinator: coordinator of the run, asked before each shard.
         check_output: called before the model is loaded; raises UserError if this node cannot see the job's output.
         prefix: token ids with which the job's prompts begin.
-        worker: the process that this runs in.
+        worker: process in which the stage runs.
         devices: GPUs of this actor, or 1 on CPUs.
-        price_per_hour: money for an hour of one; 0 without a price.
+        price_per_hour: price of a device-hour; 0 without a price.
 
     Raises:
         RuntimeError: this actor has died too often while it loaded the model.
@@ -168,7 +168,7 @@ class ShardGenerator:
         return {"shard": np.array(committed, dtype=np.int64)}
 
     def _committed(self, shard: Shard, rows: pa.Table, prepare_seconds: float) -> bool:
-        """Answer and commit a shard. Return False if it must not begin any more."""
+        """Answer and commit a shard. Return False if the coordinator does not let it begin."""
         asked, turn = prompts(rows, shard), _Turn()
         with self._turns:
             before, self._last_turn = self._last_turn, turn
@@ -202,7 +202,7 @@ class ShardGenerator:
     def _answers(self, attempt: ShardAttempt, rows: list[Prompt], turn: _Turn) -> tuple[list[Answer], EngineStats]:
         """Return the answers to a shard's rows, in row order, and the engine's counts.
 
-        After a death group by group, each batch recorded before it runs.
+        After a death the rows run in groups, and each batch is recorded before it runs.
         """
         if not attempt.isolated:
             return self._answer(rows, on_drain=turn.drains.set)
@@ -219,13 +219,13 @@ class ShardGenerator:
         return sorted(answers, key=lambda answer: answer.row), stats  # the answers to a row are in order, and stay so
 
     def _answer(self, rows: list[Prompt], **told: Callable[..., None]) -> tuple[list[Answer], EngineStats]:
-        """Answer rows in the generator's thread. told: callbacks of `Generator.begin`."""
+        """Answer rows, one thread at a time. told: callbacks of `Generator.begin`."""
         work = self.generator.begin(rows, self.prefix, **told)
         self.thread.submit(self.generator.run, work).result()
         return self.generator.finish(work), work.call.stats
 
     def _measured(self, engine: EngineStats, began: float, alone: bool) -> dict[str, Any]:
-        """Return the statistics of the shard that has ended just now; its seconds count since the last one ended."""
+        """Return the statistics of the shard that has just ended. Its time begins when the previous shard ended."""
         with self._turns:
             now = time.perf_counter()
             seconds, self._last_ended = now - max(began, self._last_ended), now
@@ -252,7 +252,7 @@ class ShardGenerator:
         }
 
     def _show(self, asked: Sequence[Prompt], answers: Sequence[Answer]) -> None:
-        """Give the coordinator an answer to show, if the last one is some time ago."""
+        """Give the coordinator an answer to show, at most once in a while."""
         answer = next((one for one in answers if one.error is None), None)
         if answer is None or time.monotonic() - self._shown < EXAMPLE_SECONDS:
             return

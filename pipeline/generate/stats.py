@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def _unit(unit: str, default: Any = 0, total: str = "sum") -> Any:
-    """Declare a statistic: its unit and default, and how its total over shards forms: sum, max, or none."""
+    """Declare a statistic: its unit, its default, and how its total over shards is computed: sum, max, or none."""
     return field(default=default, metadata={"unit": unit, "total": total})
 
 
@@ -99,8 +99,8 @@ class ShardStats(Counts):
         """Count what a part holds, and add what the actor has measured. Never fails the shard.
 
         Args:
-            measured: values of further fields, or functions that return them. A value that cannot be had, or that a
-                record cannot hold, is logged and left at its default.
+            measured: values of further fields, or functions that return them. A value that cannot be computed, or that
+                a record cannot hold, is logged, and its field keeps the default.
         """
         values = {**measured, **_counts(part)}
         known: dict[str, Any] = {"shard": shard}
@@ -116,7 +116,7 @@ class ShardStats(Counts):
 
     @classmethod
     def of_part(cls, shard: int, part: pa.Table, num_layers: int) -> ShardStats:
-        """Rebuild a record: counts from the part with its footer; times, memory and device stay zero."""
+        """Rebuild a record from the part and its footer, which hold the counts; times, memory and device stay zero."""
         tokens, depths = (part[name].to_pylist() for name in ("generated_tokens", "mean_depth"))
         steps = [max(count - 1, 0) for count in tokens]
         layer_steps = round(sum(count * (depth or 0.0) for count, depth in zip(steps, depths, strict=True)))
@@ -132,7 +132,7 @@ class ShardStats(Counts):
 
 
 def _checked(item: Field[Any], value: Any) -> Any:
-    """Return the value of a field, if a record can hold it. Raises TypeError or ValueError."""
+    """Return the value of a field. Raises TypeError or ValueError if a record cannot hold it."""
     kind = str(item.type)
     if kind == "float" and isinstance(value, float):
         value = float(value)  # numpy's is one too
@@ -144,7 +144,7 @@ def _checked(item: Field[Any], value: Any) -> Any:
 
 
 def _counts(part: pa.Table) -> dict[str, Any]:
-    """Return the fields of `ShardStats` that a part holds; those that an odd value of a row may fail are functions."""
+    """Return the fields of `ShardStats` that a part holds. Fields that may fail for an odd value are functions."""
     first = part.filter(pc.equal(part["sample_index"], 0))
     answered = part.filter(pc.not_equal(part["finish_reason"], "error"))
     reasons = part["finish_reason"].to_pylist()
@@ -191,9 +191,9 @@ DERIVED = (  # values of `Totals` that follow from others
 
 @dataclass(frozen=True)
 class Totals(Counts):
-    """Statistics of a job over all of its shards, of this run and earlier runs.
+    """Statistics of a job over all shards of this run and earlier runs.
 
-    common_answers: number of answers by text, of the most frequent texts of each shard. labels: number of answers by
+    common_answers: number of answers by text, for the most frequent texts of each shard. labels: number of answers by
     label, the most frequent first. duplicate_examples: some ids that occur more than once in the job.
     """
 
@@ -210,17 +210,17 @@ class Totals(Counts):
 
     @property
     def unnamed_labels(self) -> int:
-        """Answers of a job with choices that `labels` does not count, since their shards have too many labels."""
+        """Number of answers that `labels` does not count, because their shards have too many labels."""
         return self.stopped + self.cut_off - sum(self.labels.values()) if self.labels else 0
 
     @property
     def mean_depth(self) -> float | None:
-        """Mean d(t) over the decode steps."""
+        """Mean number of layers d(t) over the decode steps."""
         return _ratio(self.layer_steps, self.decode_steps)
 
     @property
     def layer_ratio(self) -> float | None:
-        """Layers of full depth ÷ layers run, over decode steps."""
+        """Layers at full depth divided by layers run, over decode steps."""
         return _ratio(self.full_layer_steps, self.layer_steps)
 
     @property
@@ -239,7 +239,7 @@ class Totals(Counts):
         return _ratio(self.padding_tokens, self.padded_prompt_tokens) or 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, with the derived ones."""
+        """Return plain values, with the derived ones."""
         return {**asdict(self), **{name: getattr(self, name) for name in DERIVED}}
 
 

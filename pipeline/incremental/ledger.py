@@ -164,7 +164,7 @@ def claim(
 ) -> LedgerRun:
     """Begin the next run, over the files of its manifest.
 
-    pin: of an input table. left: URLs of new files that are left for a later run. Raises ConcurrentRun if another
+    pin: the snapshot of an input table. left: URLs of new files left for a later run. Raises ConcurrentRun if another
     process has begun it since the ledger was read.
     """
     assert ledger.last is None or ledger.last.state != "unfinished", "the previous run must have ended"
@@ -206,9 +206,9 @@ def end(root: Folder, run: LedgerRun, state: State, why: str = "") -> LedgerRun:
 
 
 def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[int, str]]:
-    """Return the listed files that no successful run holds. One with the recorded content, uploaded again, is not new.
+    """Return the listed files that no successful run holds. A file uploaded again with the same content is not new.
 
-    changed: `input.changed`, for a file that was answered and has other content now; "error" raises UserError.
+    changed: `input.changed`, the rule for an answered file that has other content now; "error" raises UserError.
     """
     answered = {file.url: (run, file) for run in ledger.succeeded for file in run.files}
     new: dict[str, tuple[int, str]] = {}
@@ -283,7 +283,7 @@ def _now() -> str:
 
 
 def _folder_name(began: str, ledger: Ledger) -> str:
-    """Return the date without colons, which some file systems refuse; numbered if an earlier run has the same date."""
+    """Return the date as a folder name without colons; a number follows if an earlier run has the same date."""
     date, used = began.replace(":", "-"), {run.folder for run in ledger.runs}
     names = [date, *(f"{date}-{number}" for number in range(2, len(used) + 2))]
     return next(name for name in names if name not in used)

@@ -1,4 +1,4 @@
-"""Rows of earlier runs that have an error, for `input.retry: errors`: which they are, and the shards that hold them."""
+"""Finds rows of earlier runs that have an error, for `input.retry: errors`, and cuts shards of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rows = dict[str, set[int]]  # failed rows of each input file, by its URL
 
 
 def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageConfig) -> Rows:
-    """Return the rows whose last answer in a successful run has an error, of files that are as they were then.
+    """Return the rows of unchanged files whose last answer in a successful run has an error.
 
     Args:
         listed: the present input files.
@@ -57,7 +57,7 @@ def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageCon
 
 
 def shards_of(failed: Mapping[str, set[int]], shards: Sequence[Shard]) -> list[Shard]:
-    """Return the shards cut down to the failed rows: one for each run of neighbouring rows, with new indices."""
+    """Return shards of the failed rows: one for each sequence of neighbouring rows, with new indices."""
     kept: list[Shard] = []
     for shard in shards:
         rows = sorted(failed[shard.url] & set(range(shard.first_row, shard.first_row + shard.rows)))

@@ -20,7 +20,7 @@ SHOWN_RUNS = 60  # the newest
 
 
 def root_page(root: Folder, storage: StorageConfig) -> bytes:
-    """Return the page of a root. Reads the ledger, and the `_SUCCESS` of the newest runs."""
+    """Return the page of a root of incremental runs. Reads the ledger, and the `_SUCCESS` of the newest runs."""
     ledger = ledgers.read(root)
     lines = run_lines(root, storage, ledger)
     values = {

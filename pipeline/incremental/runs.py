@@ -66,7 +66,7 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class IncrementalResult:
-    """Runs that one command finished, at most an unfinished one, one of rows that had an error, and a new one.
+    """Runs that one command finished: an unfinished one, a retry of rows with an error, and a new one.
 
     last: the last successful run. left: URLs of new files that are left for a later run.
     """
@@ -85,9 +85,9 @@ def run(
     verbose: bool = False,
     backend: Backend | None = None,
 ) -> IncrementalResult:
-    """Answer the input files that no successful run has answered, after the rest of an unfinished run.
+    """Finish an unfinished run, then answer the input files that no successful run has answered.
 
-    Arguments as for `job.run`; overwrite abandons an unfinished run, a limit is refused. Raises what it raises, and
+    Arguments as for `job.run`; overwrite abandons an unfinished run, and a limit is refused. Raises as `job.run`, and
     ConcurrentRun.
     """
     assert config.input.since == "last_success"
@@ -115,7 +115,7 @@ def run(
 def run_in(
     root: Folder, config: JobConfig, backend: Backend, overwrite: bool, check: Check = "quick"
 ) -> IncrementalResult:
-    """`run` in an open root. Correct without a lease too: of two commands the ledger lets one win."""
+    """Do as `run` in an open root. Correct without a lease too: of two commands the ledger lets one win."""
     finished: list[FinishedRun] = []
     ledger = ledgers.read(root)
     if not ledger.runs:
@@ -182,7 +182,7 @@ def _to_retry(root: Folder, config: JobConfig, ledger: Ledger) -> tuple[Rows, Fi
 def _retry(
     root: Folder, ledger: Ledger, config: JobConfig, backend: Backend, failed: Rows, listed: Files
 ) -> FinishedRun:
-    """Answer rows that have an error again, in a run of their own, which counts whatever becomes of them."""
+    """Answer rows with an error again, in a separate run, which counts as a success whatever the answers are."""
     job = plan(config, None, backend, files={url: listed[url] for url in sorted(failed)})
     job = with_batching(job, root=ledger.runs[-1].root, retries=True)
     job = replace(job, manifest=replace(job.manifest, shards=shards_of(failed, job.manifest.shards)))
@@ -199,7 +199,7 @@ def with_batching(job: PlannedJob, **changes: Any) -> PlannedJob:
 
 @dataclass(frozen=True)
 class NewInput:
-    """What no successful run has answered. config: the job, of a table with the snapshot that holds the files."""
+    """Input that no successful run has answered. config: the job; for a table with the snapshot of the files."""
 
     config: JobConfig
     files: Files
@@ -207,7 +207,7 @@ class NewInput:
 
 
 def new_input(config: JobConfig, ledger: Ledger) -> NewInput:
-    """Return the files that the next run answers; of a table those appended since the last success. Only reads."""
+    """Return the files that the next run answers; for a table those appended since the last success. Writes nothing."""
     pin = newest(config)
     after = None if pin is None else ledger.answered_snapshot(pin.table)
     pinned = config if pin is None else with_snapshot(config, pin.snapshot)
@@ -220,7 +220,7 @@ def _folder(root: Folder, run: LedgerRun, config: JobConfig) -> Folder:
 
 
 def print_runs(console: Console, result: IncrementalResult) -> None:
-    """Which runs were finished, or since when there is nothing new; and which files are left for a later run."""
+    """Print which runs were finished, or since when there is nothing new, and which files are left for a later run."""
     lines = [f"left for a later run: {ledgers.some(result.left)}"] if result.left else []
     good = [done for done in result.finished if done.run.state == "success"]
     if good:
@@ -241,7 +241,7 @@ def print_runs(console: Console, result: IncrementalResult) -> None:
 
 
 def runs_summary(root: str, result: IncrementalResult, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One object for `--json`; runs: the summaries of the finished ones."""
+    """Return the object for `--json`. runs: summaries of the finished runs."""
     listed = []
     for done, values in zip(result.finished, runs, strict=True):
         run = {"run": done.run.number, "state": done.run.state, "resumed": done.resumed, "files": len(done.run.files)}
@@ -266,7 +266,7 @@ def _read_again(root: Folder, number: int) -> Ledger:
 def _resume(
     root: Folder, run: LedgerRun, config: JobConfig, backend: Backend, overwrite: bool, check: Check
 ) -> FinishedRun | None:
-    """Finish a run over its pinned files; None if it is abandoned: it is another job's, or by --overwrite."""
+    """Finish a run over its pinned files; None if the run is abandoned, because the job differs or by --overwrite."""
     folder = _folder(root, run, config)
     if overwrite:
         _abandon(root, run, folder, config, "--overwrite")
@@ -337,7 +337,7 @@ def _answer(
 
 
 def _write_missing_success(folder: Folder, config: JobConfig) -> None:
-    """Finish a run that ended and died before its `_SUCCESS`, unless its folder was removed since."""
+    """Write the `_SUCCESS` of a run that died after its end, unless its folder has been removed."""
     if folder.exists(SUCCESS) or (manifest := plan_files.load(folder)) is None:
         return
     totals = totals_of(read_records(folder, manifest.fingerprint))

@@ -1,4 +1,4 @@
-"""Delta tables: a table as input, and one to which the parts are added where they lie."""
+"""Delta tables: a table as input, and a table to which parts are added without a copy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RULES = ("delta.constraints.", "delta.invariants")  # configuration by which wri
 
 
 def store_options(url: str, storage: StorageConfig) -> dict[str, str]:
-    """Return deltalake's storage options of a table; credentials are those of the environment."""
+    """Return deltalake's storage options for a table; credentials come from the environment."""
     if not url.startswith("s3://"):
         return {}
     options = {"aws_conditional_put": "etag"}
@@ -48,7 +48,7 @@ def store_options(url: str, storage: StorageConfig) -> dict[str, str]:
 
 
 def read_commit(url: str, storage: StorageConfig, version: int) -> bytes:
-    """Return the log of one version: actions as lines of JSON. Raises FileNotFoundError if it is gone.
+    """Return the log of one version: one action in JSON on each line. Raises FileNotFoundError if the log is gone.
 
     deltalake's own history holds the interpreter's lock while it waits for the store, so that no lease is renewed.
     """
@@ -56,7 +56,7 @@ def read_commit(url: str, storage: StorageConfig, version: int) -> bytes:
 
 
 def find_table(url: str, storage: StorageConfig, version: int | None = None) -> DeltaTable | None:
-    """Return the table in a folder, by default as it is now; None if there is none. UserError if it is unreadable."""
+    """Return the table in a folder, by default its newest version; None without a table. UserError if unreadable."""
     try:
         table = DeltaTable(url, version=version, storage_options=store_options(url, storage))
     except TableNotFoundError:

@@ -64,7 +64,7 @@ class InputFile:
 
 
 def file_format(url: str, given: InputFormat | None) -> str:
-    """Return how a file is read: as `input.format` says, else by its suffix, as Parquet if it has no known one."""
+    """Return a file's format: `input.format`, else the format of its suffix, else Parquet."""
     if given is not None:
         return {"openai_batch": "jsonl", "iceberg": "parquet", "delta": "parquet"}.get(given, given)
     return next((kind for kind, suffixes in SUFFIXES.items() if url.endswith(suffixes)), "parquet")
@@ -75,11 +75,11 @@ def list_files(
 ) -> dict[str, tuple[int, str]]:
     """Return URL -> (bytes, version) of every input file: paths in order, files of a folder or glob sorted by name.
 
-    Links are followed. Of a folder or glob, names that begin with `_` or `.` are no input, nor is what they hold.
+    Links are followed. In folders and globs, names that begin with `_` or `.` are left out, with what they hold.
 
     Args:
-        paths: files, folders or globs, local or s3://. The file or folder of that very name comes before the glob.
-        given: `input.format`; of a folder, the files with its suffixes are listed, of Parquet by default.
+        paths: files, folders or globs, local or s3://. A file or folder whose name looks like a glob is preferred.
+        given: `input.format`; only files with a suffix of this format are listed in a folder; Parquet by default.
         may_be_empty: accept folders and globs without files; a folder of a bucket disappears with its last file.
 
     Raises UserError if a path matches nothing, is not readable, a broken link or a table without its format.
@@ -111,7 +111,7 @@ def list_files(
 def _named(
     path: str, fs: fsspec.AbstractFileSystem, inside: str, given: InputFormat | None
 ) -> tuple[dict[str, tuple[int, str]], str]:
-    """Return name -> (bytes, version) of the files that a path names, and the error message if there is none."""
+    """Return name -> (bytes, version) of the files that a path names, and an error message if there are no files."""
     if isinstance(fs, LocalFileSystem) and os.path.islink(inside) and not os.path.exists(inside):
         raise _broken_link(inside)
     is_glob = glob.has_magic(inside)
@@ -148,7 +148,7 @@ def fixed_part(pattern: str) -> str:
 def _files_below(
     fs: fsspec.AbstractFileSystem, folder: str, pattern: str | None, given: InputFormat | None
 ) -> dict[str, tuple[int, str]]:
-    """Return name -> (bytes, version) of the files below a folder that match a glob, or all of them."""
+    """Return name -> (bytes, version) of all files below a folder, or of those that match a glob."""
     if isinstance(fs, LocalFileSystem):
         return _local_files(fs, folder, pattern, given) if os.path.isdir(folder) else {}
     entries = fs.find(folder, detail=True) if pattern is None else fs.glob(pattern, detail=True)
@@ -198,7 +198,7 @@ def _broken_link(path: str) -> UserError:
 
 
 def _check_no_table(fs: fsspec.AbstractFileSystem, folder: str) -> None:
-    """Raise UserError if a folder, or one whose partition it is, is a table: files may hold rows it no longer has."""
+    """Raise UserError if a folder is a table or its partition: files may hold rows that the table has no longer."""
     while "=" in os.path.basename(folder):
         folder = os.path.dirname(folder)
     if fs.isdir(f"{folder}/{DELTA_LOG}"):
@@ -245,7 +245,7 @@ def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tu
 
 
 def _not_parquet(url: str, head: bytes, error: Exception) -> str:
-    """Return the message for a file that Arrow refuses; it names another format that the first bytes show."""
+    """Return the message for a file that Arrow refuses. It names the format that the first bytes show."""
     kind = _other_format(head)
     remedy = {"JSON": "set input.format: jsonl", "CSV": "set input.format: csv"}.get(str(kind), "convert it to Parquet")
     reason = flat(error) if kind is None else f"the file is {kind}; {remedy}"
@@ -287,9 +287,9 @@ def stat(url: str, storage: StorageConfig) -> tuple[int, str] | None:
 def list_input(
     section: InputConfig, storage: StorageConfig, *, may_be_empty: bool = False, after: int | None = None
 ) -> Files:
-    """Return the input files, as `list_files`; of a table the data files at `input.snapshot`, by default the newest.
+    """Return the input files as `list_files` does; for a table its data files at `input.snapshot`, default the newest.
 
-    after: a snapshot; only the data files that were appended after it.
+    after: a snapshot; only data files that were appended after it are listed.
 
     Raises UserError as `list_files`, and for a table whose rows are not those of its data files.
     """
@@ -313,7 +313,7 @@ def list_input(
 
 
 def input_root(section: InputConfig, storage: StorageConfig, urls: Collection[str]) -> str:
-    """Return the folder below which made-up ids name the files `urls`: it holds all paths, or a table's files."""
+    """Return the folder to which file names in made-up ids are relative: it holds all paths, or a table's files."""
     if section.is_table:
         return input_table(section, storage).root
     folders = []
@@ -327,7 +327,7 @@ def input_root(section: InputConfig, storage: StorageConfig, urls: Collection[st
 def list_pinned(
     section: InputConfig, storage: StorageConfig, pinned: Sequence[InputFile], *, may_be_empty: bool = False
 ) -> Files:
-    """Return the input again, for a job whose files are pinned; of a table the data files that are still there."""
+    """List the input of a job whose files are pinned again; for a table the data files that still exist."""
     if section.is_table:
         return _present((file.url for file in pinned), storage)
     return list_files(section.path, storage, section.format, may_be_empty=may_be_empty)

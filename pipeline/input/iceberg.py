@@ -1,4 +1,4 @@
-"""Iceberg tables: the catalog, a table as input, and one to which the parts are added where they lie."""
+"""Iceberg tables: the catalog, a table as input, and a table to which parts are added without a copy."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class StoreFileIO(FileIO):
 
 
 def open_catalog(storage: StorageConfig, *, create: bool) -> Catalog:
-    """Return the job's catalog. create: make the tables of a new SQL catalog.
+    """Return the job's catalog. create: whether to make the tables of a new SQL catalog.
 
     Raises UserError if its settings are wrong, StoreFailed if it does not answer.
     """
@@ -92,7 +92,7 @@ def open_catalog(storage: StorageConfig, *, create: bool) -> Catalog:
 
 
 def find_table(catalog: Catalog, name: str, storage: StorageConfig) -> Table | None:
-    """Return a table of the catalog as it is now; None if it does not exist. Raises as `open_catalog`."""
+    """Return the present state of a table; None if the table does not exist. Raises as `open_catalog`."""
     if not all(name.split(".")) or "." not in name:
         raise UserError(f"{name}: a table of a catalog is named namespace.table")
     with _one_line(storage):
@@ -190,7 +190,7 @@ class IcebergInput:
         return schema
 
     def _field_ids(self, url: str, schema: pa.Schema) -> dict[str, int]:
-        """Return dotted name -> field id of a file's columns and nested fields; of a file without ids, those of the
+        """Return dotted name -> field id of a file's columns and nested fields; for a file without ids, those of the
         table's name mapping, or none."""
         mapping = self.table.name_mapping()
         try:
@@ -208,7 +208,7 @@ class IcebergInput:
         return found
 
     def _schema(self, snapshot: int) -> Schema:
-        """Return the columns at a snapshot; of the newest those of the table, which may have changed since."""
+        """Return the columns at a snapshot; at the newest one the table's present columns, which may be newer."""
         found = self._snapshot(snapshot)
         if found.schema_id is None or found == self.table.current_snapshot():
             return self.table.schema()
@@ -275,7 +275,7 @@ class IcebergOutput:
         return find_table(self.catalog, self.name, self.storage)
 
     def _location_of_new(self) -> str | None:
-        """Where a table would be created; None if nothing says it."""
+        """Return the location of a new table; None if neither table nor catalog determines it."""
         try:
             namespace = self.catalog.load_namespace_properties(self.name.rpartition(".")[0])
         except NoSuchNamespaceError:
@@ -317,7 +317,7 @@ def _snapshot_of(table: Table, fingerprint: str) -> int | None:
 
 
 def _type_in(table: Table, field: pa.Field) -> str:
-    """Return the Iceberg type of a column under the table's field ids; the Arrow type if the table lacks some of it."""
+    """Return a column's Iceberg type with the table's field ids; the Arrow type if the table lacks a field."""
     try:
         mapped = pyarrow_to_schema(pa.schema([field]), name_mapping=table.schema().name_mapping)
     except ValueError:

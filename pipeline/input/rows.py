@@ -1,6 +1,6 @@
 """Rows of input files of any format, in the schema of the job.
 
-Folders `name=value` of a file's path are columns too, as Hive writes partitions: text, the same in every row.
+Folders `name=value` of a file's path, as Hive writes partitions, are text columns with one value for the file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_layout(
     columns: TextColumns | None = None,
     limit: int | None = None,
 ) -> tuple[InputFile, pa.Schema]:
-    """Return the pinned file and its schema: from a Parquet footer, or from a pass over a text. As `scan_text`."""
+    """Return the pinned file and its schema, from a Parquet footer or by `scan_text`. Raises as `scan_text`."""
     try:
         if kind == "parquet":
             return read_footer(url, size, version, storage)
@@ -52,7 +52,7 @@ def read_shards(
     """Yield each shard with its rows in the job's schema and the column `ERROR`; neighbours of one file are read in one
     go.
 
-    files: the pinned files, at least those of the shards.
+    files: pinned files, which include those of the shards.
 
     Raises UserError before the first table that a changed file would yield, else as `read_groups` and `read_text`.
     """
@@ -96,9 +96,9 @@ def path_values(url: str) -> dict[str, str | None]:
 def common_schema(
     footers: Sequence[tuple[InputFile, pa.Schema]], names: Sequence[str], storage: StorageConfig
 ) -> pa.Schema:
-    """Return `one_schema` of files that are no table's; a column that a file lacks may stand in its path.
+    """Return `one_schema` of files outside tables. A column that a file lacks may come from its path.
 
-    Raises UserError, too, if a file has a column with another value than its path.
+    Raises UserError also if a column's value differs from the value in the file's path.
     """
     schemas, of_paths = {}, {name for file, _ in footers for name in path_values(file.url)}.intersection(names)
     for file, schema in footers:
@@ -117,7 +117,7 @@ def common_schema(
 
 
 def _check_path_value(file: InputFile, field: pa.Field, storage: StorageConfig) -> None:
-    """Raise UserError if a column of a file, in a row that can be read, has not the value in the file's path."""
+    """Raise UserError if a column's value differs from the value in the file's path."""
     values = path_values(file.url)
     try:
         value = pa.scalar(values[field.name], pa.string()).cast(field.type).as_py()
@@ -137,9 +137,9 @@ def _check_path_value(file: InputFile, field: pa.Field, storage: StorageConfig) 
 def read_columns(
     path: str, columns: Sequence[str], storage: StorageConfig, limit: int | None = None, optional: Sequence[str] = ()
 ) -> dict[str, list[Any]]:
-    """Return the values of the columns of a file, folder or glob, by name; of its first `limit` rows.
+    """Return the values of columns of a file, folder or glob, by name, for the first `limit` rows.
 
-    optional: columns that the files may lack; they are then absent.
+    optional: columns that the files may lack, which are then left out.
 
     Raises UserError that names the file, `MissingColumn` for a column that it lacks.
     """

@@ -1,4 +1,4 @@
-"""One schema for all files of a job, and the cast of each file's rows to it.
+"""Finds one schema for all files of a job, and casts each file's rows to it.
 
 Files of one folder often differ in detail: int32 or int64, string or large_string, dictionaries, columns of nulls. The
 common types are fixed when the job is planned; a value that does not fit its type is an error of its row. Metadata of
@@ -72,7 +72,7 @@ def _holds(here: pa.DataType, field: pa.Field) -> bool:
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """Return the logical type: without dictionaries, views, extensions, and the names and metadata of children."""
+    """Return the logical type, without dictionaries, views, extensions, names and metadata of nested types."""
     if isinstance(kind, pa.BaseExtensionType):
         return plain(kind.storage_type)
     if types.is_dictionary(kind):
@@ -107,7 +107,7 @@ def rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> 
 def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
     """Return the narrowest plain type that holds the values of both plain types, or None.
 
-    Two choices depend on the values, which are checked row by row: integers with floats become doubles, and uint64 with
+    Two results may not hold every value, so each row is checked: integers with floats become doubles, uint64 with
     signed integers becomes int64. Times of several zones become UTC. The same holds at any depth of a nested type.
     """
     if first == second or types.is_null(second):
@@ -135,7 +135,7 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
 
 
 def _common_nested(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    """Return `common` of two types of which at least one is nested."""
+    """Return `common` of two types, at least one of which is nested."""
     if types.is_struct(first) and types.is_struct(second):
         children = {child.name: child.type for child in first}
         for child in second:

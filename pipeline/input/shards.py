@@ -1,4 +1,4 @@
-"""Shards: stable row ranges of input files; cutting, grouping into read tasks, and reading those of Parquet files."""
+"""Shards are stable row ranges of input files: cuts them, groups them into read tasks, and reads Parquet shards."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Shard:
 
 
 def cut_shards(files: Iterable[InputFile], shard_rows: int, shard_bytes: int) -> list[Shard]:
-    """Return the shards of all files, in order: whole row groups while they fit the limits; a larger one is cut.
+    """Return the shards of all files, in order: whole row groups within the limits; a larger row group is cut.
 
-    A text file's groups are no unit of reading: its shards have `shard_rows` rows, or as many as have `shard_bytes`.
+    Shards of text files may end within a group: they have at most `shard_rows` rows and `shard_bytes` bytes.
     """
     shards: list[Shard] = []
 
@@ -133,7 +133,7 @@ def group_shards(
 ) -> list[list[Shard]]:
     """Return the shards of each read task: consecutive shards of one file, within both limits.
 
-    All shards of one row group stay together, above the limits if need be: the row group is read once. So do all of a
+    All shards of one row group stay together, even above the limits: the row group is read once. So do all of a
     gzip file, which can only be read from its start.
     """
     layout = {file.url: (file, list(accumulate(file.group_rows, initial=0))) for file in files}
@@ -153,7 +153,7 @@ def group_shards(
 
 
 def _locate(shard: Shard, file: InputFile, starts: Sequence[int]) -> tuple[int | None, float]:
-    """Return the row group of which the shard is a part, None if it holds whole row groups; and its bytes."""
+    """Return the row group that contains the shard, None if the shard holds whole row groups; and the shard's bytes."""
     end = shard.first_row + shard.rows
     number = bisect_right(starts, shard.first_row) - 1
     size = 0.0

@@ -28,7 +28,7 @@ class PartFile:
 
 @dataclass(frozen=True)
 class TablePin:
-    """A snapshot of a table. table: the table's own id, which another table of the same name does not have."""
+    """A snapshot of a table. table: the table's id, which differs from that of another table of the same name."""
 
     table: str
     snapshot: int
@@ -47,21 +47,24 @@ class InputTable(Protocol):
     root: str
 
     def newest(self) -> TablePin | None:
-        """Return the newest snapshot; None of a table that has none yet."""
+        """Return the newest snapshot; None if the table has none yet."""
 
     def data_files(self, snapshot: int) -> dict[str, int]:
-        """Return the bytes of a snapshot's data files by URL. Refuses deleted rows, and other files than Parquet."""
+        """Return the size of a snapshot's data files by URL.
+
+        Refuses tables with deleted rows or files other than Parquet.
+        """
 
     def appended(self, after: int, until: int) -> dict[str, int]:
-        """Return bytes by URL of the data files with the rows appended after one snapshot and up to another.
+        """Return the size, by URL, of data files that were appended after one snapshot and up to another.
 
-        A compaction changes no rows. Refuses a snapshot in between that changed or deleted rows, or is no successor.
+        Passes over compactions. Refuses if a snapshot between changed or deleted rows, or the second is no successor.
         """
 
     def as_shown(self, snapshot: int, url: str, schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
-        """Return a data file's schema with the columns `names` that the table shows at a snapshot.
+        """Return a data file's schema with the table's columns `names` at a snapshot.
 
-        A column that the table got after the file was written has the type null. Refuses a column that the table has
+        A column added to the table after the file was written has the type null. Refuses a column that the table has
         not, and one that the file holds under another name or as a partition.
         """
 
@@ -70,13 +73,13 @@ class OutputTable(Protocol):
     """A table as output, which need not exist. Refusals are UserErrors of one line that name the table."""
 
     def check(self, schema: pa.Schema) -> None:
-        """Refuse a table that cannot hold files of this schema: other columns, partitions, types that it lacks."""
+        """Refuse a table that cannot hold files of this schema: it has other columns or partitions, or lacks a type."""
 
     def snapshot_of(self, fingerprint: str) -> int | None:
-        """Return the snapshot that a job with this fingerprint has committed; None if there is none."""
+        """Return the snapshot committed by the job with this fingerprint; None if there is none."""
 
     def append(self, parts: Sequence[PartFile], schema: pa.Schema, fingerprint: str) -> int:
-        """Add the parts as one snapshot that bears the fingerprint, which is returned; create a missing table.
+        """Add the parts as one snapshot with the fingerprint in its metadata, and return it; create a missing table.
 
         Raises CommitConflict, with nothing added, if another writer was faster, perhaps one with this fingerprint.
         """
@@ -107,19 +110,19 @@ def output_table(section: OutputConfig, storage: StorageConfig) -> OutputTable:
 
 
 def table_name(section: OutputConfig) -> str:
-    """Return the output table's name, or of a Delta table its folder."""
+    """Return the output table's name; for a Delta table its folder."""
     return section.table or section.path
 
 
 def store_url(location: str) -> str:
-    """Return a location in a table's metadata as this package writes it; s3a and s3n are s3, file: is a path."""
+    """Return a location in a table's metadata as a path or an s3:// URL; s3a and s3n become s3."""
     if re.match(r"s3[an]://", location):
         return f"s3{location[3:]}"
     return re.sub(r"^file:(//)?(?=/)", "", location)
 
 
 def real_url(location: str) -> str:
-    """Return a folder that a job names, without a slash at its end; a local one absolute, with symlinks resolved."""
+    """Return a job's folder without a trailing slash; a local folder is absolute, with symlinks resolved."""
     url = store_url(location).rstrip("/")
     return url if "://" in url else os.path.realpath(url)
 
@@ -131,7 +134,7 @@ _HELD = {  # types that tables hold as Parquet stores them
 
 
 def check_types(table: str, schema: pa.Schema, more: Collection[pa.DataType]) -> None:
-    """Raise UserError that names a column whose type no table can hold as it is. more: further types that it holds."""
+    """Raise UserError that names a column whose type the table cannot hold unchanged. more: further types it holds."""
     for field in schema:
         wrong = _unheld(field.type, more)
         if wrong is not None:
@@ -155,7 +158,7 @@ def _unheld(kind: pa.DataType, more: Collection[pa.DataType]) -> pa.DataType | N
 
 
 def check_columns(table: str, there: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    """Raise UserError that names the first column in which a table and the job's answers differ; types by name."""
+    """Raise UserError that names the first column in which a table and the job's answers differ."""
     for name in [*ours, *there]:
         if name not in there:
             problem = f"has no column {name!r}, which the job writes ({ours[name]})"

@@ -1,6 +1,6 @@
 """JSON Lines and CSV files as input: one pass when the job is planned, then shards read by byte offset.
 
-The pass counts the rows and their bytes in groups, which are pinned as a Parquet file's row groups are, and takes the
+The pass counts rows and bytes in groups, which are pinned like a Parquet file's row groups, and takes the
 types of columns from some of the rows. A line that cannot be read, or does not fit the types, is its row's error.
 """
 
@@ -49,7 +49,7 @@ Row = TypeVar("Row", bytes, CsvRow)
 
 
 def is_json(field: pa.Field) -> bool:
-    """Whether the field's strings hold JSON."""
+    """Tell whether the field's strings hold JSON."""
     return bool(field.metadata and AS_JSON.items() <= field.metadata.items())
 
 
@@ -69,7 +69,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_
 
 
 def parsed(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the object in a line, or why there is none."""
+    """Return the object in a line, or an error."""
     try:
         value = _DECODER.decode(line.decode())
     except UnicodeDecodeError as error:
@@ -82,10 +82,10 @@ def parsed(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
 
 
 class JsonTypes:
-    """Types of columns, from the rows added: of each column the type of most rows, where they differ.
+    """Finds the type of each column from the rows added: the type of most rows.
 
     Nothing is converted: a value has a column's type, or is its row's error. Integers and floats are one kind, numbers.
-    Of lists, or objects, without a common type, the first decide.
+    Among lists or objects without a common type, the first ones decide.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -94,7 +94,7 @@ class JsonTypes:
         self._lines = 0
 
     def add(self, lines: Sequence[bytes]) -> None:
-        """Look at some rows."""
+        """Read the types of some rows."""
         self._lines += len(lines)
         rows = [values for values, _ in map(parsed, lines if self._columns else ()) if values is not None]
         for values in rows:
@@ -105,7 +105,7 @@ class JsonTypes:
                 kinds[_NAMES[type(value)]] = count + 1, common(known, _type_of(value)) or known
 
     def lack(self, block: bytes) -> bool:
-        """Tell whether some lines may hold a value of a column that had none so far."""
+        """Tell whether some lines may hold a value of a column without a type."""
         for column, kinds in self._columns.items():
             if all(types.is_null(kind) for _, kind in kinds.values()):
                 for key in {json.dumps(column, ensure_ascii=ascii).encode() for ascii in (True, False)}:
@@ -114,7 +114,7 @@ class JsonTypes:
         return False
 
     def schema(self, as_json: frozenset[str]) -> pa.Schema:
-        """Return all columns seen, null where the type is not asked for. Unreadable if no row was a JSON object."""
+        """Return all columns seen; null for types not asked for. Raises Unreadable if no row was a JSON object."""
         if self._columns and self._lines and not self._seen:
             raise Unreadable(f"{counted(self._lines, 'line')} read, and none holds a JSON object")
         fields = []
@@ -127,7 +127,7 @@ class JsonTypes:
 
 
 def _type_of(value: Any) -> pa.DataType:
-    """Return a JSON value's type; null of a value that mixes types. An object without fields has the type null."""
+    """Return a JSON value's type; null for a value that mixes types, and for an object without fields."""
     try:
         kind = _without_empty(pa.infer_type([value]))
     except _NOT_ARROW:
@@ -140,7 +140,7 @@ def _without_empty(kind: pa.DataType) -> pa.DataType:
 
 
 def _fits(value: Any, kind: pa.DataType) -> bool:
-    """Tell whether a value has a type as it is: Arrow would read true as 1, 1.5 as 1, and drop unknown fields."""
+    """Tell whether a value has exactly a type: Arrow would read true as 1, 1.5 as 1, and drop unknown fields."""
     if value is None or (value == {} and types.is_null(kind)):
         return True
     if types.is_struct(kind):
@@ -157,7 +157,7 @@ def _fits(value: Any, kind: pa.DataType) -> bool:
 
 
 def _misfit(value: Any, kind: pa.DataType) -> str | None:
-    """Return why a column of this type cannot hold a value as it is; None if it can."""
+    """Return why a column of this type cannot hold a value unchanged; None if it can."""
     try:
         if _fits(value, kind):
             pa.array([value], kind)
@@ -173,7 +173,7 @@ def _misfit(value: Any, kind: pa.DataType) -> str | None:
 def json_array(values: Sequence[Any], field: pa.Field) -> tuple[pa.Array, dict[int, str]]:
     """Return the values as an array of the field's type, and the errors by position.
 
-    A value of another type becomes null, in a column of text its JSON.
+    A value of another type becomes null; in a text column it becomes its JSON.
     """
     kind, fitted, errors = field.type, [], dict[int, str]()
     if is_json(field):
@@ -200,9 +200,9 @@ class TextColumns:
     """The columns that a job reads from a text file.
 
     Args:
-        names: of the columns.
+        names: names of the columns.
         as_json: columns whose lists and objects stay JSON, as text.
-        numbers: types of a CSV file's columns that are not text.
+        numbers: types of the CSV columns that are not text.
         field_bytes: maximum length of a quoted field of CSV.
     """
 
@@ -221,16 +221,16 @@ def scan_text(
     columns: TextColumns,
     limit: int | None = None,
 ) -> tuple[InputFile, pa.Schema]:
-    """Return the pinned file and its schema, from one pass that finds the ends of all rows and parses some of them.
+    """Return the pinned file and its schema, in one pass that finds the ends of all rows and parses some rows.
 
     Args:
-        url, size, version: as listed.
+        url, size, version: as `list_files` returns them.
         kind: jsonl or csv.
-        columns: whose types are wanted. Those of JSON Lines are in the schema if a parsed row has them, or there is no
+        columns: columns to type. For JSON Lines the schema has those that a parsed row has, or all if there is no
             row.
-        limit: rows to read, for a look at the file's beginning; None is all.
+        limit: number of rows to read; None is all.
 
-    Raises UserError if the file is no text of this kind; errors of the store and the disk pass.
+    Raises UserError if the file is not of this kind, and errors of the store and the disk.
     """
     types = JsonTypes(columns.names)
     try:
@@ -252,7 +252,7 @@ def scan_text(
 
 
 def _row_ends(stream: BinaryIO, kind: str, field_bytes: int, limit: int | None, types: JsonTypes) -> Iterator[Offsets]:
-    """Return the file's offsets at which rows end, of at most `limit` rows; `types` sees some rows of JSON Lines."""
+    """Return the offsets at which the first `limit` rows end; `types` sees some rows of JSON Lines."""
     offset, total, has_header = 0, 0, kind == "csv"
     for number, (block, starts, ends) in enumerate(records(stream, kind, field_bytes)):
         if has_header and len(ends):
@@ -268,7 +268,7 @@ def _row_ends(stream: BinaryIO, kind: str, field_bytes: int, limit: int | None, 
 
 
 def _groups(row_ends: Iterable[Offsets]) -> Iterator[tuple[int, int]]:
-    """Rows and bytes of each group, in order."""
+    """Return rows and bytes of each group, in order."""
     start, ends = 0, np.array([], np.int64)
     for more in chain(row_ends, [None]):
         ends = ends if more is None else np.concatenate([ends, more])
@@ -279,7 +279,7 @@ def _groups(row_ends: Iterable[Offsets]) -> Iterator[tuple[int, int]]:
 
 
 def _check_text(url: str, stream: BinaryIO, kind: str) -> None:
-    """Raise UserError for a beginning that shows another format; the stream stays at its start."""
+    """Raise UserError if the first bytes show another format; the stream stays at its start."""
     head = stream.read(4096)
     stream.seek(0)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -297,7 +297,7 @@ def _check_text(url: str, stream: BinaryIO, kind: str) -> None:
 def read_text(
     shards: Sequence[Shard], file: InputFile, schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[pa.Table]:
-    """Tables of shards of one text file, in order, in the job's schema and with the column `ERROR`.
+    """Yield tables of shards of one text file, in order, in the job's schema and with the column `ERROR`.
 
     Raises:
         OSError: the file is damaged or has other rows than planned; one line that names the file.

@@ -1,6 +1,6 @@
 """Records of JSON Lines and CSV files, gzipped or not: where each ends, and its values.
 
-A record of JSON Lines is a line that is not blank. One of CSV ends where the standard library's strict reader ends it,
+A record of JSON Lines is a line that is not blank. A record of CSV ends where Python's strict csv reader ends it,
 since a quoted field may hold line ends; where that reader meets an error, the record is its first line, so that a quote
 which is not closed takes no further line with it. Offsets count uncompressed bytes.
 """
@@ -40,7 +40,7 @@ CsvRow = tuple[list[str], str | None]  # fields; why they cannot be read
 
 
 class Unreadable(ValueError):
-    """From some line on, the text cannot be read as its format."""
+    """The text cannot be read in its format from some line on."""
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> I
 def _ends(block: bytes, kind: str, *, is_whole: bool = False) -> Offsets:
     """Return the end of each whole record and each blank line.
 
-    Where quotes of CSV stand around fields only, a line end after an odd number of quotes is in a quoted field.
+    If CSV quotes only enclose fields, a line end after an odd number of quotes is in a quoted field.
     is_whole: the block ends where a record ends, so a quote that is still open there means a damaged record.
     """
     data = np.frombuffer(block, np.uint8)

@@ -28,7 +28,8 @@ def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine |
 
     Args:
         batch: columns shard, url, first_row and rows (IPC bytes).
-        quarantine: of the run. None retries a row that kills this process for ever: Ray Data retries without limit.
+        quarantine: quarantine of the run. None retries a row that kills this process for ever: Ray Data retries without
+        limit.
     """
     if quarantine is not None:  # set in worker processes; Ray runs several of them on one machine
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

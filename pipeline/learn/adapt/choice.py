@@ -1,4 +1,4 @@
-"""From measurements to a choice: the fastest speed within the tolerance, and the rows from which adaptation pays.
+"""Chooses the fastest speed within the tolerance, and computes from how many rows the adaptation pays.
 
 Pure functions; no model, no files.
 """
@@ -14,9 +14,9 @@ from pipeline.messages import duration
 
 
 def choose(metric: str, tolerance: float, lines: Sequence[Line], chance: Scores) -> Line | None:
-    """Return the fastest speed-up whose `loss_high` is within `tolerance`, of equals the shallower; None without.
+    """Return the fastest speed-up whose `loss_high` is within `tolerance`; of equally fast ones the shallower.
 
-    A nominal 1 is no speed-up, and a line that is no better than chance is never chosen.
+    None if there is none. Neither 1x nor a line that is no better than chance is chosen.
     """
     within = [
         line
@@ -35,7 +35,7 @@ def nearest(metric: str, lines: Sequence[Line], chance: Scores) -> Line:
 
 
 def full_depth(lines: Sequence[Line]) -> Line:
-    """Return the line of the job's own checkpoint at full depth: at 1x, if nothing was trained for 1x."""
+    """Return the line of the job's own checkpoint at full depth: the 1x line, unless 1x was trained."""
     return min(lines, key=lambda line: line.nominal or 0.0)
 
 
@@ -47,7 +47,7 @@ def parallel_actors(actors: int, gpus: float, threads: int, cores: int | None, d
     """Return the number of actors that work in parallel, each on hardware of its own; further actors share it.
 
     Args:
-        actors: the most, each with `gpus` GPUs and `threads` threads.
+        actors: maximum number of actors, each with `gpus` GPUs and `threads` threads.
         cores, devices: CPU cores and GPUs of the machine; None for a cluster, assumed to be large enough.
     """
     if gpus:
@@ -75,7 +75,7 @@ class BreakEven:
 
     @property
     def at_rows(self) -> int | None:
-        """Rows from which adaptation pays; None if a row saves no time."""
+        """Number of rows from which the adaptation pays; None if a row saves no time."""
         saved = self.full - self.fast
         return math.ceil(self.cost * self.actors / saved) if saved > 0 else None
 
@@ -90,7 +90,7 @@ class BreakEven:
         return self.rows * (self.full - self.fast) / self.actors - self.cost
 
     def sentences(self, speed: str) -> list[str]:
-        """Cost and savings as text."""
+        """Return cost and savings as text."""
         job, without = f"this job has {self.rows:,} rows", self.rows * self.full / self.actors
         if self.at_rows is None:
             verdict = f"never, for {speed} saves no time on this hardware; adaptation does not pay"

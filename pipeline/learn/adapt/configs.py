@@ -1,4 +1,4 @@
-"""The task of an adaptation, and the configs it makes: full-depth job, recipes of tune and evaluate, job file."""
+"""Makes an adaptation's configurations: the full-depth job, the recipes of tune and evaluate, the job file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def options(config: JobConfig) -> AdaptConfig:
 
 
 def trained(config: JobConfig) -> str:
-    """Name of the folder that training writes."""
+    """Return the name of the folder that training writes."""
     return ADAPTER if options(config).weights == "adapter" else CHECKPOINT
 
 
@@ -74,7 +74,7 @@ class Task:
     def prompt_policies(self, prompt_share: float) -> list[str]:
         """Return the prompt policies to train and evaluate, the checkpoint's own first.
 
-        prompt_share: of the prompts in the seconds of the job at full depth.
+        prompt_share: share of the prompts in the job's time at full depth.
         """
         if self.options.prompt != "auto":
             return [self.options.prompt]
@@ -108,9 +108,9 @@ def pinned_path(config: JobConfig, resolved: ResolvedCheckpoint) -> str:
 
 
 def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, Any]:
-    """Keys of the job's schedule, on top of the checkpoint's, that tune keeps: all but the depths.
+    """Return the schedule's keys that tune keeps, all but the depths: the job's on top of the checkpoint's.
 
-    Without an order of the job or the checkpoint it is measured, and the warm-up follows unless the job sets it. Raises
+    If neither has a keep order, it is measured, and the warm-up follows unless the job sets it. Raises
     UserError for a key that tune lacks.
     """
     changes = {key: value for key, value in config.schedule.changes().items() if key in KEPT}
@@ -124,9 +124,9 @@ def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, 
 
 
 def tune_config(task: Task, model: str, max_tokens: int, prompts: Sequence[str]) -> TuneConfig:
-    """Tune's recipe. Raises UserError for wrong options.
+    """Return tune's recipe. Raises UserError for wrong options.
 
-    model: local folder. max_tokens: of the longest pair. prompts: prompt policies; all are drawn equally often.
+    model: local folder. max_tokens: tokens of the longest pair. prompts: policies, all drawn equally often.
     """
     adapt, own = task.options, prompts[0]
     also = [{"speedup": speed, "prompt": prompt} for prompt in prompts[1:] for speed in adapt.speedups if speed > 1]
@@ -157,7 +157,7 @@ def eval_values(
 ) -> dict[str, Any]:
     """Return evaluate's recipe over the held-out rows. It is greedy: sampled answers differ without a loss of quality.
 
-    Rows' own sampling is ignored, and keys for threads, cache and rows in flight are not included. The job's checkpoint
+    Rows' own sampling is ignored; threads, cache and rows in flight are not in the recipe. The job's checkpoint
     is timed once, as the choice does not depend on its times.
 
     Args:
@@ -189,7 +189,7 @@ def eval_values(
 def tuned_model(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -> dict[str, str]:
     """Return the model section of the job file: the trained checkpoint, or the resolved base and its speed adapter.
 
-    The path is relative only where the user's own is a relative folder.
+    The path is relative only if the user's own path is.
     """
     path = folder / trained(config)
     relative = isinstance(resolved.source, str) and not Path(config.model.path).is_absolute()

@@ -18,7 +18,7 @@ SPREAD = 2.0  # the interval: from the estimate ÷ this to the estimate × this
 
 @dataclass(frozen=True)
 class RowCost:
-    """Means of a row at full depth: tokens of prompt and answer, seconds of prompt and of decode steps."""
+    """Mean cost of a row at full depth: tokens of prompt and answer, seconds of prompt and of decode steps."""
 
     prompt: float
     answer: float
@@ -27,17 +27,17 @@ class RowCost:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the row."""
+        """Seconds of the row's prompt and decode steps."""
         return self.prefill_seconds + self.decode_seconds
 
     @property
     def pass_seconds(self) -> float:
-        """Seconds of a token in a pass over many tokens, such as a training step's."""
+        """Seconds of a token in a pass over many tokens, such as a training step."""
         return self.prefill_seconds / max(self.prompt, 1.0)
 
 
 def stage_seconds(task: Task, row: RowCost) -> tuple[int, dict[str, float]]:
-    """Return the steps of the training, and the seconds of each stage behind the sample."""
+    """Return the steps of the training, and the seconds of each stage after the sample."""
     options, recipe = task.options, configs.tune_config(task, ".", 4, ["full"]).training
     drawn = min(options.rows, task.rows)
     trained = max(drawn - options.held_out, 1)

@@ -1,4 +1,4 @@
-"""Full-depth answers -> the files that tune and evaluate read: prompts and responses as token ids."""
+"""Writes full-depth answers as the files that tune and evaluate read: prompts and responses as token ids."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SCHEMA = pa.schema(
 def split_end(tokens: Sequence[int], end: int | None) -> tuple[list[int], bool]:
     """Return the answer without its end-of-sequence token, and whether it had one.
 
-    An answer that ended otherwise keeps all its tokens; no end is learned from it.
+    An answer without that token keeps all its tokens, and teaches no end.
     """
     ended = bool(tokens) and tokens[-1] == end
     return list(tokens[:-1] if ended else tokens), ended
@@ -47,7 +47,7 @@ def split_end(tokens: Sequence[int], end: int | None) -> tuple[list[int], bool]:
 def write_pairs(
     folder: Path, spec: PromptSpec, held_out: int, references: str | None, choices: Sequence[str] | None
 ) -> dict[str, int]:
-    """Join the sample with its answers and write the files of rows that are held out, trained on, and watch it.
+    """Join the sample with its answers, and write the held-out rows, the training rows and the dev rows.
 
     Return counts of written rows (`train`, `dev`, `held_out`), of rows that are left out (`errors`, `empty` answers,
     `unreferenced`: held-out rows without a usable reference, `repeated`: training rows with a held-out row's prompt),
@@ -56,7 +56,7 @@ def write_pairs(
     Args:
         folder: of the adaptation.
         spec: of the job that answered the sample.
-        held_out: rows at the start of the sample that are not trained on.
+        held_out: number of rows at the start of the sample that are not trained on.
         references: column of the sample.
         choices: labels; other references are ignored.
 
@@ -114,7 +114,7 @@ def write_pairs(
 
 
 def prompt_ids(table: pa.Table, spec: PromptSpec) -> list[list[int] | None]:
-    """Token ids of each row's prompt; None for a row with an error."""
+    """Return the token ids of each row's prompt; None for a row with an error."""
     prepared = prepare_table(table, spec)
     columns = (prepared[PROMPT_IDS].to_pylist(), prepared[ERROR].to_pylist())
     return [ids if error is None else None for ids, error in zip(*columns, strict=True)]
@@ -145,13 +145,13 @@ def metric_of(folder: Path, asked: str | None, *, choices: bool, references: boo
 
 
 def _usable_references(value: Any, labels: Collection[str] | None) -> list[str]:
-    """Return the references that a row can be scored by: text; with `labels`, one of them."""
+    """Return the references that are text; with `labels` only those that are labels."""
     texts = [text for text in (value if isinstance(value, list) else [value]) if text and text.strip()]
     return texts if labels is None else [text for text in texts if normalized(text) in labels]
 
 
 def _answers(folder: Path) -> dict[int, dict[str, Any]]:
-    """Row number in the sample, the end of the id that the job makes -> first answer."""
+    """Return row number in the sample -> first answer. The number is the end of the id that the job makes."""
     columns = ["id", "sample_index", "generated_text", "token_ids", "error"]
     parts = [read_parquet(path.read_bytes(), columns) for path in sorted(folder.glob("part-*.parquet"))]
     rows = pa.concat_tables(parts).to_pylist()

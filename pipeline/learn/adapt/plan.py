@@ -101,7 +101,7 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
 
 
 def _first_rows(config: JobConfig, file: InputFile) -> dict[str, list[Any]]:
-    """Values of some rows by column, without those that the prompt is made of."""
+    """Return values of some rows by column, without the columns of the prompt."""
     used = needed_columns(config)
     rows = first_rows(file.url, file.size, file.version, file.format, config.storage)
     return {name: values for name, values in rows.items() if name not in used}
@@ -124,7 +124,7 @@ def _check_job(config: JobConfig, options: AdaptConfig) -> None:
 
 
 def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]:
-    """Return the settings of each stage, without those of earlier ones. Metric and tolerance may change at any time."""
+    """Return the settings that each stage adds to earlier ones. Metric and tolerance may change at any time."""
     config, values = task.config, task.options.model_dump()
 
     def chosen(*names: str) -> dict[str, Any]:

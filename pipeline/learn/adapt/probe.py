@@ -104,7 +104,7 @@ def _prompts(task: Task) -> list[Prompt]:
 
 @torch.inference_mode()
 def _head_seconds(generator: Generator, rows: int) -> float:
-    """Seconds of norm and vocabulary head for a token of one row, in steps of `rows` rows."""
+    """Return the seconds of norm and vocabulary head for a token of one row, in decode steps of `rows` rows."""
     decoder = generator.engine.decoder
     hidden = torch.randn(rows, decoder.model.config.hidden_size).to(decoder.device, decoder.dtype)
     head = getattr(decoder, "likeliest", decoder.logits)  # the CPU's kernels screen it
@@ -116,7 +116,7 @@ def _head_seconds(generator: Generator, rows: int) -> float:
 
 
 def _divergence(generator: Generator, pairs: Sequence[Row], order: Sequence[int]) -> list[dict[str, float]]:
-    """Nats a token from full depth, and share of its likeliest tokens, of the first layers of the order alone."""
+    """Return, for the first layers of the order alone, the divergence from full depth in nats a token and agreement."""
     decoder, found = generator.engine.decoder, list[dict[str, float]]()
     with torch.inference_mode(), packed(decoder.model):
         passes = [ResponsePasses(decoder, batch) for batch in batches(pairs, decoder.vocab_size)]
@@ -131,7 +131,7 @@ def _divergence(generator: Generator, pairs: Sequence[Row], order: Sequence[int]
 def _speed(
     task: Task, row: RowCost, head: float, shape: Mapping[str, Any], speed: float, cost: float
 ) -> dict[str, Any]:
-    """Clock of a speed if layers are all that shrinks, by the prompt policy that gains more, and when it pays."""
+    """Return the speed-up on the clock if only layers shrink, by the better prompt policy, and when it pays."""
     schedule = task.resolved.checkpoint.schedule({**shape, "speedup": speed})
     kept = (schedule.mean_depth(round(row.answer)) or schedule.num_layers) / schedule.num_layers
     policies = task.prompt_policies(row.prefill_seconds / row.seconds)

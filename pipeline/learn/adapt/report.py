@@ -1,4 +1,4 @@
-"""The result of an adaptation, for a terminal and as JSON."""
+"""Shows the result of an adaptation, on a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
 
 
 def too_tight(adapted: Adapted) -> str:
-    """One line for an adaptation without a choice: the smallest tolerance with one, if any speed is worth something."""
+    """Return a line for an adaptation without a choice: the smallest tolerance that would have one, if any."""
     closest = adapted.nearest
     if uselessness(closest, adapted.chance, adapted.metric) is not None:
         return (
@@ -70,7 +70,7 @@ def too_tight(adapted: Adapted) -> str:
 
 
 def to_dict(adapted: Adapted) -> dict[str, Any]:
-    """Plain values, derived ones included."""
+    """Return plain values, derived ones included."""
     values = asdict(adapted)
     if adapted.break_even is not None:
         values["break_even"] |= {"at_rows": adapted.break_even.at_rows, "saved": adapted.break_even.saved}

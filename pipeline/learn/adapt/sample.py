@@ -20,12 +20,12 @@ from pipeline.prepare.prompts import ERROR
 
 
 def draw(total: int, count: int, seed: int) -> list[int]:
-    """`count` distinct numbers below `total`, or all of them, in random order."""
+    """Return `count` distinct numbers below `total`, or all of them, in random order."""
     return random.Random(seed).sample(range(total), min(count, total))
 
 
 def layout(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
-    """Return the input files, and the schema of the columns that the job reads, and of the references.
+    """Return the input files, and the schema of the columns that the job reads and of the references.
 
     Raises UserError for an unreadable file, or a column that is missing or of the wrong type.
     """
@@ -44,7 +44,7 @@ def layout(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema
 def read_sample(
     config: JobConfig, files: Sequence[InputFile], schema: pa.Schema, drawn: Sequence[int]
 ) -> tuple[pa.Table, list[bool]]:
-    """Read the drawn rows in their order, without unreadable ones; and whether each is readable.
+    """Return the drawn rows in their order, without unreadable ones, and which rows are readable.
 
     drawn: row numbers over all files. Only row groups that hold a drawn row are read.
     """

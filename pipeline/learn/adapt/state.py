@@ -1,4 +1,4 @@
-"""`adapt.json`: the stages of an adaptation that are done, with their settings, results and cost, and the files."""
+"""Keeps `adapt.json`: the finished stages of an adaptation with their settings, results, cost and files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGES = ("sample", "answers", "tune", "before", "after")
 
 
 class StageRecord:
-    """The stages done in a folder, in order; a stage that runs again undoes those behind it.
+    """The finished stages in a folder, in order. A stage that runs again removes later stages.
 
     folder: where the adaptation is written. Raises UserError if its record cannot be read.
     """
@@ -39,11 +39,11 @@ class StageRecord:
             raise UserError(f"{folder}/{RECORD}: not of this version: {flat(error)}; remove the folder") from None
 
     def settings(self, stage: str) -> dict[str, Any] | None:
-        """Return the settings of a stage that is done, else None."""
+        """Return the settings of a finished stage, else None."""
         return self.done[stage]["settings"] if stage in self.done else None
 
     def check(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise UserError that names the settings in which a stage that is done differs from those asked for now."""
+        """Raise UserError that names the settings of finished stages that differ from the present ones."""
         names = [
             name
             for stage, done in self.done.items()
