@@ -1,4 +1,4 @@
-"""Text for messages: valid Unicode, on one line, without secrets."""
+"""Makes text fit for messages: valid Unicode, on one line, without secrets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_unicode(text: str) -> bool:
 
 
 def check_unicode(value: Any, where: str = "") -> None:
-    """Raise UserError that names the place of the first text, or key, in nested values that UTF-8 cannot hold."""
+    """Raise UserError that names the place of the first text or key in nested values that is not valid UTF-8."""
     if isinstance(value, str) and not is_unicode(value):
         found = next(char for char in value if not is_unicode(char))
         raise UserError(f"{where}: holds {found!r}, a lone surrogate, which UTF-8 cannot store; remove it")
@@ -45,24 +45,24 @@ LINE = 1000  # characters: an error may quote everything that it concerns
 
 
 def one_line(error: BaseException) -> str:
-    """Type and text of an error on one line of at most `LINE` characters."""
+    """Return type and text of an error on one line of at most `LINE` characters."""
     text = f"{type(error).__name__}: {flat(error)}"
     return text if len(text) <= LINE else f"{text[:LINE]}…"
 
 
 def printable(name: object) -> str:
-    """Return a name from the data for a message: on one line, and in quotes if outer space would not be seen."""
+    """Return a name from the data for a message: on one line, and in quotes if it begins or ends with a space."""
     text = str(name)
     return text if text.isprintable() and text == text.strip() != "" else repr(text)
 
 
 def listed(names: Iterable[object]) -> str:
-    """Names from the data, separated by commas; in quotes where they could be misread."""
+    """Return names from the data, separated by commas, in quotes if they could be misread."""
     return ", ".join(repr(str(name)) if set(str(name)) & set(",;'\"") else printable(name) for name in names)
 
 
 def where_sought(path: str | Path) -> str:
-    """Where a local path was looked for, as the end of a message; "" but in a job submitted to a Ray cluster."""
+    """Return where a local path was looked for, as the end of a message; "" outside of submitted Ray jobs."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ or "://" in str(path):
         return ""
     host = f" on host {socket.gethostname()} of the cluster"
@@ -72,7 +72,7 @@ def where_sought(path: str | Path) -> str:
 
 
 def install_command(extras: str) -> str:
-    """Return the command that adds optional packages to this installation: to its folder, its wheel or its release."""
+    """Return the command that adds optional packages to this installation from its folder, wheel or release."""
     try:
         origin = json.loads(distribution("skipdecode").read_text("direct_url.json") or "{}")
     except PackageNotFoundError:  # run from a folder that is not installed
@@ -107,7 +107,7 @@ def without_secrets(text: str) -> str:
 
 
 def in_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a value of objects and lists with every text in it changed; names of keys stay."""
+    """Return nested objects and lists with every text changed; keys stay."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a job counts while it runs: names, units, and the seam by which the amounts leave this process. Imports no ray.
+"""Metrics of a running job: names, units, and the sink that takes the amounts out of this process. Imports no ray.
 
 A process that exports metrics installs a sink; `run.remote` has the one of Ray. Without a sink, as in the
 in-process backend, amounts are dropped. Amounts are added per shard, per retry, and once a second, never per token.
@@ -18,7 +18,7 @@ Part = Literal["prepare", "prefill", "decode", "commit"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric; text: what it counts, with its unit. labels: besides `OUTPUT`."""
+    """A metric. text: what it counts, with its unit. labels: labels besides `OUTPUT`."""
 
     kind: Literal["counter", "gauge"]
     text: str
@@ -48,10 +48,10 @@ METRICS = {
 
 
 class Sink(Protocol):
-    """Where the metrics of one job go. Names are those of `METRICS`."""
+    """Receives the metrics of one job. Names are those of `METRICS`."""
 
     def add(self, name: str, amount: float, labels: dict[str, str]) -> None:
-        """Increase a counter. amount: above 0."""
+        """Increase a counter. amount: a number above 0."""
         ...
 
     def set(self, name: str, value: float) -> None:
@@ -63,7 +63,7 @@ _sink: Sink | None = None
 
 
 def install(sink: Sink | None) -> Sink | None:
-    """Send this process's metrics there; None drops them. Returns the sink until now."""
+    """Send this process's metrics to a sink; None drops them. Returns the previous sink."""
     global _sink
     before, _sink = _sink, sink
     return before
@@ -71,7 +71,7 @@ def install(sink: Sink | None) -> Sink | None:
 
 @contextmanager
 def installed(sink: Sink) -> Iterator[None]:
-    """`install` for the block."""
+    """Install a sink for the block."""
     before = install(sink)
     try:
         yield
@@ -80,12 +80,12 @@ def installed(sink: Sink) -> Iterator[None]:
 
 
 def exporter() -> Sink | None:
-    """Where this process exports metrics to; None: nowhere."""
+    """Return the sink to which this process exports metrics; None without one."""
     return _sink
 
 
 def add(name: str, amount: float = 1.0, *, part: Part | None = None) -> None:
-    """Increase a counter; an amount of 0 or less changes nothing. part: of `seconds`."""
+    """Increase a counter; an amount of 0 or less changes nothing. part: label of the counter `seconds`."""
     assert METRICS[name].kind == "counter" and (part is not None) == (PART in METRICS[name].labels), name
     if _sink is not None and amount > 0:
         _sink.add(name, amount, {} if part is None else {PART: part})

@@ -1,4 +1,4 @@
-"""A job as it is planned: its file, its checkpoint, its schedule, and what is pinned; and what its stages take."""
+"""A planned job: its file, checkpoint, schedule and plan; and the arguments of its stages."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from pipeline.runtime.announce import announced
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A job ready to run: its file, its checkpoint, the schedule of that checkpoint, and what is pinned.
+    """A job that is ready to run: its file, checkpoint, schedule and plan.
 
-    began: s since 1970, when its run began.
+    began: time when its run began, s since 1970.
     """
 
     config: JobConfig
@@ -57,7 +57,7 @@ def plan(
     """Plan a new job, or the continuation of the stored one, which keeps its pinned values.
 
     Args:
-        files: to plan over, in place of everything in `input.path`.
+        files: input files in place of all files of `input.path`.
         preview: see `plan_job`; ids are not compared.
 
     Raises:
@@ -86,7 +86,7 @@ def plan(
 
 
 def _check_ids(config: JobConfig, manifest: Manifest) -> None:
-    """Raise UserError if an id repeats, of requests or, where asked, of Parquet files; others would be parsed whole."""
+    """Raise UserError if an id of a batch file repeats, or, if the job asks for it, an id of Parquet files."""
     column, is_batch = config.input.id_column, config.input.is_batch
     is_parquet = all(file.format == "parquet" for file in manifest.files)
     if column is None or not (is_batch or (is_parquet and config.input.duplicate_ids == "error")):
@@ -117,7 +117,7 @@ def planned_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Sched
 
 
 def generator_arguments(job: PlannedJob) -> dict[str, Any]:
-    """Arguments of `Generator`; checkpoint and speed adapter as `fetch` takes them."""
+    """Return the arguments of `Generator`; checkpoint and speed adapter as `fetch` takes them."""
     batching = job.manifest.batching
     return {
         **generator_settings(job.config.model, job.config.sampling, job.config.choices, job.config.output_format),

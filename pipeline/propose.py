@@ -119,7 +119,7 @@ def first_rows(url: str, size: int, version: str, kind: str, storage: StorageCon
 
 
 def true_answers(columns: Mapping[str, Sequence[Any]], choices: Collection[str] | None = None) -> str | None:
-    """Return the column that looks like true answers: it holds the job's labels, or has a usual name; None if none."""
+    """Return the column that looks like true answers: it holds the job's labels, or has a usual name; else None."""
     labels = None if choices is None else set(map(normalized, choices))
 
     def fits(value: Any) -> bool:
@@ -196,7 +196,7 @@ def _is_id(values: Sequence[Any]) -> bool:
 
 
 def _all(values: Sequence[Any], fits: Any) -> bool:
-    """Return True if there are values and all of them fit, missing ones aside."""
+    """Return True if there are values, and all values that are not missing fit."""
     given = [value for value in values if value is not None]
     return bool(given) and all(map(fits, given))
 

@@ -55,7 +55,7 @@ QUIET: Any = {"enable_access_log": False, "log_level": "WARNING"}
 
 @dataclass(frozen=True)
 class PlannedServer:
-    """A server whose model, schedule, memory and key have been checked. It holds no weights, and no API key."""
+    """A server whose model, schedule, memory and key have been checked. It holds neither weights nor the API key."""
 
     config: ServeConfig  # configuration with the number of threads filled in
     generator: dict[str, Any]  # arguments of `Generator`, with the checkpoint pinned
@@ -64,12 +64,12 @@ class PlannedServer:
     described: str  # parameters and memory in one line
 
     def load(self) -> ServedModel:
-        """Load the model on this node, where the checkpoint is fetched and compared with the plan."""
+        """Fetch the checkpoint on this node, compare it with the plan, and load the model."""
         return ServedModel(self.config.served_name, fetched(self.generator), MAX_WAITING, render)
 
 
 def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardware | None = None) -> PlannedServer:
-    """Check all that can be checked without the weights. Raises UserError for what does not fit, in one line.
+    """Check everything that needs no weights. Raises UserError of one line for a mistake.
 
     Args:
         on_this_machine: Whether this machine's memory must hold the replica.
@@ -120,7 +120,7 @@ def key_digest(http: HttpConfig) -> str | None:
 
 
 def check_port(http: HttpConfig) -> None:
-    """Raise UserError if nobody can listen there."""
+    """Raise UserError if no server can listen at this address."""
     family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
     with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -132,7 +132,7 @@ def check_port(http: HttpConfig) -> None:
 
 
 def render(tokenizer: Any, messages: Any, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, int]:
-    """Return a chat's prompt as a job writes it, and its number of marked control tokens, see `ControlTokens.prompt`.
+    """Return a chat's prompt as a job writes it, and its number of marked control tokens; see `ControlTokens.prompt`.
 
     Raises UserError for messages that are wrong or that the chat template refuses.
     """
@@ -142,7 +142,7 @@ def render(tokenizer: Any, messages: Any, tools: Sequence[Mapping[str, Any]] = (
 
 
 def build(args: dict[str, str]) -> Application:
-    """Return the application of a file. args: {"config": path of the file}."""
+    """Return the Ray Serve application of a file. args: {"config": path of the file}."""
     config = load_config(ServeConfig, args["config"])
     return application(plan_server(config, on_this_machine=False, hardware=RayData()))
 
@@ -177,7 +177,7 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
 
     Raises:
         UserError: Configuration, model or port do not fit.
-        Interrupted: A signal before the server was ready.
+        Interrupted: A signal came before the server was ready.
     """
     if not verbose:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -209,7 +209,7 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
 
 
 def _wait_for_http(host: str, port: int) -> None:
-    """Return once the server answers there. Raises RuntimeError after `READY_SECONDS`."""
+    """Wait until the server answers. Raises RuntimeError after `READY_SECONDS`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/health"
     deadline = time.monotonic() + READY_SECONDS

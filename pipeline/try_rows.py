@@ -1,4 +1,4 @@
-"""The first rows of a job answered in this process. Nothing is written, and ray is not imported."""
+"""Answers the first rows of a job in this process. Writes nothing, and imports no ray."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class TriedRow:
     """A row as the model saw it, and its answers.
 
     Args:
-        id: the row's id column, else file and row number.
-        prompt: text of the prompt's tokens, special ones included; "" for a row with an error.
+        id: value of the id column, else file and row number.
+        prompt: text of the prompt's tokens with special tokens; "" for a row with an error.
         answers: answers to the prompt.
-        control_tokens: number that its prompt spells and that were parsed.
+        control_tokens: number of control tokens in the row's values that were parsed.
     """
 
     id: Any
@@ -50,10 +50,10 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
     """Answer the first `rows` rows of the input.
 
     Random numbers, prompts and row errors are those of the job. Batches are smaller and no prefix is shared, so
-    that in types other than float32 an answer may differ.
+    that an answer may differ in types other than float32.
 
     Args:
-        say: called with lines about the job, such as the tokens at which answers end.
+        say: function that is called with lines about the job, such as the tokens that end answers.
 
     Raises:
         UserError: configuration, checkpoint or input are wrong.
@@ -96,7 +96,7 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
 
 
 def _ends(checkpoint: Any, spec: PromptSpec) -> list[str]:
-    """Return the tokens and texts that end an answer of the job, each with the place that names it."""
+    """Return the tokens and texts that end an answer of the job, each with the setting that names it."""
     tokenizer, sampling = tokenizer_of(spec.checkpoint), spec.sampling
     ends = {} if sampling.ignore_eos else end_tokens(checkpoint, tokenizer, spec.vocab_size)
     tokens = [(token, ", ".join(places)) for token, places in sorted(ends.items())]
@@ -106,7 +106,7 @@ def _ends(checkpoint: Any, spec: PromptSpec) -> list[str]:
 
 
 def _on_this_machine(config: JobConfig) -> JobConfig:
-    """Return the job with a whole GPU if it asks for one. Raises UserError if there is none here."""
+    """Return the job with a whole GPU if it asks for a GPU. Raises UserError if this machine has none."""
     if not config.actors.gpus:
         return config
     import torch

@@ -51,13 +51,13 @@ def measured_order(
     warmup: int | None,
     cache: str | None,
 ) -> tuple[tuple[int, ...], int]:
-    """Keep order and warm-up of a checkpoint, measured on prompts and full-depth responses; see `rank_layers`.
+    """Return keep order and warm-up of a checkpoint, measured on prompts and full-depth responses by `rank_layers`.
 
     Args:
         identity: Digests or versions of the checkpoint's files.
         load: The checkpoint's model; not called if the order is in the cache.
-        rows: Prompts and responses; `ROWS` of them, evenly spaced, are used.
-        warmup: Lowest layers that must always run; None: as many as begin the order, at most an eighth of all.
+        rows: Prompts and responses; `ROWS` evenly spaced ones are used.
+        warmup: Number of lowest layers that always run; None: those that begin the order, at most an eighth.
         cache: Folder of `model.cache`; None is the default one.
     """
     kept = min(ROWS, len(rows))
@@ -77,7 +77,7 @@ def measured_order(
 
 
 def _read(record: Path) -> tuple[tuple[int, ...], int] | None:
-    """Order and warm-up of a record; None without one, or if it is damaged."""
+    """Return order and warm-up of a record; None if it does not exist or is damaged."""
     try:
         values = json.loads(record.read_text())
         order, warmup = tuple(values["keep_order"]), values["warmup"]
@@ -163,7 +163,7 @@ def _eliminate(batches: Sequence[ResponsePasses], layers: range) -> LayerRanking
 
 
 def _work_left(layers: int) -> int:
-    """Return the layers that are run until one is left: of each candidate about half of those that remain."""
+    """Return how many layers run until one is left: for each candidate about half of the remaining layers."""
     return sum(min(CANDIDATES, left) * left for left in range(2, layers + 1))
 
 
@@ -172,7 +172,7 @@ def _influence(batches: Sequence[ResponsePasses], layers: Sequence[int]) -> dict
 
 
 def _divergence(batches: Sequence[ResponsePasses], layer: int, limit: float) -> float:
-    """Return the summed divergence without `layer` too; inf once it exceeds `limit`, as no batch lowers the sum."""
+    """Return the summed divergence without `layer` too; inf once it exceeds `limit`: no batch lowers the sum."""
     total = 0.0
     for batch in batches:
         total += batch.divergence_without(layer)
@@ -182,7 +182,7 @@ def _divergence(batches: Sequence[ResponsePasses], layer: int, limit: float) -> 
 
 
 class ResponsePasses:
-    """A batch whose response tokens run again and again without some layers; their prompts run once, at full depth.
+    """Runs a batch's response tokens repeatedly without some layers; the prompts run once, at full depth.
 
     The hidden states before every layer are kept, so that a pass without one layer begins behind it. The decoder's
     attention is that of `packed_attention`, here and in each call.
@@ -213,19 +213,19 @@ class ResponsePasses:
         return self._divergence(self._logits(self._run(self._inputs[: layer + 1], {layer})))
 
     def agreement(self, layers: Collection[int]) -> tuple[int, float]:
-        """Return at how many tokens `layers` alone have full depth's likeliest token, and their divergence, summed."""
+        """Return at how many tokens `layers` alone predict full depth's likeliest token, and the summed divergence."""
         logits = self._logits(self._run(self._inputs[:1], set(range(self._decoder.num_layers)) - set(layers)))
         agreed = logits.argmax(dim=-1) == self._expected.argmax(dim=-1)
         return int(agreed.sum()), self._divergence(logits)
 
     def bypass(self, layer: int) -> None:
-        """Run without a further layer from here on."""
+        """Bypass a further layer from now on."""
         self._bypassed.add(layer)
         del self._inputs[layer + 1 :]
         self._run(self._inputs)
 
     def _run(self, inputs: list[Tensor], without: Collection[int] = ()) -> Tensor:
-        """Return the output [1, N, E] of the remaining layers behind the last of `inputs`, which get all later ones."""
+        """Run the layers after the last of `inputs`, append their inputs, and return the output [1, N, E]."""
         running = set(range(self._decoder.num_layers)) - self._bypassed - set(without)
         ranks = prompt_ranks(self._decoder.num_layers, running)
         return run_level(self._decoder, self._responses, ranks, self._rows, [self._prompts], inputs=inputs)[0]

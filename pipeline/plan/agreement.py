@@ -1,6 +1,6 @@
-"""Before a new job at a schedule below full depth begins: its agreement with full depth, measured and held to a floor.
+"""Measures, before a new job below full depth begins, its agreement with full depth, and refuses a low one.
 
-The measurement is kept in the plan, and in the cache of this machine for later jobs of the same checkpoint, schedule
+The measurement is stored in the plan, and in this machine's cache for later jobs of the same checkpoint, schedule
 and prompts, such as the runs over a growing table.
 """
 
@@ -34,7 +34,7 @@ LITTLE = 0.1  # share of layer runs; a schedule that skips more of answers, but 
 def can_gain(schedule: Schedule, spec: PromptSpec) -> bool:
     """Tell whether some token of the job can run fewer layers than at full depth.
 
-    None can if every answer has one token: the prompt's pass predicts it.
+    No token can if every answer has one token, which the prompt's forward pass predicts.
     """
     if len(schedule.prompt_layers) < schedule.num_layers:
         return True
@@ -61,7 +61,7 @@ def announce_no_gain(schedule: Schedule, spec: PromptSpec) -> None:
 def is_measured(config: JobConfig, schedule: Schedule, spec: PromptSpec) -> bool:
     """Tell whether a new job measures its agreement.
 
-    The library engine measures it, so that a model which vLLM's workers share, or quantize, has none.
+    The library engine measures it, so a model that vLLM splits over GPUs or quantizes is not measured.
     """
     if {"tensor_parallel_size", "quantization"} & {*(config.model.vllm or {})}:
         return False
@@ -76,10 +76,10 @@ def with_agreement(
     generator: Mapping[str, Any],
     hardware: Hardware,
 ) -> Manifest:
-    """Return the plan of a new job with its agreement, which is printed. spec, generator: as the stages take them.
+    """Measure and print a new job's agreement, and return the plan with it. spec, generator: as the stages take them.
 
-    It is measured where an actor would run. If that process dies, there is a warning and no agreement; the quarantine
-    finds the row that killed it. Raises UserError if the agreement is below `schedule.min_agreement`.
+    A process with an actor's resources measures it. If that process dies, a warning is logged, and the quarantine
+    finds the deadly row later. Raises UserError if the agreement is below `schedule.min_agreement`.
     """
     on_vllm = generator["vllm"] is not None
     if on_vllm:
@@ -118,7 +118,7 @@ def with_agreement(
 
 
 def _record(config: JobConfig, identity: Mapping[str, Any]) -> Path:
-    """Return a measurement's file in this machine's cache, named by all that can change it but the input's content."""
+    """Return a measurement's file in this machine's cache. Its name depends on all but the input's content."""
     inputs = {key: value for key, value in identity["input"].items() if key != "files"}
     names = ("model", "schedule", "sampling", "choices", "output_format", "reasoning", "answers_version")
     kept = {key: identity[key] for key in names}

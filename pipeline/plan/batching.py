@@ -23,7 +23,7 @@ FEW_ROWS = 16  # rows of a batch, up to which a step takes about as long with fe
 
 @dataclass(frozen=True)
 class Batching:
-    """Values that shape batches, fixed when the job is first planned."""
+    """Values that determine a job's batches, fixed when the job is first planned."""
 
     shard_rows: int  # most rows of a shard
     shard_bytes: int  # uncompressed, of a shard's row groups, at most
@@ -60,7 +60,7 @@ def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, ha
 def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
     """Return `actors.scheduler`, else lock_step for answers of similar length, else refill.
 
-    Labels have similar lengths; so have answers that end only at their limit. Other answers have if the limit is at
+    Labels have similar lengths, and answers that end only at their limit. So do other answers if the limit is at
     most SPREAD times their median length (the schedule's horizon) and batches hold more than FEW_ROWS rows, unless
     rows bring their own limits. `tests/benchmarks/speed.py --schedulers lock_step,refill` compares both.
     """
@@ -82,10 +82,10 @@ def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
 
 
 def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
-    """Return the job with the engine that `model.engine: auto` stands for, and the GPUs that vLLM's workers need.
+    """Return the job with the engine chosen by `model.engine: auto`, and the number of GPUs that vLLM's workers need.
 
     Args:
-        stored: engine of the job that goes on, which stays; None for a new job.
+        stored: engine of the job to resume, which does not change; None for a new job.
 
     Raises:
         UserError: vLLM is asked for, and is not installed or cannot do what the job needs.
@@ -111,7 +111,7 @@ def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
 
 
 def not_in_vllm(config: JobConfig) -> str | None:
-    """Return what a job needs and vLLM cannot do, and what to do instead; None if it can do all."""
+    """Return what a job needs that vLLM cannot do, and what to do instead; None if vLLM can do everything."""
     sampling = config.sampling
     has_forms = (
         config.choices or config.output_format or config.input.choices or config.input.output_format

@@ -19,13 +19,13 @@ from pipeline.prepare.prompts import ADDED
 
 
 def needed_columns(config: JobConfig) -> list[str]:
-    """Input columns that the job reads, each once. Raises UserError if a template does not parse."""
+    """Return the input columns that the job reads, each once. Raises UserError if a template does not parse."""
     names = [config.input.id_column, *read_names(config.input), *kept_columns(config)]
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
 def text_columns(config: JobConfig) -> TextColumns:
-    """How the columns are read from a JSON Lines or CSV file."""
+    """Return how the columns are read from a JSON Lines or CSV file."""
     section = config.input
     as_json = [
         "body" if section.is_batch else None,
@@ -44,13 +44,13 @@ _CSV_TYPES = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
 
 
 def kept_columns(config: JobConfig) -> list[str]:
-    """Input columns that the parts hold besides the id; of a batch file the endpoint too."""
+    """Return the input columns that the parts hold besides the id; for a batch file also the endpoint."""
     added = ["url"] if config.input.is_batch and "url" not in config.output.keep else []
     return [*config.output.keep, *added]
 
 
 def optional_columns(config: JobConfig) -> tuple[str, ...]:
-    """Names from `OPTIONAL_FIELDS` that the job writes."""
+    """Return the names from `OPTIONAL_FIELDS` that the job writes."""
     written = {
         "token_ids": config.output.token_ids,
         "cumulative_logprob": config.output.cumulative_logprob,
@@ -63,7 +63,7 @@ def optional_columns(config: JobConfig) -> tuple[str, ...]:
 
 
 def parsed_column(config: JobConfig) -> pa.DataType | None:
-    """Type of the column `parsed`; None without it. Raises UserError for a schema that has no one type."""
+    """Return the type of the column `parsed`; None without it. Raises UserError for a schema without a single type."""
     if not config.output.parse:
         return None
     assert config.output_format is not None

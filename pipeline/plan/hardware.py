@@ -1,4 +1,4 @@
-"""Where the actors of a job will run, as far as planning asks."""
+"""The hardware of a job's actors, as planning needs to know it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Result = TypeVar("Result")
 
 
 class Hardware:
-    """This process: an actor runs here, and so does every call. Backends with other processes override it."""
+    """This process: actor and calls run here. Backends with other processes override this class."""
 
     @property
     def on_this_machine(self) -> bool:
-        """Whether every actor shares this machine's memory."""
+        """Tell whether all actors share this machine's memory."""
         return True
 
     def node(self, actors: ActorsConfig) -> tuple[int, int, int]:
@@ -24,7 +24,7 @@ class Hardware:
         return process_cpus(), process_memory(), 1
 
     def call_isolated(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function that may kill its process. Raises Died then, where the backend survives it."""
+        """Call a function that may kill its process. Raises Died if it did and the backend survives."""
         return function(*arguments)
 
     def call_as_actor(self, actors: ActorsConfig, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -34,5 +34,5 @@ class Hardware:
     def call_as_actors(
         self, actors: ActorsConfig, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
     ) -> list[Result]:
-        """Call a function as `call_as_actor` for the arguments in `calls`, at the same time where there is space."""
+        """Call a function as `call_as_actor` for each of `calls`, in parallel if the resources suffice."""
         return [function(*arguments) for arguments in calls]

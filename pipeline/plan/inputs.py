@@ -1,4 +1,4 @@
-"""Checks of the input files: apart from the output, and unchanged since they were pinned."""
+"""Checks that the input files are not in the output folder, and are unchanged since they were pinned."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_output_disjoint(
     """Raise UserError if an output folder holds input files, or is read as input. Compares real paths.
 
     Args:
-        listed: URLs of the input files, where they are listed already.
+        listed: URLs of the input files, if they are listed already.
         key: the folder's key in the job file, for the message.
         output: the folder; default `output.path`.
     """
@@ -56,7 +56,7 @@ def check_output_disjoint(
 
 
 def check_same_input(config: JobConfig, began: Sequence[str]) -> None:
-    """Raise UserError if the job file names another input than the stored job, whose `input.path` was `began`."""
+    """Raise UserError if the job file names another input than the stored job. began: the stored job's `input.path`."""
     now = config.input.path
     if began != now:
         raise UserError(
@@ -68,7 +68,7 @@ def check_same_input(config: JobConfig, began: Sequence[str]) -> None:
 def with_digests(files: Sequence[InputFile]) -> list[InputFile]:
     """Record the SHA-256 of local files, so that a file uploaded again with the same bytes counts as unchanged.
 
-    None is recorded if the local files are larger than `DIGEST_BYTES` together: planning never hashes for long. A
+    No digest is recorded if the local files have more than `DIGEST_BYTES` together: planning stays short. A
     store's own version, the ETag, needs no digest.
     """
     local = [file for file in files if _is_local(file.url)]
@@ -84,7 +84,7 @@ def has_same_content(url: str, digest: str, version: str) -> bool:
 
 
 def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFile]:
-    """Return the pinned files with their present versions. Logs the number of files that are not pinned.
+    """Return the pinned files with their present versions. Logs the number of other files in the input.
 
     Raises:
         UserError: a pinned file is gone or has other content.
@@ -111,7 +111,7 @@ def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFil
 
 
 def _future_names(config: JobConfig) -> Iterator[str]:
-    """Yield names of files that the job may write into its output."""
+    """Yield the names of files that the job may write into its output."""
     results = RESULT_NAMES if config.result_format in ("jsonl", "openai_batch") else ()
     for folder in ("", f"{RUN_FOLDER}/") if config.input.since else ("",):
         yield from (f"{folder}part-{index:06d}.parquet" for index in range(1000))
@@ -123,7 +123,7 @@ def _is_local(url: str) -> bool:
 
 
 def _real(url: str, storage: StorageConfig) -> str:
-    """Return the absolute path, with symlinks before its first wildcard resolved; of a bucket's URL, s3/bucket/key."""
+    """Return the absolute path, with symlinks before the first wildcard resolved; for an S3 URL s3/bucket/key."""
     fs, path = filesystem(url, storage)
     if not isinstance(fs, LocalFileSystem):
         return f"s3/{path}"
@@ -134,7 +134,7 @@ def _real(url: str, storage: StorageConfig) -> str:
 
 
 def _digest(url: str, version: str) -> str:
-    """SHA-256 of a local file; "" if it is not the file that was modified at `version`, before and after."""
+    """Return the SHA-256 of a local file; "" if its modification time is not `version` before and after reading."""
     try:
         with open(url, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

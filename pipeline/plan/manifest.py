@@ -1,6 +1,6 @@
 """The plan of a job: its identity, its input files and shards, and the values that shape its batches.
 
-The fingerprint is a digest of the identity, of all that can change an answer. `plan_files.py` saves the plan; a resumed
+The fingerprint is a digest of the identity: all that can change an answer. `plan_files.py` saves the plan; a resumed
 job reads it from there.
 """
 
@@ -81,9 +81,9 @@ def plan_job(
         resolved: the checkpoint.
         limit: number of input rows; None is all.
         stored: the job in the output folder.
-        files: to plan over; default all files of `input.path`.
-        hardware: asked for what a new job's threads and cache depend on; default this process.
-        preview: plan for a look at the first `limit` rows: nothing behind them is read, and no prefix is shared.
+        files: input files; default all files of `input.path`.
+        hardware: determines a new job's threads and cache; default this process.
+        preview: plan only to answer the first `limit` rows: no later rows are read, and no prefix is shared.
 
     Raises:
         UserError: input is missing, unreadable, of the wrong type, or changed since the stored job began.
@@ -130,7 +130,7 @@ def plan_job(
 
 
 def _first_files(config: JobConfig, listed: Files, rows: int) -> Files:
-    """Return the files that hold the first rows; those behind them are not opened."""
+    """Return the files that hold the first rows. Later files are not opened."""
     found: dict[str, tuple[int, str]] = {}
     for url, entry in listed.items():
         found[url] = entry
@@ -184,9 +184,9 @@ def coverage_problems(manifest: Manifest) -> list[str]:
 def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> tuple[list[InputFile], pa.Schema]:
     """Return the pinned files, and one schema of the needed columns for all. UserError as for `plan_job`.
 
-    With `input.unreadable: later` files that cannot be read are left out, with a warning each.
+    With `input.unreadable: later` each file that cannot be read is left out with a warning.
 
-    limit: rows to read of each text file; None is all.
+    limit: number of rows to read of each text file; None is all.
     """
     text = text_columns(config)
     table = input_table(config.input, config.storage) if config.input.is_table else None
@@ -245,13 +245,13 @@ def _identity(
 
 
 def _model_values(model: ModelConfig) -> dict[str, Any]:
-    """Return keys of `model` that can change an answer; a job planned before two of them existed has none."""
+    """Return keys of `model` that can change an answer; a job planned before two of these keys existed lacks them."""
     values = model.model_dump(exclude={"path", "cache", "speed_adapter"})
     return {name: value for name, value in values.items() if value is not None or name not in ("weights", "vllm")}
 
 
 def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
-    """Return the end tokens where a job planned before their union had others."""
+    """Return the end tokens if an earlier version, which did not take their union, had others."""
     checkpoint, tokenizer = resolved.checkpoint, tokenizer_of(known_tokenizer(resolved))
     ends = set(end_tokens(checkpoint.path, tokenizer, checkpoint.config.vocab_size))
     same = ends == ends_before_the_union(checkpoint.path, tokenizer, checkpoint.config)
@@ -259,7 +259,7 @@ def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
 
 
 def _input_identity(config: JobConfig) -> dict[str, Any]:
-    """Return keys of `input` that can change an answer; a job planned before two of them existed has none."""
+    """Return keys of `input` that can change an answer; a job planned before two of these keys existed lacks them."""
     left_out = {"since", "changed", "unreadable", "retry", "csv_field_bytes", "duplicate_ids"}
     values = config.input.model_dump(mode="json", exclude=left_out)
     if not config.input.is_table:
@@ -286,7 +286,7 @@ def limited(shards: Sequence[Shard], limit: int | None) -> list[Shard]:
 
 
 def newest(config: JobConfig) -> TablePin | None:
-    """Return the newest snapshot of the job's input; None for files, and for a table that has none yet."""
+    """Return the newest snapshot of the job's input; None for files, and for a table without a snapshot."""
     return input_table(config.input, config.storage).newest() if config.input.is_table else None
 
 

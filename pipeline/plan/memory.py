@@ -1,4 +1,4 @@
-"""The memory that a job's actors need: logged, and checked before weights are read."""
+"""Computes, logs and checks the memory that a job's actors need, before weights are read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def log_memory_estimate(
 ) -> None:
     """Log the memory estimate; raise UserError if this machine cannot hold the actors, or weights are damaged.
 
-    An actor on a GPU checks the free memory there itself, before it loads.
+    An actor on a GPU checks that GPU's free memory itself before it loads.
     """
     if not checkpoint.checkpoint.in_library:
         log.info("model: vLLM checks weights and memory; at most %d rows in flight", batching.max_batch)
@@ -41,7 +41,7 @@ def log_memory_estimate(
 
 
 def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedCheckpoint, batching: Batching) -> Need:
-    """Memory of one actor. Raises UserError if the weights do not fit the config."""
+    """Return the memory of one actor. Raises UserError if the weights do not fit the config."""
     on_gpu = _on_gpu(model, actors)
     if (stored := checkpoint.checkpoint.stored) is not None and model.weights is None:
         runs = stored.run(model.dtype, on_gpu=on_gpu)
@@ -55,7 +55,7 @@ def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedChe
 def check_weights(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], name: str) -> None:
     """Raise UserError if tensors of these shapes are not the weights of a model of this config.
 
-    What fits is recorded in this machine's cache, as the check builds a model.
+    The check builds a model, so its success is recorded in this machine's cache.
     """
     from transformers import __version__
 
@@ -68,7 +68,7 @@ def check_weights(config: PretrainedConfig, tensors: Mapping[str, StoredTensor],
 
 
 def describe(need: Need, dtype: str, actors: ActorsConfig) -> str:
-    """One line: parameters, their bytes, the bytes of an actor, and the number of actors."""
+    """Return one line: parameters, their bytes, the bytes of an actor, and the number of actors."""
     count = f"{actors.min} to {actors.max}" if actors.min is not None else str(actors.most)
     ending = "" if count == "1" else "s"
     return (
@@ -78,7 +78,7 @@ def describe(need: Need, dtype: str, actors: ActorsConfig) -> str:
 
 
 def check_fits(need: Need, model: ModelConfig, actors: ActorsConfig, memory: int) -> None:
-    """Raise UserError if the least number of actors, on CPUs, needs more than `memory` bytes."""
+    """Raise UserError if the minimum number of actors on CPUs needs more than `memory` bytes."""
     least = actors.min or actors.most
     if not _on_gpu(model, actors) and least * need.total > memory:
         raise UserError(

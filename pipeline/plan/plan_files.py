@@ -3,7 +3,7 @@
     _job/inputs.parquet, plan.parquet, schema.arrow     input files, shards, types of the columns read
     _job/job.json                                       identity, batching, and the digests of the other three
 
-Every file is held against its digest when it is loaded: a flipped bit would lose and repeat rows.
+Every file is compared with its digest when it is loaded: a flipped bit would lose and repeat rows.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def save(folder: Folder, manifest: Manifest) -> None:
 def load(folder: Folder) -> Manifest | None:
     """Return the plan in an output folder; None if there is none.
 
-    Raises UserError that names the file and the remedy, if one is damaged or missing, or of another format.
+    Raises UserError that names the file and the remedy if a file is damaged, missing or of another format.
     """
     try:
         text = folder.read(JOB)
@@ -86,7 +86,7 @@ def load(folder: Folder) -> Manifest | None:
 
 
 def is_own(text: bytes) -> bool:
-    """Tell whether a job.json may be this program's, if damaged: another program's is whole, and has no fingerprint."""
+    """Tell whether a damaged job.json may be this program's. One of another program is valid and has no fingerprint."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -98,7 +98,7 @@ _REMEDY = "restore the file from a copy, or start again with --overwrite"
 
 
 def _with_check(text: bytes) -> bytes:
-    """Complete a JSON object without its last brace by the digest of these bytes."""
+    """Append the digest of these bytes, and the last brace, to a JSON object without its last brace."""
     return text + CHECK.encode() + _sha256(text).encode() + b'"\n}\n'
 
 
@@ -130,7 +130,7 @@ _SHARDS = pa.schema([("index", pa.int64()), ("url", pa.string()), ("first_row", 
 
 
 def _shards(table: pa.Table) -> list[Shard]:
-    """Return the shards of a plan; shards of one file share the string of its URL."""
+    """Return the shards of a plan. Shards of one file share one URL string."""
     urls: dict[str, str] = {}
     indices, files, firsts, rows = (table[name].to_pylist() for name in _SHARDS.names)
     shared = [urls.setdefault(url, url) for url in files]

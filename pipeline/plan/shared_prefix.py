@@ -1,4 +1,4 @@
-"""The constant beginning of a job's prompts, found in a sample of rows when the job is planned."""
+"""Finds the shared prefix of a job's prompts in a sample of rows when the job is planned."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def sampled_prefix(
     spec: PromptSpec,
     hardware: Hardware,
 ) -> list[int]:
-    """Return token ids that good rows near the start of the first, the middle and the last shard begin with.
+    """Return the token ids with which rows near the start of the first, the middle and the last shard begin.
 
-    hardware: prepares the rows where a row that kills its process does no harm; there is then no prefix, and the
-    quarantine finds the row when its shard runs.
+    hardware: prepares the rows in a process that a row may kill; then there is no prefix, and the
+    quarantine finds the row later.
     """
     sampled = [shards[place] for place in sorted({0, len(shards) // 2, len(shards) - 1})] if shards else []
     by_url = {file.url: file for file in files}
@@ -58,15 +58,15 @@ def sampled_prefix(
 
 
 def prompt_ids(tables: Sequence[bytes], spec: PromptSpec) -> list[list[int]]:
-    """Return token ids of the good rows of tables in IPC format."""
+    """Return the token ids of rows without an error, of tables in IPC format."""
     prepared = [prepare_table(from_ipc(table), spec)[PROMPT_IDS].to_pylist() for table in tables]
     return [ids for ids in itertools.chain.from_iterable(prepared) if ids]
 
 
 def _differ(table: pa.Table, spec: PromptSpec) -> bool:
-    """Tell whether plain texts of a column differ so early that they cannot share `SHORTEST_PREFIX` tokens.
+    """Tell whether texts of a column differ so early that they cannot share `SHORTEST_PREFIX` tokens.
 
-    A token holds at least one byte. Saves the process that tokenizes.
+    Each token holds at least one byte. If True, no process needs to tokenize.
     """
     column = spec.input.prompt_column
     if column is None or spec.chat is not None or not is_text(table.schema.field(column).type):
@@ -76,7 +76,7 @@ def _differ(table: pa.Table, spec: PromptSpec) -> bool:
 
 
 def _beginning(file: InputFile, shard: Shard) -> Shard:
-    """Return the first rows of the row group in which the shard begins: later ones would cost all rows before them."""
+    """Return the first rows of the row group in which the shard begins: later ones would cost reading all before."""
     if file.format != "parquet":
         return replace(shard, rows=min(shard.rows, SAMPLE_ROWS))
     starts = list(itertools.accumulate(file.group_rows, initial=0))

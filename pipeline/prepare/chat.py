@@ -1,4 +1,4 @@
-"""Messages of a chat: reading a row's, and the conversation with the job's system message and examples."""
+"""Reads a row's chat messages, and joins them with the job's system message and examples."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Chat:
     """What a job adds to every row's messages.
 
     Args:
-        system: system message of rows that have none of their own; a template where it has Jinja's braces.
+        system: system message of rows without one; a template if it has Jinja's braces.
         examples: (user, assistant) exchanges after the system message; templates like `system`.
         values: variables for the chat template.
-        continue_final: the answer continues the last message where it is the assistant's.
-        now: the time that the chat template reads, seconds since 1970: constant, so that a resumed job writes the same
+        continue_final: whether the answer continues a last message that is the assistant's.
+        now: time for the chat template, seconds since 1970. It is constant, so that a resumed job writes the same
             prompts.
     """
 
@@ -49,12 +49,12 @@ class Chat:
 
     @property
     def texts(self) -> list[str]:
-        """The system message, "" for none, and the texts of the examples."""
+        """Return the system message, "" if there is none, and the texts of the examples."""
         return [self.system or "", *(text for exchange in self.examples for text in exchange)]
 
 
 def conversation(chat: Chat, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """System message (the row's own, else the job's), examples, the row's other messages."""
+    """Return the system message (the row's, else the job's), the examples and the row's other messages."""
     roles = [message["role"] for message in messages]
     start = next((number for number, role in enumerate(roles) if role != "system"), len(roles))
     system: list[Mapping[str, Any]] = list(messages[:start])
@@ -71,7 +71,7 @@ def conversation(chat: Chat, messages: Sequence[Mapping[str, Any]]) -> list[Mapp
 def read_messages(value: Any) -> list[dict[str, Any]]:
     """Return a row's messages from a list of objects with role and content, or from JSON of such a list.
 
-    Text parts of a content become lines; null fields are dropped. Raises UserError that names the wrong message.
+    Text parts of a message become lines; null fields are dropped. Raises UserError that names the wrong message.
     """
     if value is None:
         raise UserError("messages is null")
@@ -85,7 +85,7 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def ends_with_assistant(value: Any) -> bool:
-    """Tell whether a row's messages are right and end with an assistant's turn."""
+    """Tell whether a row's messages are valid and end with an assistant's turn."""
     try:
         return bool(read_messages(value)[-1]["role"] == "assistant")
     except UserError:
@@ -118,7 +118,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
 
 
 def _call(name: str, call: Any) -> dict[str, Any]:
-    """Return a call of a tool with its arguments as an object, as chat templates read it; OpenAI writes JSON."""
+    """Return a tool call with its arguments as an object, as chat templates expect; OpenAI has them as JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise UserError(f"{name}: a tool call must be {{function: {{name, arguments}}}}")
@@ -147,7 +147,7 @@ log = logging.getLogger(__name__)
 def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
     """Render the chat template over messages. Raises `TEMPLATE_ERRORS`.
 
-    A last message that the answer continues ends where its content ends, as in transformers.
+    If the answer continues the last message, the prompt ends with that message's content, as in transformers.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -177,7 +177,7 @@ def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], to
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose reasoning has the names under which templates read it; without fields that are null."""
+    """Return a message whose reasoning has all names that templates read, without fields that are null."""
     fields = {name: value for name, value in message.items() if value is not None}
     reasoning = next((fields[name] for name in REASONING if name in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
@@ -186,9 +186,9 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 def render_chat(
     tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], tools: Tools = (), *, parse: bool = False
 ) -> tuple[str, int]:
-    """Return the prompt, up to the beginning of the answer, and how many control tokens messages and tools spell.
+    """Return the prompt up to the answer, and the number of control tokens in messages and tools.
 
-    tools: those that the model may call. parse: see `ControlTokens.prompt`.
+    tools: tools that the model may call. parse: see `ControlTokens.prompt`.
 
     Raises UserError if the chat template refuses the messages.
     """
@@ -202,7 +202,7 @@ def render_chat(
 
 
 def check_chat(tokenizer: Any, chat: Chat, path: object) -> None:
-    """Render a trial conversation. path: the checkpoint, for messages.
+    """Render a trial conversation. path: the checkpoint, named in errors.
 
     Raises UserError if there is no chat template, or it does not compile or refuses the job's system or examples.
     """

@@ -1,4 +1,4 @@
-"""The settings by which each row becomes a prompt, and the checks that would fail for every row."""
+"""Holds the settings that turn a row into a prompt, and checks what would fail for every row."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class PromptSpec:
     """How a row becomes a prompt.
 
     Args:
-        checkpoint: where the tokenizer is.
-        vocab_size: tokens of the model's vocabulary.
-        context_length: tokens of prompt and answer.
-        input: which columns hold the prompt and the row's own settings, which override the job's.
+        checkpoint: checkpoint with the tokenizer.
+        vocab_size: number of tokens in the model's vocabulary.
+        context_length: maximum number of tokens of prompt and answer.
+        input: names the columns of the prompt and of the row's settings, which override the job's.
         sampling: the job's parameters.
         choices: the job's labels; () for free text.
-        output_format: form of the job's answers; None for free text.
+        output_format: format of the job's answers; None for free text.
         now: when the job was planned, seconds since 1970; chat templates read it as the time.
     """
 
@@ -51,7 +51,7 @@ class PromptSpec:
 
     @cached_property
     def chat(self) -> Chat | None:
-        """What a chat adds to a row's messages; None for plain text."""
+        """Return what a chat adds to a row's messages; None for plain text."""
         section = self.input
         examples = tuple((example.user, example.assistant) for example in section.examples)
         chat = Chat(section.system, examples, section.chat_template_kwargs, section.continue_final, self.now)
@@ -101,7 +101,7 @@ def check_spec(spec: PromptSpec) -> None:
 
 
 def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
-    """Log once which settings of the checkpoint's generation config the job does not follow.
+    """Log once which settings of the checkpoint's generation config the job ignores.
 
     Raises UserError for an end token outside the vocabulary.
     """
@@ -114,9 +114,9 @@ def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
 
 
 def read_names(section: InputConfig) -> list[str]:
-    """Return the columns that a row's prompt, sampling and form come from, each once.
+    """Return the columns of a row's prompt, sampling and answer format, each once.
 
-    Raises UserError, which names the text, for a wrong template.
+    Raises UserError that names the text if a template is wrong.
     """
     names = [section.prompt_column, section.messages]
     texts = [("system, examples", text) for text in section.chat_texts if is_template(text)]
@@ -133,9 +133,9 @@ def read_names(section: InputConfig) -> list[str]:
 
 
 def marks_of_thinking(config: JobConfig, resolved: ResolvedCheckpoint) -> dict[str, str] | None:
-    """Return the job's marks by the names of `Reasoning`, if any; `auto` takes those of the chat template.
+    """Return the job's delimiters of thinking as arguments of `Reasoning`; `auto` takes the chat template's.
 
-    Raises UserError for a mark that is a special token.
+    Raises UserError if a delimiter is a special token.
     """
     if config.reasoning is None:
         return None

@@ -1,4 +1,4 @@
-"""The CPU stage: the rows of a shard -> prompts as token ids.
+"""The CPU stage: turns the rows of a shard into prompts of token ids.
 
 A row's values become text (a prompt column, a template, or a chat), its own sampling parameters and labels. The texts
 of all rows are tokenized in batches; a prompt that does not fit the context is refused or truncated. A row that fails
@@ -53,10 +53,10 @@ class Row:
     """A row on its way to a prompt; `error` ends it.
 
     Args:
-        label: tokens of its longest label and the end, or 0.
-        is_chat: the chat template has written its text, with special tokens.
-        control_tokens: number that the row's values spell and that are parsed.
-        is_marked: those that its values spell are marked in the prompt, see `ControlTokens`.
+        label: number of tokens of the longest label and the end, or 0.
+        is_chat: whether the chat template has written the text, with special tokens.
+        control_tokens: number of control tokens in the row's values that are parsed.
+        is_marked: whether control tokens in its values are marked in the prompt, see `ControlTokens`.
         tools: whether the prompt offers tools.
     """
 
@@ -74,7 +74,7 @@ class Row:
 
 
 def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
-    """Return the shard's table with the columns of `ADDED`; a failed row has no prompt ids, a good row a null error."""
+    """Return the shard's table with the columns of `ADDED`. A failed row has no prompt ids; else the error is null."""
     table, errors = schema.split_errors(table)
     rows = [Row(error=error) for error in errors]
     values = iter(_python_rows(table, read_names(spec.input)))
@@ -99,7 +99,7 @@ def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
 
 
 def error_table(table: pa.Table, errors: Sequence[str]) -> pa.Table:
-    """Return `prepare_table` of rows that are not read: each gets an error."""
+    """Return a table as `prepare_table` does for rows that are not read: each row has an error."""
     return _with_added(schema.split_errors(table)[0], [Row(error=error) for error in errors])
 
 
@@ -120,7 +120,7 @@ def _with_added(table: pa.Table, rows: Sequence[Row]) -> pa.Table:
 
 
 def _attempt(row: Row, step: Callable[..., None], *arguments: Any) -> None:
-    """Call a step with a row that has no error so far; what the step raises is the row's error."""
+    """Call a step with a row that has no error. An exception becomes the row's error."""
     if row.error is None:
         try:
             step(row, *arguments)
@@ -145,7 +145,7 @@ def _python_rows(table: pa.Table, columns: Sequence[str]) -> list[Any]:
 
 
 def _read(row: Row, values: Mapping[str, Any] | Exception, spec: PromptSpec) -> None:
-    """Set the row's text or token ids, its parameters, labels and form."""
+    """Set the row's text or token ids, parameters, labels and answer format."""
     if isinstance(values, UnicodeDecodeError):
         raise UserError(f"not UTF-8: {values}")
     if isinstance(values, Exception):
@@ -188,7 +188,7 @@ def _set_prompt(
     tools: list[dict[str, Any]],
     spec: PromptSpec,
 ) -> None:
-    """Set the prompt; control tokens that the row's values spell are parsed, or marked to become text."""
+    """Set the prompt. Control tokens in the row's values are parsed, or marked to become text."""
     section, template, tokenizer = spec.input, spec.input.template, tokenizer_of(spec.checkpoint)
     content: Any = None
     messages: Any = None
@@ -226,7 +226,7 @@ def _set_prompt(
 
 
 def _own_form(values: Mapping[str, Any], spec: PromptSpec) -> OutputFormat | None:
-    """Return the row's own form; None for the job's, or for free text."""
+    """Return the row's answer format; None for the job's, or for free text."""
     for kind, column in (spec.input.output_format or {}).items():
         if values[column] is not None:
             after = spec.output_format is not None and spec.output_format.after and kind == "json_schema"
@@ -265,7 +265,7 @@ def _set_label(row: Row, ids: Mapping[str, tuple[int, ...]], of_job: int) -> Non
 
 
 def _bound(row: Row, spec: PromptSpec) -> None:
-    """Refuse a text that cannot fit the context before it is tokenized, or cut it to the part that truncation reads."""
+    """Refuse a text that cannot fit the context before it is tokenized, or cut it to the part that truncation needs."""
     if not isinstance(row.prompt, str):
         return
     if spec.input.too_long == "truncate_left":

@@ -1,4 +1,4 @@
-"""A row's own settings: sampling parameters from columns, and requests of an OpenAI batch file.
+"""Reads a row's settings: sampling parameters from columns, or a request of an OpenAI batch file.
 
 Source of batch files: https://platform.openai.com/docs/guides/batch
 """
@@ -27,7 +27,7 @@ def from_json(text: str, name: str) -> Any:
 
 
 def read_batch_row(values: Mapping[str, Any]) -> CompletionRequest:
-    """Return the request of a row of a batch file. Raises UserError with the row's error."""
+    """Return the request in a row of a batch file. Raises UserError with the row's error."""
     for name in BATCH_COLUMNS:
         if values[name] is None:
             raise UserError(f"{name} is missing")
@@ -40,7 +40,7 @@ def read_batch_row(values: Mapping[str, Any]) -> CompletionRequest:
 
 
 def read_overrides(value: Any) -> dict[str, Any]:
-    """Return the parameters in a column's value: a struct, a map (pairs), or a JSON object; {} for null."""
+    """Return the parameters in a value: a struct, a map (pairs), or a JSON object; {} for null."""
     if isinstance(value, str):
         value = from_json(value, "sampling")
     if value is None:
@@ -53,7 +53,7 @@ def read_overrides(value: Any) -> dict[str, Any]:
 
 
 def own_sampling(base: SamplingParams, changes: Mapping[str, Any]) -> tuple[SamplingParams, str | None]:
-    """Return the row's parameters, and the values that it overrides as canonical JSON, None without any.
+    """Return the row's parameters, and its overrides as canonical JSON; None without overrides.
 
     Raises UserError for unknown names and impossible values.
     """

@@ -28,7 +28,7 @@ def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine |
 
     Args:
         batch: columns shard, url, first_row and rows (IPC bytes).
-        quarantine: quarantine of the run. None retries a row that kills this process for ever: Ray Data retries without
+        quarantine: quarantine of the run. Without it Ray Data would retry a deadly row for ever.
         limit.
     """
     if quarantine is not None:  # set in worker processes; Ray runs several of them on one machine
@@ -72,7 +72,7 @@ def _deadline(table: pa.Table, spec: PromptSpec) -> Iterator[None]:
 
 
 def prepare_isolated(table: pa.Table, spec: PromptSpec, attempt: ShardAttempt) -> pa.Table:
-    """Call `prepare_table` group by group, each recorded before it runs; return the same rows in the same order."""
+    """Call `prepare_table` for groups of rows. Each group is recorded before it runs. Rows keep their order."""
     order = list(attempt.errors)
     tables = [error_table(table.take(order), list(attempt.errors.values()))] if order else []
     for group in attempt.groups:

@@ -23,9 +23,9 @@ NOT_COMPILED = (SyntaxError, RecursionError, MemoryError, ValueError, OverflowEr
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Renders templates; `meta.items` is the field `items` of a struct if there is one, else the method.
+    """Renders templates. `meta.items` is the field `items` of a struct if it exists, else the method.
 
-    Of Jinja's globals only `range` is kept: columns may have the names of the others. No filter draws at random: a row
+    Only the global `range` of Jinja remains: columns may have the names of the others. No filter is random: a row
     must always give the same prompt.
     """
 
@@ -59,7 +59,7 @@ def _no_null(value: Any) -> Any:
 
 
 def is_template(text: str) -> bool:
-    """Tell whether a text other than `input.template` is a template: whether it has Jinja's braces."""
+    """Tell whether a text other than `input.template` is a template, by Jinja's braces."""
     return any(mark in text for mark in ("{{", "{%", "{#"))
 
 

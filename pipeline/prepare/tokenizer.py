@@ -17,7 +17,7 @@ from pipeline.messages import is_unicode, one_line
 
 @dataclass(frozen=True)
 class KnownTokenizer:
-    """A checkpoint, and the class of its tokenizer as `load_tokenizer` takes it; it does not distinguish tokenizers."""
+    """A checkpoint, and the class of its tokenizer for `load_tokenizer`. The class does not count in comparisons."""
 
     checkpoint: PinnedFolder | RemoteCheckpoint
     class_name: str | None = field(default=None, compare=False)
@@ -40,13 +40,13 @@ def tokenizer_of(checkpoint: Source) -> Any:
 
 
 def known_tokenizer(checkpoint: ResolvedCheckpoint) -> KnownTokenizer:
-    """Return the tokenizer for other processes, loaded here once, for its class too. UserError if it is damaged."""
+    """Load the tokenizer here once, and return it for other processes, with its class. UserError if it is damaged."""
     unknown = KnownTokenizer(checkpoint.pinned())
     return replace(unknown, class_name=tokenizer_class_name(tokenizer_of(unknown)))
 
 
 def shown_path(checkpoint: Source) -> str:
-    """Return a checkpoint as messages name it."""
+    """Return a checkpoint's name for messages."""
     if isinstance(checkpoint, KnownTokenizer):
         checkpoint = checkpoint.checkpoint
     return checkpoint if isinstance(checkpoint, str) else checkpoint.path
@@ -54,19 +54,19 @@ def shown_path(checkpoint: Source) -> str:
 
 @lru_cache(maxsize=2)
 def _longest_token(checkpoint: Source) -> int:
-    """Return the characters of the longest token."""
+    """Return the number of characters of the longest token."""
     return max(map(len, tokenizer_of(checkpoint).get_vocab()))
 
 
 def fewest_tokens(checkpoint: Source, text: str) -> int:
-    """Return the tokens that a long text has at least, if each is the longest; 0 for a text that is short."""
+    """Return the minimum number of tokens of a long text, as if each were the longest token; 0 for a short text."""
     return 0 if len(text) <= SHORT_CHARACTERS else -(-len(text) // _longest_token(checkpoint))
 
 
 def tokenize(checkpoint: Source, texts: Sequence[str], special_tokens: bool) -> Iterator[list[int]]:
-    """Yield the token ids of each text, in batches of `BATCH_CHARACTERS`; never two tokens that begin a sequence.
+    """Yield the token ids of each text, in batches of `BATCH_CHARACTERS`, with at most one BOS token.
 
-    special_tokens: add the tokenizer's own; a chat template writes them itself.
+    special_tokens: whether to add the tokenizer's special tokens; a chat template writes them itself.
     """
     first = size = 0
     for end, text in enumerate(texts, 1):
@@ -81,7 +81,7 @@ def tokenize(checkpoint: Source, texts: Sequence[str], special_tokens: bool) -> 
 
 
 def tokenize_labels(tokenizer: Any, labels: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Return label -> token ids without special tokens. Labels that are not valid Unicode are missing."""
+    """Return label -> token ids without special tokens. Labels that are not valid Unicode are left out."""
     valid = [label for label in dict.fromkeys(labels) if is_unicode(label)]
     if not valid:
         return {}
@@ -90,7 +90,7 @@ def tokenize_labels(tokenizer: Any, labels: Iterable[str]) -> dict[str, tuple[in
 
 
 def longest(labels: Sequence[str], ids: Mapping[str, Sequence[int]]) -> int:
-    """Return the tokens of the longest label. Raises UserError if a label has none, or two labels have the same."""
+    """Return the number of tokens of the longest label. Raises UserError if a label has none, or two have the same."""
     seen: dict[tuple[int, ...], str] = {}
     for label in labels:
         tokens = tuple(ids.get(label, ()))

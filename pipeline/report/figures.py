@@ -1,4 +1,4 @@
-"""Figures of a job from the shards' statistics and the recorded runs, and the lines that console and page give them."""
+"""Computes a job's figures from statistics and recorded runs, and writes them as lines for console and page."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SHOWN_KINDS = 20
 
 
 def error_kinds(shards: pa.Table) -> list[dict[str, Any]]:
-    """Return the most frequent kinds: `kind`, number of `answers`, `row_id`, error (`example`) and `shard` of one.
+    """Return the most frequent kinds of errors: `kind`, number of `answers`, and `row_id`, `example`, `shard` of one.
 
-    The last entry, with an empty kind, counts the answers of all others.
+    The last entry, with an empty kind, counts the answers of all other kinds.
     """
     found: dict[str, dict[str, Any]] = {}
     for shard, text in zip(shards["shard"].to_pylist(), shards["error_kinds"].to_pylist(), strict=True):
@@ -37,7 +37,7 @@ def error_kinds(shards: pa.Table) -> list[dict[str, Any]]:
 
 
 def run_spans(runs: Sequence[JobRun], shards: pa.Table) -> list[tuple[float, float]]:
-    """Return begin and end of each run, s since 1970; of runs that are not recorded the span of their shards.
+    """Return begin and end of each run, s since 1970; for runs without a record the span of their shards.
 
     A run that was killed ends with its last shard.
     """
@@ -68,9 +68,9 @@ def held_seconds(runs: Sequence[JobRun], shards: pa.Table) -> float | None:
 def clock_speedups(
     agreement: Agreement | None, totals: Totals, held: float | None
 ) -> tuple[float | None, float | None]:
-    """Return the speed-ups of the whole run and of decode alone over full depth, as timed on the sampled rows.
+    """Return the speed-ups of the whole run and of decode over full depth, as timed on the sampled rows.
 
-    held: see `held_seconds`. None where the sampled rows were not timed.
+    held: see `held_seconds`. None if the sampled rows were not timed.
     """
     decode = None if agreement is None else agreement.decode_ratio
     if agreement is None or not held or not totals.generate_seconds or (totals.decode_steps and decode is None):
@@ -82,10 +82,10 @@ def clock_speedups(
 
 
 def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shards: pa.Table) -> Iterator[str]:
-    """Yield what a job has done and cost, a line each.
+    """Yield lines that say what a job has done and cost.
 
     Args:
-        runs: of the job, as far as they are recorded.
+        runs: recorded runs of the job.
         shards: statistics as in `STATS_SCHEMA`.
     """
     answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
@@ -137,7 +137,7 @@ def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shar
 
 
 def _nominal(manifest: Manifest, totals: Totals) -> str:
-    """Return the line of the speed that was asked for."""
+    """Return the line that names the nominal speed."""
     schedule = manifest.identity["schedule"]
     layers, speedup = schedule["num_layers"], schedule["speedup"]
     prompt_layers = schedule["depths"][0] if schedule.get("prompt") == "first" else layers
@@ -148,7 +148,7 @@ def _nominal(manifest: Manifest, totals: Totals) -> str:
 
 
 def _cost(totals: Totals, held: float | None) -> Iterator[str]:
-    """Yield device-seconds and money, in all and for a million tokens or answers. held: with start-up and idle."""
+    """Yield device-seconds and money, total and for a million tokens or answers. held: includes start-up and idle."""
     if not totals.generated_tokens:
         return
     price = totals.money / totals.device_seconds if totals.device_seconds else 0.0

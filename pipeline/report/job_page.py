@@ -40,9 +40,9 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
     """Return the page of a job, finished or not.
 
     Args:
-        folder: its output, of which `_job/runs.json`, `_job/duplicates.json` and one part are read.
-        shards: statistics as in `STATS_SCHEMA`, of committed shards.
-        storage: of the input, of which the first rows are read.
+        folder: the job's output; `_job/runs.json`, `_job/duplicates.json` and one part are read.
+        shards: statistics of committed shards, as in `STATS_SCHEMA`.
+        storage: storage of the input, whose first rows are read.
     """
     shards = shards.select(STATS_SCHEMA.names).combine_chunks()
     totals, runs = with_duplicates(folder, add_up(shards)), read_runs(folder)
@@ -74,7 +74,7 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
 
 
 def _labels(totals: Totals, known: Iterable[str]) -> list[tuple[str, int]]:
-    """Return label and answers: the most frequent ones, then those of `known` that no answer is, then all others."""
+    """Return labels with numbers of answers: the most frequent ones, `known` ones without an answer, all others."""
     counts = dict(totals.labels)
     if counts:
         counts |= {label: 0 for label in known if label not in counts}
@@ -92,7 +92,7 @@ def _slowest(shards: pa.Table, manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _answers(folder: Folder, manifest: Manifest, shards: pa.Table, storage: StorageConfig) -> list[dict[str, Any]]:
-    """Return the first answers with their prompts, as far as parts and input can be read."""
+    """Return the first answers with their prompts, if parts and input can be read."""
     names, found = ("id", "generated_text", "finish_reason", "error"), list[dict[str, Any]]()
     with suppress(OSError, ValueError):
         for index in sorted(shards["shard"].to_pylist()):
@@ -106,7 +106,7 @@ def _answers(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
 
 
 def _prompts(manifest: Manifest, index: int, storage: StorageConfig) -> list[str]:
-    """Return the columns of a shard's first rows that make their prompts; empty texts if the input cannot be read."""
+    """Return the prompt's columns of a shard's first rows; empty texts if the input cannot be read."""
     shard, section = manifest.shards[index], manifest.identity.get("input", {})
     shard = replace(shard, rows=min(shard.rows, SHOWN_ANSWERS))
     try:
@@ -124,7 +124,7 @@ def _prompts(manifest: Manifest, index: int, storage: StorageConfig) -> list[str
 
 
 def _text(value: Any) -> str:
-    """Return a value of a prompt's column as text: of a chat the roles and contents of its messages."""
+    """Return a value of a prompt's column as text; for a chat the roles and contents of its messages."""
     if isinstance(value, list) and value and isinstance(value[0], dict) and "content" in value[0]:
         value = "\n".join(f"{message.get('role')}: {message['content']}" for message in value)
     value = "" if value is None else value

@@ -1,4 +1,4 @@
-"""Pages of reports, filled in from templates beside this file. All text is escaped; pages hold no script."""
+"""Renders report pages from the templates beside this file. All text is escaped; pages hold no script."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Progress of a running job, and the job's gauges.
 
-One live line on a terminal; else a line every ten seconds, and whenever the run waits for something else.
+On a terminal one line is redrawn. Elsewhere a line appears every ten seconds, and when the reason to wait changes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ STARVED_SECONDS = 20.0  # after which a line says that actors wait for rows
 
 
 def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload) -> dict[str, float]:
-    """Return rates over `seen`, and the time in which the rows left are answered at them, as far as they are known.
+    """Return the rates over `seen`, and the time left at these rates, if they are known.
 
-    seen: times in s and the counts then, in order. The first entry is when rows began to be answered, or an early
+    seen: times in s with counts, in order. The first entry is when rows began to be answered, or an early
     commit; each other one is a later commit.
     """
     if len(seen) < 2:
@@ -49,9 +49,9 @@ def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload)
 
 
 def progress_line(run: RunProgress, found: Mapping[str, float], seconds: float, work: Workload) -> str:
-    """Return shards, rows, rates and time left; before the first commit what the run waits for.
+    """Return a line of shards, rows, rates and time left; before the first commit the reason to wait.
 
-    found: of `rates`. seconds: since the command began.
+    found: result of `rates`. seconds: time since the command began.
     """
     line = f"{work.done_shards + run.shards}/{work.shards} shards  {work.done_rows + run.rows:,}/{work.rows:,} rows"
     if run.errors:
@@ -69,7 +69,7 @@ def progress_line(run: RunProgress, found: Mapping[str, float], seconds: float, 
 
 
 def _waits_for(run: RunProgress) -> tuple[str, str]:
-    """Tell what a run without a commit waits for: without numbers, and for its line."""
+    """Tell what a run without a commit waits for: once without numbers, and once for its line."""
     if run.at_work:
         return "answering", f"answering {counted(run.at_work, 'shard')}"
     if run.download:
@@ -80,7 +80,7 @@ def _waits_for(run: RunProgress) -> tuple[str, str]:
 
 
 def actors_wait(run: RunProgress, work: Workload) -> bool:
-    """Whether shards are left that none of the idle actors has, or no actor has started yet."""
+    """Tell whether shards are left that no idle actor has, or no actor has started yet."""
     left = work.shards - work.done_shards - run.shards - run.at_work
     return left > 0 and not run.loading and run.at_work < max(run.actors, 1)
 
@@ -119,7 +119,7 @@ class Progress:
                 announce(line, "progress", **fields)
 
     def _read(self) -> tuple[str, dict[str, Any]]:
-        """Return the line, and the same as fields of an event. Sets the job's gauges."""
+        """Return the progress as a line and as fields of an event. Sets the job's gauges."""
         try:
             run = self.coordinator.read()
         except (ray.exceptions.RayError, TimeoutError):
@@ -145,7 +145,7 @@ class Progress:
         return progress_line(run, found, seconds, work) + self._starved(run, now), fields
 
     def _starved(self, run: RunProgress, now: float) -> str:
-        """Return the end of a line that says for how many CPUs actors have waited a while; else nothing."""
+        """Return the end of a line that says for how many CPUs actors have waited; "" if they have not waited long."""
         if not actors_wait(run, self.work):
             self.starved_since = None
         elif self.starved_since is None:
@@ -158,11 +158,11 @@ class Progress:
         return ""
 
     def _is_live(self) -> bool:
-        """Whether one line is redrawn on a terminal, and goes at the end."""
+        """Tell whether one line is redrawn on a terminal, and removed at the end."""
         return not goes_to_log() and Console(file=sys.stderr).is_terminal
 
     def _due_example(self) -> str:
-        """Return a line with the newest answer, once a minute; else ""."""
+        """Return a line with the newest answer once a minute, else ""."""
         if not self.example or time.monotonic() < self.example_due:
             return ""
         self.example_due = time.monotonic() + EXAMPLE_SECONDS

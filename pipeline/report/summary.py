@@ -31,7 +31,7 @@ SHOWN_LABELS, LABEL_CHARS = 10, 60
 
 @dataclass(frozen=True)
 class JobResult:
-    """Result of a run. totals: of the whole job; fresh_rows, seconds: of this run alone."""
+    """Result of a run. totals: statistics of the whole job. fresh_rows, seconds: rows and time of this run alone."""
 
     manifest: Manifest
     totals: Totals
@@ -42,7 +42,7 @@ class JobResult:
 def print_report(
     console: Console, manifest: Manifest, shards: pa.Table, totals: Totals, runs: Sequence[JobRun] = ()
 ) -> None:
-    """Print the table of shards, the slowest `SHOWN_SHARDS` if there are more, and the totals. runs: of the job."""
+    """Print the table of shards, at most the slowest `SHOWN_SHARDS`, and the totals. runs: the job's runs."""
     shown = [ShardStats(**row) for row in slowest_shards(shards, SHOWN_SHARDS).select(STATS_SCHEMA.names).to_pylist()]
     title = "Shards" if len(shown) == totals.shards else f"The {len(shown)} slowest of {totals.shards} shards"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -63,7 +63,7 @@ def print_report(
 
 
 def _columns(totals: Totals) -> dict[str, Callable[[ShardStats], str]]:
-    """Titles of the shards' columns, and their cells; without those of decode steps where there are none."""
+    """Return titles and cells of the shards' columns; those of decode steps only if there were any."""
     columns: dict[str, Callable[[ShardStats], str]] = {
         "shard": lambda shard: str(shard.shard),
         "rows": lambda shard: f"{shard.rows:,}",
@@ -82,7 +82,7 @@ def _columns(totals: Totals) -> dict[str, Callable[[ShardStats], str]]:
 
 
 def _labels(totals: Totals) -> str:
-    """How many answers each of the most frequent labels is, and how many are none of them."""
+    """Return the number of answers of each of the most frequent labels, and of all others."""
     counts = [(" ".join(label.split())[:LABEL_CHARS], count) for label, count in totals.labels.items()]
     shown, rest = counts[:SHOWN_LABELS], sum(count for _, count in counts[SHOWN_LABELS:])
     shown.append((f"{len(counts) - SHOWN_LABELS} other labels", rest))
@@ -120,14 +120,14 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
 
 
 def last_errors(folder: Folder) -> list[tuple[int, int]]:
-    """Errors and rows of the finished job in a folder, from `_SUCCESS`; empty if it is gone, or answered rows again."""
+    """Return errors and rows of a finished job from `_SUCCESS`; empty if it is gone, or the job retried rows."""
     manifest, values = plan_files.load(folder), read_json(folder, SUCCESS)
     retries = manifest is not None and manifest.batching.retries
     return [] if retries or values is None else [(values["errors"], values["rows"])]
 
 
 def shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[dict[str, Any], str | None]]:
-    """Rows with full depth's answers: those on which agreement was measured, where there are any, else the first."""
+    """Return rows with full depth's answers if agreement was measured on some, else the first rows."""
     urls = {file.digest or file.version: file.url for file in manifest.files}
     shown: list[tuple[dict[str, Any], str | None]] = []
     for example in () if manifest.agreement is None else manifest.agreement.examples:

@@ -1,4 +1,4 @@
-"""The stages one after the other in this process: for `skipdecode try` and for tests. Imports no ray."""
+"""Runs the stages one after the other in this process, for `skipdecode try` and tests. Imports no ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages on Ray Data: read tasks, prepare tasks, and an actor pool, which commits what it answers."""
+"""Runs the stages on Ray Data: read tasks, prepare tasks, and an actor pool that answers and commits shards."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ READ_RETRIES = 20  # retries of a read task whose process died, or whose result 
 
 
 class RayData(Backend):
-    """Backend on a Ray of our own, or on the cluster that RAY_ADDRESS names or the caller has connected to.
+    """Backend on a local Ray that it starts, or on the cluster of RAY_ADDRESS or of the caller's connection.
 
     Args:
         verbose: show Ray's own messages.
-        metrics_port: where a Ray of our own serves metrics; default anywhere. UserError if it cannot.
+        metrics_port: port at which a local Ray serves metrics; default any. UserError if the port is taken.
     """
 
     starts_workers = True
@@ -63,7 +63,7 @@ class RayData(Backend):
     def call_as_actors(
         self, actors: ActorsConfig, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
     ) -> list[Result]:
-        """Call as in `Hardware`. Raises Died if a process dies."""
+        """See `Hardware`. Raises Died if a process dies."""
         with self.ready(actors):
             remote: Any = ray.remote(num_cpus=actor_cpus(actors), num_gpus=actors.gpus, max_retries=CALL_RETRIES)
             task = remote(function)
@@ -96,7 +96,7 @@ class RaySession:
         self.output, self.verbose = output, verbose
 
     def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
-        """Run as in `Session`. Raises RayError of a task that failed for good."""
+        """See `Session`. Raises the RayError of a task that failed finally."""
         batches = _dataset(stages, self.output, verbose=self.verbose)
         with (
             metrics.installed(RayMetrics(self.output)),
@@ -116,7 +116,7 @@ class RaySession:
 
 
 def _shards(method: Callable[[], set[int]]) -> Callable[[], set[int]]:
-    """Return a method of the coordinator that returns no shards where the coordinator does not answer."""
+    """Return a method of the coordinator that returns no shards if the coordinator does not answer."""
 
     def call() -> set[int]:
         try:
@@ -176,16 +176,16 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
 
 
 def scale_for(scaling: AutoscalingConfig, calls: int) -> None:
-    """Have a pool, whose actors take so many calls at once, grow and shrink as one whose actors take one.
+    """Let a pool whose actors take several calls at once grow and shrink like a pool whose actors take one.
 
-    Ray measures by its calls how busy an actor is. One with a shard at work and another waiting is as busy as can be,
-    be the other in a call that has begun or not.
+    Ray measures by calls how busy an actor is. An actor with a shard at work and another waiting is fully busy,
+    whether the call of the waiting shard has begun or not.
     """
     scaling.actor_pool_util_upscaling_threshold /= calls
     scaling.actor_pool_util_downscaling_threshold /= calls
 
 
 def _place() -> dict[str, Any]:
-    """Ray options of tasks that ask for no CPUs: not on a node without any, such as a head that is to run nothing."""
+    """Return Ray options of tasks that ask for no CPUs: they avoid nodes without CPUs, such as an idle head node."""
     without = [node["NodeID"] for node in ray.nodes() if node["Alive"] and not node["Resources"].get("CPU")]
     return {"label_selector": {"ray.io/node-id": f"!in({','.join(without)})"}} if without else {}

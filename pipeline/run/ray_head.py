@@ -1,8 +1,8 @@
-"""A Ray of one node, in a session of its own: no signal to the group of the job's process reaches it.
+"""Runs a Ray of one node in a separate session, which signals to the job's process group do not reach.
 
     python ray_head.py SETTINGS    # arguments of ray.init as JSON; started as the leader of a session
 
-One line of JSON on standard output: the address, or why Ray did not start. When the process that started this ends,
+Writes one line of JSON to standard output: the address, or why Ray did not start. When the parent process ends,
 however it ends, or closes standard input, Ray is shut down, and every process of the session that is left is killed.
 Imports nothing of this package, so that it starts fast.
 """
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def run_ray(settings: dict[str, Any]) -> NoReturn:
-    """Run Ray until SIGTERM, or until a process that it cannot do without has died: exit status 1."""
+    """Run Ray until SIGTERM; exit status 1 if a process that Ray needs has died."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     out = os.fdopen(os.dup(1), "w")
@@ -74,7 +74,7 @@ def run_ray(settings: dict[str, Any]) -> NoReturn:
 
 
 def start(settings: dict[str, Any]) -> None:
-    """Start Ray; once more where it missed its own limit of 30 s, which cannot be set, as on a busy machine."""
+    """Start Ray; once more if it missed its fixed limit of 30 s, as on a busy machine."""
     import psutil
     import ray
 
@@ -92,7 +92,7 @@ def start(settings: dict[str, Any]) -> None:
 
 
 def ended(child: int) -> bool:
-    """Whether a child process has ended; it stays to be asked again."""
+    """Tell whether a child process has ended, without collecting its status."""
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

@@ -1,4 +1,4 @@
-"""The Ray that a job runs on: one of its own on this machine's loopback, or the cluster that it finds itself in."""
+"""Connects a job to Ray: a local Ray on the loopback that it starts, or the cluster in which it runs."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 class _Connection:
-    """The connection of this process to Ray, which Ray allows once: jobs in several threads share it.
+    """The only connection of this process to Ray, which jobs in several threads share.
 
-    The first user makes it unless there is one, the last user ends it. head: process of a Ray that was started for it.
+    The first user connects unless the process is connected; the last user disconnects. head: process of a local Ray.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class _Connection:
 
 
 def _set_levels(levels: dict[logging.Logger | logging.Handler, int], verbose: bool) -> None:
-    """Make Ray quiet, as the job itself reports what ends it; note the levels before."""
+    """Make Ray quiet, because the job reports errors itself; store the previous levels."""
     quiet: dict[logging.Logger | logging.Handler, int] = {logging.getLogger("ray"): logging.ERROR}
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray."):
@@ -103,7 +103,7 @@ _connection = _Connection()
 
 
 def is_own_ray() -> bool:
-    """Tell whether jobs run on a Ray of their own on this machine, be it started yet or not."""
+    """Tell whether jobs run on a local Ray that is, or will be, started for them."""
     return _connection.head is not None or not (ray.is_initialized() or os.environ.get("RAY_ADDRESS"))
 
 
@@ -114,7 +114,7 @@ def on_cluster() -> bool:
 
 
 def actor_cpus(actors: ActorsConfig) -> float:
-    """Return the logical CPUs of an actor: its threads, on a Ray of the job's own at most an even share of all CPUs."""
+    """Return the logical CPUs of an actor: its threads; on a local Ray at most an even share of all CPUs."""
     if actors.cpus is not None:
         return actors.cpus
     cpus = float(actors.threads or 1)
@@ -124,7 +124,7 @@ def actor_cpus(actors: ActorsConfig) -> float:
 def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:
     """Return CPUs and bytes of memory of the smallest node with CPUs, and the number of such nodes.
 
-    Waits where the cluster has yet to grow. UserError if it does not.
+    Waits while the cluster grows. Raises UserError if it does not grow.
     """
     with connected(verbose=False):
         wait_for_nodes(actors)
@@ -133,7 +133,7 @@ def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:
 
 
 def check_metrics_port(port: int) -> None:
-    """Raise UserError if no Ray of our own could serve metrics there."""
+    """Raise UserError if a local Ray could not serve metrics at this port."""
     if not is_own_ray():
         raise UserError("--metrics-port is for a Ray of the job's own; the nodes of a cluster have ports of their own")
     try:
@@ -144,9 +144,9 @@ def check_metrics_port(port: int) -> None:
 
 @contextmanager
 def connected(verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
-    """Connect to Ray for the block: the caller's, else the cluster that RAY_ADDRESS names, else one of our own.
+    """Connect to Ray for the block: the caller's, else the cluster of RAY_ADDRESS, else a local Ray.
 
-    metrics_port: on which one of our own serves metrics; default any. Log levels and signal handlers are the caller's
+    metrics_port: port at which a local Ray serves metrics; default any. Log levels and signal handlers are the caller's
     again afterwards.
     """
     _connection.enter(verbose, metrics_port)
@@ -158,16 +158,16 @@ def connected(verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def ray_session(actors: ActorsConfig, verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
-    """Connect as `connected`, with room for the actors. Raises UserError if they can never be placed."""
+    """Connect as `connected` does, and wait until the actors fit. Raises UserError if they can never be placed."""
     with connected(verbose, metrics_port):
         wait_for_nodes(actors)
         yield
 
 
 def wait_for_nodes(actors: ActorsConfig) -> None:
-    """Wait until the least number of actors fits the cluster.
+    """Wait until the minimum number of actors fits the cluster.
 
-    Raises UserError: a Ray of our own does not fit them, or the cluster has not grown in `actors.wait_seconds`.
+    Raises UserError if a local Ray is too small, or the cluster has not grown within `actors.wait_seconds`.
     """
     began = said = time.monotonic()
     problem = placement_problem(actors, ray.cluster_resources())
@@ -198,7 +198,7 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
 
 
 def placement_problem(actors: ActorsConfig, resources: dict[str, float]) -> str:
-    """Say why the least number of actors does not fit; "" if it does. Reads and prepares ask for no CPUs."""
+    """Return why the minimum number of actors does not fit; "" if it does. Read and prepare tasks ask for no CPUs."""
     least = actors.min or actors.most
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     if least * actor_cpus(actors) > cpus:
@@ -214,7 +214,7 @@ def placement_problem(actors: ActorsConfig, resources: dict[str, float]) -> str:
 
 
 def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str]:
-    """Begin to start a Ray of our own, which ends when the standard input of this process is closed, or we end."""
+    """Begin to start a local Ray, which ends when its standard input is closed or this process ends."""
     if ray.util.get_node_ip_address() != LOOPBACK:
         raise RuntimeError(
             f"Ray was imported without {ON_LOOPBACK}, which keeps it on this machine: set it, or call ray.init first"
@@ -239,7 +239,7 @@ def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str
 
 
 def _address(head: subprocess.Popen[str]) -> str:
-    """Wait for the address of a Ray that is being started. Raises RaySystemError if it does not start."""
+    """Wait for the address of the local Ray. Raises RaySystemError if it does not start."""
     assert head.stdout is not None
     line = head.stdout.readline()
     values = json.loads(line) if line else {"error": "its process was killed"}
@@ -249,13 +249,13 @@ def _address(head: subprocess.Popen[str]) -> str:
 
 
 def _announce_death(head: subprocess.Popen[str]) -> None:
-    """Say that a Ray of our own has died, which ends this process from C++ after some seconds, without a word."""
+    """Print that the local Ray has died: Ray's C++ code ends this process some seconds later without a message."""
     if head.wait() != 0:
         announce("the job's Ray has died: see this machine's memory and its kernel's log; the same command goes on")
 
 
 def _end(head: subprocess.Popen[str]) -> None:
-    """End a Ray of our own, with all of its processes."""
+    """End a local Ray with all of its processes."""
     assert head.stdin is not None and head.stdout is not None
     head.stdin.close()
     try:
@@ -287,7 +287,7 @@ def _connect(address: str, verbose: bool) -> None:
 
 
 def _start_error(error: Exception, address: str) -> Exception:
-    """Return the error to raise in place of what `ray.init` raised."""
+    """Return the error to raise in place of the error of `ray.init`."""
     no_token = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
     if isinstance(error, ray.exceptions.AuthenticationError) or (no_token and _accepts(address)):
         return ConnectionError(
@@ -309,9 +309,9 @@ def _accepts(address: str) -> bool:
 
 @contextmanager
 def _quiet_start() -> Iterator[None]:
-    """Drop what Ray's C++ writes to file descriptor 2 before the level in `QUIET` applies.
+    """Drop messages of Ray's C++ code to standard error before the level in `QUIET` applies.
 
-    The command line sets that level, and --verbose does not; in another program nothing is dropped.
+    The command line sets that level unless --verbose is given. In other programs nothing is dropped.
     """
     kept = os.dup(2)
     try:

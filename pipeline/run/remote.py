@@ -1,4 +1,4 @@
-"""What a worker process sees of Ray: the run's coordinator, the process itself, and metrics, named ray_skipdecode_*."""
+"""Gives a worker process access to Ray: the run's coordinator, the process, and metrics, named ray_skipdecode_*."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWER_SECONDS = 5.0  # time limit for an answer of the coordinator to the drive
 
 
 class RayMetrics:
-    """See `metrics.Sink`. output: the label of all metrics, the job's output folder."""
+    """See `metrics.Sink`. output: the job's output folder, the label of all metrics."""
 
     def __init__(self, output: str) -> None:
         self.labels = {OUTPUT: output}
@@ -48,7 +48,7 @@ class RemoteCoordinator:
         self.handle = handle
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a method of the actor. Those that the driver calls raise RayError or TimeoutError."""
+        """Return a method of the actor. Methods for the driver raise RayError or TimeoutError."""
         if name not in vars(Coordinator):
             raise AttributeError(name)
         seconds = ANSWER_SECONDS if name in ("stop", "working", "read") else None
@@ -56,7 +56,7 @@ class RemoteCoordinator:
 
 
 class RayWorker(Worker):
-    """A process of Ray's. output: the job's output folder, the label of its metrics."""
+    """A worker process of Ray. output: the job's output folder, the label of its metrics."""
 
     owns_process = True
 
@@ -72,7 +72,7 @@ class RayWorker(Worker):
         return f"{socket.gethostname()} {ray.get_runtime_context().get_node_id()[:8]}"
 
     def attempt(self) -> int:
-        """Return 2 after a restart: Ray counts no attempts of a task."""
+        """Return 2 after a restart, else 1: Ray does not count attempts."""
         return 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)
 
     def export_metrics(self) -> None:
@@ -80,7 +80,7 @@ class RayWorker(Worker):
 
 
 def exporting(function: partial[Any], output: str) -> Callable[[Any], Any]:
-    """Return a stage's function that exports metrics from its worker process, under the name by which Ray shows it."""
+    """Return a stage's function that exports metrics from its worker process. Ray shows it under its own name."""
 
     def call(batch: Any) -> Any:
         metrics.install(RayMetrics(output))

@@ -22,8 +22,8 @@ class ShardSource(Datasource):
     """Ray Data source of shards: one block per shard, as `read_blocks` yields them.
 
     Args:
-        read: the shards. A read task takes consecutive ones of one file.
-        task_rows, task_bytes: most of a read task, unless one shard has more.
+        read: the shards. A read task takes consecutive shards of one file.
+        task_rows, task_bytes: limits of a read task, unless one shard has more.
         output: the job's output folder, the label of its metrics.
     """
 

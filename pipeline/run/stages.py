@@ -1,4 +1,4 @@
-"""A job's stages as data, and what a backend must offer to run them. Imports no ray.
+"""Describes a job's stages, and the methods of a backend that runs them. Imports no ray.
 
 read ──> prepare ──> generate        between two travels a batch that holds one shard
 """
@@ -32,7 +32,7 @@ QUARANTINED_RETRIES = 1000  # retries of a prepare task or an actor's call: `Qua
 
 @dataclass(frozen=True)
 class Read:
-    """Shards of the input to read, in the job's schema."""
+    """Shards to read, in the job's schema."""
 
     shards: Sequence[Shard]
     files: Sequence[InputFile]
@@ -42,15 +42,15 @@ class Read:
 
 @dataclass(frozen=True)
 class Stages:
-    """What a run does.
+    """The stages of a run.
 
     Args:
-        read: the shards that are left.
-        prepare: called with each batch that was read.
+        read: the shards to answer.
+        prepare: function that is called with each batch.
         generator: callable class over prepared batches, constructed once an actor.
-        arguments: of `generator`.
-        actors: how many actors, and what each needs.
-        calls: batches that an actor takes at once, each in a thread of its own.
+        arguments: arguments of `generator`.
+        actors: number of actors, and the resources of each.
+        calls: number of batches that an actor takes at once, each in a separate thread.
     """
 
     read: Read
@@ -62,7 +62,7 @@ class Stages:
 
 
 class Session(Protocol):
-    """A backend at work: everything that stages need while they are built and run."""
+    """A running backend: everything that stages need while they are built and run."""
 
     coordinator: Coordinator
     worker: Worker
@@ -70,22 +70,22 @@ class Session(Protocol):
     def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
         """Run the stages to their end. Raises Interrupted after a signal.
 
-        grace_seconds: for shards at work after a first signal.
+        grace_seconds: time for shards at work to end after a first signal.
         """
         ...
 
 
 class Backend(Hardware):
-    """Where a job runs. starts_workers: whether processes of its own read and prepare rows."""
+    """Where a job runs. starts_workers: whether separate processes read and prepare rows."""
 
     starts_workers = False
 
     def ready(self, actors: ActorsConfig) -> AbstractContextManager[None]:
-        """Start what `call_as_actor` and a session run on, once for all within the block."""
+        """Start what `call_as_actor` and sessions run on, for all of them within the block."""
         return nullcontext()
 
     def session(self, actors: ActorsConfig, output: str) -> AbstractContextManager[Session]:
-        """Start what the stages run on. UserError if the actors can never be placed.
+        """Start what the stages run on. Raises UserError if the actors can never be placed.
 
         output: the job's output folder, the label of its metrics.
         """

@@ -1,4 +1,4 @@
-"""What happens when a process dies or is stopped: signals, quarantine, isolated calls; and progress lines.
+"""Handles signals and processes that die: quarantine, isolated calls; and prints progress lines.
 
 Imports storage, config and messages; no ray.
 """

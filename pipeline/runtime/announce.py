@@ -16,7 +16,7 @@ EVENT = "event"  # field of a log record: its kind
 
 
 class _Lines(logging.Handler):
-    """Prints to what is standard error at that time."""
+    """Prints to the present standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
@@ -30,7 +30,7 @@ _LINES = list(_log.handlers)
 
 
 def announce_to_log(to_log: bool) -> None:
-    """Send announcements to the handlers of the root logger, or print them again."""
+    """Send announcements to the handlers of the root logger if asked, else print them."""
     _log.propagate = to_log
     _log.handlers = [] if to_log else list(_LINES)
 
@@ -47,7 +47,7 @@ def announce(text: str, event: str = "announcement", level: int = logging.INFO, 
 
 @contextmanager
 def announced(phase: str) -> Iterator[None]:
-    """Print what is being done, once it takes longer than `QUIET_SECONDS`."""
+    """Print what the block does once it takes longer than `QUIET_SECONDS`."""
     timer = threading.Timer(QUIET_SECONDS, announce, (f"{phase} ...",))
     timer.daemon = True
     timer.start()
@@ -58,7 +58,7 @@ def announced(phase: str) -> Iterator[None]:
 
 
 def announce_checks(text: str) -> None:
-    """Print, on a terminal only, that a command checks its input; elsewhere a refusal is its only line."""
+    """Print, on a terminal only, that a command checks its input. Elsewhere an error is the command's only line."""
     if sys.stderr.isatty():
         announce(text)
 
@@ -70,7 +70,7 @@ class Timer:
         self._last = time.monotonic()
 
     def is_due(self) -> bool:
-        """Tell whether `INTERVAL` has passed since the start, or since the last time that it had."""
+        """Tell whether `INTERVAL` has passed since the start, or since this method last returned True."""
         if time.monotonic() - self._last < INTERVAL:
             return False
         self._last = time.monotonic()
@@ -86,7 +86,7 @@ class RowProgress:
         self._timer = Timer()
 
     def __call__(self, running: Collection[int]) -> None:
-        """Take note of the rows that run now; rows that ran before and do not any more are done."""
+        """Note the rows that run now. Rows that ran before and no longer run are done."""
         self._started.update(running)
         self.at(len(self._started) - len(running))
 

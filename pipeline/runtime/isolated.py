@@ -1,4 +1,4 @@
-"""A function call in a process of its own: its death, its memory and its time do not touch the caller."""
+"""Calls a function in a separate process, whose death, memory and time do not affect the caller."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def call_isolated(
     """Call a function of a module in a new Python process.
 
     Args:
-        function, arguments: must be picklable, as must be the result.
-        seconds: after which the process is killed.
-        memory_bytes: data that the process may allocate; None is unlimited. Where memory runs out the kernel kills
+        function, arguments: must be picklable; so must the result.
+        seconds: time after which the process is killed.
+        memory_bytes: memory that the process may allocate; None is unlimited. If memory runs out the kernel kills
             this process before others.
 
     Raises:
         Died: the process died, was killed, or exceeded a limit.
-        Exception: the function's own.
+        Exception: the function raised it.
     """
     paths = [ROOT, *sys.path]  # a worker of Ray has its working directory first, which may hold a folder `pipeline`
     question = pickle.dumps((paths, memory_bytes)) + pickle.dumps((function, arguments))
@@ -64,7 +64,7 @@ def call_isolated(
 
 
 def answer_caller() -> None:
-    """Answer one call, read from standard input, in the child; its outcome goes to what was standard output."""
+    """Answer one call in the child: read it from standard input, and write the result to the former standard output."""
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever the function prints
     question = io.BytesIO(sys.stdin.buffer.read())

@@ -1,4 +1,4 @@
-"""Find rows that kill their process. A marker in the output folder records what was running when it died.
+"""Finds rows that kill their process. A marker in the output folder records which rows were running when it died.
 
     begin ──> no marker: create it; while all goes well nothing more is written
           └─> a marker of this run: an attempt has died. From here on rows run in recorded groups of at most 32
@@ -28,7 +28,7 @@ def marker_name(shard: int, stage: str) -> str:
 
 
 class ShardLost(Exception):
-    """The processes of a shard die, and no row is the cause; the message names the shard."""
+    """The processes of a shard die, and no row is the cause. The message names the shard."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Marker:
 
     Args:
         run: the run that wrote it.
-        alone: for each row that has to run alone, as it was running when a worker died: the deaths while it ran alone.
+        alone: rows that must run alone because they were running when a worker died -> deaths while they ran alone.
         running: rows of the present group, () between groups, None while groups are not recorded.
-        outside: deaths of workers while no group ran.
+        outside: number of workers that died while no group ran.
     """
 
     run: str
@@ -74,8 +74,8 @@ class Quarantine:
     """The markers of one run and stage in an output folder.
 
     Args:
-        run: names the run. Markers of another run count no death: its processes ended with it.
-        attempts: deaths allowed to a row alone, and to a shard outside of groups.
+        run: name of the run. Markers of other runs count no death, because their processes ended with them.
+        attempts: number of deaths at which a row alone, or a shard outside of groups, is given up.
         stage: one of `STAGE_NAMES`.
     """
 
@@ -94,7 +94,7 @@ class Quarantine:
     def begin(self, shard: int, rows: int) -> ShardAttempt:
         """Begin an attempt at a shard of `rows` rows, and write its marker.
 
-        A marker of this run that is still there counts as a death of the last attempt; `release_shard` removes it.
+        If a marker of this run exists, the last attempt has died; `release_shard` removes the marker.
         Raises ShardLost at the `attempts`-th death that happened while no group was running.
         """
         name, marker = marker_name(shard, self.stage), Marker(self.run)
@@ -120,7 +120,7 @@ class ShardAttempt:
     """One attempt at one shard.
 
     Attributes:
-        isolated: an attempt has died: groups are recorded, and quarantined rows left out.
+        isolated: whether an attempt has died: then groups are recorded, and quarantined rows left out.
         errors: quarantined rows and their errors.
         groups: rows that must not run together with those of another group.
     """
@@ -142,7 +142,7 @@ class ShardAttempt:
         ]
 
     def enter(self, rows: Collection[int]) -> None:
-        """Record the rows that are about to run; none: the group is over."""
+        """Record the rows that are about to run; no rows if the group is over."""
         if self.isolated:
             self.marker = replace(self.marker, running=tuple(sorted(rows)))
             self.quarantine.folder.replace(marker_name(self.shard, self.quarantine.stage), self.marker.encode())
@@ -158,7 +158,7 @@ def release_shard(folder: Folder, shard: int) -> None:
 
 
 def clear_quarantine(folder: Folder, but: Collection[int] = ()) -> None:
-    """Remove all markers but those of the shards in `but`."""
+    """Remove all markers except those of the shards in `but`."""
     for name in folder.names(QUARANTINE):
         if not name[: name.find(".")].isdigit() or int(name[: name.find(".")]) not in but:
             folder.remove(f"{QUARANTINE}/{name}")

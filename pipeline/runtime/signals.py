@@ -32,7 +32,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class _Job:
-    """The interrupts of one job, which runs in the thread that makes this."""
+    """Interrupts one job, which runs in the thread that creates this object."""
 
     def __init__(self) -> None:
         self.in_main_thread = threading.current_thread() is threading.main_thread()
@@ -42,7 +42,7 @@ class _Job:
         self.raised = threading.Event()  # Interrupted is raised, or may not be raised any more
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal, in the main thread; it may come inside any call, so that no lock is taken."""
+        """Handle a signal in the main thread. It may come inside any call, so no lock is taken."""
         name = signal.Signals(number).name
         if self.grace is not None and self.grace.signal is None and not self.shields:
             self.grace.signal = name
@@ -81,15 +81,15 @@ _jobs = _Jobs()
 
 
 class Grace:
-    """The time in which shards at work may end after the first signal. `graceful` makes it.
+    """The time for shards at work to end after the first signal. `graceful` creates it.
 
     Once `signal` is set, a background thread calls `stop` once, then `at_work` every 0.2 s. When either returns an
     empty set, or `seconds` have passed, it interrupts a job in the main thread.
 
     Args:
-        seconds: the longest time for the work to end.
-        stop: lets no further shard begin, and returns the indices of the shards at work.
-        at_work: returns the indices of the shards still at work.
+        seconds: maximum time for the work to end.
+        stop: function that lets no further shard begin, and returns the indices of shards at work.
+        at_work: function that returns the indices of shards still at work.
 
     `signal`: name of the first signal, SIGTERM also for a lost lease; None before.
     """
@@ -145,7 +145,7 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def graceful(seconds: float, stop: Callable[[], set[int]], at_work: Callable[[], set[int]]) -> Iterator[Grace]:
-    """Begin a `Grace` at the first signal. The work may also end by itself after a signal: check `signal` then."""
+    """Begin a `Grace` at the first signal. The work may end by itself after a signal: check `Grace.signal`."""
     job = _jobs.current or _Job()
     grace = Grace(seconds, stop, at_work, job)
     try:
@@ -163,7 +163,7 @@ def graceful(seconds: float, stop: Callable[[], set[int]], at_work: Callable[[],
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Run cleanup that no interrupt cuts short: `Interrupted` is raised at the end of the outermost block."""
+    """Run cleanup without interrupts: `Interrupted` is raised at the end of the outermost block."""
     job = _jobs.current or _Job()
     job.shields += 1
     try:
@@ -180,7 +180,7 @@ def interrupter(*, with_grace: bool = False) -> Callable[[], None]:
     Outside of `interruptible` it does nothing.
 
     Args:
-        with_grace: give the grace of a first signal.
+        with_grace: whether shards at work get time, as after a first signal.
     """
     job = _jobs.current
     return partial(job.interrupt, with_grace=with_grace) if job is not None else lambda: None

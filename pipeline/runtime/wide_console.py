@@ -1,4 +1,4 @@
-"""A console whose tables lose no column where output goes to a file or a pipe."""
+"""Gives a console whose tables lose no column in files and pipes."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from rich.console import Console
 
 
 def wide(console: Console, columns: int = 120) -> Console:
-    """Return the same output, at least so wide (a pipe reports 80 columns), without wrapping or coloured numbers."""
+    """Return a console for the same output, at least this wide (pipes report 80 columns), without wrapping."""
     return Console(file=console.file, width=max(console.width, columns), soft_wrap=True, highlight=False)

@@ -1,4 +1,4 @@
-"""Work in threads: many small requests in parallel, and one call again and again."""
+"""Runs work in threads: many small requests in parallel, or one call repeatedly."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ BATCH = 1024  # items submitted together, so that an error is raised soon and re
 def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], threads: int = THREADS) -> Iterator[Result]:
     """Call `function` on every item in up to `threads` threads, and yield the results in the order of the items.
 
-    An object store answers hundreds of requests in hardly more time than one. Lazy: nothing runs until the results are
-    consumed. Items are submitted `BATCH` at a time. The error of an item is raised in place of its result; calls that
-    have not started by then are cancelled, running ones are waited for.
+    An object store answers hundreds of requests in little more time than one. Nothing runs until the results are
+    consumed. Items are submitted in batches of `BATCH`. An item's error is raised in place of its result; calls that
+    have not started are then cancelled, and running calls are waited for.
     """
     remaining = iter(items)
     while batch := list(islice(remaining, BATCH)):

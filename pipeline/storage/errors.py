@@ -1,4 +1,4 @@
-"""Failures of an object store, as distinct from a damaged file or an existing name."""
+"""Errors for failures of an object store, as distinct from a damaged file or an existing name."""
 
 from __future__ import annotations
 

@@ -33,14 +33,14 @@ NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 
 
 class FileInfo(NamedTuple):
-    """Size in bytes of a file, and its tag as from `Folder.tag`."""
+    """Size of a file in bytes, and its tag; see `Folder.tag`."""
 
     size: int
     tag: str = ""
 
 
 def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSystem, str]:
-    """fsspec filesystem of a URL, and the path in it. Raises UserError for a scheme other than local and s3."""
+    """Return the fsspec filesystem of a URL, and the path in it. Raises UserError unless it is local or s3."""
     scheme = url.split("://", 1)[0] if "://" in url else "file"
     if scheme == "file":
         return LocalFileSystem(), os.path.abspath(url.removeprefix("file://"))
@@ -60,7 +60,7 @@ def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSys
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A folder on a POSIX filesystem. url: as the job file names it."""
+    """A folder on a POSIX filesystem. url: the folder's path in the job file."""
 
     url: str
     path: Path
@@ -74,7 +74,7 @@ class LocalFolder:
         return open(self.path / name, "rb")
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a new file, complete and durable. False, without any change, if the name exists."""
+        """Write a new file, complete and durable. Return False, and change nothing, if the name exists."""
         target, temporary = self.path / name, self._write(name, data)
         try:
             os.link(temporary, target)
@@ -86,7 +86,7 @@ class LocalFolder:
         return True
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a complete file in place of any file of that name."""
+        """Write a complete file, which replaces a file of the same name."""
         target = self.path / name
         self._write(name, data).replace(target)
         _sync_folder(target.parent)
@@ -179,7 +179,7 @@ class ObjectFolder:
         return True
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Create a file by the store's own condition alone. Raises ConditionRefused if the store has none."""
+        """Create a file by a conditional put. Raises ConditionRefused if the store does not support conditions."""
         try:
             self._put(name, data, mode="create")
             return True
@@ -261,14 +261,14 @@ def read_json(folder: Folder, name: str) -> Any:
 
 
 def write_json(folder: Folder, name: str, values: Any, indent: int = 1) -> None:
-    """Write values as a JSON file in place of any file of that name."""
+    """Write values as a JSON file, which replaces a file of the same name."""
     folder.replace(name, (json.dumps(values, indent=indent) + "\n").encode())
 
 
 def probe_create(folder: Folder) -> Folder:
     """Test whether `create` never replaces a file.
 
-    Returns the folder; or, after a warning, one that checks for a file before it writes.
+    Returns the folder; after a warning, a folder that looks for an existing file before it writes.
     """
     name = f"_job/probe-{uuid.uuid4().hex}"
     create = folder.put_if_absent if isinstance(folder, ObjectFolder) else folder.create

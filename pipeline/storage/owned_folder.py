@@ -19,13 +19,13 @@ FILES = "files"
 
 
 class OwnedFolder:
-    """An output folder that need not exist, with the name of its record, and the config key that names the folder."""
+    """An output folder, which need not exist, with the name of its record and the config key of the folder."""
 
     def __init__(self, path: Path, record: str, key: str) -> None:
         self.path, self.record, self.key = path, path / record, key
 
     def values(self) -> dict[str, Any]:
-        """Return the record's values; empty if the folder has no record, or one that was claimed and nothing more."""
+        """Return the record's values; empty if the folder has no record, or has only been claimed."""
         try:
             text = self.record.read_text()
             values: dict[str, Any] = json.loads(text) if text else {FILES: []}
@@ -41,7 +41,7 @@ class OwnedFolder:
         return values if text else {}
 
     def files(self) -> set[str]:
-        """Names that the record lists."""
+        """Return the names that the record lists."""
         return set(self.values().get(FILES, []))
 
     def check(self, names: Iterable[str]) -> None:
@@ -70,7 +70,7 @@ class OwnedFolder:
             self._write(self.values(), names | self.files())
 
     def discard(self, names: Iterable[str]) -> None:
-        """Remove those of `names` that the record lists, and their entries."""
+        """Remove the files of `names` that the record lists, and their entries."""
         listed = self.files()
         for name in listed & set(names):
             (self.path / name).unlink(missing_ok=True)

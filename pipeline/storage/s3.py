@@ -49,7 +49,7 @@ WARNING_SECONDS = 60.0  # seconds between two warnings of one client
 
 
 class _Temporary(Exception):
-    """A failure that a later try may not meet. limit: seconds of the budget that such failures may use."""
+    """A temporary failure. limit: seconds of the budget that such failures may use."""
 
     def __init__(self, error: Exception, limit: float = math.inf) -> None:
         super().__init__(str(error))
@@ -58,7 +58,7 @@ class _Temporary(Exception):
 
 @dataclass(frozen=True)
 class _Budget:
-    """Seconds for which one call, and the calls that it makes, are retried; 0 if an earlier call used them up."""
+    """Seconds for which one call, and the calls that it makes, are retried; 0 if an earlier call used the budget up."""
 
     seconds: float
     began: float = field(default_factory=time.monotonic)
@@ -72,7 +72,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
     its budget by as much. After a spent budget each call gets one try until the store answers: an outage costs one
     budget, not one a call.
 
-    retry_seconds: the budget of one call. contact_seconds: the part of it for connecting to an endpoint that has never
+    retry_seconds: budget of one call. contact_seconds: part of the budget for connecting to an endpoint that has never
     answered: it may be mistyped.
 
     All failures are OSErrors of one line that names the URL: PermissionError if access is refused or there are no
@@ -100,7 +100,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
     call_s3 = sync_wrapper(_call_s3)
 
     async def _retried(self, budget: _Budget, method: str, *settings: Any, **kwargs: Any) -> Any:
-        """Return the response to a call within a budget, which the calls that it makes share."""
+        """Return the response to a call within a budget, which its inner calls share."""
         url = "s3://" + "/".join(filter(None, (kwargs.get("Bucket"), kwargs.get("Key") or kwargs.get("Prefix"))))
         if "IfNoneMatch" in kwargs:
             kwargs["Metadata"] = {WRITER: uuid.uuid4().hex}
@@ -126,7 +126,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             await asyncio.sleep(wait)
 
     async def _try(self, url: str, budget: _Budget, method: str, *settings: Any, **kwargs: Any) -> Any:
-        """One try of a call. Raises `_Temporary` if a later try may succeed."""
+        """Try a call once. Raises `_Temporary` if a later try may succeed."""
         try:
             if self._lacking is not None:
                 await self._renew_credentials()
@@ -164,14 +164,14 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             raise final_error(url, method, error) from None
 
     async def _renew_credentials(self) -> None:
-        """Make a new client, which looks for credentials again; once for all calls that had the same client."""
+        """Make a new client, which looks for credentials again. All calls with the same old client share the new one."""
         async with self._renewing:
             if self._s3 is self._lacking:
                 await self.set_session(refresh=True)
             self._lacking = None
 
     async def _is_own(self, budget: _Budget, put: Mapping[str, Any]) -> bool:
-        """Whether the object was written by this very put."""
+        """Tell whether this put wrote the object."""
         try:
             head = await self._retried(budget, "head_object", Bucket=put["Bucket"], Key=put["Key"])
         except FileNotFoundError:
@@ -180,7 +180,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
 
 
 class _ReadBody:
-    """A body that has been read already, with the interface of one that has not."""
+    """A body that has been read, with the interface of an unread body."""
 
     def __init__(self, data: bytes) -> None:
         self._data = io.BytesIO(data)
@@ -193,7 +193,7 @@ class _ReadBody:
 
 
 async def _whole_body(response: Mapping[str, Any], requested: str | None) -> bytes:
-    """Return the body of a response, of a range if asked for. Raises OSError if it is incomplete or another range."""
+    """Return a response's body, or the requested range. Raises OSError if it is incomplete or wrong."""
     body, size = response["Body"], int(response["ContentLength"])
     try:
         data: bytes = await body.read()

@@ -1,4 +1,4 @@
-"""Errors of botocore and s3fs: which are temporary, and what the final ones become."""
+"""Tells which errors of botocore and s3fs are temporary, and turns final ones into OSErrors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def error_text(error: BaseException) -> str:
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether the same call may succeed later."""
+    """Tell whether the same call may succeed later."""
     response = response_of(error)
     if response:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -69,7 +69,7 @@ def no_credentials(url: str, error: Exception) -> PermissionError:
 
 
 def final_error(url: str, method: str, error: Exception) -> Exception:
-    """Return the OSError of one line for a failure that no retry will mend."""
+    """Return the OSError of one line for a failure that is not temporary."""
     code = error_code(error)
     if code == "RequestTimeTooSkewed":
         return PermissionError(f"{url}: access refused ({code}): set this machine's clock, it differs from the store's")

@@ -35,7 +35,7 @@ def nearest(metric: str, lines: Sequence[Line], chance: Scores) -> Line:
 
 
 def full_depth(lines: Sequence[Line]) -> Line:
-    """Return the line of the job's own checkpoint at full depth: the 1x line, unless 1x was trained."""
+    """Return the line at full depth, which has the smallest nominal speed-up."""
     return min(lines, key=lambda line: line.nominal or 0.0)
 
 

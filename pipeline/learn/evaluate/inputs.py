@@ -1,4 +1,4 @@
-"""Inputs of an evaluation, read and checked before any model is loaded: rows, checkpoints, schedule, output folder."""
+"""Reads and checks an evaluation's rows, checkpoints, schedule and output folder before a model is loaded."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ REFERENCE = "reference model"  # name of its line, at full depth
 
 @dataclass(frozen=True)
 class Variant:
-    """One schedule to measure: a line of evaluate's table.
+    """A schedule to measure, which becomes a line of evaluate's table.
 
-    group: the property that it varies: ``speed``, ``prompt``, ``reference`` or ``model``. spec: complete,
-    resolved on top of the checkpoint's. nominal: the speed-up that it is made from.
+    group: what the line varies: ``speed``, ``prompt``, ``reference`` or ``model``. spec: the whole schedule,
+    resolved on top of the checkpoint's. nominal: the nominal speed-up.
     """
 
     name: str
@@ -61,7 +61,7 @@ def speeds(spec: ScheduleSpec, speedups: Sequence[float], prompts: Sequence[str]
 
 @dataclass(frozen=True)
 class EvalRow:
-    """A row to answer and score. references, id: empty and None where the data has none. number: in its `path`."""
+    """A row to answer and score. references, id: empty and None if the data has none. number: place in its `path`."""
 
     prompt: Text
     references: tuple[str, ...]
@@ -74,7 +74,7 @@ class EvalRow:
 class EvalInputs:
     """Inputs of an evaluation.
 
-    prompts: token ids of each row, by the model's tokenizer. new_tokens: of an answer at most. others: the reference
+    prompts: token ids of each row. new_tokens: maximum tokens of an answer. others: the reference
     model and the baselines, by the names of their lines. spec: the checkpoint's schedule with the recipe's changes.
     folder: the output folder.
     """
@@ -90,12 +90,12 @@ class EvalInputs:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """Number of layers of the model."""
         return self.model.checkpoint.num_layers
 
     @property
     def is_labelling(self) -> bool:
-        """Whether answers are labels: by choices, or because every reference is a single word."""
+        """Whether answers are labels: there are choices, or every reference is a single word."""
         return self.config.choices is not None or (
             self.config.data.references is not None
             and all(len(reference.split()) == 1 for row in self.rows for reference in row.references)
@@ -105,7 +105,7 @@ class EvalInputs:
     def metric(self) -> str:
         """The metric that lines are judged by.
 
-        With references exact match of labels, else BLEU; without, exact agreement of labels and short answers, else
+        With references: exact match of labels, BLEU of texts. Else: exact agreement of labels and short answers, or
         fidelity.
         """
         if self.config.data.references is not None:
@@ -113,7 +113,7 @@ class EvalInputs:
         return "agreement_exact" if self.is_labelling or self.new_tokens <= SHORT else "fidelity"
 
     def load(self, checkpoint: ResolvedCheckpoint, *, fast: bool = False) -> Generator:
-        """One of the models, at full depth. fast: with its speed adapter, which no full depth of a job has."""
+        """Load one of the models at full depth. fast: whether to merge its speed adapter, as a job above 1x does."""
         config = self.config
         full = checkpoint.checkpoint.schedule({"speedup": 1.0})
         # baselines keep their own weight type
@@ -134,7 +134,7 @@ class EvalInputs:
 
 
 def prepare(config: EvalConfig) -> EvalInputs:
-    """Read the rows, resolve the checkpoints and check that all fit together; loads no model.
+    """Read the rows, resolve the checkpoints and check that they fit together. Loads no model.
 
     Raises UserError of one line for a mistake.
     """
@@ -207,7 +207,7 @@ def _check_references(references: Sequence[Any], location: str, column: str, lab
 
 
 def _planned(config: EvalConfig, spec: ScheduleSpec, num_layers: int) -> list[Variant]:
-    """Return the lines of the model itself, each of which can be built."""
+    """Return the lines of the model itself, whose schedules have been checked."""
     variants = speeds(spec, config.speedups, config.prompts)
     try:
         for variant in variants:
@@ -218,7 +218,7 @@ def _planned(config: EvalConfig, spec: ScheduleSpec, num_layers: int) -> list[Va
 
 
 def _output_folder(output: str) -> OwnedFolder:
-    """Return the output folder, made unless it holds files of the user. Raises UserError if it is not writable."""
+    """Make and return the output folder. Raises UserError if it holds files of the user, or is not writable."""
     if "://" in output:
         raise UserError(f"output: {output}: evaluate writes into a local folder; copy it from there")
     folder = OwnedFolder(Path(output), RECORD, "output")
@@ -235,7 +235,7 @@ def _output_folder(output: str) -> OwnedFolder:
 
 
 def _check_names(baselines: Iterable[str], lines: Iterable[str]) -> None:
-    """Reject baselines whose name or answers file is that of another line."""
+    """Raise UserError if a baseline has the name or answers file of another line."""
     taken = {slug(name): name for name in lines}
     for name in baselines:
         file = slug(name)
@@ -247,7 +247,7 @@ def _check_names(baselines: Iterable[str], lines: Iterable[str]) -> None:
 
 
 def _same_tokenizer(key: str, path: str, model: ResolvedCheckpoint, config: EvalConfig) -> ResolvedCheckpoint:
-    """Return a further checkpoint, which answers the same token ids. Raises UserError if its tokenizer is another."""
+    """Return a further checkpoint. Raises UserError if its tokenizer differs: all models get the same token ids."""
     other = resolve_checkpoint(config.model.model_copy(update={"path": path, "speed_adapter": None}), config.storage)
     if load_tokenizer(other.checkpoint.path).get_vocab() != load_tokenizer(model.checkpoint.path).get_vocab():
         raise UserError(
@@ -258,7 +258,7 @@ def _same_tokenizer(key: str, path: str, model: ResolvedCheckpoint, config: Eval
 
 
 def _trie(config: EvalConfig, model: ResolvedCheckpoint) -> ChoiceTrie | None:
-    """Return the labels as the model's tokens; None without choices. Raises UserError if two have the same tokens."""
+    """Return the labels as token ids; None without choices. Raises UserError if two labels have the same tokens."""
     if config.choices is None:
         return None
     tokenizer = load_tokenizer(model.checkpoint.path)

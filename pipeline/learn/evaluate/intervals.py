@@ -1,4 +1,4 @@
-"""Paired bootstrap: intervals over rows, of every line and of its loss against full depth.
+"""Computes intervals by paired bootstrap over rows, of every line and of its loss against full depth.
 
 Percentile intervals after Koehn, "Statistical Significance Tests for Machine Translation Evaluation", EMNLP
 2004: data sets of as many rows are drawn with replacement, the same ones for every line, and scored whole.
@@ -18,13 +18,13 @@ SAMPLES, SEED = 1000, 0  # resampled data sets of every interval, and the seed o
 
 
 def resampled_counts(rows: int, samples: int, rng: np.random.Generator) -> Array:
-    """Return [samples, rows]: how often each data set, drawn with replacement, holds each row."""
+    """Return how often each data set, drawn with replacement, holds each row: [samples, rows]."""
     positions = rng.integers(rows, size=(samples, rows)) + rows * np.arange(samples)[:, None]
     return np.bincount(positions.ravel(), minlength=samples * rows).reshape(samples, rows).astype(np.float64)
 
 
 def resampled_sums(statistics: Array, samples: int, seed: int) -> Array:
-    """Statistics [N, K] -> their sums over each resampled data set [samples, K]."""
+    """Return the sums of statistics [N, K] over each resampled data set: [samples, K]."""
     rng, rows = np.random.default_rng(seed), len(statistics)
     at_once = max(1, DRAWN_AT_ONCE // rows)
     return np.concatenate(
@@ -33,9 +33,9 @@ def resampled_sums(statistics: Array, samples: int, seed: int) -> Array:
 
 
 def paired_scores(statistics: Mapping[str, Mapping[str, Array]], full_depth: str) -> dict[str, dict[str, Score]]:
-    """Scores of every line and metric.
+    """Return the scores of every line and metric.
 
-    statistics: line -> metric -> [N, K] over the same N rows. full_depth: the line that losses are against.
+    statistics: line -> metric -> [N, K] over the same N rows. full_depth: line that losses are measured against.
     """
     values_of = {}  # [1 + samples]: the data set itself, then the resampled ones
     for line, metrics in statistics.items():

@@ -1,4 +1,4 @@
-"""Statistics of every row for each metric and line: against references, against full depth, and of chance."""
+"""Computes statistics of every row for each metric and line: against references and full depth, and by chance."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Answers = Sequence[Answer]
 
 
 def by_chance(answers: Answers, *, labels: bool) -> Answers:
-    """Full depth's commonest answer for every row if the answers are `labels`, else the next row's answer."""
+    """Return answers by chance: for labels full depth's commonest one for every row, else the next row's answer."""
     if not labels:
         return [*answers[1:], answers[0]]
     commonest, _ = Counter(answer.generated_text for answer in answers).most_common(1)[0]
@@ -43,9 +43,9 @@ def line_statistics(
     answers: Mapping[str, Answers],
     full_depth: str,
 ) -> dict[str, dict[str, Array]]:
-    """Line -> metric -> statistics [N, K] of the N rows, of all metrics that the rows allow.
+    """Return line -> metric -> statistics [N, K] of the N rows, for all metrics that the rows allow.
 
-    answers: of `lines`, and of `CHANCE`, which has no metric of distributions. full_depth: the line that agreement is
+    answers: those of `lines` and of `CHANCE`, which has no distributions. full_depth: the line that agreement is
     measured against.
     """
     texts = {name: [answer.generated_text or "" for answer in given] for name, given in answers.items()}
@@ -81,7 +81,7 @@ def line_statistics(
 
 
 def _regret(full: Model, pairs: Mapping[str, Sequence[Pair]]) -> dict[str, Array]:
-    """Line -> regret of its answers [N]. Full depth reads an answer that several lines give once."""
+    """Return line -> regret of its answers [N]. Full depth reads an answer once, even if several lines give it."""
     distinct = {(row, tuple(pair[1])): pair for each in pairs.values() for row, pair in enumerate(each)}
     report = RowProgress("scoring the lines' own answers", len(distinct)).at
     found = dict(zip(distinct, answer_regret(full, list(distinct.values()), report).tolist(), strict=True))
@@ -91,5 +91,5 @@ def _regret(full: Model, pairs: Mapping[str, Sequence[Pair]]) -> dict[str, Array
 
 
 def _pairs(inputs: EvalInputs, answers: Answers) -> list[Pair]:
-    """Token ids of each row's prompt and answer."""
+    """Return the token ids of each row's prompt and answer."""
     return [(prompt.ids, answer.token_ids or ()) for prompt, answer in zip(inputs.prompts, answers, strict=True)]

@@ -1,4 +1,4 @@
-"""Metrics as sums over rows: statistics of each row, computed once, and a score from any weighted sum of them.
+"""Metrics as sums over rows: each row's statistics are computed once; a score follows from any sum of them.
 
 So a bootstrap of corpus metrics is cheap: a resampled data set is another sum of the same rows.
 Statistics are arrays [N, K] of N rows; sums [S, K] of S data sets give scores [S].
@@ -28,7 +28,7 @@ TOKENS, OWN_TOKENS, REPEATS, GRAMS, REGRET = range(5)  # columns of `answer_stat
 
 @dataclass(frozen=True)
 class Metric:
-    """title: in tables. unit: "" for points of 100. score: sums [S, K] -> scores [S].
+    """A metric. title: its name in tables. unit: "" for points of 100. score: sums [S, K] -> scores [S].
 
     higher_is_better: None where any distance from full depth's value is a loss.
     """
@@ -95,9 +95,9 @@ METRICS = {
 
 
 def bleu_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-    """[N, 10]: lengths of answer and closest reference, matched and all n-grams of 1 ... 4 words.
+    """Return [N, 10]: lengths of answer and closest reference, matched n-grams and all n-grams of 1 ... 4 words.
 
-    sacrebleu's, 13a, lower-cased, all references of each row. Their sum over rows gives the corpus BLEU.
+    By sacrebleu: 13a, lower case, all references of each row. Their sum over rows gives the corpus BLEU.
     """
     # effective_order changes no count; without it sacrebleu warns at every sentence
     metric = BLEU(lowercase=True, tokenize="13a", effective_order=True)
@@ -108,18 +108,18 @@ def bleu_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -
 
 
 def exact_match_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-    """[N, 2]: 1 where the text is one of the references, case and outer space ignored; and 1."""
+    """Return [N, 2]: 1 if the text is one of the references, else 0, without case and outer space; and 1."""
     pairs = zip(texts, references, strict=True)
     return mean_statistics([normalized(text) in map(normalized, each) for text, each in pairs])
 
 
 def same_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
-    """[N, 2]: 1 where both texts are the same, character by character; and 1."""
+    """Return [N, 2]: 1 if both texts are the same, character by character, else 0; and 1."""
     return mean_statistics([text == other for text, other in zip(texts, others, strict=True)])
 
 
 def kappa_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
-    """[N, 2 + 2 K]: 1 where both texts are the same, 1, and the one of the K distinct `others` that each of both is."""
+    """Return [N, 2 + 2 K]: 1 if both texts are the same, 1, and each text as one of the K distinct `others`."""
     labels = {label: column for column, label in enumerate(dict.fromkeys(others))}
     rows = np.eye(len(labels) + 1)[:, :-1]  # the last row is for a text that is no label
     both = [rows[[labels.get(text, -1) for text in each]] for each in (texts, others)]
@@ -127,7 +127,7 @@ def kappa_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
 
 
 def rouge_l_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-    """[N, 2]: ROUGE-L F of the text, the best over its references (rouge_score, no stemming); and 1.
+    """Return [N, 2]: the best ROUGE-L F of the text over its references (rouge_score, no stemming); and 1.
 
     rouge_score counts only words of a-z and 0-9; a text equal to a reference scores 1 in every script.
     """
@@ -136,10 +136,10 @@ def rouge_l_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]
 
 
 def answer_statistics(answers: Sequence[Sequence[int]], own: Sequence[Sequence[int]], regret: Array) -> Array:
-    """[N, 5]: tokens of the answer and of full depth's own, repeated and all 4-grams and regret of the answer.
+    """Return [N, 5]: tokens of the answer and of full depth's; the answer's repeated 4-grams, 4-grams and regret.
 
     Fidelity is 100 · exp(-regret / tokens) · min(length ratio, 1 / length ratio) · (1 - repeated 4-grams / 4-grams):
-    the likelihood of single tokens hardly shows another length or repetition, so each has a factor.
+    the likelihood of single tokens hardly shows a wrong length or repetition, so each of them is a factor.
 
     Args:
         answers, own: token ids, the end token included.
@@ -150,7 +150,7 @@ def answer_statistics(answers: Sequence[Sequence[int]], own: Sequence[Sequence[i
 
 
 def mean_statistics(values: Sequence[float] | Array) -> Array:
-    """[N] -> [N, 2]: the values and 1, so that the ratio of the sums is the mean over rows."""
+    """Return [N, 2]: the values [N] and 1. The ratio of the sums is the mean over rows."""
     first = np.asarray(values, dtype=np.float64)
     return np.stack([first, np.ones_like(first)], axis=1)
 

@@ -1,4 +1,4 @@
-"""Results of an evaluation: plain values, files of scores and answers, tables for a terminal."""
+"""Holds the results of an evaluation; writes files of scores and answers, and prints tables."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def uselessness(line: Line, chance: Scores, metric: str) -> str | None:
 class Evaluation:
     """Results of an evaluation.
 
-    lines: in the table's order. output: the folder. rows: answered by each. batch: rows a batch at most, for all
-    lines. metric: the one that lines are judged by. full_depth: name of the line that losses are against. chance:
+    lines: in the table's order. output: the folder. rows: number answered by each. batch: maximum rows a batch, for all
+    lines. metric: metric that judges lines. full_depth: name of the line that losses are measured against. chance:
     scores of answers that do not depend on their prompt.
     """
 
@@ -134,19 +134,19 @@ def slug(name: str) -> str:
 
 
 def answers_file(line: str) -> str:
-    """Name of the file with a line's answers."""
+    """Return the name of the file with a line's answers."""
     return f"answers-{slug(line)}.parquet"
 
 
 def output_files(lines: Iterable[str]) -> list[str]:
-    """Names of all files of an evaluation of these lines, but for its record."""
+    """Return the names of all files of an evaluation of these lines, without its record."""
     return [*TABLES, *map(answers_file, lines)]
 
 
 def flat(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """One object a line: its numbers, and of metric m `m`, `m_low`, `m_high`, `m_loss`, `m_loss_low`, `m_loss_high`.
+    """Return an object for each line: its numbers, and for metric m `m`, `m_low`, `m_high`, `m_loss` and so on.
 
-    `m_chance` is the metric of answers that do not depend on their prompt.
+    `m_chance` is metric m of answers that do not depend on their prompt.
     """
     rows = []
     for line in evaluation.lines:
@@ -159,7 +159,7 @@ def flat(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 
 def write_table(evaluation: Evaluation) -> None:
-    """`table.json` and `table.parquet` in the output folder."""
+    """Write `table.json` and `table.parquet` into the output folder."""
     rows = flat(evaluation)
     finite = [
         {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
@@ -172,9 +172,9 @@ def write_table(evaluation: Evaluation) -> None:
 
 
 def write_answers(output: Path, columns: Mapping[str, Sequence[Any]], answers: Mapping[str, Sequence[Answer]]) -> None:
-    """`answers-<line>.parquet` for each line.
+    """Write `answers-<line>.parquet` for each line.
 
-    columns: of the rows, such as prompt and id. answers: of each line, by its name.
+    columns: columns of the rows, such as prompt and id. answers: answers of each line, by its name.
     """
     names = {"answer": "generated_text", "generated_tokens": "generated_tokens", "finish_reason": "finish_reason"}
     for line, given in answers.items():
@@ -183,7 +183,7 @@ def write_answers(output: Path, columns: Mapping[str, Sequence[Any]], answers: M
 
 
 def answer_warnings(answers: Sequence[Answer]) -> tuple[str, ...]:
-    """Signs of bad answers of a line, without the advice that follows them."""
+    """Return the signs of bad answers of a line, without the advice that follows them."""
     return tuple(text.partition(";")[0] for text in warnings_of([answer.generated_text or "" for answer in answers]))
 
 
@@ -204,7 +204,7 @@ def print_tables(console: Console, evaluation: Evaluation) -> None:
 
 
 def remarks(lines: Sequence[Line], chance: Scores, metric: str) -> list[str]:
-    """Return what else is to be said of the lines: that one is useless, and signs of bad answers."""
+    """Return sentences about the lines: which ones are useless, and signs of bad answers."""
     useless = [text for line in lines if (text := uselessness(line, chance, metric)) is not None]
     return [*useless, *(f"{line.name}: {text}" for line in lines for text in line.warnings)]
 
@@ -237,7 +237,7 @@ def _main_table(evaluation: Evaluation) -> Table:
 
 
 def _further_table(evaluation: Evaluation) -> Table:
-    """All other metrics, but for the exact match of free text."""
+    """Return the table of all other metrics, without the exact match of free text."""
     names = [name for name in evaluation.lines[0].scores if name != evaluation.metric]
     if evaluation.metric == "bleu":
         names.remove("exact_match")

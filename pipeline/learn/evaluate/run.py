@@ -78,9 +78,9 @@ def evaluate(config: EvalConfig) -> Evaluation:
 
 
 def load_models(inputs: EvalInputs) -> tuple[Generator, Generator, dict[str, Generator]]:
-    """Load all models of an evaluation, which all cut the rows into the same batches.
+    """Load all models of an evaluation. All of them answer the rows in the same batches.
 
-    Return the model without its speed adapter and with it, the same twice if there is none; and the reference model
+    Return the model without and with its speed adapter, the same one twice without an adapter; and the reference model
     and the baselines, by the names of their lines.
     """
     config, rows = inputs.config, f", for {len(inputs.rows):,} rows"
@@ -99,7 +99,7 @@ def load_models(inputs: EvalInputs) -> tuple[Generator, Generator, dict[str, Gen
 
 
 def with_measured_order(inputs: EvalInputs, generator: Generator) -> EvalInputs:
-    """Return the inputs, with a keep order measured on full-depth answers of the first rows if the recipe asks."""
+    """Return the inputs; if the recipe asks, with a keep order measured on full-depth answers of the first rows."""
     model, schedule = inputs.config.model, inputs.config.schedule
     if schedule.keep_order != MEASURED:
         return inputs
@@ -112,7 +112,7 @@ def with_measured_order(inputs: EvalInputs, generator: Generator) -> EvalInputs:
 
 
 def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Line:
-    """Return the line of a run. base: the run of 1x, for the wall clocks. Another model's line has no layer ratio."""
+    """Return the line of a run. base: the run at 1x, for the speed-ups. A line of another model has no layer ratio."""
     stats, seconds, decode = run.stats, median(run.seconds), median(run.decode_seconds)
     own_layers = variant.group not in ("reference", "model")
     return Line(
@@ -134,7 +134,7 @@ def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Li
 
 
 def _write(evaluation: Evaluation, inputs: EvalInputs, runs: Mapping[str, TimedRun], generator: Generator) -> None:
-    """Replace the files of the last evaluation; the record, written last, holds the settings behind the numbers."""
+    """Replace the files of the last evaluation. The record, written last, holds the settings of these numbers."""
     folder = inputs.folder
     folder.discard(folder.files())
     folder.claim(output_files(runs))

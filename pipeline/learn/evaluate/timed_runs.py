@@ -16,7 +16,7 @@ from pipeline.runtime.announce import RowProgress, announce
 
 @dataclass
 class TimedRun:
-    """Answers of a line, and their times. seconds, decode_seconds: one entry for each timed round."""
+    """Answers of a line, and their times. seconds, decode_seconds: one number for each timed round."""
 
     answers: list[Answer]
     stats: EngineStats
@@ -25,16 +25,16 @@ class TimedRun:
 
 
 def common_batch(generator: Generator, prompts: Sequence[Prompt], new_tokens: int) -> int:
-    """Rows a batch at most, so that full depth, which needs the most cache, forms the same batches as every schedule.
+    """Return the maximum rows of a batch at which all schedules form the batches of full depth, which needs most.
 
-    generator: at full depth. new_tokens: of an answer at most, where the context has room. Raises UserError if a row's
+    generator: the model at full depth. new_tokens: maximum tokens of an answer. Raises UserError if a row's
     cache alone is over the budget.
     """
     engine, longest = generator.engine, max(prompts, key=lambda prompt: len(prompt.ids))
     length, shortest = len(longest.ids), min(len(prompt.ids) for prompt in prompts)
 
     def row_bytes(prompt_tokens: int) -> int:
-        """Cache of a row in a batch with the longest prompt; its answer may fill the rest of the context."""
+        """Return a row's cache in a batch with the longest prompt, if its answer fills the rest of the context."""
         return engine.row_bytes(length, max(1, min(new_tokens, engine.decoder.context_length - prompt_tokens)))
 
     if row_bytes(length) > generator.cache_bytes:
@@ -47,7 +47,7 @@ def common_batch(generator: Generator, prompts: Sequence[Prompt], new_tokens: in
 
 
 def answer(generator: Generator, schedule: Schedule, prompts: Sequence[Prompt], stage: str = "answering") -> TimedRun:
-    """Answer all rows once; the number of rows done is announced under the name `stage`.
+    """Answer all rows once, and announce the number of rows done under the name `stage`.
 
     Raises UserError for a row that cannot be answered, or if memory ran out.
     """
@@ -70,7 +70,7 @@ def time_in_turn(
 ) -> dict[str, TimedRun]:
     """Answer all rows under every line, `rounds` times: one line after the other, so that a drift affects all.
 
-    Every line warms up first: on its largest batch; or in a whole round where there are several rounds, and on a
+    Every line warms up first on its largest batch; or in a whole round if there are several rounds, and on a
     GPU, as each new shape costs time there. Answers and counts are the last round's.
     """
     whole = rounds > 1 or any(generator.device.type == "cuda" for generator, _ in lines.values())

@@ -26,7 +26,7 @@ def check_targets(adapter: AdapterConfig, config: PretrainedConfig) -> None:
 
 
 def started(base: Checkpoint, folder: str) -> Checkpoint:
-    """Return the base with the adapter to go on from, in `folder`; UserError if that is none, or another base's."""
+    """Return the base with the adapter in `folder`, to train further; UserError if it is no adapter of this base."""
     try:
         found = with_adapter(base, folder)
         assert found.adapter is not None

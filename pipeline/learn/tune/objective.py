@@ -31,8 +31,8 @@ LogitsLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 class Targets:
     """A teacher's distributions over the next token: its K likeliest entries, and the mass of all others.
 
-    ids: int32 [M, K]. log_probs: [M, K]. rest: [M], the logarithm of the others' mass; -inf if K is their number.
-    entries: of the vocabulary; further ones of the student are padding.
+    ids: int32 [M, K]. log_probs: [M, K]. rest: [M], logarithm of the mass of all other entries; -inf if there are none.
+    entries: size of the teacher's vocabulary; further entries of the student are padding.
     """
 
     ids: Tensor
@@ -42,7 +42,7 @@ class Targets:
 
     @classmethod
     def of(cls, logits: Tensor, loss: LossConfig, vocabulary: int) -> Targets:
-        """From a teacher's logits [M, V]. vocabulary: the student's; entries beyond it are padding."""
+        """Make targets of a teacher's logits [M, V]. vocabulary: the student's size; entries beyond it are padding."""
         scaled = logits[:, :vocabulary].float() / loss.temperature
         scaled = scaled - scaled.logsumexp(-1, keepdim=True)
         log_probs, ids = scaled.topk(min(loss.teacher_top_k, scaled.shape[-1]), dim=-1)
@@ -51,7 +51,7 @@ class Targets:
 
     @classmethod
     def joined(cls, parts: Sequence[Targets]) -> Targets:
-        """Several ones behind another."""
+        """Concatenate several targets."""
         ids, log_probs, rest = (
             torch.cat([getattr(one, name) for one in parts]) for name in ("ids", "log_probs", "rest")
         )
@@ -129,7 +129,7 @@ def loss_and_gradient(
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropy with label smoothing, and its gradient by the logits [M, V]."""
+    """Return the sum of the cross-entropy with label smoothing, and its gradient by the logits [M, V]."""
     log_probs = logits.log_softmax(-1, dtype=torch.float32)
     total = nn.functional.nll_loss(log_probs, labels, reduction="sum") * (1 - smoothing)
     if smoothing > 0:
@@ -142,7 +142,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Te
 
 
 def _divergence(scores: Tensor, targets: Targets, temperature: float) -> tuple[Tensor, Tensor]:
-    """Sum of KL(teacher || student) over K + 1 classes, and its gradient by the scores [M, V] over the temperature.
+    """Return the sum of KL(teacher || student) over K + 1 classes, and its gradient by the scores [M, V] / temperature.
 
     With the student's probabilities q, the teacher's p of the K kept tokens and P of all others, of which the student
     has Q: the gradient is q - p for a kept token, and q - q P / Q for another.
@@ -166,7 +166,7 @@ def _divergence(scores: Tensor, targets: Targets, temperature: float) -> tuple[T
 
 
 class _Chunked(torch.autograd.Function):
-    """A sum over chunks of hidden states, differentiated chunk by chunk in the forward pass."""
+    """A sum over chunks of hidden states, whose gradient is computed chunk by chunk in the forward pass."""
 
     @staticmethod
     def forward(
@@ -205,7 +205,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def chunks(tokens: int, vocabulary: int, most: int | None = None) -> list[slice]:
-    """Equal slices of `tokens` tokens whose logits fit `most` bytes in fp32, default `CHUNK_BYTES`."""
+    """Return equal slices of `tokens` tokens whose fp32 logits fit `most` bytes, default `CHUNK_BYTES`."""
     count = -(-tokens // max(1, (most or CHUNK_BYTES) // (4 * vocabulary)))
     size = -(-tokens // count)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]

@@ -29,7 +29,7 @@ SHAPE = {"decay", "warmup", "keep_order", "prompt"}  # keys kept from the start 
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt and its response. ended: the end-of-sequence token follows the response."""
+    """A prompt and its response. ended: whether the end-of-sequence token follows the response."""
 
     prompt: Text
     response: Text
@@ -37,10 +37,10 @@ class Pair:
 
 
 def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> list[Pair]:
-    """Pairs of text or token ids; each of a list of references makes a pair.
+    """Return pairs of texts or token ids; each reference of a list makes a pair.
 
     Raises UserError that names file and row of an empty prompt or response, of one that is neither text nor token ids,
-    or of a response that is none of `data.choices`.
+    or of a response that is not one of `data.choices`.
     """
     pairs: list[Pair] = []
     labels = None if data.choices is None else set(data.choices)
@@ -70,7 +70,7 @@ def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> li
 def encode(
     tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair], max_tokens: int, vocab_size: int
 ) -> list[dict[str, Any]]:
-    """`input_ids` and `prompt_tokens` of each pair; longer pairs than `max_tokens` are left out with a warning.
+    """Return `input_ids` and `prompt_tokens` of each pair; pairs above `max_tokens` are left out with a warning.
 
     Raises UserError for a token outside the vocabulary, or if the tokenizer has no end-of-sequence token.
     """
@@ -95,7 +95,7 @@ def encode(
 class TrainingPlan:
     """Inputs of a training.
 
-    train, dev: rows for `collate`. spec: the schedule to store. schedules: those that a step is drawn from, by name.
+    train, dev: rows for `collate`. spec: the schedule to store. schedules: by name; each step draws from them.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -109,7 +109,7 @@ class TrainingPlan:
 def plan_training(config: TuneConfig) -> TrainingPlan:
     """Read the data and inspect the checkpoints; loads no weights. Raises UserError of one line for a mistake.
 
-    A keep order to measure is the paper's until `with_order`.
+    A keep order that is to be measured is the paper's until `with_order` sets it.
     """
     data = config.data
     train_pairs = read_pairs(data, data.train, data.train_reference)
@@ -140,13 +140,13 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
 
 
 def training_steps(settings: TrainingConfig, rows: int) -> int:
-    """Return the optimizer steps of a training on so many pairs."""
+    """Return the number of optimizer steps of a training on this number of pairs."""
     by_epochs = math.ceil(math.ceil(rows / settings.batch_size) * settings.epochs)
     return settings.max_steps if settings.max_steps > 0 else by_epochs
 
 
 def with_order(config: TuneConfig, plan: TrainingPlan, order: Order | None) -> TrainingPlan:
-    """Return the plan with a measured keep order and warm-up, if there are any."""
+    """Return the plan with a measured keep order and warm-up, if they were measured."""
     if order is None:
         return plan
     spec = plan.spec.overridden({"keep_order": order[0], "warmup": order[1]})
@@ -156,7 +156,7 @@ def with_order(config: TuneConfig, plan: TrainingPlan, order: Order | None) -> T
 def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mapping[str, Any]]) -> ScheduleSpec:
     """Return the schedule to store: the default speed, and the horizon for every job of this checkpoint.
 
-    Keys that the recipe leaves out are the start checkpoint's, but for the horizon, which follows from the data.
+    Keys that the recipe leaves out are the start checkpoint's; the horizon follows from the data.
     """
     schedule = config.schedule
     lengths = [len(row["input_ids"]) - row["prompt_tokens"] for row in rows]
@@ -173,7 +173,7 @@ def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mappin
 
 
 def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str, Schedule]:
-    """Return the schedules that steps are drawn from, by name; of equal ones the first; for an adapter none at 1x."""
+    """Return the schedules from which steps are drawn, by name: equal ones once, and for an adapter none at 1x."""
     section = config.schedule
     schedules = {f"{speed:g}x": spec.overridden({"speedup": speed}).build(layers) for speed in section.speedups}
     for further in section.also:

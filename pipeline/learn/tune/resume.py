@@ -1,4 +1,4 @@
-"""The folder of a training: the recipe that its state belongs to, and the final record."""
+"""Keeps the folder of a training: the recipe to which its state belongs, and the final record."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(config: TuneConfig) -> Path:
 
 
 def finished(config: TuneConfig) -> bool:
-    """Whether the output holds the checkpoint that this config makes of these files."""
+    """Tell whether the output holds the checkpoint that this config makes of these files."""
     record = _read(Path(config.output) / RECORD)
     if not isinstance(record, dict) or "config" not in record or not _is_recorded(config):
         return False
@@ -105,7 +105,7 @@ def _start(config: TuneConfig) -> str | None:
 
 
 def _versions(files: list[Path]) -> dict[str, list[int]]:
-    """Size and time of each file."""
+    """Return size and time of each file."""
     states = {str(path): path.stat() for path in files}
     return {path: [state.st_size, state.st_mtime_ns] for path, state in states.items()}
 

@@ -54,7 +54,7 @@ def train(config: TuneConfig, plan: TrainingPlan) -> None:
         log.warning("%s", line)
 
     def rounded(entries: Sequence[Mapping[str, float]]) -> list[dict[str, float | None]]:
-        """JSON has no NaN, in which a training may end."""
+        """Return losses rounded for JSON; None for NaN, which JSON does not have."""
         return [
             {name: round(value, 4) if math.isfinite(value) else None for name, value in entry.items()}
             for entry in entries
@@ -110,9 +110,9 @@ def _training(config: TuneConfig, plan: TrainingPlan) -> Training:
 
 
 def tokens_at_once(model: PreTrainedModel, bf16: bool, workers: int = 1) -> int:
-    """Tokens whose activations fit `ACTIVATIONS` bytes, on a GPU a quarter of its memory; about as many as measured.
+    """Return the number of tokens whose activations fit `ACTIVATIONS` bytes, or a quarter of a GPU's memory.
 
-    workers: that share the bytes, or have a GPU each.
+    workers: number of workers that share the bytes, or have a GPU each.
     """
     shape, device = ModelShape.of(model.config), model.device
     of_layer = (16 * shape.hidden + 6 * shape.feed_forward) * (2 if bf16 else 4)
@@ -134,7 +134,7 @@ def _teacher(config: TuneConfig, student: Decoder, adapted: Any, bf16: bool) -> 
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device has bfloat16 instructions; without, a CPU computes it slower than float32."""
+    """Tell whether the device has bfloat16 instructions; a CPU without them computes bfloat16 slower than float32."""
     if device.type == "cpu":
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
@@ -162,7 +162,7 @@ LARGEST, DEFAULT = 32 * 2**20, 128 * 2**10  # bytes; the C library's largest and
 
 @contextmanager
 def kept_heap() -> Iterator[None]:
-    """In the block the C library returns no memory to the system, but for pieces above `LARGEST` bytes.
+    """In the block the C library returns only memory of blocks above `LARGEST` bytes to the system.
 
     Activations are freed in the backward pass and needed again by the next step: without this the system clears each of
     their pages at every step.

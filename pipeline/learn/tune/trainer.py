@@ -37,9 +37,9 @@ class Teacher:
 
     Args:
         decoder: frozen, or the student's own.
-        loss: what is kept of a distribution.
-        vocabulary: entries of the student's.
-        alone: a context in which the decoder has its weights from before training, such as LoRA's adapters disabled.
+        loss: says which part of a distribution is stored.
+        vocabulary: size of the student's vocabulary.
+        alone: a context in which the decoder has its weights from before training, such as disabled LoRA adapters.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Teacher:
         self._new: list[tuple[Any, Targets]] = []  # kept since the last exchange
 
     def targets(self, pairs: Sequence[Pair]) -> Targets:
-        """Distributions of the pairs' response tokens; those of a pair with a key are computed once."""
+        """Return the distributions of the pairs' response tokens; those of a pair with a key are computed once."""
         known = {id(pair): self._kept[pair[KEY]] for pair in pairs if pair.get(KEY) in self._kept}
         missing = [pair for pair in pairs if id(pair) not in known]
         if missing:
@@ -70,9 +70,9 @@ class Teacher:
         return Targets.joined([known[id(pair)] for pair in pairs]).to(self.decoder.device)
 
     def exchange(self, gather: Callable[[list[Any]], list[Any]]) -> None:
-        """Keep what all workers computed since the last call: a pair comes to another worker in the next epoch.
+        """Store what all workers computed since the last call: in the next epoch another worker gets the pair.
 
-        gather: the lists of all workers, joined; each of them calls it.
+        gather: joins the lists of all workers; each worker calls it.
         """
         found, self._new = gather(self._new), []
         self._kept |= dict(found)
@@ -103,13 +103,13 @@ class Training:
 
     Args:
         model: holds the weights; those that require gradients are trained.
-        decoder: of the model, with the attention of `packed_attention`.
+        decoder: decoder of the model, with the attention of `packed_attention`.
         plan: pairs and schedules. Every worker and micro-batch of a step has the same schedules.
-        settings, loss: of the recipe.
-        teacher: of the distillation.
-        tokens: most tokens of a micro-batch.
+        settings, loss: sections of the recipe.
+        teacher: teacher of the distillation.
+        tokens: maximum tokens of a micro-batch.
         bf16: whether to compute in bfloat16, by autocast.
-        folder: of the state to resume from, and of the best weights.
+        folder: holds the state to resume from, and the best weights.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Training:
         return losses
 
     def _step(self) -> Tensor:
-        """Train on a batch; its mean objective per response token and schedule."""
+        """Train on a batch; return its mean objective per response token and schedule."""
         pairs, names = self._pairs(), self.drawn(self.step)
         own = pairs[self.rank :: self.workers]
         torch.manual_seed(self.settings.seed + self.step)  # makes dropout the same after a resume
@@ -214,7 +214,7 @@ class Training:
             return summed_loss(self.decoder, states, labels, targets, self.loss, self.loss.label_smoothing)
 
     def _share(self, total: Tensor) -> None:
-        """Add up the workers' gradients and losses, and give all what each computed of the teacher."""
+        """Add up the workers' gradients and losses, and share what each worker computed of the teacher."""
         if self.workers == 1:
             return
         gradients = [total]
@@ -228,7 +228,7 @@ class Training:
             self.teacher.exchange(_gathered)
 
     def drawn(self, step: int) -> list[str]:
-        """Names of a step's schedules, which run the same layers over prompts: a function of seed and step alone."""
+        """Return the names of a step's schedules, which run the same layers over prompts, from seed and step alone."""
         draw = random.Random(f"{self.settings.seed}/{step}")
         first = draw.choice(list(self.schedules))
         layers = self.schedules[first].prompt_layers
@@ -236,7 +236,7 @@ class Training:
         return [first, *draw.sample(others, min(self.settings.speeds_per_step - 1, len(others)))]
 
     def _expected(self, pairs: Sequence[Pair], schedules: int) -> tuple[Tensor, Targets | None]:
-        """Labels and the teacher's distributions of the pairs' response tokens, once for each schedule."""
+        """Return labels and the teacher's distributions of the pairs' response tokens, repeated for each schedule."""
         labels = response_labels(pairs).to(self.decoder.device).repeat(schedules)
         if self.teacher is None:
             return labels, None
@@ -281,17 +281,17 @@ class Training:
         return torch.autocast(self.decoder.device.type, torch.bfloat16, enabled=self.bf16)
 
     def _since_best(self) -> int:
-        """Return the number of dev-set losses behind the lowest one."""
+        """Return the number of dev-set losses after the lowest one."""
         losses = [entry[LOSS] for entry in self.dev_losses]
         return len(losses) - 1 - losses.index(min(losses))
 
     def _is_worse(self) -> bool:
-        """Whether early stopping ends the training."""
+        """Tell whether early stopping ends the training."""
         patience = self.settings.early_stopping
         return patience is not None and self._since_best() >= patience
 
     def _save(self, name: str) -> None:
-        """Write the weights with all that led to them."""
+        """Write the weights with the state of the training."""
         if self.rank > 0:
             return
         state = {
@@ -338,7 +338,7 @@ def rate(step: int, warmup: int, steps: int) -> float:
 
 
 def by_length(lengths: Sequence[int], together: int, seed: str) -> list[int]:
-    """Rows in random order, those of a step, `together` neighbours, of similar lengths."""
+    """Return rows in random order, such that the `together` rows of a step are neighbours of similar lengths."""
     order = random.Random(seed).sample(range(len(lengths)), len(lengths))
     window = max(1, min(50, len(lengths) // (4 * together))) * together
     cuts = [order[start : start + window] for start in range(0, len(order), window)]
@@ -346,14 +346,14 @@ def by_length(lengths: Sequence[int], together: int, seed: str) -> list[int]:
 
 
 class StepProgress:
-    """Announces the steps to do, the first step, and then from time to time how many are done."""
+    """Announces the number of steps, the first step, and from time to time how many are done."""
 
     def __init__(self, first: int, steps: int) -> None:
         self._began, self._first, self._steps, self._timer = time.monotonic(), first, steps, Timer()
         announce(f"training: {first:,} of {steps:,} steps")
 
     def done(self, step: int, loss: Tensor) -> None:
-        """Announce the steps done. loss: of the latest step, nats per response token."""
+        """Announce the steps done. loss: loss of the latest step, nats per response token."""
         if self._timer.is_due() or step == self._first + 1:
             each = (time.monotonic() - self._began) / (step - self._first)
             left = duration(each * (self._steps - step))

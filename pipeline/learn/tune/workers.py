@@ -74,7 +74,7 @@ def train_in_processes(config: TuneConfig, order: Order | None) -> None:
 
 
 def _work(rank: int, store: str, config: TuneConfig, order: Order | None) -> None:
-    """Run one process's part. store: file in which the processes meet."""
+    """Run the part of one process. store: file through which the processes find each other."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     workers = config.workers
     assert workers is not None
@@ -95,7 +95,7 @@ def _work(rank: int, store: str, config: TuneConfig, order: Order | None) -> Non
 
 
 def _end_with(parent: int) -> None:
-    """End this process soon after its launcher was killed; else it would write where the next run does."""
+    """End this process soon after its launcher is killed: it would write to the same files as the next run."""
     while os.getppid() == parent:
         time.sleep(SECONDS)
     os._exit(1)
