@@ -68,7 +68,7 @@ def write_demo(folder: Path, rows: int = 2000) -> Path:
     """Write the demo's prompts and its job file, which names the checkpoint that comes along; return the job file."""
     jobs = Path(__file__).parents[1] / "configs" / "demo.yaml"
     checkpoint = jobs.parent / "demo" / "checkpoint"
-    if not jobs.is_file():  # installed from a wheel
+    if not jobs.is_file():  # the program is installed from a wheel
         jobs = next(Path(str(file.locate())) for file in files("skipdecode") or () if file.name == jobs.name).resolve()
         checkpoint = jobs.parent / "checkpoint"
     write_prompts(folder / "prompts", rows, 8, 0)

@@ -30,16 +30,16 @@ from pipeline.prepare.tokenizer import tokenizer_of
 ROWS, SAMPLE_BYTES = 200, 2**26  # rows of the first file to look at, and their bytes at most
 IDS = ("id", "uuid", "key", "row_id", "custom_id", "index", "name")
 CHATS = ("messages", "conversation", "conversations", "chat")
-PROMPTS = ("prompt", "question", "instruction", "query", "request", "input")  # columns that say what to do
+PROMPTS = ("prompt", "question", "instruction", "query", "request", "input")  # names of columns that say what to do
 TEXTS = ("text", "content", "body", "document", "article", "review", "sentence", "description", "title")
-ANSWERS = (  # columns of true answers
+ANSWERS = (  # names of columns of true answers
     *("label", "labels", "answer", "answers", "reference", "references", "target", "gold", "expected", "summary"),
     *("highlights", "completion", "response", "output", "category", "class", "intent", "sentiment", "emotion"),
 )
-REQUEST = {"custom_id", "method", "url", "body"}  # columns of an OpenAI batch
+REQUEST = {"custom_id", "method", "url", "body"}  # keys of an OpenAI batch request
 SUMMARY = "\n\nSummary:"  # end of a template for a model that continues texts
 LABELS, LABEL_LENGTH = 12, 40  # values of a column of labels, and characters of one, at most
-LONG = 400  # characters from which a text is no id
+LONG = 400  # number of characters from which a text is no id
 DEMO, PLACEHOLDER = "configs/demo/checkpoint", "owner/name@revision"
 SYSTEM = "You do what the user asks, and write nothing else."
 
@@ -90,7 +90,7 @@ def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[S
 def read_sample(path: str, storage: StorageConfig) -> Sample:
     """Read the first rows of the first file. Raise UserError if there are none, or the file cannot be read."""
     first: UserError | None = None
-    for given in (None, "jsonl", "csv"):  # a folder's format cannot be told from its name
+    for given in (None, "jsonl", "csv"):  # a folder's name does not tell its format
         try:
             listed_files = list_files([path], storage, given)
             break
@@ -105,7 +105,7 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
 
 def first_rows(url: str, size: int, version: str, kind: str, storage: StorageConfig) -> dict[str, list[Any]]:
     """Return values of the first rows of a file by column. Raise UserError if it has none that can be read."""
-    names: list[str] = [""]  # no column's name: a first look finds the names, a second one their types
+    names: list[str] = [""]  # no column's name: the first scan finds the names, the second one their types
     for _ in range(2):
         file, schema = read_layout(url, size, version, storage, kind, TextColumns(names), ROWS)
         names = schema.names

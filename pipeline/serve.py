@@ -43,7 +43,7 @@ from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.signals import Interrupted, interruptible
 
 MAX_WAITING = 256  # answers that wait, at most; above it requests get status 429
-MAX_BODY_BYTES = 8 * 2**20  # most bytes of a request
+MAX_BODY_BYTES = 8 * 2**20  # maximum bytes of a request
 NAME = "skipdecode"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 READY_SECONDS = 300.0  # time limit for the server to listen once the model is loaded
@@ -58,10 +58,10 @@ class PlannedServer:
     """A server whose model, schedule, memory and key have been checked. It holds neither weights nor the API key."""
 
     config: ServeConfig  # configuration with the number of threads filled in
-    generator: dict[str, Any]  # arguments of `Generator`, with the checkpoint pinned
+    generator: dict[str, Any]  # arguments of `Generator` with a pinned checkpoint
     limits: Limits
     schedule: Schedule  # schedule of requests that name no speed
-    described: str  # parameters and memory in one line
+    described: str  # one line about parameters and memory
 
     def load(self) -> ServedModel:
         """Fetch the checkpoint on this node, compare it with the plan, and load the model."""
@@ -152,7 +152,7 @@ def application(planned: PlannedServer) -> Application:
     replicas, max_batch = planned.config.replicas, planned.generator["max_batch"]
     scaling: dict[str, Any] = {"num_replicas": replicas.count or 1}
     if replicas.max is not None:
-        target = max(1, max_batch // 2)  # requests of a replica, above which another one starts
+        target = max(1, max_batch // 2)  # number of requests of a replica above which another one starts
         limits = {"min_replicas": replicas.min, "max_replicas": replicas.max, "target_ongoing_requests": target}
         scaling = {"num_replicas": None, "autoscaling_config": limits}
     server = Server.options(  # type: ignore[attr-defined]
@@ -162,7 +162,7 @@ def application(planned: PlannedServer) -> Application:
             "num_gpus": replicas.gpus,
             "runtime_env": {"env_vars": ONE_LOOP},
         },
-        # a replica's own queue refuses what is too much, with a time to come again
+        # a replica's own queue refuses further requests with a time to retry
         max_ongoing_requests=2 * (max_batch + MAX_WAITING),
         max_queued_requests=MAX_WAITING,
         backpressure_config={"status_code": 429, "retry_after_s": 1},
@@ -194,7 +194,7 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
         with ray_session(planned.config.replicas, verbose):
             announce("starting Ray Serve and loading the model")
             try:
-                with suppress(ray.exceptions.GetTimeoutError):  # a busy machine: the proxy is waited for later
+                with suppress(ray.exceptions.GetTimeoutError):  # on a busy machine the proxy is waited for later
                     serve.start(http_options={"host": host, "port": port}, logging_config=QUIET)
                 serve.run(application(planned), name=NAME, logging_config=QUIET)
                 _wait_for_http(host, port)

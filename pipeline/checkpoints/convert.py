@@ -31,7 +31,7 @@ from actors.engine.model.fitting import check_report
 from actors.engine.model.loading import inspect
 from actors.engine.model.weights import gib
 
-# as GGUF names them, families of the engine that transformers reads; Mistral's files say llama
+# families, by their names in GGUF, that engine and transformers' reader support; Mistral's files say llama
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt2")
 PLAIN = {"F32", "F16", "BF16"}  # tensor types that are not quantized
 PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
@@ -51,10 +51,10 @@ class GgufHeader:
 
     path: Path
     values: dict[str, Any]  # entries that are single values, by key, such as ``llama.block_count``; True for a list
-    tokens: int  # entries of its vocabulary
+    tokens: int  # size of the vocabulary
     types: frozenset[str]  # names of its tensors' types, such as Q4_1
     rows: dict[str, int]  # rows of each tensor
-    elements: int  # numbers in all tensors
+    elements: int  # number of elements of all tensors
 
     @property
     def architecture(self) -> str:
@@ -218,13 +218,13 @@ def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> 
     # mismatched sizes are in the report
     model, report = _read(header, AutoModelForCausalLM, ignore_mismatched_sizes=True, **options)
     check_report(model, report, {}, str(header.path))
-    used = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
+    used = sum(parameter.numel() for parameter in model.parameters())  # tied weights count once
     if used != header.elements:
         raise UserError(
             f"{header.path}: {header.elements:,} weights, and transformers' {config.model_type} has {used:,}: some "
             "would be left out; take the safetensors checkpoint"
         )
-    # the weights are plain now; with these the library would refuse to save them, or call them quantized
+    # the weights are dequantized; with these attributes the library would not save them as plain weights
     model.is_quantized, model.hf_quantizer = False, None
     for holder, name in ((model, "quantization_method"), (model.config, "quantization_config")):
         if getattr(holder, name, None) is not None:

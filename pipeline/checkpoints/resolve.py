@@ -39,7 +39,7 @@ HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)@(\S+)")
 UNPINNED = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 TRIES = 2
 HEADERS_AT_ONCE = 8
-FIRST_SECONDS, SECONDS = 1.5, 10.0  # before a download's first line of progress, and between lines
+FIRST_SECONDS, SECONDS = 1.5, 10.0  # seconds before a download's first line of progress, and between lines
 Report = Callable[[str], None]
 
 

@@ -115,7 +115,7 @@ class BucketStore:
         fs, path = filesystem(self.url, self.storage)
         temporary = folder / f".{file.name}.{uuid.uuid4().hex}.incomplete"
         with fs.open(f"{path}/{file.name}", "rb", block_size=CHUNK, cache_type="none") as source:
-            # reads hold to this version: s3fs sends it along as If-Match
+            # reads are of this version: s3fs sends it as If-Match
             if str(source.details.get("ETag", file.version)).strip('"') != file.version:
                 raise UserError(
                     f"{self.url}/{file.name}: changed since the job was planned; restore it, or start again with "

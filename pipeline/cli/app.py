@@ -74,5 +74,5 @@ app.command("try")(try_rows)
 
 def main() -> None:
     """Entry point of the `skipdecode` command."""
-    gc.set_threshold(100_000)  # objects; at 700, imports take a second longer
+    gc.set_threshold(100_000)  # allocated objects; at the default 700, imports take a second longer
     app(prog_name="skipdecode")

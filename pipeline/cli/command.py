@@ -33,7 +33,7 @@ EXTRAS = {  # package -> extra
     "sacrebleu": "eval",
     "sqlalchemy": "tables",
 }
-USER_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "  # how a traceback's last line begins
+USER_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "  # beginning of a traceback's last line
 UNTYPED = ("actors", "botocore", "pipeline", "ray")  # errors of these packages are clear without their type's name
 
 
@@ -90,7 +90,7 @@ def command(verbose: bool = False, log_json: bool = False, **clauses: str) -> It
         raise
     except KeyboardInterrupt as error:
         signal = f" ({error})" if str(error) else ""
-        next_step = getattr(error, "advice", None) or advice.interrupted  # a spent budget has an advice of its own
+        next_step = getattr(error, "advice", None) or advice.interrupted  # a spent budget has its own advice
         raise stop(INTERRUPTED, f"interrupted{signal}; {next_step}") from None
     except Exception as error:
         if advice.verbose:
@@ -116,7 +116,7 @@ def _end(error: Exception, advice: Advice) -> typer.Exit:
 
 def user_error(error: BaseException) -> UserError | None:
     """Return the exception if it is a `UserError`, or the `UserError` of a Ray task that it wraps; else None."""
-    cause = getattr(error, "cause", None)  # Ray's error of a task is also an instance of what the task raised
+    cause = getattr(error, "cause", None)  # Ray's error of a task is also an instance of the task's exception
     if isinstance(cause, BaseException):
         return user_error(cause)
     if isinstance(error, UserError):
@@ -170,7 +170,7 @@ def setup(verbose: bool, log_json: bool = False) -> None:
     else:
         lines = "%(levelname)s %(name)s: %(message)s" if verbose else "%(message)s"
         logging.basicConfig(level=level, format=lines, stream=sys.stderr)
-    for name in ("pipeline.plan.memory", "pipeline.checkpoints.stores"):  # always shown
+    for name in ("pipeline.plan.memory", "pipeline.checkpoints.stores"):  # loggers whose messages are always shown
         logging.getLogger(name).setLevel(logging.INFO)
     values = {  # set before the libraries are imported, so that they are quiet
         "TRANSFORMERS_VERBOSITY": "error",

@@ -52,7 +52,7 @@ def convert(
     with command(verbose, failed=again, interrupted=again):
         typer.echo("loading transformers")
         if not sys.stderr.isatty():
-            os.environ.setdefault("TQDM_DISABLE", "1")  # the bar of transformers' GGUF reader
+            os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bar of transformers' GGUF reader
 
         import torch
         from transformers.utils.logging import disable_progress_bar

@@ -97,7 +97,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
         (result.totals.errors, result.totals.rows) for _, result in done if not result.manifest.batching.retries
     ]
     if answered is not None and answered.last is not None and not done:
-        # nothing new: the last run's row errors still decide the exit status
+        # without new files the last run's row errors decide the exit status
         last = open_folder(f"{config.output.path.rstrip('/')}/{answered.last.folder}", config.storage)
         errors_and_rows = last_errors(last)
     for errors, rows in errors_and_rows:

@@ -68,7 +68,7 @@ class Budget:
         def watch() -> None:
             try:
                 run = coordinator.read()
-            except Exception as error:  # Ray's error; the run itself reports it
+            except Exception as error:  # an error of Ray, which the run itself reports
                 log.debug("the budget was not checked: %s", error)
                 return
             found = self.spent(time.monotonic() - self.began, run.tokens)

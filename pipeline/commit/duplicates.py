@@ -103,7 +103,7 @@ def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
     if pa.types.is_integer(ids.type):
         return np.asarray(ids.cast(pa.int64(), safe=False).fill_null(NULL).to_numpy())
     if not (pa.types.is_nested(ids.type) or pa.types.is_binary(ids.type) or pa.types.is_large_binary(ids.type)):
-        ids = ids.cast(pa.large_string())  # dates beyond Python's too
+        ids = ids.cast(pa.large_string())  # text also for dates that Python cannot hold
     values = ids.to_pylist()
     return np.fromiter(map(hash, map(repr, values) if pa.types.is_nested(ids.type) else values), np.int64, len(ids))
 

@@ -53,7 +53,7 @@ class Holder:
     pid: int = 0
     started: float = 0.0  # seconds after boot
     nonce: str = ""  # a random name of this lease
-    since: float = 0.0  # seconds since 1970, for people
+    since: float = 0.0  # seconds since 1970, shown to people
     counter: int = 0  # heartbeats so far
     released: bool = False
 
@@ -63,7 +63,7 @@ class Holder:
 
 
 def this_process() -> Holder:
-    try:  # fails outside of Linux
+    try:  # the file exists on Linux only
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -124,7 +124,7 @@ class Lease:
         while True:
             last = max(self._epochs(), default=0)
             if last and not self._wait_for_end(_name(last)):
-                continue  # removed a moment ago: there is a later epoch
+                continue  # the file was just removed, so there is a later epoch
             if self._create(last + 1):
                 return
 
@@ -231,7 +231,7 @@ def leased(folder: Folder) -> Iterator[None]:
         with suppress(Interrupted), shielded():  # too late to stop
             try:
                 lease.release()
-            except STORE_ERRORS as error:  # such as a full disk, which the job reports itself
+            except STORE_ERRORS as error:  # for example a full disk, which the job reports itself
                 taken = f"the next run takes over: at once on this machine, after {WATCH_SECONDS:g} s on another"
                 log.warning("the lease could not be given back: %s; %s", error, taken)
 

@@ -32,8 +32,8 @@ from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
 COMMITS, SEGMENTS = "_job/commits", "_job/segments"
-COMPACT_AT = 1000  # records with a file of their own
-COMPACT_SECONDS = 30.0  # between two compactions
+COMPACT_AT = 1000  # number of separate record files at which they are compacted
+COMPACT_SECONDS = 30.0  # seconds between two compactions
 SEGMENT_ROWS = 10_000  # maximum rows of a segment
 RECORD, DIGEST = re.compile(r"(\d{6,})\.json"), re.compile(r"[0-9a-f]{64}")
 Record = dict[str, Any]  # a row of `RECORDS_SCHEMA`: a shard's statistics; digest, size and store's tag of its part

@@ -35,12 +35,12 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, read_json, write_json
 from pipeline.storage.parquet import read_parquet
 
-Line = tuple[str, bytes]  # name of the result, without suffix; a line with its end
+Line = tuple[str, bytes]  # name of the result without suffix; a line with its line end
 ANSWERS, RESULTS, ERRORS = RESULT_NAMES
 RECORD = "_job/results.json"
-FILE_BYTES = 256 * 2**20  # most bytes of a file: it is written in one put
+FILE_BYTES = 256 * 2**20  # maximum bytes of a file, which is written in one put
 KINDS: dict[str, tuple[str, ...]] = {"jsonl": (ANSWERS,), "openai_batch": (RESULTS, ERRORS)}  # by output.format
-NAME = re.compile(rf"({ANSWERS}|{RESULTS}|{ERRORS})(-\d{{4,}})?\.jsonl")  # another file is never touched
+NAME = re.compile(rf"({ANSWERS}|{RESULTS}|{ERRORS})(-\d{{4,}})?\.jsonl")  # only files of these names are changed
 
 
 def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None:

@@ -25,7 +25,7 @@ from pipeline.storage.folder import STORE_ERRORS, Folder, read_json, write_json
 
 log = logging.getLogger(__name__)
 RUNS = "_job/runs.json"
-KEPT = 50  # runs, the newest
+KEPT = 50  # number of newest runs that are stored
 COMPILER = "C++ compiler"
 PACKAGES = ("skipdecode", "ray", "torch", "transformers", "tokenizers", "pyarrow", "numpy", "s3fs")
 
@@ -35,12 +35,12 @@ class JobRun:
     """A run of a job."""
 
     began: float  # s since 1970
-    answering: float  # s since 1970, when planning was over
-    rows: int  # left when it began
-    devices: float  # GPUs of all actors, or actors on CPUs, at most
-    ended: float | None = None  # s since 1970; None of a run that is at work, or was killed
+    answering: float  # time when planning was over, s since 1970
+    rows: int  # rows left when the run began
+    devices: float  # maximum number of GPUs of all actors, or of actors on CPUs
+    ended: float | None = None  # s since 1970; None if the run is at work or was killed
     price_per_hour: float | None = None
-    config: dict[str, Any] = field(default_factory=dict)  # keys of its job file that differ from their defaults
+    config: dict[str, Any] = field(default_factory=dict)  # keys of the job file that differ from their defaults
     versions: dict[str, str] = field(default_factory=dict)  # versions of Python and of packages on the driver
     host: str = ""  # the driver's host
 
@@ -61,7 +61,7 @@ def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> 
     try:
         yield
     finally:
-        with shielded(), suppress(*STORE_ERRORS):  # reports alone need the record
+        with shielded(), suppress(*STORE_ERRORS):  # only reports need the record
             runs = read_runs(folder)
             if runs[-1:] == [run]:  # otherwise another run has taken over
                 _write(folder, [*runs[:-1], replace(run, ended=time.time())])
@@ -79,7 +79,7 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of installed packages on which answers depend."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
-        with suppress(PackageNotFoundError):  # such as this package, uploaded by `ray job submit`
+        with suppress(PackageNotFoundError):  # for example this package, if `ray job submit` uploaded it
             found[name] = version(name)
     return {**found, COMPILER: _compiler(), "system": platform.platform()}
 
@@ -96,7 +96,7 @@ def _compiler() -> str:
 
 def _warn_of_other_versions(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Log one line if the last run of the job had other versions: answers may differ in their last bits."""
-    known = (*PACKAGES, "python", *([COMPILER] if COMPILER in before else ()))  # earlier versions recorded none
+    known = (*PACKAGES, "python", *([COMPILER] if COMPILER in before else ()))  # earlier versions recorded no compiler
     names = [name for name in known if before.get(name) != now.get(name)]
     changed = [f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names]
     if before and changed:
@@ -104,5 +104,5 @@ def _warn_of_other_versions(before: Mapping[str, str], now: Mapping[str, str]) -
 
 
 def _write(folder: Folder, runs: Sequence[JobRun]) -> None:
-    with suppress(*STORE_ERRORS):  # reports alone need the record
+    with suppress(*STORE_ERRORS):  # only reports need the record
         write_json(folder, RUNS, [asdict(run) for run in runs])

@@ -51,9 +51,9 @@ REPAIR = "run again with --repair, which keeps the file in _job/damaged and answ
 # how the parts of earlier runs are checked: quick reads local files, and lists a store; digests reads all files;
 # repair does so and sets damaged parts aside
 Check = Literal["quick", "digests", "repair"]
-PARTS_AT_ONCE = 8  # parts that are held in memory whole
+PARTS_AT_ONCE = 8  # number of whole parts in memory at the same time
 PART = re.compile(r"part-\d{6,}\.parquet")
-OWN = re.compile(  # files in `_job` that jobs write
+OWN = re.compile(  # names of files in `_job` that jobs write
     r"(job|summary|duplicates|results|tables|runs|spent|prediction|products-.+)\.json|(plan|inputs|stats)\.parquet|schema\.arrow|"
     r"report\.html|probe-[0-9a-f]+"
 )
@@ -112,7 +112,7 @@ def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> S
     name = f"{folder.url}/{part_name(shard.index)}"
     try:
         table = read_parquet(part)
-        if part[:4] != b"PAR1":  # pyarrow does not check it, other readers do
+        if part[:4] != b"PAR1":  # pyarrow does not check these bytes, other readers do
             raise UserError("no Parquet magic at its beginning")
         metadata = table.schema.metadata or {}
         ours = metadata.get(b"skipdecode.fingerprint") == fingerprint.encode()
@@ -160,7 +160,7 @@ def load_records(
     is set aside. Raises UserError if a part is damaged or another job's.
     """
     planned = {shard.index: shard for shard in shards}
-    records, damaged = read_all(folder, fingerprint)  # before the parts: a part precedes its record
+    records, damaged = read_all(folder, fingerprint)  # read before the parts, because a part precedes its record
     for name in damaged:
         log.warning("%s/%s: damaged or another job's, removed; its records are rebuilt", folder.url, name)
     folder.remove_all(damaged)

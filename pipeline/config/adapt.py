@@ -10,7 +10,7 @@ from actors.engine.errors import UserError
 from pipeline.config.base import Place, Section
 
 Metric = Literal["fidelity", "agreement_rouge_l", "agreement_exact", "token_kl", "bleu", "rouge_l", "exact_match"]
-OF_TEXTS = ("bleu", "rouge_l")  # not of labels
+OF_TEXTS = ("bleu", "rouge_l")  # metrics of texts, not of labels
 OF_REFERENCES = (*OF_TEXTS, "exact_match")
 SHORT = 8  # tokens; answers up to this median length are compared with full depth's as a whole
 # default tolerances: points of 100, token_kl in nats
@@ -35,9 +35,9 @@ MEANINGS = {
     "exact_match": "share of the answers that are among the references",
 }
 LOSS = {"references": 0.0, "distillation": 1.0}
-# all weights of a model that knows its task: small steps, so that it forgets nothing; an adapter begins at zero
+# full: small steps, because the model knows its task; an adapter begins at zero
 LEARNING_RATE = {"adapter": 1e-3, "full": 1e-4}
-# for a few thousand rows
+# defaults for a few thousand rows
 TRAINING = {
     "epochs": 3.0,
     "batch_size": 16,

@@ -157,7 +157,7 @@ def _shown(given: Any) -> str:
 
 def _section(kind: type[BaseModel], where: Sequence[str]) -> type[BaseModel]:
     for name in where:
-        if name.isdigit():  # an index in a list of sections
+        if name.isdigit():  # the name is an index in a list of sections
             continue
         below: Any = kind.model_fields[name].annotation
         below = next(iter(get_args(below)), below)

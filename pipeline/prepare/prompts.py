@@ -32,10 +32,10 @@ from pipeline.prepare.tokenizer import fewest_tokens, longest, tokenize, tokeniz
 TRUNCATED_CHARACTERS = 2**23  # `too_long: truncate_left` reads no more of a prompt, from its end
 # columns added to a shard's table; planning refuses input columns of these names
 PROMPT_IDS, ERROR = "__prompt_ids", schema.ERROR
-# the row's own: canonical JSON of parameters; labels; form
+# columns of the row's parameters in canonical JSON, its labels and its answer format
 SAMPLING, CHOICES, FORM = "__sampling", "__choices", "__form"
 TOOLS = "__tools"  # true where the prompt offers tools
-CONTROL_TOKENS = "__control_tokens"  # number that the row's values spell and that are parsed
+CONTROL_TOKENS = "__control_tokens"  # column with the number of control tokens in the row's values that are parsed
 ADDED = {
     PROMPT_IDS: pa.list_(pa.int32()),
     ERROR: pa.string(),

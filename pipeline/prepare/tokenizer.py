@@ -25,7 +25,7 @@ class KnownTokenizer:
 
 Source = str | PinnedFolder | RemoteCheckpoint | KnownTokenizer
 BATCH_CHARACTERS = 2**20  # a tokenizer holds over 100 bytes per token
-SHORT_CHARACTERS = 2**16  # such texts are tokenized in any case
+SHORT_CHARACTERS = 2**16  # shorter texts are always tokenized
 
 
 @lru_cache(maxsize=2)

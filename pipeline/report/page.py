@@ -14,7 +14,7 @@ from pipeline.messages import duration, one_line, without_secrets, write_log
 from pipeline.storage.folder import Folder
 
 log = logging.getLogger(__name__)
-MOST_CHARS = 400  # most characters of a value of the configuration
+MOST_CHARS = 400  # maximum characters of a value of the configuration
 HERE = files("pipeline.report")
 
 

@@ -25,10 +25,10 @@ from pipeline.runtime.announce import announce, goes_to_log
 
 PLAIN_SECONDS = 10.0
 LIVE_SECONDS = 0.5
-RATE_SECONDS = 300.0  # rates are those of the commits of so many seconds
-EXAMPLE_SECONDS = 60.0  # between two answers that are shown
-KIND_CHARS = 60  # most characters of a kind of error
-STARVED_SECONDS = 20.0  # after which a line says that actors wait for rows
+RATE_SECONDS = 300.0  # rates are computed over the commits of this many seconds
+EXAMPLE_SECONDS = 60.0  # seconds between two answers that are shown
+KIND_CHARS = 60  # maximum characters of a kind of error
+STARVED_SECONDS = 20.0  # seconds after which a line says that actors wait for rows
 
 
 def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload) -> dict[str, float]:
@@ -41,7 +41,7 @@ def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload)
         return {}
     (began, first), (ended, last) = seen[0], seen[-1]
     shards = last.shards - first.shards
-    # until the next commit is due, a rate is that up to the last one: it must not sink between any two
+    # until the next commit is due, the rate up to the last commit holds: it must not sink between commits
     seconds = max(ended - began, (now - began) * shards / (shards + 1), 1e-3)
     rows_per_second, left = (last.rows - first.rows) / seconds, work.rows - work.done_rows - last.rows
     found = {"rows_per_second": rows_per_second, "tokens_per_second": (last.tokens - first.tokens) / seconds}

@@ -148,7 +148,7 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
         context.target_max_block_size = 1
         context.enable_progress_bars = context.print_on_execution_start = verbose
         scale_for(context.autoscaling_config, stages.calls)
-        context.execution_no_progress_timeout_s = -1  # a slow shard is not a dead one
+        context.execution_no_progress_timeout_s = -1  # a slow shard is no failure
         context.raise_original_map_exception = True  # otherwise an error's last line is "UDF failed" and not the cause
         batches = batches.map_batches(
             exporting(stages.prepare, output),

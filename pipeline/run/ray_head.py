@@ -51,7 +51,7 @@ def run_ray(settings: dict[str, Any]) -> NoReturn:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # Ray's own messages
+    os.dup2(2, 1)  # messages of Ray
     try:
         import psutil
         import ray

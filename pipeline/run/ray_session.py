@@ -67,7 +67,7 @@ class _Connection:
                 self._close()
 
     def _open(self, verbose: bool, metrics_port: int | None) -> None:
-        levels: dict[logging.Logger | logging.Handler, int] = {}  # before, to be restored
+        levels: dict[logging.Logger | logging.Handler, int] = {}  # previous levels, which are restored
         self.undo.callback(lambda: [one.setLevel(level) for one, level in levels.items()])
         _set_levels(levels, verbose)
         if not ray.is_initialized():
@@ -118,7 +118,9 @@ def actor_cpus(actors: ActorsConfig) -> float:
     if actors.cpus is not None:
         return actors.cpus
     cpus = float(actors.threads or 1)
-    return min(cpus, math.floor(1e4 * process_cpus() / actors.most) / 1e4) if is_own_ray() else cpus  # as Ray rounds
+    if not is_own_ray():
+        return cpus
+    return min(cpus, math.floor(1e4 * process_cpus() / actors.most) / 1e4)  # rounded as Ray does
 
 
 def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 INTERVAL = 10.0  # seconds between two lines of a `RowProgress`
-QUIET_SECONDS = 2.0  # after which an `announced` phase is named
+QUIET_SECONDS = 2.0  # seconds after which an `announced` phase is named
 EVENT = "event"  # field of a log record: its kind
 
 

@@ -66,10 +66,10 @@ def call_isolated(
 def answer_caller() -> None:
     """Answer one call in the child: read it from standard input, and write the result to the former standard output."""
     answer = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever the function prints
+    os.dup2(2, 1)  # output of the function goes to standard error
     question = io.BytesIO(sys.stdin.buffer.read())
     sys.path[:], memory_bytes = pickle.load(question)
-    with suppress(OSError):  # not on Linux
+    with suppress(OSError):  # fails outside of Linux
         Path("/proc/self/oom_score_adj").write_text("1000")
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, resource.RLIM_INFINITY))

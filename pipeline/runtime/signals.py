@@ -39,7 +39,7 @@ class _Job:
         self.grace: Grace | None = None
         self.shields = 0
         self.missed = ""  # name of an interrupt that is yet to be raised
-        self.raised = threading.Event()  # Interrupted is raised, or may not be raised any more
+        self.raised = threading.Event()  # set once Interrupted is raised, or must no longer be raised
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in the main thread. It may come inside any call, so no lock is taken."""
@@ -60,7 +60,7 @@ class _Job:
         elif not self.in_main_thread:
             self.missed = signal.SIGTERM.name
             return
-        while not self.raised.is_set():  # a signal just before a call that waits does not end that call
+        while not self.raised.is_set():  # a signal just before a waiting call does not end the call
             os.kill(os.getpid(), signal.SIGTERM)
             if self.shields or self.raised.wait(POLL_SECONDS):
                 return

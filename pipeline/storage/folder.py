@@ -170,7 +170,7 @@ class ObjectFolder:
 
     def create(self, name: str, data: bytes) -> bool:
         if self.conditional:
-            # a refusal for another reason meets the plain put too
+            # if the store refuses for another reason, the plain put fails too
             with suppress(ConditionRefused):
                 return self.put_if_absent(name, data)
         if self.exists(name):
@@ -194,7 +194,7 @@ class ObjectFolder:
         self.fs.pipe_file(f"{self.path}/{name}", data, chunksize=max(len(data), 2**20), **options)
 
     def remove(self, name: str) -> None:
-        with suppress(FileNotFoundError):  # raised by some stores
+        with suppress(FileNotFoundError):  # some stores raise it
             self.fs.rm_file(f"{self.path}/{name}")
 
     def remove_all(self, names: Sequence[str]) -> None:

@@ -90,7 +90,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
         self.retry_seconds, self.contact_seconds = retry_seconds, contact_seconds
         self._answered = False  # whether the store has ever answered
         self._spent = False  # the last retry budget is used up, and the store has not answered since
-        self._warned = -WARNING_SECONDS  # monotonic clock
+        self._warned = -WARNING_SECONDS  # time of the last warning on the monotonic clock
         self._lacking: Any = None  # last client without credentials
         self._renewing = asyncio.Lock()
 
@@ -160,11 +160,11 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
                 target = {"Bucket": kwargs["Bucket"], "Key": kwargs["Key"]}
                 with suppress(StoreFailed):  # an empty object has no such range
                     await self._retried(budget, "get_object", **target, Range="bytes=0-0")
-                raise _Temporary(error, CREDENTIALS_SECONDS) from None  # refused no more: it was throttled
+                raise _Temporary(error, CREDENTIALS_SECONDS) from None  # access is allowed: it was throttled
             raise final_error(url, method, error) from None
 
     async def _renew_credentials(self) -> None:
-        """Make a new client, which looks for credentials again. All calls with the same old client share the new one."""
+        """Make a new client, which looks for credentials again. All calls of the same old client share it."""
         async with self._renewing:
             if self._s3 is self._lacking:
                 await self.set_session(refresh=True)
