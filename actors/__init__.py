@@ -1,4 +1,4 @@
-"""What lives on one accelerator. `actors.Generator` answers batches of rows in anyone's `map_batches`."""
+"""The code of one accelerator. `actors.Generator` answers batches of rows in any program's `map_batches`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows on their way through a `Generator`: prompts in, answers out, and answers as columns."""
+"""Prompts and answers of a `Generator`, and answers as columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Column = NDArray[Any]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row to answer. Its own sampling, choices and output_format take the place of the Generator's."""
+    """A row to answer. Its own sampling, choices and output_format replace the Generator's."""
 
     ids: Sequence[int]
     source: str  # name of the row's file; with `row` and the seed it determines the row's random numbers
@@ -47,7 +47,7 @@ class Answer:
     logprobs: list[dict[str, Any]] | None  # one for each token, as in `TokenLogprob.to_dict`
     choice_probability: float | None
     reasoning: str | None = None  # the thinking before the text
-    tool_calls: list[ToolCall] | None = None  # which the text does not hold; None without tools, or for unreadable ones
+    tool_calls: list[ToolCall] | None = None  # not in the text; None without tools, or if they cannot be read
 
 
 def error_answer(row: int, prompt_tokens: int, error: str) -> Answer:
@@ -56,7 +56,7 @@ def error_answer(row: int, prompt_tokens: int, error: str) -> Answer:
 
 
 def as_column(values: Sequence[Any]) -> Column:
-    """Return values of an input column as an array [rows]; lists and mappings, of any length, become its objects."""
+    """Return values of an input column as an array [rows]; lists and mappings become Python objects in it."""
     if isinstance(values, np.ndarray):
         return values
     if any(isinstance(value, list | tuple | Mapping | np.ndarray) for value in values):
@@ -67,15 +67,15 @@ def as_column(values: Sequence[Any]) -> Column:
 def object_column(values: Sequence[Any]) -> Column:
     """Return an array [rows] of Python objects."""
     column = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values):  # a slice assignment would make columns of lists of one length
+    for row, value in enumerate(values):  # a slice assignment would spread lists of one length over columns
         column[row] = value
     return column
 
 
 def answer_columns(answers: Sequence[Answer], optional: Sequence[str]) -> dict[str, Column]:
-    """Return the answers' columns; None stands for a missing number, as in the output of a job.
+    """Return the answers' columns. None means a missing number, as in the output of a job.
 
-    optional: names of fields that only some generators give.
+    optional: names of the optional fields to include.
     """
     columns: dict[str, Column] = {}
     for name in ("sample_index", "prompt_tokens", "generated_tokens"):

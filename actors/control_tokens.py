@@ -1,8 +1,8 @@
-"""Control tokens that a user's text spells, such as `<|im_end|>`: text, while those that a template writes are parsed.
+"""Treats control tokens in a user's text, such as `<|im_end|>`, as plain text; those of a template are parsed.
 
 The markers around them, and the encoding of a marked text, are those of transformers 5.23 (`apply_chat_template` with
-`sanitize_control_tokens`); with an earlier version, rows that spell control tokens are refused. Here a template is
-rendered without markers too, so that they change none of its decisions, and a prompt that spells no control token has
+`sanitize_control_tokens`); with an earlier version, rows that contain control tokens are refused. Here a template is
+rendered without markers too, so that they change none of its decisions, and a prompt without control tokens has
 the tokens of the plain text.
 """
 
@@ -35,14 +35,14 @@ class ControlTokens:
     def prompt(
         self, render: Callable[[Any], str], values: Any, *, source: str | None = None, parse: bool = False
     ) -> tuple[str, int]:
-        """Return a template's text, and how many of its control tokens `values` spell; those are marked, for `encode`.
+        """Return a template's text, and the number of control tokens from `values`, which are marked for `encode`.
 
         Raises UserError if it cannot be told which control tokens are the template's.
 
         Args:
             render: The template as a function of `values`: messages, tools or columns.
-            source: The template's own text, if it spells every control token that the template writes.
-            parse: Mark none: control tokens in `values` are parsed like the template's.
+            source: The template's own text, if it contains every control token that the template writes.
+            parse: Whether control tokens in `values` are parsed like the template's; then nothing is marked.
         """
         text = render(values)
         if self.pattern.search(text) is None:
@@ -58,9 +58,9 @@ class ControlTokens:
         return (text if parse or not spelled else marked), spelled
 
     def encode(self, marked: str, *, special_tokens: bool) -> list[int]:
-        """Return token ids of a text with marked control tokens. special_tokens: with those that the tokenizer adds.
+        """Return token ids of a text with marked control tokens. special_tokens: whether the tokenizer adds its own.
 
-        Raises UserError for a tokenizer that makes a control token of plain text too, and under a transformers before
+        Raises UserError if the tokenizer makes a control token of plain text too, or transformers is older than
         5.23, which cannot encode such a text.
         """
         try:
@@ -89,7 +89,7 @@ class ControlTokens:
         return self.pattern.sub(lambda one: _mark(one[0]), _unmarked(value)) if isinstance(value, str) else value
 
     def _written(self, marked: str) -> list[bool]:
-        """Tell for each control token whether it is the template's, which no marker touches."""
+        """Tell for each control token whether the template wrote it: no marker touches it."""
         written = []
         for found in self._marked.finditer(marked):
             written.append(not found[0].startswith(START))
@@ -99,9 +99,9 @@ class ControlTokens:
         return written
 
     def _aligned(self, text: str, marked: str, written: list[bool]) -> str:
-        """Return the text with the marks of another rendering, where markers have changed what the template writes.
+        """Return the text with the markers of another rendering, for templates whose output depends on the markers.
 
-        A control token is the template's if the same one is the template's at its place in the other rendering.
+        A control token is the template's if the token at its place in the other rendering is.
         """
         ours, theirs = self.pattern.split(text), self.pattern.split(_unmarked(marked))
         if len(written) != len(theirs) // 2:
@@ -125,12 +125,12 @@ def _unmarked(text: str) -> str:
 
 
 def one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Return token ids of a text that spells the token which the tokenizer puts before it, with one of the two."""
+    """Return token ids with one BOS token if the text begins with BOS and the tokenizer adds another."""
     first = next((at for at, token in enumerate(ids) if token != tokenizer.bos_token_id), len(ids))
     return ids[max(0, first - 1) :]
 
 
 @lru_cache(maxsize=4)
 def control_tokens(tokenizer: Any) -> ControlTokens:
-    """Return the control tokens of a loaded tokenizer, kept."""
+    """Return the control tokens of a loaded tokenizer, from a cache."""
     return ControlTokens(tokenizer)

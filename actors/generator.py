@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-ROWS_SECONDS = 20.0  # that an actor of Ray Data waits for its first rows without a warning
+ROWS_SECONDS = 20.0  # seconds that an actor of Ray Data waits for its first rows without a warning
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Generator:
         return other
 
     def _loop(self) -> Loop:
-        if self._on_vllm:  # it schedules by itself
+        if self._on_vllm:  # vLLM has its own scheduler
             return cast("Loop", self.engine)
         from actors.engine.loop import Loop
 

@@ -44,11 +44,11 @@ class CompletionRequest:
     """A request's body. Its values are not checked, but the prompt's type is."""
 
     messages: Any  # the messages of a chat
-    prompt: str | list[int] | None  # None for a chat
+    prompt: str | list[int] | None  # prompt of a completion; None for a chat
     sampling: dict[str, Any]  # the parameters that the body sets, by the names of `SamplingParams`
     output_format: OutputFormat | None = None
-    tools: Any = None  # that a chat offers
-    tool_choice: Any = None  # which of them it must call
+    tools: Any = None  # tools that a chat offers
+    tool_choice: Any = None  # tools that the answer must call
 
     def checked_form(self, tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> OutputFormat | None:
         """Return the form of the answer, or that of the calls that it must make; None for free text.

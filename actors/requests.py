@@ -146,7 +146,7 @@ class RequestBuilder:
             if ids and max(ids) >= self.vocab_size:
                 raise UserError(f"{name}: token {max(ids)} lies outside the model's vocabulary of {self.vocab_size}")
         special = [self.special_ids[text] for text in params.stop if text in self.special_ids]
-        if special:  # they decode to no text, so no string is found in it
+        if special:  # special tokens decode to no text, so no stop string can be found
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
         return params
 

@@ -1,4 +1,4 @@
-"""Calls of tools in answers, in the form that a chat template asks the model for.
+"""Reads tool calls in answers, in the format that a chat template asks the model for.
 
 hermes        <tool_call>{"name": …, "arguments": {…}}</tool_call>, any number of them: Hermes, Qwen
 llama3_json   the answer is {"name": …, "parameters": {…}}, several of them with ";" between: Llama 3.1 and 3.2
@@ -34,7 +34,7 @@ ToolCall = dict[str, str]  # a call's `name`, and `arguments` as JSON of an obje
 
 
 def tool_format(template: str) -> ToolFormat:
-    """Return the form that a chat template asks for. Raises UserError for a template without one that is read."""
+    """Return the tool-call format that a chat template asks for. Raises UserError if it asks for no supported one."""
     if "tools" not in template:
         raise UserError("tools: the chat template takes none")
     for text, name in _OTHERS.items():
@@ -48,7 +48,7 @@ def tool_format(template: str) -> ToolFormat:
 
 
 def form_of(tokenizer: Any) -> ToolFormat:
-    """`tool_format` of a tokenizer's chat template, whose answers can be read. Raises UserError otherwise."""
+    """Return `tool_format` of a tokenizer's chat template. Raises UserError if its answers cannot be read."""
     try:
         form = tool_format(tokenizer.get_chat_template(tools=[{}]))
     except UserError:
@@ -61,15 +61,15 @@ def form_of(tokenizer: Any) -> ToolFormat:
 
 
 def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any, form: ToolFormat) -> OutputFormat:
-    """Return the form of an answer that must call tools.
+    """Return the output format of an answer that must call tools.
 
-    Raises UserError for a choice or parameters that cannot be followed.
+    Raises UserError for a choice or parameters that are not supported.
 
     Args:
-        tools: checked, see `checked_tools`.
+        tools: tools as `checked_tools` returns them.
         choice: OpenAI's `tool_choice`: "required", one call or more of any, or one call of {"type": "function",
             "function": {"name": …}}.
-        form: of calls.
+        form: format of calls.
     """
     functions = [tool["function"] for tool in tools]
     if choice != "required":
@@ -99,7 +99,7 @@ def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any, form: ToolForma
 def split_calls(text: str, form: ToolFormat) -> tuple[str, list[ToolCall]]:
     """Return the text of an answer without its calls, and the calls.
 
-    A Llama answer that is no call is a text, whatever it holds: nothing marks a call there. Raises ValueError, which
+    A Llama answer that is no call is a text, because no delimiter marks a call. Raises ValueError, which
     counts from 1, for a marked call that is damaged.
     """
     calls: list[ToolCall] = []

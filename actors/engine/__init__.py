@@ -1,4 +1,4 @@
-"""Generation on one device: schedules, models, cache, sampling, and the engines that run rows together.
+"""Generates on one device: schedules, models, cache, sampling, and the engine that runs rows together.
 
 Imports torch and transformers; never ray, pyarrow or pipeline.
 """

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    """Raise UserError if an argument is none of its choices."""
+    """Raise UserError if an argument is not one of its choices."""
     if value not in choices:
         raise UserError(f"{name} = {value!r}: must be one of {', '.join(choices)}")
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the torch device of a name. Raise UserError for an unknown name and for a GPU that is not there."""
+    """Return the torch device of a name. Raise UserError for an unknown name or a missing GPU."""
     import torch
 
     if name == "auto":
@@ -58,7 +58,7 @@ def build_engine(
     """Load the checkpoint's weights and build the engine.
 
     A speed adapter is merged unless the schedule runs every layer for every token. Weights that the checkpoint stores
-    as codes of 8 bits are multiplied as such where the CPU has the instructions, else they are expanded to `dtype`.
+    as 8-bit codes are multiplied in 8 bits if the CPU has the instructions, else they are expanded to `dtype`.
 
     Raises:
         UserError: Weights are missing, damaged or not the speed adapter's base, the device is not there, a GPU has

@@ -22,7 +22,7 @@ Buffers = tuple[Tensor, Tensor]  # keys and values
 
 
 class SlotShape(NamedTuple):
-    """The shape of a cache: `rows` rows with prompts and new tokens of at most these numbers under `schedule`."""
+    """The shape of a cache: `rows` rows with at most these numbers of prompt and new tokens under `schedule`."""
 
     schedule: Schedule
     rows: int
@@ -31,12 +31,12 @@ class SlotShape(NamedTuple):
 
     @property
     def slots(self) -> list[int]:
-        """Slots of a row in each layer. One that no decode step runs needs none once the prompt has passed it."""
+        """Return the slots of a row in each layer. A layer that no decode step runs needs none after prefill."""
         uses = (self.schedule.uses(layer, self.max_new_tokens) for layer in range(self.schedule.num_layers))
         return [self.prompt_tokens + used if used else 0 for used in uses]
 
     def bytes(self, token_bytes: int) -> int:
-        """Return the exact bytes of all slots; token_bytes: of a token in one layer."""
+        """Return the exact bytes of all slots. token_bytes: bytes of a token in one layer."""
         return self.rows * sum(self.slots) * token_bytes
 
     def holds(self, other: SlotShape) -> bool:
@@ -50,13 +50,13 @@ class SlotShape(NamedTuple):
 
 
 class PrefixKeys:
-    """Keys and values [1, H, C, D], by layer, of a prefix that many prompts share; the pass over it fills them."""
+    """Keys and values [1, H, C, D] of a shared prefix, by layer. The pass over the prefix fills them."""
 
     def __init__(self) -> None:
         self.layers: dict[int, Buffers] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Buffers:
-        """Keep keys and values [1, H, C, D]; they are also all that the pass attends to."""
+        """Store and return keys and values [1, H, C, D]: the pass attends to nothing else."""
         self.layers[layer_idx] = (keys.contiguous(), values.contiguous())  # not views that hold the queries too
         return keys, values
 
@@ -66,8 +66,8 @@ class SkipCache:
 
     `begin_prefill` or `begin_step` announces a pass; then the model's attention layers call `update`.
 
-    windows: of each layer, how many keys a token attends to, its own included; None is all. Older keys stay in their
-    slots, but are not read.
+    windows: for each layer the number of keys that a token attends to, with its own; None is all. Older keys stay in
+    their slots, but are not read.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class SkipCache:
 
         Args:
             rows: Numbers of the new rows.
-            sources: For each of them, which of the pass's prompts it has.
-            prefix: What all prompts begin with; the pass is over the tokens behind it.
+            sources: For each new row the number of its prompt in the pass.
+            prefix: Prefix of all prompts; the pass is over the tokens after it.
         """
         self._rows, self._sources = (torch.tensor(list(one), device=self._device) for one in (rows, sources))
         self._prefix, self._positions = prefix, None
@@ -167,7 +167,7 @@ class SkipCache:
         return held[0], held[1]
 
     def arrange(self, order: Sequence[int]) -> None:
-        """Give rows a new order, as old row numbers; they keep what any row was attended to."""
+        """Give rows a new order, as old row numbers."""
         moved = [(source, target) for target, source in enumerate(order) if source != target]
         if moved:
             sources, targets = torch.tensor(moved, device=self._device).T
@@ -185,10 +185,10 @@ class SkipCache:
 
 
 def compaction(ages: Sequence[object], alive: Sequence[bool]) -> list[int]:
-    """Return a new order of the live rows, as old row numbers: still oldest first, with as few rows moved as possible.
+    """Return a new order of the live rows, as old row numbers: oldest first, with as few moves as possible.
 
-    ages: equal for rows of one schedule at one position. Such neighbours may change their order, so that the last row
-    of a group fills a hole, and only the groups behind it shift.
+    ages: equal for rows of one schedule at one position. Such rows may change their order, so that the last row
+    of a group fills a hole, and only later groups shift.
     """
     order: list[int] = []
     for _, group in groupby(range(len(ages)), ages.__getitem__):

@@ -1,6 +1,6 @@
 """Runs chosen layers of a Hugging Face decoder-only model, of any family in `families`.
 
-It does not know schedules, sampling or requests: callers say which layer runs over which rows and columns.
+It does not depend on schedules, sampling or requests: callers say which layer runs over which rows and columns.
 Shapes: B rows, S columns (tokens of a row in this pass), N tokens of a pass without padding, K keys attended to,
 E hidden size, H key/value heads, D head size, R rotary size, V vocabulary size.
 """
@@ -22,7 +22,7 @@ from actors.engine.model.families import ModelShape, Rotary, context_length, fam
 
 
 class KeyValueStore(Protocol):
-    """The interface of a cache to the library's attention layers."""
+    """The interface between a cache and transformers' attention layers."""
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store this pass's keys and values [B, H, S, D]; return those to attend to [B, H, K, D]."""
@@ -35,9 +35,9 @@ def part(rotary: Rotary, rows: Any = slice(None), columns: Any = slice(None)) ->
 
 
 def causal_mask(columns: int, prefix: int, window: int | None, device: torch.device) -> Tensor:
-    """Return bool [1, 1, S, prefix + S]: which keys the tokens at positions prefix ... prefix + S - 1 attend to.
+    """Return bool [1, 1, S, prefix + S]: the keys to which tokens at positions prefix ... prefix + S - 1 attend.
 
-    Keys lie at their positions. window: how many of the latest keys, a token's own included; None is all.
+    Keys are at their positions. window: number of latest keys, with a token's own; None is all.
     """
     keys = torch.arange(prefix + columns, device=device)
     queries = keys[prefix:, None]
@@ -62,7 +62,7 @@ def _head_of(model: PreTrainedModel, tokens: int) -> nn.Module:
 
 
 class Decoder:
-    """The parts of a causal language model, run one layer at a time by the library's modules.
+    """Runs the parts of a causal language model, one layer at a time, by transformers' modules.
 
     Args:
         model: The model.
@@ -91,23 +91,23 @@ class Decoder:
 
     @property
     def token_bytes(self) -> int:
-        """Cache bytes of a token in one layer."""
+        """Bytes of cache of a token in one layer."""
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def embed(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Sequence[Rotary]]:
-        """ids, positions [B, S] -> hidden states [B, S, E] and each layer's rotary cosines and sines [B, S, R]."""
+        """Return hidden states [B, S, E] of ids [B, S], and each layer's rotary cosines and sines [B, S, R]."""
         hidden = self.family.embed(self.model, ids, positions)
         return hidden, self.rotary(hidden, positions)
 
     def rotary(self, hidden: Tensor, positions: Tensor) -> Sequence[Rotary]:
-        """Return the rotary tables of `embed`; only the dtype and device of `hidden` count."""
+        """Return the rotary tables as `embed` does. hidden: gives dtype and device only."""
         return self.family.rotary(self.model, hidden, positions)
 
     def run_layer(
         self,
-        layer: int,  # its index
+        layer: int,  # index of the layer
         hidden: Tensor,  # [B, S, E]
-        rotary: Rotary,  # the layer's own
+        rotary: Rotary,  # tables of this layer
         # bool [B or 1, 1, S, K], true where a query may attend to a key, with the layer's window; None is
         # causal if K = S, and all keys if S = 1. An `Attendance` if the attention is that of
         # `packed_attention`
@@ -128,14 +128,14 @@ class Decoder:
         return output
 
     def skip_layer(self, layer: int, hidden: Tensor, skipping: Tensor) -> Tensor:
-        """Return hidden states [1, N, E] behind a layer that the tokens `skipping`, bool [N], do not run: unchanged.
+        """Return hidden states [1, N, E] unchanged, for the tokens `skipping`, bool [N], that bypass a layer.
 
-        Called by `token_tree` alone, so that a subclass can try another way past a layer.
+        Only `token_tree` calls it, so that a subclass can try another way to bypass a layer.
         """
         return hidden
 
     def _added_mask(self, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
-        """Return the mask for eager attention: numbers added to the scores, and never None for causal."""
+        """Return the mask for eager attention: numbers to add to the scores, never None."""
         if mask is None:
             if hidden.shape[1] == 1:
                 return None
@@ -150,7 +150,7 @@ class Decoder:
         return output
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """Return the head's input [N, E]."""
+        """Apply the final norm: return the head's input [N, E]."""
         return self.family.finish(self.model, hidden)
 
     def prefill(
@@ -164,8 +164,8 @@ class Decoder:
     ) -> Tensor:
         """Run `layers` over right-padded prompts [B, S]; logits [B, V] at each row's column `last` [B].
 
-        prefix_columns: C tokens before column 0 of every row; the cache returns their keys first, C + S in all, and
-        positions begin at C. Padding lies behind a row's own tokens, so that causality keeps it out of their attention.
+        prefix_columns: number C of tokens before column 0 of every row; the cache returns their keys first, C + S in
+        all, and positions begin at C. Padding follows a row's own tokens, so that the causal mask hides it from them.
         """
         hidden, rotary = self.embed(ids, positions)
         columns = ids.shape[1]
@@ -182,9 +182,9 @@ class Decoder:
     def step(
         self, tokens: Sequence[int], positions: Sequence[int], rows_per_layer: Sequence[int], cache: SkipCache
     ) -> Tensor:
-        """Run one token of B rows, oldest first; return hidden states [B, E] behind the last layer.
+        """Run one token of B rows, oldest first; return hidden states [B, E] after the last layer.
 
-        tokens, positions: [B]. rows_per_layer: how many of the youngest rows each layer runs for; depth never rises
+        tokens, positions: [B]. rows_per_layer: number of youngest rows for which each layer runs; depth never rises
         along a row, so they are one contiguous slice.
         """
         ids, places = (torch.tensor(column, device=self.device)[:, None] for column in (tokens, positions))

@@ -6,7 +6,7 @@
         step()                           # one token a row, each row at its own depth; ended rows retire
 
 `loop` decides which rows are admitted when.
-Rows lie oldest first. Depth never rises along a row, so the rows that a layer runs for are the youngest
+Rows are ordered oldest first. Depth never rises along a row, so the rows that a layer runs for are the youngest
 ones, one contiguous slice; in the paper's lock-step batch all rows have the same age. Rows of different speeds share
 steps too: then rows lie by the depth of their next input, and are moved when one falls below another.
 Knows nothing of Ray, Parquet or text: token ids in, token ids out.
@@ -35,11 +35,11 @@ Ended = list[tuple[int, Completion]]  # (ticket, completion) of rows that have e
 
 
 class Engine:
-    """The engine over a cache of slots: every row has one as long as its batch's longest.
+    """The engine over a cache of slots. Each slot is as long as the longest row of the batch.
 
     Args:
         decoder: The model.
-        schedule: Layers of each position, for rows without their own.
+        schedule: Schedule of rows without their own.
         stop_ids: Tokens that end a row.
         cumulative_logprob: Whether completions carry their log-probability.
 
@@ -60,12 +60,12 @@ class Engine:
         self.rows: list[Row] = []
         self.executor = CpuExecutor(decoder) if isinstance(decoder, StackDecoder) else LibraryExecutor(decoder)
         self._tickets = 0
-        self._free: list[int] = []  # slots, the next one last
+        self._free: list[int] = []  # free slots; the next one to use is last
         self._row_bytes: dict[tuple[int, int], int] = {}
         self._shape = SlotShape(schedule, 0, 0, 0)
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> int:
-        """Return the exact cache bytes of a row in a batch whose longest prompt and most new tokens these are.
+        """Return the exact cache bytes of a row in a batch with this longest prompt and maximum number of new tokens.
 
         schedule: as for `open`.
         """
@@ -88,14 +88,14 @@ class Engine:
         return self.executor.used_bytes()
 
     def take_stats(self) -> EngineStats:
-        """Return counts since the last call."""
+        """Return the counts since the last call."""
         stats, self.stats = self.stats, EngineStats()
         return stats
 
     def open(self, rows: int, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> None:
         """Allocate for `rows` rows in flight, none with a longer prompt or more new tokens than given.
 
-        schedule: At least as deep as those of the rows at every position, in their keep order; None: the engine's.
+        schedule: At least as deep as the rows' schedules at every position, in the same keep order; None: the engine's.
         """
         assert not self.rows, "rows are in flight"
         self._resize(SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens))
@@ -103,7 +103,7 @@ class Engine:
 
     @torch.inference_mode()
     def _resize(self, shape: SlotShape) -> None:
-        """Make slots of another shape, the first of which the rows in flight take."""
+        """Make slots of another shape, and move the rows in flight to the first ones."""
         self.executor.open(shape, [row.slot for row in self.rows])
         self._shape, self._free = shape, [*reversed(range(shape.rows))]
         for row in self.rows:
@@ -119,7 +119,7 @@ class Engine:
     ) -> None:
         """Make the slots large enough for `rows` rows of these lengths, while rows are in flight.
 
-        Where the slots change, the rows in flight are copied, and both caches exist until the copy is done.
+        If the slots change, the rows in flight are copied; both caches exist until the copy is done.
         """
         shape = SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens)
         assert rows >= len(self.rows)
@@ -128,11 +128,11 @@ class Engine:
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
-        """Run the prompts' own pass and sample each row's first token; returns a ticket a request.
+        """Run the forward pass over the prompts and sample each row's first token. Return one ticket per request.
 
-        A prompt that several rows share is computed once. prefix: tokens with which all these prompts begin.
-        May be called while rows are in flight: the admitted rows are the youngest. A row that ends with its first
-        token leaves with the next `retire` or `step`. All run the same layers over their prompts.
+        A prompt that several rows share is computed once. prefix: token ids with which all prompts begin.
+        Rows may be in flight: the admitted rows become the youngest ones. A row that ends with its first
+        token leaves with the next `retire` or `step`. All admitted rows run the same layers over their prompts.
         """
         began = time.perf_counter()
         shape = self._shape
@@ -157,7 +157,7 @@ class Engine:
         return [row.ticket for row in newcomers]
 
     def _begin(self, request: Request) -> Row:
-        """Return a row before its first token, with a new ticket and a slot."""
+        """Make a row with a new ticket and a slot."""
         decoder = self.decoder
         self._tickets += 1
         row = begin_row(
@@ -172,14 +172,14 @@ class Engine:
         return row
 
     def close(self) -> None:
-        """Drop the rows in flight, and free the slots' memory; the counts of the rows' steps are taken back."""
+        """Drop the rows in flight without counting their steps, and free the slots' memory."""
         for row in self.rows:
             self.stats.add_steps(row.schedule, -max(len(row.tokens) - 1, 0))
         self.rows = []
         self.executor.open(None)
 
     def cancel(self, tickets: Collection[int]) -> None:
-        """Remove rows from flight, whatever they have generated."""
+        """Remove rows from flight, and drop what they have generated."""
         if self.rows:
             self._keep([row.ticket not in tickets for row in self.rows])
 
@@ -202,7 +202,7 @@ class Engine:
         return ended
 
     def _sampled(self, per_layer: Sequence[int]) -> Drawn:
-        """Return the rows' next tokens; per_layer: how many youngest rows each layer runs for."""
+        """Return the rows' next tokens. per_layer: number of youngest rows for which each layer runs."""
         rows, samplings = self.rows, [row.sampling for row in self.rows]
         tokens, slots = [row.tokens[-1] for row in rows], [row.slot for row in rows]
         positions = [len(row.request.prompt_ids) + row.position for row in rows]
@@ -216,7 +216,7 @@ class Engine:
         return [(row.ticket, row.completion(self.cumulative_logprob)) for row in ended]
 
     def _keep(self, alive: Sequence[bool]) -> list[Row]:
-        """Keep these rows in flight; returns the others."""
+        """Keep these rows in flight, and return the others."""
         if all(alive):
             return []
         left = [row for row, kept in zip(self.rows, alive, strict=True) if not kept]

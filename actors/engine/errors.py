@@ -1,4 +1,4 @@
-"""The error for mistakes that a user can correct, parts of its messages, and errors of memory that has run out."""
+"""The error for mistakes that a user can correct, parts of its messages, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def flat(value: object) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Return the question "did you mean …?" for a mistyped name; empty if no known name is near."""
+    """Return "did you mean …?" for a mistyped name; "" if no known name is similar."""
     near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else ""
 
 
 def suggestion(name: object, known: Iterable[str]) -> str:
-    """`nearest`, or the list of known names."""
+    """Return `nearest`, or the list of known names."""
     known = list(known)
     return nearest(name, known) or f"known: {', '.join(known)}"
 
@@ -41,7 +41,7 @@ def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
 
 
 def free_memory() -> None:
-    """Free unreferenced memory. The error must be gone, since its traceback refers to tensors."""
+    """Free unreferenced memory. The error must no longer exist, because its traceback refers to tensors."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -50,7 +50,7 @@ def free_memory() -> None:
 
 
 def alone_error(prompt_tokens: int, max_new_tokens: int) -> str:
-    """Return the error of a row that does not fit the memory even alone."""
+    """Return the error of a row that does not fit into memory even alone."""
     return (
         f"out of memory: a row of {prompt_tokens} prompt and up to {max_new_tokens} new tokens does not fit alone: "
         "lower max_new_tokens or actors.cache_bytes, or shorten the prompt"

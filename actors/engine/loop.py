@@ -1,7 +1,7 @@
 """The loop that answers requests: it admits them to the engine's slots and generates one token a step. Read it first.
 
     loop = Loop(engine, budget_bytes=2**30, max_rows=64, scheduler="refill")
-    call = loop.add(requests)             # from any thread
+    call = loop.add(requests)             # methods for any thread
     while not call.done.is_set():
         loop.step()                       # open slots, admit prompts, or make a decode step for all rows in flight
     completions = call.result()           # loop.finish(call) is the last three lines
@@ -39,7 +39,7 @@ OnBatch = Callable[[Sequence[int]], None]
 
 @dataclass(eq=False)
 class Call:
-    """Requests that are answered together; made by `Loop.add`."""
+    """Requests that are answered together. `Loop.add` makes it."""
 
     requests: Sequence[Request]  # the requests, all with the same `schedule`
     # for each request, the beginning of its prompt that is computed once for several requests
@@ -97,18 +97,18 @@ class _Flight:
 
     @property
     def has_free_slots(self) -> bool:
-        """Whether enough slots are free for a pass over prompts."""
+        """Tell whether enough slots are free for a prefill."""
         wanted = 1 if self.online else math.ceil(self.capacity / REFILL_SHARE)
         return self.capacity - len(self.tickets) >= wanted
 
     def add(self, call: Call, run: Run) -> None:
-        """Let a run's rows wait for slots."""
+        """Queue a run's rows for slots."""
         self.joined = bool(self.members)
         self.members = [(one, other) for one, other in self.members if one.left(other)] + [(call, run)]
         self.waiting.extend((call, row) for row in run.rows)
 
     def next_rows(self) -> list[tuple[Call, int]]:
-        """Return the waiting rows that are admitted now: as many as there are slots, once they are worth a pass."""
+        """Return the waiting rows to admit now: as many as there are free slots, if these are enough for a prefill."""
         if self.tickets and not self.has_free_slots:
             return []
         return list(islice(self.waiting, self.capacity - len(self.tickets)))
@@ -122,18 +122,18 @@ class _Flight:
 
 @dataclass(eq=False)
 class Loop:
-    """Answers calls of requests, one after the other, or `online` joined where one ends.
+    """Answers calls of requests one after the other; if `online`, a call's rows join those of the previous call.
 
-    Where memory runs out, the rows that have not ended run again: first without rows of another run, then with half as
+    If memory runs out, the rows that have not ended run again: first without rows of another run, then with half as
     many in flight. A request that runs out of memory alone gets a completion with an error.
     """
 
-    engine: Engine  # without rows in flight; nobody else uses it while a call is answered
+    engine: Engine  # engine without rows in flight, which nothing else uses meanwhile
     _: KW_ONLY
     budget_bytes: int  # bytes of cache of the rows in flight
     max_rows: int  # most rows in flight
     share_prefixes: bool = True  # whether longer beginnings that some prompts share are computed once too
-    scheduler: str = "lock_step"  # one of SCHEDULERS
+    scheduler: str = "lock_step"  # scheduler, one of SCHEDULERS
     # whether calls come one by one, as to a server: rows of a call are in flight with the last ones of the call before,
     # at ragged depth; slots are made for `max_rows` rows, as far as the budget goes, not for those of the first call;
     # lengths are rounded up, so that slots are seldom resized
@@ -251,7 +251,7 @@ class Loop:
             self._queue.popleft()
 
     def _join(self, flight: _Flight) -> None:
-        """Once a run's last rows have been admitted and slots are free, let the next run's rows wait for them."""
+        """Once a run's last rows have been admitted and slots are free, queue the next run's rows."""
         if flight.waiting or not flight.has_free_slots or flight.members[-1][1].apart:
             return
         call = self._next_call()
@@ -276,7 +276,7 @@ class Loop:
         call.stats.batches += 1
 
     def _slots(self, shape: tuple[int, int], schedule: Schedule | None, wanted: int) -> tuple[int, tuple[int, int]]:
-        """Return how many slots the budget allows, and their lengths, rounded up online unless `wanted` rows lose."""
+        """Return the number of slots that the budget allows, and their lengths, rounded up online if all rows fit."""
 
         def most(lengths: tuple[int, int]) -> int:
             size = self.engine.row_bytes(*lengths, schedule)
@@ -291,7 +291,7 @@ class Loop:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether rows wait for slots."""
+        """Tell whether rows wait for slots."""
         flight = self._flight
         return bool(self._queue) or any(call.runs for call in self._begun) or bool(flight and flight.waiting)
 
@@ -332,7 +332,7 @@ class Loop:
         if flight.call.on_batch is not None and not flight.reported.issuperset(row for _, row in rows):
             flight.report()
         for (_, prefix), members in groupby(rows, lambda one: (id(one[0]), one[0].prefixes[one[1]])):
-            alike = list(members)  # one pass computes them
+            alike = list(members)  # members that one pass computes
             call, before = alike[0][0], replace(engine.stats)
             tickets = engine.admit([call.requests[row] for _, row in alike], prefix)
             call.stats.add_prompts(engine.stats, before)
@@ -344,11 +344,11 @@ class Loop:
     def _decode(self, flight: _Flight) -> Ended:
         before = self.engine.stats.decode_seconds
         ended = self.engine.step()
-        self._begun[0].stats.decode_seconds += self.engine.stats.decode_seconds - before  # to the oldest call
+        self._begun[0].stats.decode_seconds += self.engine.stats.decode_seconds - before  # counts for the oldest call
         return ended
 
     def _run_again(self) -> list[tuple[Call, int, Completion]]:
-        """Put back the rows that have not ended, after memory has run out; return the row that ran out alone."""
+        """Queue the rows that have not ended again after memory has run out; return a row that ran out alone."""
         flight, self._flight = self._flight, None
         self.engine.close()
         free_memory()
@@ -401,6 +401,6 @@ def generate(
     on_batch: OnBatch | None = None,
     **how: Any,
 ) -> list[Completion]:
-    """Answer all requests; return completions in their order. Arguments and errors as of `Loop` and `Loop.add`."""
+    """Answer all requests, and return completions in their order. Arguments and errors: see `Loop`, `Loop.add`."""
     loop = Loop(engine, **how)
     return loop.finish(loop.add(requests, prefix, on_batch))

@@ -1,4 +1,4 @@
-"""The CPUs and the memory that this process may use: the machine's, or less in a container or a batch system's job."""
+"""Returns the CPUs and memory that this process may use: the machine's, or less in a container or batch job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def process_cpus(groups: Path = GROUPS, own: Path = OWN) -> int:
-    """Return the number of CPUs of the process's affinity, at most those of the quotas of its control groups."""
+    """Return the number of CPUs in the process's affinity, at most the quotas of its control groups."""
     count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     for folder in _control_groups("cpu", groups, own):
         values = _text(folder / "cpu.max").split()  # version 2
@@ -33,7 +33,7 @@ def process_memory(groups: Path = GROUPS, own: Path = OWN) -> int:
 
 
 def set_threads(threads: int | None) -> None:
-    """Set the number of torch threads of this process; None keeps its setting, at most a thread a CPU."""
+    """Set the number of torch threads of this process; None keeps its setting, at most one per CPU."""
     import torch  # late: the driver asks for CPUs before it knows whether the job is right
 
     torch.set_num_threads(threads or min(torch.get_num_threads(), process_cpus()))

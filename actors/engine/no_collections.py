@@ -1,4 +1,4 @@
-"""Python's garbage collector off for a while: imports of torch and transformers make millions of objects that stay.
+"""Turns Python's garbage collector off during imports of torch and transformers, which make millions of objects.
 
 A `Generator` of the demo, imports included, took 8.1 and 9.9 s of CPU without collections, 9.4 and 11.0 s with them.
 """
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Collect no garbage in the block, or as a decorator in the function; afterwards it is as before."""
+    """Collect no garbage in the block, or in the decorated function."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -21,7 +21,7 @@ class Row:
     limit: int  # most new tokens
     sampling: RowSampling
     stop_ids: frozenset[int]  # tokens that end the row
-    schedule: Schedule  # layers of each of its positions
+    schedule: Schedule  # layers that run at each position
     progress: AllowedTokens | None = None  # place that the tokens have reached in the request's constraint
     position: int = -1  # t of the token that the next step takes as input, -1 before the first token
     tokens: list[int] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Row:
         )
 
     def _error(self) -> str | None:
-        """Return why a row that has ended has no answer, or no whole one in the form that its constraint asks for."""
+        """Return why a row that has ended has no answer, or no whole one in its answer format."""
         if self.has_no_token:
             return NOT_NUMBERS
         progress, constraint = self.progress, self.request.constraint
@@ -73,7 +73,7 @@ class Row:
         return FinishReason.LENGTH if count >= self.limit else None
 
     def _advance_constraint(self, progress: AllowedTokens) -> FinishReason | None:
-        """`advance` for a row whose constraint alone, or its length limit, ends it."""
+        """Do as `advance` for a row that only its constraint or its length limit ends."""
         if progress.advance(self.tokens[-1]):
             finish = FinishReason.STOP
         elif progress.error is not None:
@@ -95,7 +95,7 @@ def begin_row(
     stop_ids: frozenset[int],
     schedule: Schedule,
 ) -> Row:
-    """Build the row of a request. stop_ids: the model's. schedule: used when the request has none."""
+    """Build the row of a request. stop_ids: the model's end tokens. schedule: used if the request has none."""
     sampling = RowSampling.begin(request.sampling, request.key, request.prompt_ids)
     ends = request.sampling.all_stop_ids(stop_ids)
     limit = request.new_tokens_limit(context_length)
@@ -108,7 +108,7 @@ def begin_row(
 
 
 def record(rows: Sequence[Row], sampled: Drawn) -> None:
-    """Add to each row its next token, and end those that it ends."""
+    """Add its next token to each row, and end rows that the token ends."""
     for index, row in enumerate(rows):
         row.position += 1
         if row.finish is not None:  # ended, and not yet retired

@@ -19,7 +19,9 @@ LEAST_TOKENS = 32  # fewest tokens of a beginning that some prompts share, after
 LEAST_SAVED = 512  # tokens that a beginning must save: a pass for few rows costs more
 MOST_NESTED = 50  # depth of the search for beginnings of beginnings
 Prompt = tuple[int, ...]
-Saved = tuple[int, list[tuple[Prompt, Sequence[Prompt]]]]  # tokens saved; beginnings, and the prompts of each
+Saved = tuple[
+    int, list[tuple[Prompt, Sequence[Prompt]]]
+]  # number of tokens saved; shared prefixes with the prompts of each
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ def _best(ordered: Sequence[Prompt], before: int, nested: int) -> Saved:
         return 0, []
     equal = common_length((ordered[0], ordered[-1]))
     whole = _whole(ordered, min(equal, len(ordered[0]) - 1), before)
-    if len(ordered[0]) == equal:  # the others may share one token more
+    if len(ordered[0]) == equal:  # other prompts may share one token more
         whole = max(whole, _whole(ordered[1:], equal, before), key=itemgetter(0))
     if nested == MOST_NESTED:
         return whole

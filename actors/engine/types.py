@@ -42,9 +42,9 @@ class SamplingParams:
     top_k: int = 0  # likeliest tokens that are possible, 0 for all
     top_p: float = 1.0  # probability mass of the tokens that are possible
     min_p: float = 0.0  # least probability of a token, as a share of the likeliest token's
-    repetition_penalty: float = 1.0  # for tokens of prompt and answer, 1 for none
-    presence_penalty: float = 0.0  # for tokens of the answer, 0 for none
-    frequency_penalty: float = 0.0  # for each occurrence in the answer, 0 for none
+    repetition_penalty: float = 1.0  # applies to tokens of prompt and answer; 1: no penalty
+    presence_penalty: float = 0.0  # applies to tokens of the answer; 0: no penalty
+    frequency_penalty: float = 0.0  # applies to each occurrence in the answer; 0: no penalty
     stop: tuple[str, ...] = ()  # strings; the text ends before the first of them
     stop_token_ids: tuple[int, ...] = ()  # further tokens that end the row
     ignore_eos: bool = False  # the model's own stop tokens do not end the row
@@ -192,14 +192,14 @@ NOT_NUMBERS = "logits are not numbers (NaN or infinite): the weights are damaged
 class Completion:
     """One row's answer."""
 
-    token_ids: tuple[int, ...]  # with the stop token, if one ended the row; those before an error
+    token_ids: tuple[int, ...]  # includes the stop token that ended the row; with an error, the tokens before it
     finish_reason: FinishReason  # why the row ended
     # nats under the model's own distribution, before penalties, temperature and top-*; None if the engine does
     # not compute it
     cumulative_logprob: float | None
     logprobs: tuple[TokenLogprob, ...] | None = None  # one for each token, if the row's parameters ask for them
     choice: int | None = None  # number of the label; None without choices
-    choice_probability: float | None = None  # its probability among the labels, token by token; None without choices
+    choice_probability: float | None = None  # probability of the label among the labels; None without choices
     error: str | None = None  # why there is no answer, or no whole one in the form that was asked for
 
 

@@ -148,14 +148,14 @@ class OnlineLoop:
         )
         self._wake: Callable[[set[Submission]], object] = wake
         self._waiting: deque[ServedRow] = deque()
-        self._rows: dict[tuple[Call, int], ServedRow] = {}  # in the loop, by call and number in it
+        self._rows: dict[tuple[Call, int], ServedRow] = {}  # rows in the loop, by call and number in the call
         self._changed = threading.Condition()  # guards _waiting, _closed and the submissions' `cancelled`
         self._closed = self._has_cancelled = False
         self._step_first = False  # whether a decode step comes before the next prefill
         self._waited = 0  # steps that waiting rows have let pass
         self._thread: threading.Thread | None = None
 
-    # from any thread
+    # methods for any thread
 
     def submit(self, requests: Sequence[Request], *, streams: bool) -> Submission:
         """Queue requests, at least one.
@@ -230,7 +230,7 @@ class OnlineLoop:
         self._rows.clear()
         self._waiting.clear()
 
-    # in the loop's thread
+    # methods for the loop's thread
 
     def _run(self) -> None:
         with current_device(self.engine.decoder.device):

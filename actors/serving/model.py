@@ -1,4 +1,4 @@
-"""A loaded model and its loop: bodies of requests become rows of the engine, their completions become answers."""
+"""Serves a loaded model: bodies of requests become rows of the engine, and completions become answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _StructuredOutputs(BaseModel):
 
 
 class _ServerKeys(BaseModel):
-    """Keys of a body that a request of a batch file may not have. vLLM's names for `choices` are among them."""
+    """Keys of a body that batch files do not have, with vLLM's names for `choices`."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     stream: bool = False
@@ -49,7 +49,7 @@ class _ServerKeys(BaseModel):
     structured_outputs: _StructuredOutputs | None = None
 
     def labels(self) -> list[str] | None:
-        """Return the labels, one of which the answer is. Raises UserError for several lists of them."""
+        """Return the labels for the answer. Raises UserError if several lists are given."""
         structured = None if self.structured_outputs is None else self.structured_outputs.choice
         given = [labels for labels in (self.choices, self.guided_choice, structured) if labels is not None]
         if len(given) > 1:
@@ -59,7 +59,7 @@ class _ServerKeys(BaseModel):
 
 @dataclass(frozen=True)
 class Call:
-    """A request's body as rows of the engine, one for each answer; those of a prompt follow each other."""
+    """A request's body as rows of the engine, one for each answer. Rows of a prompt follow each other."""
 
     model: str | None  # the name that the body gives
     stream: bool  # whether tokens are sent as they are sampled
@@ -83,11 +83,11 @@ class ServedModel:
     Args:
         name: The model's name in requests.
         generator: Arguments of `Generator`; its `sampling` holds the defaults of a body's keys.
-        max_waiting: Largest number of answers in the queue; above it a request is refused with status 429.
+        max_waiting: Maximum number of answers in the queue; further requests are refused with status 429.
         render: Writes a chat's messages as a prompt, or raises UserError; None: transformers' chat template.
 
     Raises:
-        UserError: Settings, checkpoint or device that do not fit, in one line.
+        UserError: Settings, checkpoint or device do not fit; one line.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ServedModel:
         self._schedule_at = lru_cache(64)(self.generator.schedule_at)
 
     def call(self, url: str, body: Any) -> Call:
-        """Return the call of a body. Raises UserError that names the key that is unknown, unsupported or wrong."""
+        """Return the call of a body. Raises UserError that names an unknown, unsupported or wrong key."""
         if not isinstance(body, Mapping):
             raise UserError("the body must be a JSON object")
         rest = {name: value for name, value in body.items() if value is not None}
@@ -153,7 +153,7 @@ class ServedModel:
             prompt = self._builder.prompt(request.messages, tools=tools)
         else:
             prompt = self._builder.prompt(value)
-        # with a seed, equal requests have equal answers; without, each has random numbers of its own
+        # with a seed, equal requests have equal answers; without a seed, each has other random numbers
         source = "seed" if "seed" in request.sampling else f"{uuid.uuid4()}-{secrets.randbits(64)}"
         return replace(prompt, source=source, row=number, sampling=request.sampling, output_format=form, choices=labels)
 

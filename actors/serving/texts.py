@@ -1,4 +1,4 @@
-"""The text of an answer while its tokens come, with thinking and tool calls apart."""
+"""Streams the text of an answer while its tokens come, and separates thinking and tool calls."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from actors.tool_calls import BEGIN, PYTHON_TAG, ToolFormat
 class AnswerStream:
     """Cuts an answer into parts (text, thinking) that, joined, are its text and its thinking.
 
-    A part holds back what may change: bytes of an incomplete character, text that may become a stop string or a mark,
-    and whatever may be a tool call, until the answer ends. White space around calls may have been sent. Thinking that
-    only its end mark reveals has been sent as text.
+    A part holds back what may change: bytes of an incomplete character, text that may become a stop string or
+    delimiter, and whatever may be a tool call, until the answer ends. White space around calls may have been sent.
+    Thinking that only its end delimiter reveals has been sent as text.
 
     Args:
         decode: Token ids -> text.
         stop: Stop strings.
         stop_ids: Tokens that end the answer and have no text.
         answer_start: See `StopStrings`.
-        marks: Marks of thinking; None: nothing is split.
+        marks: Delimiters of thinking; None: nothing is split.
         begun: Whether the prompt ends inside thinking.
-        text_at_end: Send the text whole: a label, or a form that may begin within a token after thinking.
-        calls: Form of tool calls; None: no tools are offered.
+        text_at_end: Whether to send the text whole: a label, or a format that may begin within a token after thinking.
+        calls: Format of tool calls; None: no tools are offered.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class AnswerStream:
         self._is_plain = False  # the text so far does not begin with thinking
 
     def push(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Return the further text and thinking that these tokens make certain."""
+        """Return the text and thinking that become certain by these tokens."""
         self._ids += [token for token in tokens if token not in self._stop_ids]
         known, text = self._decode(self._ids[self._first : self._read]), self._decode(self._ids[self._first :])
         if len(text) > len(known) and not text.endswith(REPLACEMENT):
@@ -80,14 +80,14 @@ class AnswerStream:
         return part
 
     def _certain(self) -> int:
-        """Return the number of characters that neither are part of a stop string nor may become one."""
+        """Return the number of characters that are not, and cannot become, part of a stop string."""
         text, answer = self._decoded, self._answer_start(self._decoded)
         found = [] if answer is None else [text.find(string, answer) for string in self._stop]
         found = [place for place in found if place >= 0]
         return min(found) if found else len(text) - max((_overlap(text, string) for string in self._stop), default=0)
 
     def _split(self, raw: str, marks: Reasoning) -> tuple[str, str]:
-        """Return text and thinking of the raw text, without what may still become a mark."""
+        """Return text and thinking of the raw text, without an end that may become a delimiter."""
         head = raw.lstrip()
         begins = head.startswith(marks.start)
         if not begins and marks.start.startswith(head):
@@ -100,7 +100,7 @@ class AnswerStream:
 
 
 def _before_calls(text: str, form: ToolFormat) -> int:
-    """Return the number of characters that neither are part of a call nor may become one."""
+    """Return the number of characters that are not, and cannot become, part of a call."""
     if form == "hermes":
         found = text.find(BEGIN)
         return len(text) - _overlap(text, BEGIN) if found < 0 else found
@@ -109,6 +109,6 @@ def _before_calls(text: str, form: ToolFormat) -> int:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Return the number of characters at the end of the text with which the mark may begin."""
+    """Return the number of characters at the end of the text with which the delimiter may begin."""
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((length for length in lengths if mark.startswith(text[-length:])), 0)

@@ -1,9 +1,9 @@
 """Checks each attention layer when a worker starts, against plain attention without a cache, batch or metadata.
 
-Some prompts are answered alone and together. In every forward pass, what an attention layer returns for a token is
-compared with attention, by torch in float32, over the keys and values that the layer has been given for the earlier
-tokens of the same sequence; and each layer must have run for those tokens that the schedule says. The comparison has
-the layer's own inputs, so that rounding in the layers before it plays no part.
+Some prompts are answered alone and together. In every forward pass, each attention layer's output for a token is
+compared with attention by torch in float32 over the keys and values that the layer received for the earlier
+tokens of the same sequence; and each layer must have run for the schedule's tokens. The comparison uses
+the layer's own inputs, so that rounding in earlier layers does not matter.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Seen = dict[int, dict[int, tuple[Tensor, Tensor]]]
 
 @torch.inference_mode()
 def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None:
-    """Answer up to three prompts, alone and together. Raises UserError if an attention layer returns something else
-    than plain attention does, or runs for other tokens than those of the schedule.
+    """Answer up to three prompts, alone and together. Raises UserError if an attention layer's output differs
+    from plain attention, or a layer runs for other tokens than the schedule's.
     """
     config = worker.vllm_config
     longest = min(LONGEST_PROMPT, config.model_config.max_model_len - NEW_TOKENS)
@@ -83,13 +83,13 @@ def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None
 
 
 def _positions(skipper: LayerSkipper, index: int, prompt_tokens: int) -> list[int]:
-    """Return the positions of a sequence at which a layer runs by the schedule."""
+    """Return the positions of a sequence at which the schedule runs a layer."""
     depths = [skipper.prompt_depth] * prompt_tokens + skipper.depths.tolist()
     return [position for position, depth in enumerate(depths) if skipper.ranks[index] < depth]
 
 
 def _answer(worker: Any, cache_config: Any, prompts: Sequence[Sequence[int]]) -> None:
-    """Answer prompts as the engine does, by a scheduler of its class; each prompt begins a step after the last one."""
+    """Answer prompts as the engine does, by its scheduler class. Each prompt begins one step after the previous one."""
     config = copy.copy(worker.vllm_config)
     config.kv_events_config = None
     config.cache_config = copy.copy(config.cache_config)
@@ -120,7 +120,7 @@ def _answer(worker: Any, cache_config: Any, prompts: Sequence[Sequence[int]]) ->
 def _watched(layer: Any, index: int, skipper: LayerSkipper, seen: Seen, errors: list[float]) -> Callable[..., Tensor]:
     """Return a `forward` of an attention layer that collects keys and values, and the largest error of each pass.
 
-    The prompts differ in length, by which a sequence is known.
+    All prompts have different lengths: a sequence is identified by its prompt's length.
     """
     impl = layer.impl
     if getattr(impl, "sinks", None) is not None or getattr(impl, "alibi_slopes", None) is not None:

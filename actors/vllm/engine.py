@@ -1,7 +1,7 @@
 """vLLM as an engine of `Generator`: calls in by `add`, completions out by `step`.
 
-vLLM schedules and samples; `Row` decides, as in the library engine, where an answer ends and what its error is. So stop
-strings, labels and forms mean the same everywhere, and a row that has ended is aborted in vLLM.
+vLLM schedules and samples. `Row` decides, as in the library engine, where an answer ends and its error. So stop
+strings, labels and formats mean the same everywhere, and a row that has ended is aborted in vLLM.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # else the engine outlives an actor that is killed
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # otherwise the engine would outlive a killed actor
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # Ray decides which CPUs an actor has
@@ -41,7 +41,7 @@ from actors.engine.row import Row, begin_row
 from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import Completion, EngineStats, FinishReason, Request, TokenLogprob
 
-HIGHEST_TEMPERATURE = 2.0  # that vLLM accepts
+HIGHEST_TEMPERATURE = 2.0  # highest temperature that vLLM accepts
 SET_BY_KEYS = {  # arguments of vLLM, by the keys of a job that set them
     "model": "model.path",
     "tokenizer": "model.path",
@@ -69,12 +69,12 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 class VllmEngine:
-    """One engine of vLLM in this process, with the add-on, and the methods of `Loop`: rows of all calls share steps.
+    """An engine of vLLM in this process, with the add-on and the methods of `Loop`. Rows of all calls share steps.
 
     Its statistics count rows that have ended. vLLM mixes prompts and decode steps: the time of both is decode_seconds.
 
     Args:
-        cache_bytes: bytes of key/value cache of all workers; 0: what `gpu_memory_utilization` leaves.
+        cache_bytes: bytes of key/value cache of all workers; 0: as much as `gpu_memory_utilization` allows.
         options: further engine arguments of vLLM.
         The other arguments are those of `Generator`.
     """
@@ -114,7 +114,7 @@ class VllmEngine:
             "kv_cache_memory_bytes": cache_bytes // workers or None,
             "enable_prefix_caching": share_prefixes,
             "enforce_eager": not schedule.is_full_depth,
-            "distributed_executor_backend": "uni" if workers == 1 else "mp",  # in an actor vLLM would choose Ray
+            "distributed_executor_backend": "uni" if workers == 1 else "mp",  # inside an actor vLLM would choose Ray
             "generation_config": "vllm",
             "structured_outputs_config": {"backend": "guidance"},
             "disable_log_stats": True,
@@ -135,19 +135,21 @@ class VllmEngine:
         config = self.vllm.vllm_config
         self.context_length = int(config.model_config.max_model_len)
         self.max_rows, self.cache_bytes = int(config.scheduler_config.max_num_seqs), cache_bytes
-        self._running = [schedule]  # by the workers; the list is shared by all that `at` returns
+        self._running = [schedule]  # schedule of the workers; all engines that `at` returns share the list
         self._tickets = itertools.count()
         self._begin_at(schedule)
 
     def _begin_at(self, schedule: Schedule) -> None:
         self.schedule, self.stats = schedule, EngineStats()
-        self.rows: dict[int, tuple[Row, Call, int]] = {}  # in flight, with the number of the request in its call
+        self.rows: dict[
+            int, tuple[Row, Call, int]
+        ] = {}  # rows in flight, with their call and the number of the request in it
         self._queue: deque[Call] = deque()  # added, not begun
 
     def at(self, schedule: Schedule) -> VllmEngine:
         """Return an engine with the same weights under another schedule; only one of the two may have rows in flight.
 
-        Neither may run every layer for every token from the start: then vLLM has captured graphs of the whole model.
+        Neither may be full depth, for which vLLM has captured graphs of the whole model.
         """
         other = copy.copy(self)
         other._begin_at(schedule)
@@ -155,7 +157,7 @@ class VllmEngine:
 
     @property
     def decoder(self) -> VllmEngine:
-        """The engine itself, for callers that ask an engine's decoder for its device and context length."""
+        """The engine itself: callers ask an engine's decoder for device and context length."""
         return self
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
@@ -183,7 +185,7 @@ class VllmEngine:
         on_batch: Callable[[Sequence[int]], None] | None = None,
         on_drain: Callable[[], None] | None = None,
     ) -> Call:
-        """Queue requests, from any thread; see `Loop.add`. prefix: unused; vLLM finds beginnings that prompts share."""
+        """Queue requests, from any thread; see `Loop.add`. prefix: unused, because vLLM finds shared prefixes."""
         call = Call(requests, (), (), (), [], on_batch, on_drain)
         self._queue.append(call)
         return call
@@ -211,7 +213,7 @@ class VllmEngine:
         oldest = next(iter(self.rows.values()), None)
         for output in self.vllm.step():
             ticket = int(output.request_id)
-            if ticket not in self.rows:  # it has ended, and vLLM was a step ahead
+            if ticket not in self.rows:  # the row has ended, and vLLM was a step ahead
                 continue
             row, call, number = self.rows[ticket]
             [sample] = output.outputs
@@ -235,14 +237,14 @@ class VllmEngine:
         return ended
 
     def _noting_output(self) -> Any:
-        """Return the next output of vLLM's core, whose counts of NaN do not reach `RequestOutput`."""
+        """Return the next output of vLLM's core, and note its counts of NaN, which `RequestOutput` lacks."""
         outputs = self._take_output()
         # vLLM adds a random part to a request's name
         self._has_nans |= {int(one.request_id.partition("-")[0]) for one in outputs.outputs if one.num_nans_in_logits}
         return outputs
 
     def _begin(self, call: Call) -> None:
-        """Hand a call's requests to vLLM; one that this engine cannot answer ends with an error."""
+        """Pass a call's requests to vLLM. A request that this engine cannot answer ends with an error."""
         if self._running != [self.schedule]:
             self._running[:] = [self.schedule]
             self.vllm.collective_rpc("set_schedule", args=(self.schedule,))
@@ -325,7 +327,7 @@ class VllmEngine:
 
 
 def grammar(constraint: Constraint) -> str:
-    """Return a constraint as a grammar of llguidance, which vLLM has. Raises UserError for forms behind thinking."""
+    """Return a constraint as an llguidance grammar for vLLM. Raises UserError for formats after thinking."""
     if isinstance(constraint, ChoiceTrie):
         return trie_grammar(constraint)
     if isinstance(constraint, Grammar):
@@ -336,7 +338,7 @@ def grammar(constraint: Constraint) -> str:
 def trie_grammar(trie: ChoiceTrie) -> str:
     """Return a grammar of the labels' tokens, up to the token that decides the label."""
     rules, nodes = [], [trie.root]
-    for number, node in enumerate(nodes):  # it grows
+    for number, node in enumerate(nodes):  # the list grows in the loop
         ways = []
         for token, child in node.children.items():
             if child.only is not None:

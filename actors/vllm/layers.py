@@ -1,4 +1,4 @@
-"""Runs each decoder layer of a model that vLLM has loaded for the tokens of its subset only.
+"""Runs each decoder layer of a model in vLLM only for the tokens that the schedule says.
 
 The layers' `forward` is replaced on the instances, so the tree of modules, and with it quantization and loading, stays
 as it is. The first layer of a forward pass makes the plan, and puts the attention metadata of each layer's subset where
@@ -24,7 +24,7 @@ from actors.engine.schedule.schedule import Schedule
 from actors.vllm.plan import PassPlan, cut_metadata
 
 CONTEXT_KEY = "skipdecode_plan"
-POISON, POISONED = 1e36, 1e18  # in the cache, and the limit of a layer's output
+POISON, POISONED = 1e36, 1e18  # value in the cache, and limit of a layer's output
 # arguments of layers that hold one value of each token: of vLLM's own layers, and of those of transformers
 TOKEN_ARGUMENTS = ("hidden_states", "residual", "positions", "position_ids", "position_embeddings")
 
@@ -35,7 +35,7 @@ class LayerSkipper:
     Args:
         attention: the attention layers of each decoder layer, by name.
         prompt_lengths: returns the prompt length of each request of a CommonAttentionMetadata.
-        poison: write a huge value into the cache where a token skips a layer, and fail on one in a layer's output.
+        poison: whether to write huge values into the cache where tokens skip a layer, and fail if an output shows one.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LayerSkipper:
         self.counts: Counter[str] = Counter()
 
     def watch(self, builder: Any) -> None:
-        """Note the CommonAttentionMetadata from which a builder of the runner makes the metadata of its layers."""
+        """Store the CommonAttentionMetadata of each call of one of the runner's builders."""
         if builder.requires_block_table_width:
             raise UserError(f"skipdecode: attention by {type(builder).__name__} is not supported")
         build, update = builder.build, builder.update_block_table
@@ -88,7 +88,7 @@ class LayerSkipper:
             layer.forward = self._skipping(index, layer.forward)
 
     def _skipping(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """vLLM's layers return hidden states, most of them with a residual, which the next layer adds."""
+        """Return a `forward` that runs a layer for its tokens. Most layers return hidden states and a residual."""
         parameters = inspect.signature(forward).parameters
         required = {
             name
@@ -143,12 +143,12 @@ class LayerSkipper:
         """Make the plan, and for each layer that some tokens skip the attention metadata of the tokens that run it."""
         common, built, self._built = self._common, self._built, {}
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy().astype(np.int64)
-        # exact without speculative decoding, which is refused
+        # these lengths are exact, because speculative decoding is refused
         ends = common.seq_lens_cpu_upper_bound[: common.num_reqs].numpy().astype(np.int64)
         device = common.seq_lens.device
         plan = PassPlan(self.depths, self.prompt_depth, starts, ends, self._prompt_lengths(common), device)
-        made: dict[tuple[int, int], tuple[Any, Any]] = {}  # by builder and subset
-        builds: Counter[int] = Counter()  # by builder
+        made: dict[tuple[int, int], tuple[Any, Any]] = {}  # metadata by builder and subset
+        builds: Counter[int] = Counter()  # number of builds by builder
         for index, layers in self.attention.items():
             if plan.runs_all(self.ranks[index]):
                 continue
@@ -172,7 +172,7 @@ class LayerSkipper:
         return plan
 
     def _spare_builder(self, builder: Any, number: int) -> Any:
-        """Return a builder that no other subset of the pass uses: those of FlashInfer and MLA keep what they built."""
+        """Return a builder that no other subset of the pass uses: builders of FlashInfer and MLA keep their result."""
         spare = self._spare.setdefault(id(builder), [])
         if len(spare) == number:
             with set_current_vllm_config(builder.vllm_config):

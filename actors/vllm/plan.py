@@ -1,6 +1,6 @@
-"""Which tokens of a forward pass run a layer, and the attention metadata of those tokens. Imports no vLLM.
+"""Finds the tokens of a forward pass that run a layer, and their attention metadata. Imports no vLLM.
 
-Depth never rises along a row, so the tokens that run a layer are the first ones of those that a pass computes for a
+Depth never rises along a row, so the tokens that run a layer are the first of the tokens that a pass computes for a
 request. This holds for decode steps, for chunks of a prompt, and for generated tokens that are recomputed after
 preemption. A token of a prompt runs `prompt_depth` layers, generated token t runs ``depths[t]``.
 """
@@ -25,11 +25,11 @@ class Subset:
     """The tokens of a pass that run a layer, if not all of them do.
 
     Args:
-        tokens: their indices in the pass, ascending; on the device, as `on_device`.
+        tokens: indices of the tokens in the pass, ascending; on the device, like `on_device`.
         requests: indices of the requests that have such tokens.
         on_device: `requests` on the device.
-        counts: number of such tokens of each of these requests: its first ones in the pass.
-        dropped: number of its other tokens in the pass.
+        counts: number of such tokens of each of these requests, which are its first tokens in the pass.
+        dropped: number of each request's other tokens in the pass.
     """
 
     tokens: Tensor
@@ -95,7 +95,7 @@ def cut_metadata(common: Any, subset: Subset, ends: np.ndarray) -> Any:
         common: that of all tokens.
         ends: see `PassPlan`.
 
-    Raises NotImplementedError that names a field which holds a value and is not known here.
+    Raises NotImplementedError that names an unknown field that holds a value.
     """
     if not isinstance(common.causal, bool):
         raise NotImplementedError("CommonAttentionMetadata.causal is set by request, which SkipDecode does not support")

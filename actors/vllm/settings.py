@@ -15,16 +15,16 @@ OWN: dict[str, Any] = {  # keys beside those of a schedule
     "speed_adapter": str | None,  # folder of an adapter to merge
     "unadapted": bool,  # run a schedule that the model was not trained for
     "self_check": bool,  # compare attention with a slow definition before the first request
-    "poison": bool,  # for debugging: write huge values where a token skips a layer, and fail if one is read
+    "poison": bool,  # for debugging: write huge values where a token skips a layer, and fail if a layer reads one
 }
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the add-on runs; see `OWN`."""
+    """Settings of the add-on; see `OWN`."""
 
     schedule: Schedule
-    speed_adapter: str | None = None  # None at full depth, where the base runs as published
+    speed_adapter: str | None = None  # None at full depth, at which the base runs as published
     self_check: bool = True
     poison: bool = False
 
@@ -32,10 +32,10 @@ class Settings:
 def read_settings(additional_config: Any, model: str, num_layers: int) -> Settings:
     """Return the settings of a model in a folder.
 
-    Keys are those of a job's `schedule` section and `OWN`. What the schedule leaves open comes from
+    Keys are those of a job's `schedule` section and `OWN`. Keys that are not set come from
     ``skipdecode.json`` in the speed adapter, else in the model's folder.
 
-    Raises UserError: an unknown key, a value that does not fit, or a schedule that the model was not trained for.
+    Raises UserError for an unknown key, a wrong value, or a schedule for which the model was not trained.
     """
     given = additional_config.get(KEY, {}) if isinstance(additional_config, dict) else {}
     if not isinstance(given, dict):

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class SkipWorker(PlatformWorker):  # type: ignore[misc]
-    """A worker of vLLM; at full depth it is the platform's own, with nothing replaced."""
+    """A worker of vLLM. At full depth it replaces nothing of the platform's worker."""
 
     skipper: LayerSkipper | None = None
 
@@ -91,7 +91,7 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
                 self.skipper.watch(builder)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm up, and compare attention with a slow definition."""
+        """Warm up, and compare attention with a simple reference implementation."""
         times = super().compile_or_warm_up_model()
         if self.skipper is not None and self.skip_settings.self_check:
             check_answers(self, self.skipper, self._cache_config)

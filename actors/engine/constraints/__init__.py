@@ -1,1 +1,1 @@
-"""Answers of a given form: labels, JSON Schemas, regular expressions, grammars, and thinking before them."""
+"""Restricts answers to a format: labels, JSON Schema, regular expression or grammar, also after thinking."""

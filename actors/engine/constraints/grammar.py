@@ -1,7 +1,7 @@
-"""Answers in the form of a JSON Schema, a regular expression or a grammar: llguidance says which tokens may come next.
+"""Restricts answers to a JSON Schema, a regular expression or a grammar: llguidance gives the allowed tokens.
 
-https://github.com/guidance-ai/llguidance. A form is compiled once; each row follows it with a matcher of its own, a
-copy of the compiled one. A row ends as soon as nothing can follow; where its answer may end or go on, the tokens that
+https://github.com/guidance-ai/llguidance. A format is compiled once; each row follows it with its own matcher, a
+copy of the compiled one. A row ends as soon as nothing can follow. If its answer may end or go on, the tokens that
 end an answer are among the allowed ones.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GrammarCompiler:
-    """Compiles forms for one tokenizer.
+    """Compiles answer formats for one tokenizer.
 
     Args:
         tokenizer: The model's.
@@ -30,7 +30,7 @@ class GrammarCompiler:
         stop_ids: Tokens that end an answer, at least one.
 
     Raises:
-        UserError: A tokenizer whose tokens' bytes are not known, or a model without a token that ends an answer.
+        UserError: The bytes of the tokenizer's tokens are unknown, or the model has no end token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: Collection[int]) -> None:
@@ -49,11 +49,11 @@ class GrammarCompiler:
             raise UserError(f"output_format: this tokenizer is not supported: {flat(error)}") from None
 
     def compile(self, form: OutputFormat) -> Grammar:
-        """Return the form as a constraint; raises UserError for one that is wrong or not supported."""
+        """Return the format as a constraint. Raises UserError if it is wrong or not supported."""
         from llguidance import LLMatcher, LLParserLimits
 
         form.check()
-        limits = LLParserLimits(verbose_errors=False)  # else a row's error holds the parser's state
+        limits = LLParserLimits(verbose_errors=False)  # otherwise a row's error holds the parser's state
         matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(form.lark()), log_level=0, limits=limits)
         if matcher.is_error():
             raise UserError(f"{form.kind}: {flat(matcher.get_error())}")

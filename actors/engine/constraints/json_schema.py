@@ -1,4 +1,4 @@
-"""JSON Schemas as people write them -> schemas that llguidance holds; and what of them is checked after generation.
+"""Turns JSON Schemas into schemas that llguidance supports, and checks the rest after generation.
 
 llguidance refuses keys that no grammar can hold, and most `oneOf`. A `oneOf` whose branches exclude each other, by the
 value of a property (a discriminator) or by their types, is an `anyOf`.
@@ -61,7 +61,7 @@ def _mapped(schema: Any, change: Callable[[Schema, str], Schema], place: str) ->
 
 
 def _held(schema: Schema, root: Schema, place: str, *, after: bool, no_patterns: bool) -> Schema:
-    """Return one schema, whose inner ones are done, in a form that a grammar holds."""
+    """Return a schema, whose inner schemas are done, in a form that llguidance supports."""
     branches = schema.get("oneOf")
     if isinstance(branches, list):
         tag = _tag(branches, root)
@@ -78,7 +78,8 @@ def _held(schema: Schema, root: Schema, place: str, *, after: bool, no_patterns:
     if not after:
         return schema
     left_out = {*NOT_IN_GRAMMARS, *(["patternProperties"] if no_patterns else [])}
-    if not set(schema.get("properties", {})) <= set(schema.get("required", ())):  # the library counts required ones
+    # llguidance counts only required properties
+    if not set(schema.get("properties", {})) <= set(schema.get("required", ())):
         left_out |= {"minProperties", "maxProperties"}
     return {key: value for key, value in schema.items() if key not in left_out}
 
@@ -88,7 +89,7 @@ def _required(schema: Any, root: Schema) -> list[str]:
 
 
 def _tag(branches: list[Any], root: Schema) -> str | None:
-    """Return a property of which each branch allows other values; None if there is none."""
+    """Return a property whose values differ in all branches; None if there is none."""
     values = [
         {
             name: {json.dumps(value) for value in (one["enum"] if "enum" in one else [one["const"]])}
@@ -109,7 +110,7 @@ def _tag(branches: list[Any], root: Schema) -> str | None:
 
 
 def _types_differ(branches: list[Any], root: Schema) -> bool:
-    """Return whether no value has the types of two branches."""
+    """Return whether the branches have no type in common."""
     seen: set[str] = set()
     for branch in branches:
         kinds = _resolved(branch, root).get("type", [*TYPES])
@@ -140,9 +141,9 @@ def _resolved(schema: Any, root: Schema) -> Schema:
 
 
 def overlap(schema: Schema) -> str | None:
-    """Say which property of a schema a pattern of its `patternProperties` matches too; None without one.
+    """Return a property of a schema that a pattern of its `patternProperties` matches too; None if there is none.
 
-    llguidance begins the property's name, then finds that nothing ends it, and the model goes on with white space.
+    llguidance would begin the property's name, allow no end of it, and the model would write white space.
     """
     found: list[str] = []
 
@@ -174,7 +175,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def problem(text: str, schema: str) -> str | None:
-    """Say why a text is no JSON that is valid under a schema, given as JSON; None if it is."""
+    """Return why a text is not JSON that is valid under a schema (as JSON); None if it is."""
     try:
         error = next(iter(validator(schema).iter_errors(json.loads(text))), None)
     except ValueError as wrong:
@@ -184,7 +185,7 @@ def problem(text: str, schema: str) -> str | None:
 
 @lru_cache(256)
 def validator(schema: str) -> Any:
-    """Return the validator of a schema, given as JSON. Raises UserError if it is no schema."""
+    """Return the validator of a schema (as JSON). Raises UserError if it is not a schema."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
 

@@ -1,7 +1,7 @@
 """Answers restricted to a list of labels: the trie of their tokens gives the tokens that are allowed next.
 
-A row ends as soon as a single label is left: its remaining tokens are certain and are not computed. Where a label is
-the beginning of another, the model's end token means the shorter one.
+A row ends as soon as a single label is left: its remaining tokens are certain and are not computed. If a label is
+a prefix of another, the model's end token means the shorter one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ChoiceTrie:
         self.most_tokens = max(1, self._settle())
 
     def _settle(self) -> int:
-        """Set `only` of every node; returns the most tokens that are generated."""
+        """Set `only` of every node, and return the maximum number of generated tokens."""
         order = [self.root]
         for node in order:  # parents before children; no recursion, since a label may be long
             order += node.children.values()
@@ -76,7 +76,7 @@ class ChoiceTrie:
         return LabelProgress(self)
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:
-        """Return the label's own text."""
+        """Return the label's text."""
         assert label is not None
         return self.texts[label]
 

@@ -1,4 +1,4 @@
-"""The form that answers are asked to have: a JSON Schema, a regular expression or a grammar. Needs no tokenizer."""
+"""The requested format of answers: a JSON Schema, a regular expression or a grammar. Needs no tokenizer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_sepa
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """A form as text, so that equal forms are compiled once."""
+    """An answer format as text, so that equal formats are compiled once."""
 
-    kind: str  # one of KINDS
+    kind: str  # kind of the format, one of KINDS
     text: str  # the schema as JSON, a regular expression, or a grammar in llguidance's dialect of Lark
-    after: bool = False  # what no grammar holds of a schema is checked after generation, by `problem`
+    after: bool = False  # whether `problem` checks schema keys that no grammar holds after generation
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> OutputFormat:
-        """Return the form of a mapping with one of KINDS; a schema is an object or its JSON. UserError for others."""
+        """Return the format of a mapping with one of KINDS; a schema is an object or its JSON. Else UserError."""
         given = [kind for kind in KINDS if value.get(kind) is not None]
         unknown = [name for name in value if name not in (*KINDS, CHECK)]
         if unknown or len(given) != 1:
@@ -53,27 +53,27 @@ class OutputFormat:
         return {self.kind: self.text, **({CHECK: AFTER} if self.after else {})}
 
     def problem(self, text: str) -> str | None:
-        """Say why a whole answer is not of this form. The grammar has held all but a schema's other keys."""
+        """Return why an answer breaks the format, by schema keys that the grammar cannot hold; None if it does not."""
         if not self.after or (found := problem(text, self.text)) is None:
             return None
         return f"{self.kind}: {found}"
 
     def check(self) -> None:
-        """Raise UserError, in one line, for a form that is wrong or that the grammar library does not support."""
+        """Raise UserError of one line if the format is wrong, or the grammar library does not support it."""
         error = _library_grammar(self)[1]
         if error is not None:
             raise UserError(f"{self.kind}: {error}")
 
     def json_rule(self) -> str:
-        """Return a schema as the right-hand side of a rule of a grammar, its references within itself."""
+        """Return a schema as the right-hand side of a grammar rule, with references within the schema."""
         [grammar] = json.loads(_library_grammar(self)[0])["grammars"]
         return f"%json {json.dumps(grammar['json_schema'])}"
 
     def lark(self) -> str:
-        """Return the form in llguidance's dialect of Lark. Raises ValueError for a schema that is no JSON object.
+        """Return the format in llguidance's dialect of Lark. Raises ValueError if a schema is not a JSON object.
 
-        The library's own default forces the tokenizer's tokens for text that is certain; here all tokens that spell it
-        are allowed, since a tokenizer that puts a space before words would force the space.
+        By default the library forces the tokenizer's tokens for text that is certain; here all tokens for this text
+        are allowed: a tokenizer that puts a space before words would force the space.
         """
         lark = self.text
         if self.kind == "json_schema":
@@ -85,7 +85,7 @@ class OutputFormat:
 
 @lru_cache(1024)
 def _library_grammar(form: OutputFormat) -> tuple[str, str | None]:
-    """llguidance's grammar of a form, and why it cannot be followed."""
+    """Return llguidance's grammar of a format, and an error if there is none."""
     if not form.text.strip():
         return "", "is empty"
     if form.kind != "json_schema":

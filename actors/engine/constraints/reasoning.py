@@ -1,4 +1,4 @@
-"""Answers of models that think first: the thinking is free text, the answer after it may have a form of its own."""
+"""Splits answers of models that think first: the thinking is free text, the answer after it may have a format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class Reasoning:
-    """The texts that mark thinking."""
+    """The delimiters of thinking."""
 
     start: str = "<think>"  # begins it; the chat template may have written it into the prompt
     end: str = "</think>"  # ends it
@@ -37,17 +37,17 @@ class Reasoning:
 
     @classmethod
     def of_template(cls, template: str) -> Reasoning | None:
-        """Return the marks that a chat template writes; None if it writes none that are known."""
+        """Return the delimiters that a chat template writes; None if it writes no known ones."""
         return next((cls(start, end) for start, end in _KNOWN if end in template), None)
 
     def check(self, special_tokens: Collection[str]) -> None:
-        """Raise UserError for a mark that is a special token, and so has no text to split."""
+        """Raise UserError if a delimiter is a special token, which has no text at which to split."""
         for mark in (self.start, self.end):
             if mark in special_tokens:
                 raise UserError(f"reasoning: {mark!r} is a special token, which has no text: leave reasoning out")
 
     def split(self, text: str, *, begun: bool) -> tuple[str | None, str]:
-        """Return the thinking without its marks, None if there was none, and the answer.
+        """Return the thinking without delimiters, None if there was none, and the answer.
 
         begun: Whether the prompt ends inside thinking. Thinking that does not end has no answer.
         """
@@ -60,7 +60,7 @@ class Reasoning:
         return thinking, answer
 
     def answer_start(self, text: str, *, begun: bool) -> int | None:
-        """Return the index at which the answer begins in a text that may go on; None while it thinks, or may begin to.
+        """Return the index at which the answer begins in an unfinished text; None while it is, or may be, thinking.
 
         begun: Whether the prompt ends inside thinking.
         """
@@ -79,7 +79,7 @@ class Reasoning:
 
 @dataclass(eq=False)
 class AfterReasoning:
-    """A constraint on the tokens that follow the end of thinking, before which all but stop tokens are allowed."""
+    """A constraint on the tokens after the thinking; until then all tokens but stop tokens are allowed."""
 
     inner: Constraint  # on the answer
     reasoning: Reasoning
@@ -100,11 +100,11 @@ class AfterReasoning:
         return ReasoningProgress(self)
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last of `tokens` completes the end of thinking; most tokens are not decoded for it."""
+        """Return whether the last of `tokens` completes the end delimiter. Most tokens need no decoding for it."""
         return self._end.ended(tokens)
 
     def split(self, tokens: Sequence[int], label: int | None) -> tuple[str, str]:
-        """Return the thinking without its marks, and the text of the answer after it; empty if there is none."""
+        """Return the thinking without delimiters, and the text of the answer after it, which may be empty."""
         length = next((count for count in range(1, len(tokens) + 1) if self.ends(tokens[:count])), len(tokens))
         thinking, _ = self.reasoning.split(self.decode(list(tokens[:length])), begun=True)
         answer = tokens[length:]
@@ -116,7 +116,7 @@ class AfterReasoning:
 
 
 class ReasoningProgress:
-    """The place of a row that thinks, and then that of its answer; see `AllowedTokens`."""
+    """The state of a row while it thinks, and then in its answer; see `AllowedTokens`."""
 
     def __init__(self, constraint: AfterReasoning) -> None:
         self._constraint = constraint

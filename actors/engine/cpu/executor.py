@@ -1,4 +1,4 @@
-"""The decoder and the executor of the CPU's kernels: one native call a decode step, prompts one behind another.
+"""Decoder and executor with CPU kernels: one native call per decode step; prompts are concatenated.
 
 Shapes: R rows of a prefill, P prompts, B rows of a decode step, N tokens or hidden states, H key/value heads, K slots,
 D head size, E hidden size, V vocabulary size.
@@ -42,13 +42,13 @@ _Screen = structure("norm norm_bias weight packed norms", "inputs outputs most",
 
 
 def fastest_decoder(model: PreTrainedModel, tokens: int | None = None, *, int8: bool = False) -> Decoder:
-    """Return the decoder of a model that is fastest on its device, for inference alone; it takes the model over.
+    """Return the fastest decoder of a model on its device, for inference only. It takes ownership of the model.
 
     Args:
         model: The model, whose layers and head may be replaced.
         tokens: See `Decoder`.
-        int8: All linear layers and the head with 8 bits, see `cpu.products`; requires bfloat16 on a CPU, as layers
-            with codes (`compressed.codes_of`) do, which have 8 bits in any case.
+        int8: Whether linear layers and head have 8 bits, see `cpu.products`; requires bfloat16 on a CPU, as layers
+            with codes (`compressed.codes_of`) do, which always have 8 bits.
     """
     weight = next(model.parameters())
     assert not int8 or (weight.device.type == "cpu" and weight.dtype == torch.bfloat16)
@@ -77,7 +77,7 @@ def _pack_head(decoder: Decoder, int8: bool) -> Tensor:
 
 
 class Screen:
-    """Hidden states -> their likeliest tokens, without all of their logits.
+    """Finds the likeliest tokens of hidden states without computing all logits.
 
     A product in 8 bits, which takes half as long, bounds every logit. Only those that may be the highest are computed
     in bfloat16, to the same bits as the whole product has: screen.h. For 64 rows of SmolLM2-135M it takes 3.2 ms,
@@ -85,7 +85,7 @@ class Screen:
     """
 
     def __init__(self, weight: Tensor, norm: NormWeights) -> None:
-        """weight: [V, E] bfloat16, of the head; it is shared. norm: before the head. Requires `can_screen`."""
+        """weight: the head's [V, E] bfloat16, not copied. norm: before the head. Requires `can_screen`."""
         weight = weight.detach()
         packed, norms = zip(*map(_bounded, weight.split(PANEL * PANELS_AT_ONCE)), strict=True)
         panels = [torch.cat(packed)]
@@ -96,7 +96,7 @@ class Screen:
         self._fields = _Screen(*addresses, weight.shape[1], len(weight), len(weight) // UNDECIDED, norm.eps)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[N, E] before the norm -> tokens [N], the first of equally likely ones; -1: not decided."""
+        """Return tokens [N] of hidden states [N, E] before the norm: the first of equal ones, -1 if undecided."""
         hidden = hidden.contiguous()
         rows, size = hidden.shape
         assert hidden.dtype == torch.bfloat16 and size == self._fields.inputs
@@ -145,20 +145,20 @@ class StackDecoder(Decoder):
 
     @functools.cached_property
     def screen(self) -> Screen | None:
-        """Finds likeliest tokens without all logits; None where it cannot. Made by the first greedy step."""
+        """Finds likeliest tokens without all logits; None if the CPU cannot. The first greedy step makes it."""
         if self._screened is None or self._last_norm is None:
             return None
         return Screen(self._screened, self._last_norm)
 
     def _rotary_tables(self, positions: int) -> Sequence[Rotary]:
-        """Return for each layer cosines and sines [1, positions, R] of the first positions."""
+        """Return each layer's cosines and sines [1, positions, R] for the first positions."""
         return self.rotary(torch.empty(1, 1, 1, dtype=self.dtype), torch.arange(positions)[None])
 
     def rotary(self, hidden: Tensor, positions: Tensor) -> Sequence[Rotary]:
         rotary = super().rotary(hidden, positions)
         if rotary[0] is None or rotary[0][0].dtype == hidden.dtype:
             return rotary
-        # OLMo 2 and 3 have float32; a stack computes in one dtype
+        # OLMo 2 and 3 compute rotary tables in float32; a stack computes in one dtype
         tables = {id(both): both for both in rotary if both is not None}
         cast = {key: (both[0].to(hidden.dtype), both[1].to(hidden.dtype)) for key, both in tables.items()}
         return [cast[id(both)] for both in rotary]
@@ -167,7 +167,7 @@ class StackDecoder(Decoder):
         return super().finish(hidden) if self._last_norm is None else normalize(hidden, self._last_norm)
 
     def likeliest(self, hidden: Tensor) -> Tensor:
-        """Return the tokens [N] of the highest of `logits` of [N, E], the first of equal ones."""
+        """Return the tokens [N] with the highest logits of hidden states [N, E]; of equal ones the first."""
         if self.screen is None:
             return argmax(self.logits(hidden))
         tokens = self.screen(hidden)
@@ -178,7 +178,7 @@ class StackDecoder(Decoder):
 
 
 class _Slots:
-    """Keys and values of all layers in one allocation: empty, since kernels read no slot that was not written."""
+    """Keys and values of all layers in one allocation, not cleared: kernels read only slots that were written."""
 
     def __init__(self, shape: SlotShape, decoder: Decoder) -> None:
         sizes = [(2, shape.rows, decoder.kv_heads, slots, decoder.head_dim) for slots in shape.slots]
@@ -235,7 +235,7 @@ class CpuExecutor(LibraryExecutor):
         buffers: Sequence[Tensor | None],  # each layer's keys and values [2, R, H, K, D]
         prefix: dict[int, PackedPrefix] | None,
     ) -> Tensor:
-        """Run `layers` over prompts one behind another; return logits [P, V] at their last tokens."""
+        """Run `layers` over concatenated prompts; return logits [P, V] at their last tokens."""
         starts = torch.tensor([0, *itertools.accumulate(map(len, prompts))])
         ids = torch.tensor([list(itertools.chain.from_iterable(prompts))])
         positions = torch.cat([torch.arange(begins, begins + len(prompt)) for prompt in prompts])[None]

@@ -1,6 +1,6 @@
 """Build `kernels.cpp` once with the machine's C++ compiler, and load it.
 
-The library lies in the cache folder ($SKIPDECODE_CACHE, else ~/.cache/skipdecode); its name is a digest of source,
+The library is in the cache folder ($SKIPDECODE_CACHE, else ~/.cache/skipdecode); its name is a digest of source,
 compiler and processor. It runs on torch's threads: g++ links the OpenMP library that torch has loaded. Without a
 compiler the engine runs transformers' layers, whose results differ in rounding.
 """
@@ -60,7 +60,7 @@ def structure(pointers: str, integers: str, floats: str = "") -> Any:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the built library; None, after one warning, where it cannot be built or used."""
+    """Return the built library; None, after one warning, if it cannot be built or used."""
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     try:
         loaded = ctypes.CDLL(str(_built(compiler)))
@@ -85,20 +85,20 @@ def available(dtype: torch.dtype, device: torch.device) -> bool:
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the kernels of products and layers exist for `dtype`.
 
-    They do for float32 on every CPU, and for bfloat16 without AMX, with which the library's products are faster.
+    They exist for float32 on every CPU, and for bfloat16 without AMX; with AMX torch's products are faster.
     """
     loaded = library() if device.type == "cpu" and dtype in _NAMES else None
     return loaded is not None and (dtype == torch.float32 or bool(loaded.can_multiply()))
 
 
 def quantizes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `multiply_int8` and `likeliest` exist: with AVX512-BF16 and AVX512-VNNI, and without AMX."""
+    """Return whether `multiply_int8` and `likeliest` exist: if the CPU has AVX512-BF16 and AVX512-VNNI but no AMX."""
     loaded = library() if dtype == torch.bfloat16 and multiplies(dtype, device) else None
     return loaded is not None and bool(loaded.can_quantize())
 
 
 def _built(compiler: Sequence[str]) -> Path:
-    """Return the library's file, built if it does not exist."""
+    """Build the library unless its file exists, and return the file."""
     run = functools.partial(
         subprocess.run, capture_output=True, text=True, errors="replace", check=True, timeout=BUILD_SECONDS
     )
@@ -130,7 +130,7 @@ def _processor() -> str:
 def kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
     """Return a native function; requires `available`, `multiplies` or `quantizes`.
 
-    The function raises MemoryError where there is no memory for its intermediate results.
+    The function raises MemoryError if there is no memory for its intermediate results.
     """
     loaded = library()
     assert loaded is not None

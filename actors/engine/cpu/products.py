@@ -1,7 +1,7 @@
 """Linear layers with packed weights, in float32, bfloat16 or 8 bits.
 
-The library's linear layer reorders its weight at every call, which in bfloat16 takes a quarter of its time at 32 rows
-and nearly half at 8. Here weights are reordered once. Weights of 8 bits have one scale an output. Activations are then
+torch's linear layer reorders its weight at every call, which in bfloat16 takes a quarter of its time at 32 rows
+and nearly half at 8. Here weights are reordered once. 8-bit weights have one scale per output. Activations are then
 rounded to 8 bits too, each token's by one scale for every `GROUP` of its numbers (the groups of ZeroQuant, Yao et al.,
 2022, https://arxiv.org/abs/2206.01861); one scale a token would lose three times as much. Nothing is calibrated.
 Shapes: N rows, I inputs, G groups of inputs (the last one filled with zeros), O outputs.
@@ -29,7 +29,7 @@ LIMIT = 127  # codes are -127 ... 127
 
 
 class PanelProduct:
-    """x [..., I] -> x W^T + b [..., O] by a kernel, in float32 or bfloat16."""
+    """Computes x W^T + b [..., O] of x [..., I] by a kernel, in float32 or bfloat16."""
 
     kernel = "multiply"
 
@@ -69,7 +69,7 @@ class PanelProduct:
 class QuantizedProduct(PanelProduct):
     """`PanelProduct` in bfloat16 with W and x rounded to 8 bits.
 
-    By a kernel where the CPU has one (AVX512-VNNI); elsewhere by torch, several times slower than bfloat16.
+    By a kernel if the CPU has AVX512-VNNI; else by torch, several times slower than bfloat16.
     """
 
     kernel = "multiply_int8"
@@ -94,7 +94,7 @@ class QuantizedProduct(PanelProduct):
 
 
 class LibraryProduct:
-    """`PanelProduct` in bfloat16 in the library's own order, for CPUs on which the kernel is slower or does not run."""
+    """`PanelProduct` in bfloat16 by oneDNN, for CPUs on which the kernel is slower or does not run."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight [O, I]; it is copied, and may be freed."""
@@ -111,12 +111,12 @@ Product = PanelProduct | LibraryProduct
 
 
 def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False, codes: Codes | None = None) -> Product | None:
-    """Return x [..., I] -> x W^T + b [..., O] for weight [O, I]; None where the library's linear layer is the fastest.
+    """Return a function x [..., I] -> x W^T + b [..., O]; None if torch's linear layer is the fastest.
 
     Args:
-        weight, bias: Of the product.
-        int8: With weight and x rounded to 8 bits.
-        codes: Those of 8 bits that the weight stands for; x is rounded too.
+        weight, bias: W [O, I] and b.
+        int8: Whether weight and x are rounded to 8 bits.
+        codes: Scales of the 8-bit codes from which the weight was expanded; then x is rounded to 8 bits too.
     """
     if int8 or codes is not None:
         assert codes is None or codes.kind == "int8"
@@ -127,7 +127,7 @@ def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False, codes: C
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the library multiplies packed weights of this kind."""
+    """Return whether the kernels multiply packed weights of this kind."""
     return (
         device.type == "cpu"
         and dtype == torch.bfloat16
@@ -137,7 +137,7 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with a packed weight: x [..., I] -> x W^T + b [..., O]."""
+    """A linear layer with a packed weight. It computes x W^T + b [..., O] of x [..., I]."""
 
     def __init__(self, product: Product, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -161,21 +161,21 @@ def packed_linear(module: nn.Module, *, int8: bool = False) -> nn.Module:
 
 
 def pack_linears(module: nn.Module, *, int8: bool = False) -> None:
-    """Replace all linear layers below `module` by packed ones; their own weights are freed. int8: see `product`."""
+    """Replace all linear layers below `module` by packed ones, and free their weights. int8: see `product`."""
     for name, child in module.named_children():
         pack_linears(child, int8=int8)
         setattr(module, name, packed_linear(child, int8=int8))
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the system: packed weights do not fit the holes of freed ones in the C library's heap."""
+    """Return freed memory to the system: packed weights do not fit into the holes of freed weights in the heap."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
 
 
 def to_huge_pages(tensors: list[Tensor]) -> None:
-    """Replace tensors by copies, one after another in one region of huge pages, where the system has them.
+    """Replace tensors by copies in one region of huge pages, if the system has them.
 
     A step reads every weight once. With pages of 4 KiB the processor looks up thousands of addresses, and a step of one
     row takes a fifth to a third longer. Each tensor is freed as soon as it is copied, so that two copies of all
@@ -208,7 +208,7 @@ def to_huge_pages(tensors: list[Tensor]) -> None:
 def quantize_weight(weight: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """weight [O, I] -> int8 codes [O, G * 64] and scales [O] in float32; weight ≈ codes * scales.
 
-    scales: of the codes, -128 ... 127, from which the weight has been expanded. These are found again exactly: the
+    scales: scales of the codes, -128 ... 127, from which the weight was expanded. The codes are recovered exactly: the
     weight's rounding to bfloat16 is at most a quarter of its scale. None: the largest code of an output is 127.
     """
     weight = weight.detach().float()
@@ -219,8 +219,8 @@ def quantize_weight(weight: Tensor, scales: Tensor | None = None) -> tuple[Tenso
 
 
 def rounded(hidden: Tensor) -> Tensor:
-    """hidden [N, I] -> the numbers that its 8 bits stand for, [N, G * 64] in float32. A group with a number that is not
-    finite is NaN."""
+    """Return hidden [N, I] rounded to 8 bits, as float32 [N, G * 64]. A group with a number that is not
+    finite becomes NaN."""
     groups = nn.functional.pad(hidden.float(), (0, -hidden.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     highest = groups.abs().amax(dim=2, keepdim=True)
     inverse = torch.where(highest > 0, torch.tensor(float(LIMIT)) / highest, 0.0)  # a number / x is number * (1 / x)

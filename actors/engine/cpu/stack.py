@@ -1,4 +1,4 @@
-"""All layers of a decode step, or one layer over whole prompts, as one native call: layer.h.
+"""Runs all layers of a decode step, or one layer over whole prompts, in one native call: layer.h.
 
 Between two products of a small model, finding the next one takes longer than running it; and memory that is allocated
 for every product is cleared page by page before it is written.
@@ -48,7 +48,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def buffer_table(buffers: Sequence[Tensor | None]) -> Any:
-    """Return the addresses of each layer's keys and values [2, R, H, K, D] for `Stack.step`; they must outlive them."""
+    """Return a table of the addresses of each layer's keys and values [2, R, H, K, D]. They must outlive the table."""
     table = (_Buffers * len(buffers))()
     for number, both in enumerate(buffers):
         if both is not None:
@@ -58,7 +58,7 @@ def buffer_table(buffers: Sequence[Tensor | None]) -> Any:
 
 
 def normalize(hidden: Tensor, norm: NormWeights) -> Tensor:
-    """Return LayerNorm of hidden states [N, E], or RMSNorm where there is no bias."""
+    """Return LayerNorm of hidden states [N, E], or RMSNorm if there is no bias."""
     hidden, output = hidden.contiguous(), torch.empty(hidden.shape, dtype=hidden.dtype)
     assert norm.weight.dtype == torch.float32
     addresses = map(_address, (hidden, norm.weight, norm.bias, output))
@@ -67,7 +67,7 @@ def normalize(hidden: Tensor, norm: NormWeights) -> Tensor:
 
 
 class Embedding(NamedTuple):
-    """How a token becomes the first layer's input."""
+    """Makes the first layer's input of a token."""
 
     tokens: Tensor  # [V, E], by token
     learned: Tensor | None  # [positions, E], added by position, or None
@@ -78,7 +78,7 @@ class Embedding(NamedTuple):
 
 
 class PackedPrefix(NamedTuple):
-    """One layer's keys and values [2, H, C, D] of C tokens that many prompts begin with, also in the kernels' order."""
+    """One layer's keys and values [2, H, C, D] of a shared prefix of C tokens, also in the kernels' order."""
 
     states: Tensor
     keys: Tensor
@@ -145,9 +145,9 @@ class Stack:
 
         Args:
             tokens: [B].
-            rows_per_layer: [L], how many of the youngest rows run each layer.
-            places: int64 [B], of the rows in the buffers.
-            slots: int64 [B], of the new tokens, the last that they attend to: their positions.
+            rows_per_layer: [L], number of youngest rows that run each layer.
+            places: int64 [B], places of the rows in the buffers.
+            slots: int64 [B], slots of the new tokens, which are their positions and the last ones attended to.
             table: Buffers of the rows' keys and values, see `buffer_table`.
         """
         assert not torch.is_grad_enabled() and places.dtype == slots.dtype == torch.int64
@@ -168,7 +168,7 @@ class Stack:
         return hidden
 
     def _inputs_for(self, positions: int) -> Any:
-        """Return `Inputs` of layer.h with rotary tables of at least so many positions."""
+        """Return `Inputs` of layer.h with rotary tables of at least this number of positions."""
         embedding = self._embedding
         assert positions <= embedding.context
         if self._inputs is None or self._inputs[0].positions < positions:
@@ -190,16 +190,16 @@ class Stack:
 
     def prompts(
         self,
-        layer: int,  # its index
+        layer: int,  # index of the layer
         hidden: Tensor,  # [1, N, E], overwritten by the result
         rotary: Rotary,  # cosines and sines [1, N, R], or None
         starts: Tensor,  # int64 [P + 1], the first token of each prompt, and N
         places: Tensor,  # int64 [B], of the rows in the buffers
         sources: Tensor,  # int64 [B], the prompt of each row
         buffers: Tensor | None,  # keys and values [2, R, H, K, D] of the rows; None: they are not kept
-        prefix: PackedPrefix | None = None,  # what all prompts begin with; it is copied to the rows' first slots
+        prefix: PackedPrefix | None = None,  # shared prefix, which is copied to the rows' first slots
     ) -> None:
-        """Run one layer over prompts one behind another."""
+        """Run one layer over concatenated prompts."""
         tokens = hidden.shape[1]
         assert hidden.shape == (1, tokens, self._hidden) and hidden.dtype == self._dtype and int(starts[-1]) == tokens
         assert places.shape == sources.shape and places.dtype == sources.dtype == starts.dtype == torch.int64
@@ -238,7 +238,7 @@ class Stack:
             assert not any(layer.rope for layer in self._layers)
             return None
         cosines, sines = (table.reshape(-1, table.shape[-1]).contiguous() for table in rotary)
-        if len(cosines) < tokens:  # the same for all rows
+        if len(cosines) < tokens:  # cosines are the same for all rows
             cosines, sines = (table.repeat(tokens // len(cosines), 1) for table in (cosines, sines))
         assert cosines.shape == sines.shape and cosines.dtype == sines.dtype == self._dtype
         target.cosines, target.sines, target.rotary = _address(cosines), _address(sines), cosines.shape[1]
@@ -267,7 +267,7 @@ class Stack:
 
     @property
     def query_heads(self) -> int:
-        """Q."""
+        """Q, the number of query heads."""
         return int(self._heads * self._layers[0].group)
 
     def scale(self, layer: int) -> float:
@@ -276,7 +276,7 @@ class Stack:
 
 
 class StackedLayer(nn.Module):
-    """One layer of a stack, called as the library's, with attention by torch: for passes over trees of tokens."""
+    """One layer of a stack with the interface of transformers' layer, and attention by torch, for trees of tokens."""
 
     def __init__(self, stack: Stack, number: int) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ def _packed(weights: LayerWeights, int8: bool) -> tuple[dict[str, Any], list[Pan
         return made
 
     def epsilon(*norms: NormWeights | None) -> float:
-        """Return the epsilon that the norms share; 0 without any."""
+        """Return the epsilon that the norms share; 0 if there are no norms."""
         found = {norm.eps for norm in norms if norm is not None}
         assert len(found) <= 1
         return found.pop() if found else 0.0

@@ -1,1 +1,1 @@
-"""Layers of transformers: the passes over known tokens that training and the measures of agreement make."""
+"""Runs transformers' layers: the library engine, and passes over known tokens for training and agreement."""

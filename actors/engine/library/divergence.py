@@ -1,4 +1,4 @@
-"""Distances of a schedule from full depth: of its distributions over the same tokens, and of its own answers.
+"""Measures how far a schedule is from full depth: by distributions over the same tokens, and by its answers.
 
 KL and top-1 agreement follow given responses under the schedule, regret the schedule's answers under full depth.
 """
@@ -30,7 +30,7 @@ Report = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Model:
-    """Weights under a schedule."""
+    """A model's weights with a schedule."""
 
     decoder: Decoder
     schedule: Schedule
@@ -80,7 +80,7 @@ def teacher_forced(
 
 @torch.inference_mode()
 def answer_regret(full: Model, pairs: Sequence[Pair], report: Report = lambda rows: None) -> Array:
-    """Return how much less likely than full depth's own choices each answer's tokens are: nats an answer, [N].
+    """Return how much less likely each answer's tokens are than full depth's own choices: nats per answer, [N].
 
     log p of the likeliest token - log p of the answer's token under full depth, summed over the answer's tokens, the
     end token included. 0 for full depth's own greedy answers. pairs: (prompt ids, answer ids), none of them empty.
@@ -99,7 +99,7 @@ def answer_regret(full: Model, pairs: Sequence[Pair], report: Report = lambda ro
 
 @dataclass(frozen=True)
 class _Batch:
-    """Rows of one pass, and their M response tokens, one row behind another.
+    """Rows of one pass, and their M response tokens, row by row.
 
     labels: [M], the tokens. owners: [M], the number of each token's row among all. places: [M], its place in its
     response.
@@ -111,7 +111,7 @@ class _Batch:
     places: npt.NDArray[np.int64]
 
     def chunks(self, vocabulary: int, first: int) -> Iterator[Any]:
-        """Yield indices of the response tokens from place `first` on, as many at once as logits of them may exist."""
+        """Yield indices of response tokens from place `first` on, as many at once as memory allows for their logits."""
         counted = np.flatnonzero(self.places >= first)
         size = max(1, LOGITS_AT_ONCE // vocabulary)
         for start in range(0, len(counted), size):
@@ -141,7 +141,7 @@ def _batches(pairs: Sequence[Pair], models: int, report: Report) -> Iterator[_Ba
 
 
 def _states(models: Sequence[Model], rows: Sequence[Row]) -> list[Tensor]:
-    """Return states [M, E] that predict the response tokens under each model; those that can share a pass do."""
+    """Return the states [M, E] that predict the response tokens under each model. Models share passes if possible."""
     together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     same = [models.index(model) for model in models]  # equal ones are computed once
     for number in dict.fromkeys(same):
@@ -157,7 +157,7 @@ def _states(models: Sequence[Model], rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _divergence(expected: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-    """Logits [M, V] twice, labels [M] -> KL, -log p of the labels, and whether the likeliest tokens agree: [3, M]."""
+    """Return KL, -log p of the labels, and whether the likeliest tokens agree, [3, M], of two logits [M, V]."""
     shared = min(expected.shape[-1], logits.shape[-1])
     log_p = expected[..., :shared].float().log_softmax(dim=-1)
     log_q = logits[..., :shared].float().log_softmax(dim=-1)

@@ -1,6 +1,6 @@
-"""The executor over transformers' layers: the oracle, and every family and device that the CPU's kernels lack.
+"""The executor over transformers' layers: the oracle, and the fallback where the CPU kernels do not apply.
 
-An executor holds the keys and values of the rows in flight, and runs passes over them: `open`, `prefill`, `decode`,
+An executor stores the keys and values of the rows in flight, and runs passes over them: `open`, `prefill`, `decode`,
 `free`, `used_bytes`. It knows rows by their slots, 0 to the number of rows less 1, and neither requests nor sampling.
 Shapes: R rows of a prefill, P prompts, B rows of a decode step, E hidden size, V vocabulary size.
 """
@@ -19,7 +19,7 @@ from actors.engine.sampling.sampler import argmax
 
 
 class LibraryExecutor:
-    """Runs a decoder's layers one by one, over a cache that is allocated anew for each shape."""
+    """Runs a decoder's layers one by one, with a cache that is allocated for each shape."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -68,7 +68,7 @@ class LibraryExecutor:
         """Run the prompts of new rows through `layers`, padded to one length.
 
         Returns:
-            Logits [R, V] behind the prompt of each row, the number of prompt tokens computed, padding included, and the
+            Logits [R, V] after each row's prompt, the number of prompt tokens computed, with padding, and the
             tokens of `prefix` if they were computed.
         """
         device, begins = self.decoder.device, len(prefix)
@@ -103,7 +103,7 @@ class LibraryExecutor:
         return shared, len(prefix)
 
     def _run_prefix(self, prefix: tuple[int, ...], layers: tuple[int, ...]) -> Any:
-        """Return the keys and values of a prefix, as the executor's prefill takes them."""
+        """Compute the keys and values of a prefix for the executor's prefill."""
         device, shared = self.decoder.device, PrefixKeys()
         positions = torch.arange(len(prefix), device=device)[None]
         last = torch.tensor([len(prefix) - 1], device=device)
@@ -121,7 +121,7 @@ class LibraryExecutor:
     ) -> Tensor:
         """Run one token of each row in flight; return logits [B, V], or the likeliest tokens [B] if `greedy`.
 
-        tokens, positions, slots: [B]. rows_per_layer: how many of the last rows each layer runs for.
+        tokens, positions, slots: [B]. rows_per_layer: number of last rows for which each layer runs.
         """
         order = {slot: row for row, slot in enumerate(self._rows)}
         self._cache.arrange([order[slot] for slot in slots])

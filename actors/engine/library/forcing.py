@@ -25,9 +25,9 @@ LEAST_SAVED = 16  # tokens; for fewer a pass of their own costs more
 
 
 def predicting_states(
-    decoder: Decoder,  # its model's attention is that of `packed_attention`
+    decoder: Decoder,  # decoder with the attention of `packed_attention`
     pairs: Sequence[Pair],  # prompts and responses, at least one
-    schedules: Sequence[Schedule],  # they must run the same layers over prompts
+    schedules: Sequence[Schedule],  # schedules that run the same layers over prompts
     *,
     # whether gradients flow through all prompt tokens; else through each prompt's last one alone
     prompt_gradient: bool = True,
@@ -57,13 +57,13 @@ def response_labels(pairs: Sequence[Pair]) -> Tensor:
 
 
 def shared_tokens(pairs: Sequence[Pair]) -> int:
-    """Return how many tokens of the prompts are computed once for all pairs; never a prompt's last one."""
+    """Return the length of the prompts' shared prefix, which is computed once; a prompt's last token is not in it."""
     shared = common_length([pair["input_ids"][: pair["prompt_tokens"] - 1] for pair in pairs])
     return shared if shared * (len(pairs) - 1) >= LEAST_SAVED else 0
 
 
 def micro_batches(pairs: Sequence[Pair], schedules: int, tokens: int) -> Iterator[Sequence[Pair]]:
-    """Cut pairs, in their order, into batches of about equal size, of at most `tokens` tokens where a pair allows."""
+    """Cut pairs, in order, into batches of about equal size, with at most `tokens` tokens unless one pair has more."""
     shared = shared_tokens(pairs)
     costs = [
         pair["prompt_tokens"] - 1 - shared + schedules * (len(pair["input_ids"]) - pair["prompt_tokens"])
@@ -81,7 +81,7 @@ def micro_batches(pairs: Sequence[Pair], schedules: int, tokens: int) -> Iterato
 
 
 def _responses(pairs: Sequence[Pair], schedules: Sequence[Schedule]) -> Tokens:
-    """Return each prompt's last token and its response once a schedule; a response's last token is never an input."""
+    """Return each prompt's last token and its response without its last token, repeated for each schedule."""
     fields = []
     for branch, schedule in enumerate(schedules):
         for group, pair in enumerate(pairs):

@@ -1,6 +1,6 @@
-"""Attention over tokens that lie one behind another without padding, for training and agreement.
+"""Attention over concatenated tokens without padding, for training and agreement.
 
-Only attention pads: its rows take part in padded matrices; all other parts of a layer see the tokens alone.
+Only attention uses padded matrices; all other parts of a layer compute without padding.
 Shapes: N tokens, G groups of tokens that attend to each other, Q padded tokens of a group, C earlier keys of a group,
 A query heads, H key/value heads, D head size.
 """
@@ -22,10 +22,10 @@ NAME = "skipdecode_packed"
 
 @dataclass
 class Attendance:
-    """The keys that each of N tokens attends to; takes the place of the library's attention mask.
+    """The keys that each of N tokens attends to. It replaces the library's attention mask.
 
-    tokens: [G * Q], the token at each padded place. places: [N], its inverse. visible: bool [G, 1, Q, C + Q].
-    earlier: keys and values [G or 1, H, K, D] of tokens before these, C in all. states: the keys and values
+    tokens: [G * Q], token at each padded place. places: [N], place of each token. visible: bool [G, 1, Q, C + Q].
+    earlier: keys and values [G or 1, H, K, D] of C earlier tokens. states: keys and values
     [G, H, Q, D] of the last pass.
     """
 
@@ -99,7 +99,7 @@ def register() -> str:
 
 @contextmanager
 def packed(model: Any) -> Iterator[None]:
-    """Let the attention of the library's layers be `attend` in the block."""
+    """Use `attend` as the attention of transformers' layers in the block."""
     before = model.config._attn_implementation
     model.config._attn_implementation = register()
     try:

@@ -1,6 +1,6 @@
-"""Run a tree of tokens through the layers without padding, level by level; shared beginnings are computed once.
+"""Runs a tree of tokens through the layers without padding, level by level. Shared prefixes are computed once.
 
-The levels of a tree are the tokens that all prompts begin with, each prompt's own tokens, and the responses in several
+The levels of a tree are the prompts' shared prefix, each prompt's own tokens, and the responses in several
 branches. A token attends to the tokens above it and to the earlier tokens of its own branch, as at inference.
 Shapes: N tokens, G groups (tokens of a level that attend to each other), K keys of a group, E hidden size, H key/value
 heads, D head size.
@@ -48,22 +48,22 @@ class Level:
 
 
 def prompt_tokens(rows: Sequence[Sequence[int]], start: int) -> Tokens:
-    """Return a level with one group a prompt, whose positions begin at `start`; it is run with `prompt_ranks`."""
+    """Return a level with one group per prompt, whose positions begin at `start`. It runs with `prompt_ranks`."""
     return Tokens.of(
         (token, start + place, group, SHARED, 1) for group, row in enumerate(rows) for place, token in enumerate(row)
     )
 
 
 def prompt_ranks(layers: int, running: Iterable[int]) -> Tensor:
-    """Return ranks [1, layers] by which tokens of depth 1 run the layers `running` and no others."""
+    """Return ranks [1, layers] with which tokens of depth 1 run only the layers `running`."""
     ranks = torch.ones(1, layers, dtype=torch.long)
     ranks[:, list(running)] = 0
     return ranks
 
 
 def run_level(
-    decoder: Decoder,  # its model's attention is that of `packed_attention`
-    tokens: Tokens,  # at least one; those of a branch lie in the order of their positions
+    decoder: Decoder,  # decoder with the attention of `packed_attention`
+    tokens: Tokens,  # at least one token; tokens of a branch are in the order of their positions
     ranks: Tensor,  # [branches, layers], or [1, layers] for all; a layer runs for the tokens of greater depth
     groups: int,  # G
     above: Sequence[Level] = (),  # the levels above, highest first

@@ -1,6 +1,6 @@
-"""Checkpoints whose weights have 8 bits, in the format of compressed-tensors: which of them run, and how they are read.
+"""Reads checkpoints with 8-bit weights in the format of compressed-tensors, and refuses unsupported ones.
 
-A quantized layer has codes and `weight_scale`: one number, one for each output, or one for each group of an output's
+A quantized layer has codes and `weight_scale`: one scale, one for each output, or one for each group of an output's
 inputs; weight = (code - zero point) * scale. The codes are `weight`, int8 or float8_e4m3fn, or `weight_packed`, an
 int32 of four int8, each plus 128. Asymmetric layers have a `weight_zero_point` for each scale. Layers without
 `weight_scale` are plain, such as those of the `ignore` list. The scales of activations and of the cache (`input_scale`,
@@ -29,9 +29,9 @@ CONFIG_KEYS = ("quantization_config", "compression_config")  # keys of config.js
 METHOD, PACKED_FORMAT = "compressed-tensors", "pack-quantized"
 FORMATS = ("int-quantized", "float-quantized", "naive-quantized", PACKED_FORMAT)
 STRATEGIES = ("tensor", "channel", "group")
-TYPES: dict[str, Kind] = {"int": "int8", "float": "fp8"}  # as the format names them
+TYPES: dict[str, Kind] = {"int": "int8", "float": "fp8"}  # type names in the format
 LIMITS: dict[Kind, float] = {"int8": 127.0, "fp8": 448.0}  # largest code that a weight is rounded to
-CODES: dict[Kind, str] = {"int8": "I8", "fp8": "F8_E4M3"}  # as safetensors names the types
+CODES: dict[Kind, str] = {"int8": "I8", "fp8": "F8_E4M3"}  # type names in safetensors
 WEIGHT, PACKED, SCALE, ZERO_POINT = "weight", "weight_packed", "weight_scale", "weight_zero_point"  # tensors of a layer
 CODES_IN_INT32 = 4
 
@@ -41,17 +41,17 @@ class StoredWeights:
     """What a checkpoint's config says of its weights."""
 
     kind: Kind  # type of the codes
-    multiplied: bool  # whether the checkpoint is made for products of its codes, whose inputs have 8 bits too
+    multiplied: bool  # whether the checkpoint is meant for products of 8-bit codes with 8-bit inputs
     symmetric: bool = True  # whether there are no zero points, or all are 0
 
     def run(self, dtype: str, *, on_gpu: bool) -> bool:
-        """Return whether the engine multiplies such codes, if the CPU has the instructions; else it expands them."""
+        """Return whether the engine multiplies these codes, if the CPU has the instructions; else it expands them."""
         return self.multiplied and dtype == "bfloat16" and not on_gpu and self.kind == "int8"
 
 
 @dataclass(frozen=True)
 class Codes:
-    """The scales of a layer's codes: weight [O, I] / scales are the codes, which 16 bits of the weight determine.
+    """The scales of a layer's codes. The codes are weight [O, I] / scales, which 16 bits represent well enough.
 
     scales: float32 [O].
     """
@@ -61,7 +61,7 @@ class Codes:
 
 
 def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | None:
-    """Return what config.json says; None: plain weights. UserError that names what cannot be run."""
+    """Return what config.json says; None for plain weights. Raises UserError that names an unsupported scheme."""
     key = next((key for key in CONFIG_KEYS if config.get(key)), None)
     if key is None:
         return None
@@ -78,7 +78,7 @@ def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | N
 
 
 def _read(entry: Any, key: str) -> StoredWeights | str:
-    """Return what an entry of config.json says of the weights, or what of it is not run."""
+    """Return what an entry of config.json says of the weights, or the name of what is not supported."""
     if not isinstance(entry, dict):
         return key
     method = entry.get("quant_method", METHOD if "config_groups" in entry else key)
@@ -95,7 +95,7 @@ def _read(entry: Any, key: str) -> StoredWeights | str:
 
 
 def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
-    """Return what one config group says of its layers' weights, or what of it is not run."""
+    """Return what a config group says of its layers' weights, or the name of what is not supported."""
     weights, inputs, layout = group["weights"], group.get("input_activations"), group.get("format") or layout
     size, order = weights.get("group_size"), weights.get("actorder")
     strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
@@ -104,7 +104,7 @@ def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
         (bits != 8, f"{bits} bits"),
         (layout not in FORMATS, f"format {layout}"),
         (strategy not in STRATEGIES, f"strategy {strategy}"),
-        # groups of inputs that are not neighbours
+        # groups whose inputs are not adjacent
         (order is True or str(order).lower() in ("group", "dynamic"), f"actorder {order}"),
         (
             type_name not in TYPES or (layout == PACKED_FORMAT and type_name != "int"),
@@ -119,21 +119,21 @@ def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
 
 
 def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep: bool) -> set[str]:
-    """Replace codes by the weights that they stand for, in place; each is computed in float32 and rounded once.
+    """Expand codes to weights in place. Each weight is computed in float32 and rounded once.
 
     compressed-tensors would round to the type of the scales, which in float32 changes answers.
 
     Args:
         model: Loaded from the folder, as if its codes were weights: they are exact in float32, bfloat16 and float16.
-        folder: Of the checkpoint.
-        stored: What its config says.
-        keep: Whether linear layers keep their scales, see `codes_of`; not those with groups or zero points.
+        folder: The checkpoint's folder.
+        stored: What the checkpoint's config says.
+        keep: Whether linear layers without groups and zero points keep their scales, see `codes_of`.
 
     Returns:
-        The names of weights that were packed, which the library has not found.
+        The names of packed weights, which transformers has not found.
 
     Raises:
-        UserError: Scales that are missing, have no codes or another shape than their layer needs, or codes of another
+        UserError: Scales are missing, have no codes or a wrong shape, or codes are of another
             kind.
     """
     import torch
@@ -150,7 +150,7 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
             if PACKED in parts:
                 unpacked.add(f"{name}.weight")
             if weight.data_ptr() not in expanded:
-                codes = weight.float()  # those that are not packed
+                codes = weight.float()  # codes that are not packed
                 if PACKED in parts:
                     packed, (outputs, inputs) = parts[PACKED](), weight.shape
                     if list(packed.shape) != [outputs, -(-inputs // CODES_IN_INT32)]:
@@ -171,7 +171,7 @@ Parts = dict[str, "Callable[[], Tensor]"]  # reads a tensor of a layer, by the l
 def _layers(folder: Path, kind: Kind, opened: ExitStack) -> dict[str, Parts]:
     """Return the tensors of each layer with codes, layers sorted; `opened` closes the files.
 
-    Raises UserError if codes and scales are not of the same layers, or codes not of this kind.
+    Raises UserError if a layer lacks codes or scales, or its codes are of another kind.
     """
     from safetensors import safe_open
 
@@ -226,7 +226,7 @@ def _unpacked(packed: Tensor, count: int) -> Tensor:
 
 
 def _module(model: PreTrainedModel, layer: str, folder: Path) -> tuple[str, Any]:
-    """Find the linear layer or embedding of a checkpoint's name, which may lack the model's prefix, and its name."""
+    """Return name and module of the linear layer or embedding `layer`, whose name may lack the model's prefix."""
     import torch
 
     for name in (layer, f"{model.base_model_prefix}.{layer}"):
@@ -246,7 +246,7 @@ def codes_of(module: nn.Module) -> Codes | None:
 
 
 def set_codes(module: nn.Module, codes: Codes) -> None:
-    """Let `codes_of` find these."""
+    """Store codes for `codes_of`."""
     module.codes = codes  # type: ignore[assignment]
 
 
@@ -261,5 +261,5 @@ def renew(module: nn.Module) -> None:
 
 
 def largest_scales(weight: Tensor, kind: Kind) -> Tensor:
-    """Return the scale of each output of weight [O, I], float32 [O]: its largest code is the kind's limit."""
+    """Return one scale per output of weight [O, I], float32 [O], such that its largest code is the kind's limit."""
     return weight.detach().float().abs().amax(dim=1) / LIMITS[kind]

@@ -1,4 +1,4 @@
-"""Tokens that end an answer, and other settings of a checkpoint's generation config."""
+"""Reads the tokens that end an answer, and other settings of a checkpoint's generation config."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings that change the text, and th
 
 
 def end_tokens(folder: Path, tokenizer: Any, vocab_size: int) -> dict[int, list[str]]:
-    """Return token ids that end an answer, each with the places that name it.
+    """Return the token ids that end an answer, each with the settings that name it.
 
     They are the union of the generation config, the config, the tokenizer's end of sequence, and the token that the
-    chat template writes behind an assistant's message: many published models lack one of them in one place.
+    chat template writes after an assistant's message: many published models lack one of them in one place.
 
     Raises UserError for an id outside the vocabulary.
     """
@@ -60,7 +60,7 @@ def _listed(ids: Any) -> list[int]:
 
 
 def _end_of_turn(tokenizer: Any) -> int | None:
-    """Find the added token that the chat template writes behind an assistant's last message; None if there is none."""
+    """Find the added token that the chat template writes after an assistant's last message; None if there is none."""
     if tokenizer.chat_template is None:
         return None
     messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": ANSWER}]
@@ -75,14 +75,14 @@ def _end_of_turn(tokenizer: Any) -> int | None:
 
 
 def ends_before_the_union(folder: Path, tokenizer: Any, config: Any) -> set[int]:
-    """Return the end tokens of jobs that were planned before `end_tokens`: those of one place alone."""
+    """Return the end tokens of jobs planned by earlier versions, which read a single setting."""
     name = "generation_config.json"
     ids = _values(folder, name).get("eos_token_id") if (folder / name).is_file() else config.eos_token_id
     return set(_listed(tokenizer.eos_token_id if ids is None else ids))
 
 
 def settings_not_followed(folder: Path, given: Collection[str]) -> Mapping[str, Any]:
-    """Return settings of the generation config that change the text and that a job does not follow.
+    """Return settings of the generation config that would change the text and that a job ignores.
 
     given: sampling parameters that the job sets itself; a temperature says whether it samples.
     """

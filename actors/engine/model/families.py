@@ -1,6 +1,6 @@
 """The supported model families: how to reach the parts of the library's models. Only this file knows families.
 
-A further family is one more entry of FAMILIES and one more tiny model in the engine's tests. With a function from the
+A new family needs one more entry of FAMILIES and one more tiny model in the engine's tests. With a function from the
 library's layer to `LayerWeights` it also runs by the fast layers of `cpu`.
 Shapes: B rows, S columns, N hidden states, E hidden size, V vocabulary size, R rotary size.
 """
@@ -62,7 +62,7 @@ def _no_rotary(model: Any, hidden: Tensor, positions: Tensor) -> list[Rotary]:
 
 
 def _one_window(config: PretrainedConfig) -> list[int | None]:
-    """Mistral and Phi-3 have their window at every layer; they ignore `layer_types`."""
+    """Return one window for all layers, as in Mistral and Phi-3, which ignore `layer_types`."""
     return [config.sliding_window] * config.num_hidden_layers
 
 
@@ -120,14 +120,14 @@ def _gpt2_unsupported(config: PretrainedConfig) -> str | None:
 
 
 def _rotary_by_kind(model: Any, hidden: Tensor, positions: Tensor) -> list[Rotary]:
-    """Sliding and full layers have rope parameters of their own."""
+    """Return the rotary tables of a model whose sliding and full layers have different rope parameters."""
     kinds = model.config.layer_types
     by_kind = {kind: model.model.rotary_emb(hidden, positions, kind) for kind in set(kinds)}
     return [by_kind[kind] for kind in kinds]
 
 
 def _gated_layer(layer: Any, qkv: Projection, up: Projection, norms: dict[str, Any]) -> LayerWeights:
-    """Return the parts that all families with a gated feed-forward share, and norms by their names."""
+    """Return the parts that all families with a gated feed-forward share. norms: names of the norms."""
     attention, config = layer.self_attn, layer.self_attn.config
     return LayerWeights(
         number=attention.layer_idx,
@@ -159,14 +159,14 @@ def _llama_norms(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
 
 
 def _llama_layer(layer: Any, norms: dict[str, Any] | None = None) -> LayerWeights:
-    """Llama, Mistral, Qwen2. The norms default to Llama's."""
+    """Describe a layer of Llama, Mistral or Qwen2. norms: Llama's by default."""
     attention, mlp = layer.self_attn, layer.mlp
     qkv = Projection.of(attention.q_proj, attention.k_proj, attention.v_proj)
     return _gated_layer(layer, qkv, Projection.of(mlp.gate_proj, mlp.up_proj), norms or _llama_norms(layer))
 
 
 def _qwen3_layer(layer: Any) -> LayerWeights:
-    """Llama's with norms of each head's queries and keys."""
+    """Describe a layer like Llama's with norms of each head's queries and keys."""
     return _llama_layer(layer, _llama_norms(layer) | _head_norms(layer))
 
 
@@ -180,13 +180,13 @@ def _head_norms(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
 
 
 def _phi3_layer(layer: Any) -> LayerWeights:
-    """Llama's, but the checkpoint holds queries, keys and values as one matrix, and gate and up as one."""
+    """Describe a layer like Llama's whose queries, keys and values are one matrix, and gate and up another."""
     qkv, up = Projection.of(layer.self_attn.qkv_proj), Projection.of(layer.mlp.gate_up_proj)
     return _gated_layer(layer, qkv, up, _llama_norms(layer))
 
 
 def _olmo2_layer(layer: Any) -> LayerWeights:
-    """Norms of the outputs of attention and feed-forward, and of all heads' queries and keys together."""
+    """Describe a layer with norms of the outputs of attention and feed-forward, and of all heads' queries and keys."""
     return _llama_layer(layer, _norms_after(layer) | _head_norms(layer))
 
 
@@ -199,12 +199,12 @@ def _norms_after(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
 
 
 def _gemma_layer(layer: Any) -> LayerWeights:
-    """Llama's with norms that multiply by 1 + weight."""
+    """Describe a layer like Llama's whose norms multiply by 1 + weight."""
     return _llama_layer(layer, _llama_norms(layer, 1.0))
 
 
 def _gemma3_layer(layer: Any) -> LayerWeights:
-    """Gemma's with norms before and behind attention and feed-forward, and of each head's queries and keys."""
+    """Describe a layer like Gemma's with norms before and after both halves, and of queries and keys."""
     before = {
         "attention_norm": NormWeights.of(layer.input_layernorm, 1.0),
         "mlp_norm": NormWeights.of(layer.pre_feedforward_layernorm, 1.0),
@@ -213,12 +213,12 @@ def _gemma3_layer(layer: Any) -> LayerWeights:
 
 
 def _smollm3_layer(layer: Any) -> LayerWeights:
-    """Return a layer's weights as Llama's; some layers have no rotary embedding."""
+    """Describe a layer like Llama's; some layers have no rotary embedding."""
     return replace(_llama_layer(layer), rope=bool(layer.self_attn.use_rope))
 
 
 def _opt_layer(layer: Any) -> LayerWeights:
-    """LayerNorm before attention and feed-forward, in OPT-350M behind the residual; no rope."""
+    """Describe a layer with LayerNorm before both halves (OPT-350M: after the residual), without rope."""
     attention = layer.self_attn
     return LayerWeights(
         number=attention.layer_idx,
@@ -294,7 +294,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only model, in numbers."""
+    """Sizes of a decoder-only model."""
 
     layers: int
     hidden: int
@@ -307,7 +307,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
-        """config: of a supported family."""
+        """Read the sizes from a config of a supported family."""
         heads: int = config.num_attention_heads
         return cls(
             layers=config.num_hidden_layers,
@@ -326,7 +326,7 @@ class ModelShape:
 
 
 def family_of(config: PretrainedConfig) -> Family:
-    """Return the family of a model. UserError, listing supported values, if a model of this config cannot be run."""
+    """Return the family of a model. Raises UserError that lists supported values if this config is not supported."""
     family = family_named(config.model_type)
     if reason := unknown_value(config) or family.unsupported(config):
         raise UserError(f"model_type {config.model_type!r}: {reason}")
@@ -342,7 +342,7 @@ def family_named(model_type: object) -> Family:
 
 
 def unknown_value(config: PretrainedConfig) -> str | None:
-    """Return why a value of a config names nothing that the families can run; None if all do."""
+    """Return why a value of a config is not supported; None if all are."""
     for key in ACTIVATION_KEYS:
         if (name := getattr(config, key, None)) is not None and name not in ACTIVATIONS:
             return f"{key} = {name!r}: supported: {', '.join(ACTIVATIONS)}"
@@ -377,7 +377,7 @@ def has_weights(config: PretrainedConfig) -> bool:
 
 
 def layer_weights(config: PretrainedConfig, layer: Any) -> LayerWeights:
-    """Return the description of the library's layer, of a model that `has_weights`; it shares the layer's tensors."""
+    """Return the description of a layer; it shares the layer's tensors. The model must have `has_weights`."""
     family = family_of(config)
     assert family.weights is not None
     weights = family.weights(layer)
@@ -385,9 +385,9 @@ def layer_weights(config: PretrainedConfig, layer: Any) -> LayerWeights:
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """Return the most tokens of a row, prompt and answer together.
+    """Return the maximum number of tokens of prompt and answer together.
 
-    The rope types `dynamic` and `longrope` change the rotation of all earlier keys beyond a length. No cache can follow
+    The rope types `dynamic` and `longrope` change the rotation of earlier keys beyond a length. No cache can follow
     that, so rows end there; for `dynamic` that length is the context itself.
     """
     rope = getattr(config, "rope_parameters", None) or {}

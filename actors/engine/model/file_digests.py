@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint, and the SHA-256 of its files.
+"""Reads the JSON files of a checkpoint, and computes the SHA-256 of its files.
 
 Digests of weights are cached by size, modification time and inode, so that a checkpoint of 100 GB is read once on a
 machine.
@@ -43,7 +43,7 @@ def cache_root(folder: str | None) -> Path:
 
 
 def cache_record(cache: str | None, kind: str, values: Any) -> Path:
-    """Name the file of a record in the cache, for what follows from `values` alone. kind: the cache's folder for it."""
+    """Return the cache file of a record that depends on `values` alone. kind: folder of such records in the cache."""
     key = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
     return cache_root(cache) / kind / f"{key}.json"
 
@@ -95,7 +95,7 @@ def _read(record: Path) -> dict[str, list[int | str]]:
 
 
 def write_record(record: Path, values: Mapping[str, Any]) -> None:
-    """Write a record of the cache as a whole, or nothing where the cache cannot be written."""
+    """Write a whole record into the cache; do nothing if the cache cannot be written."""
     temporary = record.with_suffix(f".{uuid4().hex}")
     try:
         record.parent.mkdir(parents=True, exist_ok=True)

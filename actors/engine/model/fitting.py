@@ -1,4 +1,4 @@
-"""Whether a checkpoint's tensors are the weights of the model that its config.json describes."""
+"""Checks that a checkpoint's tensors are the weights of the model that its config.json describes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def check_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor],
     """Compare the headers of a checkpoint with the model of its config, which the library builds without memory.
 
     Args:
-        name: of the checkpoint, for errors.
+        name: name of the checkpoint, for errors.
 
     Raises:
-        UserError: as `check_report`, or no model can be built from the config's values.
+        UserError: see `check_report`; or no model can be built from the config.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -46,7 +46,7 @@ def check_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor],
                 if not key.endswith((*SCALES, PACKED))
             },
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report
+            ignore_mismatched_sizes=True,  # mismatches are in the report
             device_map={"": "meta"},
         )
     check_report(model, report, tensors, name)
@@ -59,7 +59,7 @@ def check_report(
     name: str,  # the checkpoint's, for errors
     unpacked: Collection[str] | None = None,  # weights that were packed; None: those of the checkpoint's packed tensors
 ) -> None:
-    """Raise UserError if the library has found no place for a tensor, or no tensor for a weight."""
+    """Raise UserError if the library reports an unused tensor, or a weight without a tensor."""
 
     def file(weight: str) -> str:
         """Return the file of a weight, whose name in the file may lack the model's prefix."""

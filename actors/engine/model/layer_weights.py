@@ -1,4 +1,4 @@
-"""One description of a decoder layer, whatever its family: `families` builds it, `cpu` computes from it.
+"""One description of a decoder layer for all families: `families` builds it, `cpu` computes with it.
 
 Shapes: E hidden size, F feed-forward size, Q query heads, H key/value heads, D head size, I inputs, O outputs.
 """
@@ -51,12 +51,12 @@ class Projection:
 
     @property
     def outputs(self) -> int:
-        """O, over all layers."""
+        """Number of outputs O of all layers."""
         return sum(layer.out_features for layer in self.layers)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the joined weight: [O, I]."""
+        """Shape of the joined weight: [O, I]."""
         return self.outputs, self.layers[0].in_features
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
@@ -75,7 +75,7 @@ class Projection:
         return weight, torch.cat(biases)
 
     def codes(self) -> Codes | None:
-        """Return the scales [O] of the joined weight's codes; None unless all layers have them."""
+        """Return the scales [O] of the joined weight's codes; None unless all layers have scales."""
         found = [codes for layer in self.layers if (codes := codes_of(layer)) is not None]
         if len(found) < len(self.layers):
             return None
@@ -109,9 +109,9 @@ class LayerWeights:
     norms_residual: bool = False
     # RMSNorm of queries before rope: [D], of each head, or [Q D], of all heads together
     query_norm: NormWeights | None = None
-    key_norm: NormWeights | None = None  # the same for keys: [D] or [H D]
+    key_norm: NormWeights | None = None  # norm of keys: [D] or [H D]
     # whether queries and keys are rotated by their positions. How many numbers of a head are rotated follows from
-    # the cosines' width
+    # width of the cosines
     rope: bool = True
     window: int | None = None  # how many keys a token attends to, its own included; None is all
 
@@ -134,5 +134,5 @@ class LayerWeights:
 
     @property
     def relu(self) -> bool:
-        """Whether the activation can be part of the product before it."""
+        """Whether the activation is ReLU without a gate, which the product before it can apply."""
         return not self.gated and self.activation == "relu"

@@ -1,4 +1,4 @@
-"""Checkpoint folder -> decoder, tokenizer and schedule. Safetensors only; never runs code from a checkpoint."""
+"""Loads decoder, tokenizer and schedule of a checkpoint folder. Reads safetensors only, and never runs its code."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder that has been looked at, but not loaded."""
+    """A checkpoint folder that has been checked, but not loaded."""
 
     path: Path
     config: PretrainedConfig
@@ -62,7 +62,7 @@ class Checkpoint:
     in_library: bool = True  # whether the library engine runs it; else vLLM alone does
 
     def schedule(self, changes: dict[str, Any]) -> Schedule:
-        """Return the stored schedule with a job's `changes` on top; ValueError says what does not fit."""
+        """Return the stored schedule with a job's `changes` on top. Raises ValueError if it does not fit."""
         try:
             return (self.spec or ScheduleSpec()).overridden(changes).build(self.num_layers)
         except ValueError as error:
@@ -81,7 +81,7 @@ class Checkpoint:
 
         Args:
             name: of the checkpoint, for the message.
-            remedy: what allows the schedule anyway, for the message.
+            remedy: what the user can do to run it nonetheless, for the message.
         """
         if schedule.is_full_depth:
             return
@@ -100,7 +100,7 @@ class Checkpoint:
         )
 
     def _fastest(self, trained: Trained) -> float:
-        """Find the largest speed-up, in quarters, that the training covers with its horizon and decay; 1 for none."""
+        """Find the largest speed-up, in quarters, that the training covers with its horizon and decay; 1 if none."""
         speeds = (quarters / 4 for quarters in range(4 * self.num_layers, 4, -1))
         with suppress(UserError):  # the stored depths have no horizon
             return next((speed for speed in speeds if trained.covers(self.schedule({"speedup": speed}))), 1.0)
@@ -112,11 +112,11 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
 
     Args:
         path: the folder.
-        names: files of the whole checkpoint, where the folder holds only the small ones.
+        names: files of the whole checkpoint, if the folder holds only the small ones.
         by_vllm: vLLM runs the model, which itself refuses families and quantized weights that it does not know.
 
     Raises:
-        UserError: no such folder, no safetensors or not all of them, quantized weights that are not run, a family
+        UserError: no such folder, missing safetensors, unsupported quantized weights, a family
             that is not supported, a size that no model has, or a ``skipdecode.json`` that does not fit the model.
     """
     from huggingface_hub.errors import StrictDataclassError
@@ -186,7 +186,7 @@ def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
-    """Return the library's config of a checkpoint folder, as of plain weights: `expand` reads the others."""
+    """Return transformers' config of a checkpoint folder without quantization, which `expand` handles."""
     from transformers import AutoConfig
 
     config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -207,7 +207,7 @@ def refuse_file(path: str) -> None:
 
 
 def _check_values(values: Mapping[str, Any], source: Path) -> None:
-    """Raise UserError if a config runs code, or holds a size that no model has."""
+    """Raise UserError if a config runs code, or holds an impossible size."""
     if "auto_map" in values:
         raise UserError(f"{source.parent}: wants to run code of its own (auto_map), which is never done")
     for name, limit in SIZE_LIMITS.items():
@@ -273,17 +273,17 @@ def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device, *, 
 def load_model(
     path: str | Path, dtype: torch.dtype, device: torch.device | None, attention: str, *, keep_codes: bool = False
 ) -> PreTrainedModel:
-    """Return the checkpoint's model, `dtype` on `device`.
+    """Return the checkpoint's model in `dtype` on `device`.
 
     Weights are read tensor by tensor into `device`: there is no copy of the model in another dtype or elsewhere. Those
     of 8 bits are expanded to `dtype`.
 
     Args:
         path: the checkpoint's folder.
-        dtype: of all parameters.
-        device: None: the CPU, or where the caller moves the model.
+        dtype: type of all parameters.
+        device: None is the CPU, from which the caller may move the model.
         attention: the library's attention implementation.
-        keep_codes: keep the scales of weights of 8 bits, see `compressed.codes_of`.
+        keep_codes: whether to keep the scales of 8-bit weights, see `compressed.codes_of`.
 
     Raises:
         UserError: weights or scales are missing or have another shape, or a tensor has no place in the model.
@@ -298,9 +298,9 @@ def load_model(
             path,
             config=read_config(path),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report
+            ignore_mismatched_sizes=True,  # mismatches are in the report
             dtype=dtype,
-            device_map=None if on_cpu else {"": device},  # by accelerate
+            device_map=None if on_cpu else {"": device},  # accelerate places the weights
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "speed_adapter.json"
 FILES = (CONFIG, WEIGHTS, RECORD, SCHEDULE_FILE)
-PREFIX = "base_model.model."  # what tensors' names begin with, before the path of the layer
+PREFIX = "base_model.model."  # prefix of tensors' names, before the path of the layer
 PARTS = ("lora_A", "lora_B")
 # keys of adapter_config.json that change no product of an adapter, or are read here
 NEUTRAL = {
@@ -47,7 +47,7 @@ class SpeedAdapter:
     scale: float  # factor of every product of an adapter
 
     def check_base(self, digest: str, name: str) -> None:
-        """Raise UserError if the base, which a user knows by `name`, has another digest."""
+        """Raise UserError if the base has another digest. name: the base's name for users."""
         if digest != self.base:
             raise UserError(
                 f"{self.path}: trained for a base with weights {self.base[:16]}, and {name} has {digest[:16]}: give "
@@ -58,7 +58,7 @@ class SpeedAdapter:
 def read_adapter(path: Path) -> SpeedAdapter:
     """Return the speed adapter in a folder, without its weights.
 
-    Raises UserError: no speed adapter, a damaged one, or features of peft other than plain LoRA.
+    Raises UserError if it is no speed adapter, damaged, or has features of peft other than plain LoRA.
     """
     for name in FILES:
         if not (path / name).is_file():
@@ -116,7 +116,7 @@ def merge(model: PreTrainedModel, adapter: SpeedAdapter) -> None:
             module = model.get_submodule(layer)
             weight: Any = module.weight
             change = update(file, layer, adapter.scale, weight.device)
-            if isinstance(module, Conv1D):  # its weight is [I, O]
+            if isinstance(module, Conv1D):  # Conv1D has a weight [I, O]
                 change = change.T
             weight.data.copy_(weight.data.float() + change)
             renew(module)
@@ -130,7 +130,7 @@ def update(file: Any, layer: str, scale: float, device: torch.device) -> torch.T
 
 
 def _check_features(config: dict[str, Any], source: Path) -> None:
-    """Raise UserError that names a feature of peft which `merge` lacks."""
+    """Raise UserError that names a feature of peft that `merge` does not support."""
     if config.get("peft_type") != "LORA":
         raise UserError(f"{source}: peft_type {config.get('peft_type')!r}: only LORA can be merged")
     start = config.get("init_lora_weights", True)
@@ -144,7 +144,7 @@ def _check_features(config: dict[str, Any], source: Path) -> None:
 
 
 def check_shapes(adapter: SpeedAdapter, config: PretrainedConfig) -> None:
-    """Raise UserError if a tensor is of no linear layer of the model, or has another shape than its layer needs."""
+    """Raise UserError if a tensor belongs to no linear layer of the model, or has a wrong shape."""
     path, rank = adapter.path / WEIGHTS, adapter.rank
     from safetensors import SafetensorError, safe_open
     from transformers.pytorch_utils import Conv1D
@@ -172,5 +172,5 @@ def check_shapes(adapter: SpeedAdapter, config: PretrainedConfig) -> None:
 
 
 def layers_in(names: Any) -> list[str]:
-    """Return the sorted paths of the layers to which an adapter's tensors belong. names: of the tensors."""
+    """Return the sorted paths of the layers to which an adapter's tensors belong. names: names of the tensors."""
     return sorted({name.removeprefix(PREFIX).rpartition(".weight")[0].rpartition(".")[0] for name in names})

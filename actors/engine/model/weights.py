@@ -82,8 +82,8 @@ def file_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> dic
 
     Args:
         read: (bytes, first byte) -> bytes, as os.pread.
-        size: bytes of the file.
-        name: of the file, for errors.
+        size: size of the file in bytes.
+        name: name of the file, for errors.
 
     Raises UserError if header and size disagree, as after an interrupted download.
     """
@@ -104,7 +104,7 @@ def file_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> dic
 
 
 def joined(files: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    """Return the tensors of all files of a checkpoint. Raises UserError if two files hold a tensor of one name."""
+    """Return the tensors of all files of a checkpoint. Raises UserError if two files hold the same tensor."""
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name in sorted(file.keys() & tensors.keys()):
@@ -133,7 +133,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def need(tensors: Mapping[str, StoredTensor], *, tied: bool, dtype: str, cache_bytes: int) -> Need:
-    """Return the memory for a model in `dtype`; tied: head and embedding are one tensor, even if stored twice."""
+    """Return the memory for a model in `dtype`. tied: whether head and embedding are one tensor in memory."""
     sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items() if not name.endswith(SCALES)}
     count = sum(4 * size if name.endswith(PACKED) else size for name, size in sizes.items())
     if tied and len(sizes) > 1:

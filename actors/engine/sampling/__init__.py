@@ -1,1 +1,1 @@
-"""Logits -> tokens: the definition in torch, the CPU's kernel, penalties, and strings that end an answer."""
+"""Samples tokens from logits: the definition in torch, the CPU kernel, penalties, and stop strings."""

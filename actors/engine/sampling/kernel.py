@@ -1,4 +1,4 @@
-"""`sampler.sample` by the CPU's kernel (`cpu/sampling.h`), which reads the logits of a row once.
+"""Samples as `sampler.sample` does, by a CPU kernel (`cpu/sampling.h`) that reads the logits of a row once.
 
 64 rows of 49,152 logits at a temperature take 41 to 116 ms, in torch 309 to 1,035 ms (float32, AVX2, one thread).
 Shapes: B rows, N rows of one call, C changed logits of all rows, K likeliest tokens, V vocabulary size.
@@ -64,7 +64,7 @@ def _call(
     most: int,
     logprobs: bool,
 ) -> Results:
-    """Sample the rows with these indices. masked: of every row, whether tokens that are not allowed are excluded."""
+    """Sample the rows with these indices. masked: for each row, whether tokens that are not allowed are excluded."""
     assert logits.device.type == "cpu" and logits.is_contiguous()
     count, width, own = len(members), logits.shape[1], [rows[index] for index in members]
     places, (bounds, tokens, values) = np.array(members, np.int64), changes

@@ -1,4 +1,4 @@
-"""Logits -> tokens: each row with its own parameters, history and random numbers.
+"""Samples tokens from logits, for each row with its own parameters, history and random numbers.
 
 A row's random number for a position is a hash of its key and that position alone, so that batch composition, retries
 and resumed jobs do not change it. Order of the operations, as in transformers: penalties, barred tokens, temperature,
@@ -24,7 +24,7 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """keys, positions [B] int64 -> uniform float64 [B] in [0, 1): SplitMix64 (Steele et al., 2014)."""
+    """Return uniform float64 [B] in [0, 1) of keys and positions, int64 [B]: SplitMix64 (Steele et al., 2014)."""
     bits = keys + (positions + 1) * _GOLDEN
     bits = (bits ^ _shift(bits, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     bits = (bits ^ _shift(bits, 27)) * -7723592293110705685  # 0x94D049BB133111EB
@@ -42,8 +42,8 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
 
     A row gets `NO_TOKEN` if one of its logits is NaN or +inf, or all are -inf.
 
-    logprobs: whether to compute the tokens' log-probabilities. They take an exponential for each logit, longer than
-    everything else together for a greedy row.
+    logprobs: whether to compute the tokens' log-probabilities. They need an exponential of each logit, which takes
+    longer than everything else for a greedy row.
     """
     if is_greedy(rows, logprobs=logprobs):
         return greedy(argmax(logits).tolist())
@@ -53,7 +53,7 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
 
 
 def is_greedy(rows: Sequence[RowSampling], *, logprobs: bool) -> bool:
-    """Return whether the argmax of the logits is all that these rows ask for."""
+    """Return whether these rows need only the argmax of the logits."""
     return not logprobs and all(row.is_argmax for row in rows)
 
 
@@ -64,7 +64,7 @@ def greedy(tokens: list[int]) -> Drawn:
 
 
 def sample_by_torch(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
-    """`sample` in torch's operations: the definition, and the way of a GPU and of a machine without a compiler."""
+    """Sample by torch's operations: the definition, also for GPUs and machines without a compiler."""
     chunk = max(1, DRAWN_NUMBERS // logits.shape[1])
     parts = [
         _sample(logits[first : first + chunk], rows[first : first + chunk], logprobs)
@@ -81,7 +81,7 @@ def sample_by_torch(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bo
 
 
 def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Drawn:
-    """`sample` for few enough rows that all temporaries fit the memory."""
+    """Sample few enough rows that all temporary tensors fit into memory."""
     logits = logits.float()
     numbers = logits.amax(dim=-1).isfinite()  # NaN is above all numbers
     if not numbers.all():
@@ -113,7 +113,7 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
             of_alike = torch.tensor(alike, device=logits.device)
             chosen = adjusted if len(alike) == len(rows) else adjusted[of_alike]
             tokens[of_alike] = _draw(chosen, [rows[index] for index in alike], narrowed)
-    if members:  # also where all allowed tokens have -inf
+    if members:  # even if all allowed tokens have -inf
         outside = excluded.gather(1, tokens[at, None])[:, 0]
         if outside.any():
             tokens[at] = torch.where(outside, excluded.int().argmin(dim=-1), tokens[at])
@@ -127,7 +127,7 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """argmax of [B, V]: [B], the first of equal ones, or `NO_TOKEN`, see `sample`."""
+    """Return the argmax [B] of logits [B, V]: the first of equal ones, or `NO_TOKEN`, see `sample`."""
     if logits.device.type == "cpu":  # numpy takes a tenth of torch's time
         values = logits.float().numpy()
         tokens = values.argmax(axis=-1)  # NaN is above all numbers
@@ -184,7 +184,7 @@ def narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tenso
 
 
 def _adjust(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
-    """Logits [B, V] after penalties, -inf for barred tokens."""
+    """Return logits [B, V] after penalties, with -inf for barred tokens."""
     changes = changed_logits(logits, rows)
     if changes is None:
         return logits
@@ -195,7 +195,7 @@ def _adjust(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
 
 
 def _excluded(rows: Sequence[RowSampling], likeliest: Tensor, logits: Tensor) -> tuple[list[int], Tensor]:
-    """Find the rows whose next token depends on which tokens are allowed, and bool [rows, V]: the tokens that are not.
+    """Return the rows whose next token depends on the allowed tokens, and bool [rows, V]: tokens that are not allowed.
 
     A greedy row whose likeliest token [B] is allowed needs no mask, unless it wants its log-probability among the
     allowed ones.
@@ -214,10 +214,10 @@ def _excluded(rows: Sequence[RowSampling], likeliest: Tensor, logits: Tensor) ->
 
 
 def _top(logits: Tensor, normalizer: Tensor, tokens: Tensor, rows: Sequence[RowSampling]) -> dict[int, TokenLogprob]:
-    """Row -> its token and the likeliest tokens under the model's own distribution, for rows with `logprobs`."""
+    """Return row -> its token and the likeliest tokens by the model's own distribution, for rows with `logprobs`."""
     counts = {index: row.params.logprobs for index, row in enumerate(rows) if row.params.logprobs is not None}
     top: dict[int, TokenLogprob] = {}
-    for most in sorted(set(counts.values())):  # by count: ties must not depend on another row's
+    for most in sorted(set(counts.values())):  # rows by count, so that ties do not depend on other rows
         members = [row for row, count in counts.items() if count == most]
         index = torch.tensor(members, device=logits.device)
         logprobs = logits[index] - normalizer[index, None]

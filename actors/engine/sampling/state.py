@@ -50,7 +50,7 @@ class RowSampling:
     # how often each token came so far; kept only for penalties
     counts: TokenCounts = field(default_factory=lambda: TokenCounts(()))
     allowed: AllowedTokens | None = None  # the only possible tokens; None for all. Not changed by sampling
-    barred: Collection[int] = ()  # tokens that are not possible
+    barred: Collection[int] = ()  # tokens that must not be sampled
     penalized: bool = field(init=False)  # whether a penalty applies to earlier tokens
     packed: bytes = field(init=False, repr=False)  # params and key, for the CPU's kernel
 
@@ -74,7 +74,7 @@ class RowSampling:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the next token is the argmax of the unchanged logits, without log-probabilities of others."""
+        """Whether the next token is the argmax of the unchanged logits, and no other log-probabilities are needed."""
         params = self.params
         if params.temperature != 0 or params.logprobs is not None or self.allowed is not None or self.barred:
             return False
@@ -103,9 +103,9 @@ def allowed_bits(rows: Sequence[RowSampling], vocabulary: int) -> NDArray[np.int
 def changed_logits(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return the logits [B, V] that penalties and barred tokens replace, as in transformers and OpenAI's interface.
 
-    They are row, token and new value, float32, of each change, in the order of rows; None without any.
+    The result is row, token and new value, float32, of each change, in the order of rows; None without changes.
 
-    A barred token, whose value is -inf, has one change.
+    A barred token has a single change, to -inf.
     """
     counts = [len(row.counts.tokens) if row.penalized else 0 for row in rows]
     barred = [len(row.barred) for row in rows]
@@ -136,7 +136,7 @@ def changed_logits(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor,
 
 
 def _joined(parts: Sequence[object], dtype: type[np.generic]) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
-    """Return buffers one behind another, as an array of its own."""
+    """Return a new array of concatenated buffers."""
     return np.frombuffer(bytearray().join(parts), dtype=dtype)  # type: ignore[arg-type]
 
 
@@ -147,7 +147,7 @@ NO_TOKEN = -1  # in place of a token, where a row's logits are not numbers; the 
 class Drawn:
     """Sampled tokens of rows."""
 
-    tokens: list[int]  # one id a row, or `NO_TOKEN`
+    tokens: list[int]  # one token id per row, or `NO_TOKEN`
     # their log-probabilities under the model's own distribution, nats; NaN if they were not computed
     logprobs: list[float]
     # the same under the distribution restricted to the allowed tokens; NaN for rows without them, or that do not

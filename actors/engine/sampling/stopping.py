@@ -10,7 +10,7 @@ SLACK_TOKENS = 4  # a character of four bytes may be as many tokens
 
 @dataclass(eq=False)
 class StopStrings:
-    """The token that completes one of `strings` ends an answer; its text ends before the first of them."""
+    """Ends an answer at the token that completes one of `strings`. Its text ends before the first stop string."""
 
     strings: Sequence[str]
     decode: Callable[[list[int]], str]  # token ids -> text
@@ -58,7 +58,7 @@ class StopStrings:
         return text[: self._first(tokens, text)]
 
     def _first(self, tokens: Sequence[int], text: str) -> int | None:
-        """Return the index of the first stop string of the answer that ends after the free tokens."""
+        """Return the index of the first stop string in the answer that ends after the first `min_new_tokens` tokens."""
         answer = self.answer_start(text)
         if answer is None:
             return None

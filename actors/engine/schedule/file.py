@@ -1,6 +1,6 @@
 """A checkpoint's ``skipdecode.json``: its schedule, and which schedules it was trained for. Validated when read.
 
-At a schedule that a checkpoint was not trained for its text may be ruined.
+Under a schedule for which a checkpoint was not trained its text may be ruined.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Trained:
 
 
 def fewest(schedules: Collection[Schedule]) -> tuple[int, ...]:
-    """Find the lowest depth of some schedules at each position, up to where all have their last one; () without any."""
+    """Return the lowest depth of some schedules at each position, until all have reached their last one; () if none."""
     longest = max((len(one.depths) for one in schedules), default=0)
     return tuple(min(one.depth(position) for one in schedules) for position in range(longest))
 
@@ -80,7 +80,7 @@ def fewest(schedules: Collection[Schedule]) -> tuple[int, ...]:
 def of_older_record(spec: ScheduleSpec, num_layers: int, least: int) -> tuple[int, ...]:
     """Return `Trained.depths` of a record that holds only the lowest depth of all positions.
 
-    They are the lowest of the stored curve at any speed that runs at least so many layers.
+    They are the lowest depths of the stored curve at any speed with at least this lowest depth.
     """
     drawn = [spec.build(num_layers)]
     with suppress(UserError):  # a spec without horizon

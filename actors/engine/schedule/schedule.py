@@ -68,7 +68,7 @@ class Schedule:
             raise UserError(f"keep_order must begin with the {self.warmup} warm-up layers 0 to {self.warmup - 1}")
 
     def depth(self, position: int) -> int:
-        """d(t): layers run when generated token `position` is the input."""
+        """Return d(t), the number of layers that run when generated token `position` is the input."""
         depths = self.depths
         return depths[position] if position < len(depths) else depths[-1]  # no call: asked for each token
 
@@ -95,7 +95,7 @@ class Schedule:
         return tuple(ranks)
 
     def uses(self, layer: int, max_new_tokens: int) -> int:
-        """n_l: input positions t in 0 ... max_new_tokens - 2 at which `layer` runs: the first n_l positions."""
+        """Return n_l: `layer` runs at the first n_l of the input positions 0 ... max_new_tokens - 2."""
         steps = max(max_new_tokens - 1, 0)
         rank = self.ranks[layer]
         inside = sum(1 for depth in self.depths[:steps] if depth > rank)
@@ -113,7 +113,7 @@ class Schedule:
         return self.layer_steps(steps) / steps if steps > 0 else None
 
     def covers(self, other: Schedule) -> bool:
-        """Return whether it runs, at every position, all layers that another schedule of the same model runs there."""
+        """Return whether this schedule runs all layers that another schedule of the model runs, at every position."""
         if self is other:
             return True
         longest = max(len(self.depths), len(other.depths))
@@ -208,7 +208,7 @@ class ScheduleSpec:
         return curve(self.decay, max_depth, min_depth, self.horizon, power=self.power, steps=self.steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """Set values only, as written to JSON."""
+        """Return the values that are set, for JSON."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
@@ -241,7 +241,7 @@ def envelope(schedules: Collection[Schedule]) -> Schedule:
 
 
 def depths_for_speedup(num_layers: int, speedup: float, warmup: int = 1) -> tuple[int, int]:
-    """(max depth, min depth) for a nominal speed-up s: max = round(4L/3s), min = round(2L/s) - max."""
+    """Return (max depth, min depth) for a nominal speed-up s: max = round(4L/3s), min = round(2L/s) - max."""
     if not 1 <= speedup < math.inf:
         raise UserError(f"speedup = {speedup}: must be at least 1")
     if speedup == 1:
