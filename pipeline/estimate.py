@@ -67,7 +67,7 @@ REPLICATES, LOW, HIGH = 400, 5, 95  # bootstrap samples, and percentiles of the 
 SPREAD, STARTUP_SPREAD = 0.08, 0.1  # standard deviation of a run's speed and start-up on one machine, as a share
 OFFERED = (1.5, 2.0, 3.0, 4.0, 5.0)  # speeds to time where no tune.json lists those of the training
 DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")
-METRICS = tuple(dict.fromkeys(("bleu", "rouge_l", "exact_match", *TOLERANCES)))  # preferred first
+METRICS = tuple(dict.fromkeys(("bleu", "rouge_l", "exact_match", *TOLERANCES)))  # metrics, the preferred one first
 
 
 class NothingLeft(Exception):
@@ -337,7 +337,7 @@ def _in_turn(
     calls: dict[str, list[TimedCall]] = {name: [] for name in generators}
     parts = math.ceil(len(given) / size)
     for part in range(parts):
-        rows = given[part::parts]  # spread over the input
+        rows = given[part::parts]  # rows spread over the input
         for name, generator in generators.items():
             left = until - time.monotonic()
             if part == 0 and left <= 0 and name not in needed:

@@ -126,7 +126,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
     if done and left:
         log.warning("resuming: %d of %d shards are committed already", len(done), len(manifest.shards))
     if left:
-        folder.remove(SUCCESS)  # written by a finished job that has lost parts since
+        folder.remove(SUCCESS)  # the job was finished, and has lost parts since
         storage = job.config.storage.after_planning()
         job = replace(job, config=job.config.model_copy(update={"storage": storage}))
         folder = probe_create(open_folder(folder.url, storage))

@@ -41,7 +41,7 @@ def check_unicode(value: Any, where: str = "") -> None:
         check_unicode(one, f"{where}.{index}")
 
 
-LINE = 1000  # characters: an error may quote everything that it concerns
+LINE = 1000  # maximum characters, as an error may quote all its input
 
 
 def one_line(error: BaseException) -> str:
@@ -75,7 +75,7 @@ def install_command(extras: str) -> str:
     """Return the command that adds optional packages to this installation from its folder, wheel or release."""
     try:
         origin = json.loads(distribution("skipdecode").read_text("direct_url.json") or "{}")
-    except PackageNotFoundError:  # run from a folder that is not installed
+    except PackageNotFoundError:  # the program runs from a folder that is not installed
         origin = {}
     url, folder = origin.get("url", ""), origin.get("dir_info")
     if folder is not None:

@@ -74,7 +74,7 @@ def plan(
     schedule = planned_schedule(config, checkpoint)
     check_generation(config, checkpoint)
     check_spec(prompt_spec(config, checkpoint, time.time()))
-    marks_of_thinking(config, checkpoint)  # refused before a model is loaded
+    marks_of_thinking(config, checkpoint)  # wrong delimiters are refused before a model is loaded
     manifest = manifests.plan_job(
         config, checkpoint, schedule, limit, stored, files, hardware=hardware, preview=preview
     )

@@ -20,7 +20,7 @@ LEAST_TRIED = 20  # fewest answers that `try` checks
 ORDER = 4  # words of the n-grams whose repeats are counted
 LEAST_REPEATS, REPEATED_SHARE = 4, 0.5  # repeated n-grams of an answer that repeats itself, and their share
 MOST_COMMON = 3  # texts that a shard counts
-TEXT_CHARS = 100  # most characters that are shown of such a text
+TEXT_CHARS = 100  # maximum characters shown of a common text
 
 
 def repeated_ngrams(units: Sequence[Any]) -> tuple[int, int]:

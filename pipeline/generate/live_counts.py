@@ -14,7 +14,7 @@ from pipeline import metrics
 if TYPE_CHECKING:
     from actors.generator import Generator
 
-SECONDS = 1.0  # between two reports
+SECONDS = 1.0  # seconds between two reports
 COUNTERS = ("generated_tokens", "prompt_tokens", "decode_steps", "layer_steps")
 
 

@@ -107,7 +107,7 @@ def parse_answers(
             try:
                 value = json.loads(text, parse_float=_finite)
                 pa.scalar(value, kind)
-            except (ValueError, TypeError, OverflowError, RecursionError) as problem:  # Arrow's are ValueErrors
+            except (ValueError, TypeError, OverflowError, RecursionError) as problem:  # Arrow's errors are ValueErrors
                 value, error = None, f"parsed: {flat(problem)}"
         values.append(value)
         found.append(error)

@@ -34,7 +34,7 @@ from pipeline.input.shards import Shard
 from pipeline.prepare.prompts import CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
-EXAMPLE_SECONDS = 20.0  # least time between two answers that an actor shows
+EXAMPLE_SECONDS = 20.0  # minimum time between two answers that an actor shows
 EXAMPLE_TOKENS, EXAMPLE_CHARS = 24, 160  # tokens of the prompt's end, and characters of prompt and answer each
 
 
@@ -150,11 +150,11 @@ class ShardGenerator:
             # loaded objects stay: a collection that scans them each time takes a tenth of a small model's time
             gc.collect()
             gc.freeze()
-            # behind the handlers of Python come those of Ray, in which a process may wait for ever for its own lock
+            # Ray's exit handlers run after Python's, and may wait for ever for a lock of their own process
             atexit.register(os._exit, 0)
         self._turns, self._last_turn, self._last_ended = threading.Lock(), _Turn(), 0.0
         self._last_turn.end()
-        self._shown = 0.0  # when an answer was shown
+        self._shown = 0.0  # time at which an answer was shown
         coordinator.loaded(actor)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,14 +179,14 @@ class ShardGenerator:
             if not self.coordinator.begin(shard.index):
                 return False
             began, alone = time.perf_counter(), before.ended.is_set()
-            attempt = self.quarantine.begin(shard.index, shard.rows)  # before anything that may kill this process
+            attempt = self.quarantine.begin(shard.index, shard.rows)  # runs before anything that may kill this process
             answers, engine = self._answers(attempt, asked, turn)
             with self._turns:  # steps shared with another shard have no seconds of one shard
                 alone = alone and (self._last_turn is turn or not turn.drains.is_set())
             _check_rows(answers, shard)
             before.ended.wait()
             if not attempt.isolated:
-                turn.end()  # an isolated shard keeps its turn, or the next one's death would count as its own
+                turn.end()  # an isolated shard keeps its turn: else the next shard's death would count as its own
             table = part_table(rows, answers, self.part, shard)
             data = part_bytes(table, self.part, shard)
             self.counts.report()

@@ -26,7 +26,7 @@ def _unit(unit: str, default: Any = 0, total: str = "sum") -> Any:
     return field(default=default, metadata={"unit": unit, "total": total})
 
 
-LATER = {  # fields that older records lack
+LATER = {  # fields that records of older versions lack
     **dict.fromkeys(("empty_answers", "repeating_answers", "control_tokens"), 0),
     **dict.fromkeys(("label_counts", "common_answers"), ""),
 }
@@ -70,7 +70,7 @@ class ShardStats(Counts):
     """Statistics of one shard. In a rebuilt record only the values that its part holds are set."""
 
     shard: int = _unit("index", total="none")
-    # 0, not known, for a shard that shared steps with another: their seconds cannot be told apart
+    # 0 means unknown: shards that share steps have no seconds of their own
     device_seconds_per_million_tokens: float = _unit("device_seconds ÷ millions of generated tokens", 0.0, "none")
     money_per_million_tokens: float = _unit("money ÷ millions of generated tokens", 0.0, "none")
     tokens_per_second: float = _unit("generated tokens ÷ generate_seconds", 0.0, "none")
@@ -135,7 +135,7 @@ def _checked(item: Field[Any], value: Any) -> Any:
     """Return the value of a field. Raises TypeError or ValueError if a record cannot hold it."""
     kind = str(item.type)
     if kind == "float" and isinstance(value, float):
-        value = float(value)  # numpy's is one too
+        value = float(value)  # numpy's float64 is a float too
     if type(value).__name__ not in (("int", "float") if kind == "float" else (kind,)):
         raise TypeError(f"{item.name} is no {kind}")
     if kind in ("int", "float") and not (0 <= value < 2**63 and math.isfinite(value)):

@@ -36,8 +36,8 @@ from pipeline.storage.folder import Folder, read_json, write_json
 
 FORMAT = 2
 SHOWN_RUNS = 20
-SHOWN_FILES = 3  # names of those that are left for a later run
-COMPACT_EVERY = 50  # runs
+SHOWN_FILES = 3  # number of names shown of files left for a later run
+COMPACT_EVERY = 50  # number of ended runs after which they are compacted
 CLAIM, COMPACTED = re.compile(r"(\d{6,})\.json"), re.compile(r"through-(\d{6,})\.json")
 State = Literal["unfinished", "success", "abandoned"]
 
@@ -65,14 +65,14 @@ class LedgerRun:
     folder: str  # name of its output folder in the root
     fingerprint: str  # fingerprint of its job
     began: str
-    by: str  # the process that began it
+    by: str  # process that began the run
     files: tuple[ClaimedFile, ...]
     state: State = "unfinished"
     ended: str = ""
     why: str = ""  # reason of an abandoned run
     table: str = ""  # id of an input table
     snapshot: int | None = None  # snapshot of the input table up to which the files reach
-    root: str | None = None  # below which made-up ids name the files, in all runs of the ledger; see `PartSpec`
+    root: str | None = None  # folder to which file names in made-up ids are relative, in all runs; see `PartSpec`
     left: tuple[str, ...] = ()  # URLs of new files that it could not read and left for a later run
 
     @classmethod
@@ -141,7 +141,8 @@ def read(root: Folder) -> Ledger:
         runs = [LedgerRun.of(values) for values in copied or ()]
     except (KeyError, TypeError):
         runs = []
-    if [run.number for run in runs] != list(range(1, compacted + 1)):  # a copy only: the records are all there
+    # the compacted file is a copy: all records still exist
+    if [run.number for run in runs] != list(range(1, compacted + 1)):
         runs, compacted = [], 0
 
     def run(number: int) -> LedgerRun:
@@ -170,7 +171,7 @@ def claim(
     assert ledger.last is None or ledger.last.state != "unfinished", "the previous run must have ended"
     number, began = ledger.last.number + 1 if ledger.last else 1, _now()
     rows = Counter({file.url: file.rows for file in manifest.files})
-    if manifest.batching.retries:  # not all rows of the files
+    if manifest.batching.retries:  # a retry answers only some rows of the files
         rows = Counter()
         for shard in manifest.shards:
             rows[shard.url] += shard.rows

@@ -16,7 +16,7 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, open_folder, read_json
 
 ROOT_REPORT = f"{LEDGER}/report.html"
-SHOWN_RUNS = 60  # the newest
+SHOWN_RUNS = 60  # number of newest runs that are shown
 
 
 def root_page(root: Folder, storage: StorageConfig) -> bytes:

@@ -143,9 +143,9 @@ def run_in(
         log.warning("%d new files have no rows that can be read, and are left for a later run", len(new.files))
     if job is not None:
         left = sorted(new.files.keys() - {file.url for file in job.manifest.files})
-        if ledger.last is not None:  # ids of all runs have one form
+        if ledger.last is not None:  # ids of all runs are relative to the same folder
             job = with_batching(job, root=ledger.last.root)
-        # before the claim: a job that does not fit must not be saved
+        # checked before the claim: a job that does not fit must not be saved
         check_table(job.config, part_schema(job))
         log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
         with jobs.checked(job, None, backend) as checked:

@@ -167,8 +167,8 @@ class DeltaOutput:
         base = None if table is None else table.transaction_version(f"skipdecode-{fingerprint}")
         if table is None or base is None:
             return None
-        for version in range(base + 1, table.version() + 1):  # later where other writers were faster
-            with suppress(FileNotFoundError):  # the log of so old a commit is gone
+        for version in range(base + 1, table.version() + 1):  # the version is later if other writers were faster
+            with suppress(FileNotFoundError):  # the log of an old commit may be gone
                 if fingerprint.encode() in read_commit(self.url, self.storage, version):
                     return version
         return base + 1

@@ -115,7 +115,7 @@ def _named(
     if isinstance(fs, LocalFileSystem) and os.path.islink(inside) and not os.path.exists(inside):
         raise _broken_link(inside)
     is_glob = glob.has_magic(inside)
-    with suppress(PermissionError):  # stores refuse to look for a name that is not there to who may not list all names
+    with suppress(PermissionError):  # stores refuse a missing name to users who may not list names
         is_glob = is_glob and not fs.exists(inside)
     is_folder = not is_glob and fs.isdir(inside)
     folder = inside if is_folder else fixed_part(inside) if is_glob else os.path.dirname(inside)
@@ -169,7 +169,7 @@ def _local_files(
     matches = re.compile(".*" if pattern is None else glob_translate(pattern)).match
     depth = None if pattern is None or "**" in pattern else pattern[len(folder.rstrip("/")) :].count("/")
     found: dict[str, tuple[int, str]] = {}
-    folders: list[tuple[str, tuple[tuple[int, int], ...]]] = [(folder, ())]  # each with the folders above it
+    folders: list[tuple[str, tuple[tuple[int, int], ...]]] = [(folder, ())]  # each folder with the folders above it
     while folders:
         path, above = folders.pop()
         status = os.stat(path)
@@ -203,7 +203,7 @@ def _check_no_table(fs: fsspec.AbstractFileSystem, folder: str) -> None:
         folder = os.path.dirname(folder)
     if fs.isdir(f"{folder}/{DELTA_LOG}"):
         _refuse_table(f"{folder}/{DELTA_LOG}/", fs)
-    if os.path.basename(folder) == "data":  # Iceberg's, beside `metadata`
+    if os.path.basename(folder) == "data":  # Iceberg has a folder `data` beside `metadata`
         folder = os.path.dirname(folder)
     with suppress(FileNotFoundError, NotADirectoryError):
         for name in fs.ls(f"{folder}/metadata", detail=False):

@@ -42,8 +42,8 @@ from pipeline.storage.folder import filesystem
 
 STORAGE = "skipdecode.storage"  # property of a catalog: the job's storage section as JSON, without its catalog
 FINGERPRINT = "skipdecode.fingerprint"  # key of the job's fingerprint in a snapshot's summary
-HELD = (pa.time64("us"),)  # types besides those of every table
-WRITABLE = (1, 2)  # format versions
+HELD = (pa.time64("us"),)  # types that Iceberg holds besides those of every table
+WRITABLE = (1, 2)  # versions of Iceberg's format that can be written
 COMPACT = "compact the table (rewrite_data_files) and read the new snapshot"
 KEEPS_ROWS = (Operation.APPEND, Operation.REPLACE)  # replace: a compaction
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class IcebergInput:
             return self._files(self.table.scan(snapshot_id=snapshot).plan_files())
         except UserError:
             raise
-        except ValueError as error:  # equality deletes
+        except ValueError as error:  # pyiceberg cannot read equality deletes
             raise UserError(f"{self.name}: snapshot {snapshot}: {flat(error)}; {COMPACT}") from None
 
     def appended(self, after: int, until: int) -> dict[str, int]:

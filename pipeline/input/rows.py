@@ -23,7 +23,7 @@ from pipeline.storage.folder import STORE_ERRORS
 
 OF_PATH = {b"skipdecode.path": b"1"}  # metadata of a column whose value stands in the paths of some files
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-COLUMN_ROWS, COLUMN_BYTES = 2**14, 2**26  # read at once of whole columns
+COLUMN_ROWS, COLUMN_BYTES = 2**14, 2**26  # limits of one read of whole columns
 
 
 def read_layout(

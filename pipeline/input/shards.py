@@ -15,7 +15,7 @@ from pipeline.config.job import StorageConfig
 from pipeline.input.files import InputFile
 from pipeline.storage.folder import filesystem
 
-STREAM_BYTES = 128 * 2**20  # uncompressed; a larger row group is fetched page by page
+STREAM_BYTES = 128 * 2**20  # uncompressed bytes above which a row group is fetched page by page
 FETCH_BYTES = 8 * 2**20  # read-ahead of each column of a large row group
 BATCH_ROWS, BATCH_BYTES = 1024, 8 * 2**20  # decoded per batch; repeated texts decode to more than the footer states
 
@@ -102,7 +102,7 @@ def _tables(shards: Sequence[Shard], columns: Sequence[str], storage: StorageCon
     with fs.open(path, "rb", cache_type="none" if large else "readahead") as file:
         buffer = FETCH_BYTES if large else 0  # pre_buffer would fetch whole row groups in spite of it
         parquet = pq.ParquetFile(file, metadata=footer, buffer_size=buffer, pre_buffer=not large)
-        opened, first, batch = -1, 0, pa.record_batch([], [])  # the current row group; the batch and its first row
+        opened, first, batch = -1, 0, pa.record_batch([], [])  # current row group, first row of its batch, the batch
         for shard in shards:
             slices, row, end = [], shard.first_row, shard.first_row + shard.rows
             while row < end:
@@ -164,7 +164,7 @@ def _locate(shard: Shard, file: InputFile, starts: Sequence[int]) -> tuple[int |
     return (number if is_part else None), size
 
 
-SCANNED_ROWS, SCANNED_BYTES = 4096, 16 * 2**20  # most of a row group that is read to reach one row
+SCANNED_ROWS, SCANNED_BYTES = 4096, 16 * 2**20  # maximum of a row group that is read to reach one row
 
 
 def spread_rows(files: Sequence[InputFile], shards: Sequence[Shard], count: int) -> list[Shard]:

@@ -41,8 +41,8 @@ from pipeline.messages import counted, is_unicode, one_line, printable
 AS_JSON = {b"skipdecode.json": b"1"}  # metadata of a string field that holds the JSON of values other than strings
 _NAMES = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 _NOT_ARROW = (pa.ArrowException, ValueError, OverflowError)  # errors of values that Arrow cannot hold
-GROUP_ROWS, GROUP_BYTES = 1024, 4 * 2**20  # most rows and bytes of a group, but for one longer row
-TYPED_ROWS = 10_000  # rows at the beginning of a file whose types are taken
+GROUP_ROWS, GROUP_BYTES = 1024, 4 * 2**20  # maximum rows and bytes of a group, unless one row is longer
+TYPED_ROWS = 10_000  # rows at the beginning of a file from which types are read
 TYPED_BLOCKS = 64  # types are read from one of 64 later blocks too
 
 Row = TypeVar("Row", bytes, CsvRow)
@@ -182,7 +182,7 @@ def json_array(values: Sequence[Any], field: pa.Field) -> tuple[pa.Array, dict[i
         if all(_fits(value, kind) for value in values):
             return pa.array(values, kind), {}
     except _NOT_ARROW:
-        pass  # the rows are found below
+        pass  # the rows are read below
     for position, value in enumerate(values):
         if value == {} and not types.is_struct(kind):  # an object without fields is null
             value = None
@@ -290,7 +290,7 @@ def _check_text(url: str, stream: BinaryIO, kind: str) -> None:
     if kind == "jsonl" and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         try:
             json.loads(head.split(b"\n", 1)[0])
-        except ValueError:  # no line of its own
+        except ValueError:  # the record does not end with a line end
             raise UserError(f"{url}: the file is one JSON array; write one object a line (JSON Lines)") from None
 
 

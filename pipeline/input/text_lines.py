@@ -27,16 +27,16 @@ from pipeline.storage.folder import filesystem
 
 BUFFER = 2**20  # bytes read at once
 BOM = b"\xef\xbb\xbf"
-# of a stream that is cut short or no gzip; BadGzipFile is an OSError without errno
+# errors of a stream that is cut short or not gzip; BadGzipFile is an OSError without errno
 GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 CR, NEWLINE, SPACE, COMMA, QUOTE = b'\r\n ,"'
 _BLANK = {"jsonl": b" \t\r\n", "csv": b"\r\n"}  # bytes that a blank line may hold
-# of CSV: a field, empty if its quote is not closed; a record, with a group for text where a field should have ended
+# a CSV field, empty if its quote is not closed; a CSV record, with a group for text after a closing quote
 _FIELD = re.compile(rb'(?:"(?:[^"]++|"")*+"|[^",\r\n][^,\r\n]*+)?+')
 _RECORD = re.compile(rb'(?:%b)?+%b(?:,%b)*+(?!")(\r*+[^\r\n])?+[^\n]*+\n' % (BOM, _FIELD.pattern, _FIELD.pattern))
 
 Offsets = npt.NDArray[np.int64]
-CsvRow = tuple[list[str], str | None]  # fields; why they cannot be read
+CsvRow = tuple[list[str], str | None]  # fields; error if they cannot be read
 
 
 class Unreadable(ValueError):
@@ -75,7 +75,7 @@ def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> I
         ends = np.minimum(_ends(block + b"\n" * (is_last and block != b""), kind), len(block))
         bounds = np.concatenate([[0], ends, [len(block)]])  # bounds of the records, and of the rest
         sizes = np.diff(bounds)
-        is_open = is_last and int(sizes[-1]) > 0  # only a quote keeps the last line from being a record
+        is_open = is_last and int(sizes[-1]) > 0  # an open quote alone keeps the last line from being a record
         long = np.flatnonzero(sizes > (0 if is_open else field_bytes))
         for start, end in [(int(bounds[place]), int(bounds[place + 1])) for place in (long if kind == "csv" else ())]:
             _check_quotes(block, start, end, field_bytes, line, is_open and end == len(block))
@@ -152,7 +152,7 @@ def csv_rows(data: bytes) -> list[CsvRow]:
             whole = csv.reader(io.StringIO(data.decode(), newline="\n"), strict=True)
             return [(fields, None) for fields in whole if fields]
     except (UnicodeDecodeError, csv.Error):
-        pass  # the rows are found below
+        pass  # the rows are read below
     rows: list[CsvRow] = []
     data += b"\n" * (not data.endswith(b"\n"))
     for start, end in pairwise([0, *_ends(data, "csv", is_whole=True)]):

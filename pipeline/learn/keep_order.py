@@ -176,7 +176,7 @@ def _divergence(batches: Sequence[ResponsePasses], layer: int, limit: float) -> 
     total = 0.0
     for batch in batches:
         total += batch.divergence_without(layer)
-        if not total <= limit:  # NaN too
+        if not total <= limit:  # true for NaN too
             return math.inf
     return total
 
@@ -232,7 +232,7 @@ class ResponsePasses:
 
     def _divergence(self, logits: Tensor) -> float:
         cross = logits.logsumexp(dim=-1) - (self._expected * logits).sum(dim=-1)
-        return float((cross - self._entropy).clamp(min=0).sum(dtype=torch.float64))  # negative only by rounding
+        return float((cross - self._entropy).clamp(min=0).sum(dtype=torch.float64))  # below 0 only by rounding
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._decoder.logits(hidden[0]).float()

@@ -98,7 +98,8 @@ def with_agreement(
             log.warning("agreement with full depth is not measured: the process died (%s)", error)
             return manifest
         if on_vllm:
-            agreement = replace(agreement, prefill_ratio=None, decode_ratio=None)  # the library engine's
+            # these ratios are the library engine's
+            agreement = replace(agreement, prefill_ratio=None, decode_ratio=None)
         write_record(record, asdict(agreement))
         origin = ""
     least = config.schedule.min_agreement

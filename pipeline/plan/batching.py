@@ -25,10 +25,10 @@ FEW_ROWS = 16  # rows of a batch, up to which a step takes about as long with fe
 class Batching:
     """Values that determine a job's batches, fixed when the job is first planned."""
 
-    shard_rows: int  # most rows of a shard
-    shard_bytes: int  # uncompressed, of a shard's row groups, at most
+    shard_rows: int  # maximum rows of a shard
+    shard_bytes: int  # maximum uncompressed bytes of a shard's row groups
     cache_bytes: int  # key-value cache of an actor
-    max_batch: int  # rows of a batch, at most
+    max_batch: int  # maximum rows of a batch
     threads: int  # torch threads of an actor
     prefix: tuple[int, ...] = ()  # token ids that all prompts begin with, computed once per actor
     planned: float = 0.0  # time of planning, s since 1970; the present time for chat templates

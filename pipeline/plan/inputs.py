@@ -43,7 +43,8 @@ def check_output_disjoint(
         place = os.path.realpath(url) if os.path.islink(url) else f"{real_folder(os.path.dirname(url))}/"
         if place.startswith(f"{folder}/"):
             raise UserError(f"{key}: {shown} holds the input file {url}; choose another folder")
-    for given in config.input.path if config.input.format != "iceberg" else ():  # a name in a catalog
+    # an Iceberg table is a name in a catalog
+    for given in config.input.path if config.input.format != "iceberg" else ():
         path = _real(given, config.storage)
         if glob.has_magic(path) and not os.path.lexists(path):
             pattern = re.compile(glob_translate(path))

@@ -54,7 +54,7 @@ class Manifest:
     fingerprint: str  # SHA-256 of the identity
     identity: dict[str, Any]  # everything that can change an answer
     batching: Batching
-    files: list[InputFile]  # pinned
+    files: list[InputFile]  # pinned input files
     shards: list[Shard]  # sorted by index; a shard's index is its position
     schema: pa.Schema  # the columns that the job reads, the same for all files
     agreement: Agreement | None = None  # agreement with full depth, if it was measured before the job began
@@ -122,7 +122,7 @@ def plan_job(
     # a file uploaded again with the same bytes has another version, but does not make another job
     identity = _identity(config, resolved, schedule, stored.files if stored else pinned, batching, limit)
     if stored is not None and stored.identity == json.loads(json.dumps(identity)):
-        fingerprint = stored.fingerprint  # an earlier version's, if keys were removed since
+        fingerprint = stored.fingerprint  # the fingerprint of an earlier version, if keys have been removed
     else:
         fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     agreement = None if stored is None else stored.agreement
@@ -268,7 +268,7 @@ def _input_identity(config: JobConfig) -> dict[str, Any]:
         if values[name] == default:
             del values[name]
     if any(map(is_template, config.input.chat_texts)):
-        values["chat_texts"] = "templates"  # a job planned before they were has sent their braces
+        values["chat_texts"] = "templates"  # an earlier version did not treat these texts as templates
     return values
 
 

@@ -138,7 +138,7 @@ def _part(name: str, part: Any) -> str:
 
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message; templates read one of the first two
-CONTINUED = "CONTINUED_FROM_HERE "  # behind a message that the answer continues
+CONTINUED = "CONTINUED_FROM_HERE "  # marks the end of a message that the answer continues
 
 Tools = Sequence[Mapping[str, Any]]
 log = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], to
     before, tag, behind = rendered.rpartition(CONTINUED.strip())
     if not tag:
         raise UserError("the chat template leaves out the end of the message that input.continue_final continues")
-    return before if behind.startswith(" ") else before.rstrip()  # the template strips contents
+    return before if behind.startswith(" ") else before.rstrip()  # the template strips the contents of messages
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:

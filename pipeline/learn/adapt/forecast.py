@@ -13,7 +13,7 @@ from pipeline.learn.keep_order import ROWS as ORDER_ROWS
 from pipeline.learn.tune.plan import training_steps
 from pipeline.messages import duration
 
-SPREAD = 2.0  # the interval: from the estimate ÷ this to the estimate × this
+SPREAD = 2.0  # the interval is from the estimate ÷ SPREAD to the estimate × SPREAD
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from pipeline.storage.owned_folder import replacing
 from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
-DEV_ROWS, DEV_SHARE = 64, 0.1  # most rows that watch the training, and their share of those drawn for it
+DEV_ROWS, DEV_SHARE = 64, 0.1  # maximum number of dev rows, and their share of the rows drawn for training
 SCHEMA = pa.schema(
     [
         ("prompt", pa.list_(pa.int32())),

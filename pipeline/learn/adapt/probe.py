@@ -48,7 +48,7 @@ def probe(config: JobConfig, source: str) -> dict[str, Any]:
     task, _ = plan_adaptation(config, source)
     generator, prompts = _load(task), _prompts(task)
     announce(f"answering {len(prompts)} rows at full depth with {config.model.path}")
-    generator.answer(prompts[:1])  # warms up
+    generator.answer(prompts[:1])  # warms the engine up
     generator.take_stats()
     answers, stats = generator.answer(prompts), generator.take_stats()
     pairs = [(prompts[one.row].ids, one.token_ids) for one in answers if one.token_ids]

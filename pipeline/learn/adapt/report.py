@@ -62,7 +62,8 @@ def too_tight(adapted: Adapted) -> str:
             f"every speed-up is useless, for none has more {adapted.metric} than chance, and no job file is written; "
             "raise adapt.rows or training.epochs"
         )
-    least = math.ceil(1000 * closest.scores[adapted.metric].loss_high) / 1000  # rounded up, to admit this speed
+    # rounded up, so that this speed is within the tolerance
+    least = math.ceil(1000 * closest.scores[adapted.metric].loss_high) / 1000
     return (
         f"no speed-up is within adapt.tolerance = {adapted.tolerance:g} of {adapted.metric}, and no job file is "
         f"written; {closest.name} would be within {least:g}"

@@ -94,7 +94,7 @@ def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose:
     stored.check(settings)
     stored.folder.claim(configs.STAGE_FILES)
     with interruptible(), leased(LocalFolder(str(task.folder), task.folder)):
-        record = StageRecord(task.folder)  # read again: another run may have held the folder until now
+        record = StageRecord(task.folder)  # the record is read again: another run may have held the folder until now
         record.check(settings)
         return _adapt(task, values, record, settings, verbose)
 
@@ -222,7 +222,7 @@ def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mappin
     spec = load_spec(task.trained, task.resolved.checkpoint.num_layers)
     assert spec is not None, "tune writes one"
     shape = {key: value for key, value in spec.to_dict().items() if key in configs.KEPT}
-    model = str(fetch(task.resolved.source))  # the commit that was resolved, whatever the name means now
+    model = str(fetch(task.resolved.source))  # the resolved commit, even if its name means another one now
     values = configs.eval_values(task, model, shape, prompts, tuned=tuned) | dict(actors)
     with memory_freed():
         evaluation = evaluate_run.evaluate(validated(EvalConfig, values, "adapt"))

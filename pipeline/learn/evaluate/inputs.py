@@ -30,7 +30,7 @@ from pipeline.learn.rows import Text, is_text, token_ids
 from pipeline.prepare.tokenizer import longest, tokenize_labels
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
 
-REFERENCE = "reference model"  # name of its line, at full depth
+REFERENCE = "reference model"  # name of the reference model's line at full depth
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
     model = resolve_checkpoint(config.model, config.storage)
     changes = config.schedule.changes()
     if config.schedule.keep_order == MEASURED:
-        changes["keep_order"] = "paper"  # until it is measured
+        changes["keep_order"] = "paper"  # the paper's order until the order is measured
     spec = (model.checkpoint.spec or ScheduleSpec()).overridden(changes)
     names = [REFERENCE, *(variant.name for variant in _planned(config, spec, model.checkpoint.num_layers))]
     _check_names(config.baselines, names)

@@ -13,7 +13,7 @@ import numpy as np
 from pipeline.learn.evaluate.metrics import METRICS, Array
 from pipeline.learn.evaluate.results import CONFIDENCE, Score
 
-DRAWN_AT_ONCE = 2**22  # row numbers, 32 MiB
+DRAWN_AT_ONCE = 2**22  # maximum number of row numbers drawn at once, 32 MiB
 SAMPLES, SEED = 1000, 0  # resampled data sets of every interval, and the seed of their draw
 
 

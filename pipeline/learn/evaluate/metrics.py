@@ -75,7 +75,7 @@ def _kappa(sums: Array) -> Array:
     agreed, rows, marginals = sums[:, 0], sums[:, 1], sums[:, 2:]
     own, full = np.split(marginals, 2, axis=1)
     by_chance = (own * full).sum(axis=1) / rows
-    kappa: Array = (agreed - by_chance) / np.maximum(rows - by_chance, 1e-9)  # 0 where all answers are the same one
+    kappa: Array = (agreed - by_chance) / np.maximum(rows - by_chance, 1e-9)  # kappa is 0 if all answers are the same
     return kappa
 
 

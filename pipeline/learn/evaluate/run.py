@@ -155,7 +155,7 @@ def _write(evaluation: Evaluation, inputs: EvalInputs, runs: Mapping[str, TimedR
 def _columns(rows: Sequence[EvalRow]) -> dict[str, list[Any]]:
     """Return the rows' own columns in the files of answers: id and references if the data has them, and prompt."""
     prompts: list[Any] = [row.prompt for row in rows]
-    if any(isinstance(prompt, str) for prompt in prompts):  # files of both kinds: ids as text
+    if any(isinstance(prompt, str) for prompt in prompts):  # if some prompts are texts, token ids are written as text
         prompts = [prompt if isinstance(prompt, str) else json.dumps(prompt) for prompt in prompts]
     columns = {"id": [row.id for row in rows]} if any(row.id is not None for row in rows) else {}
     columns["prompt"] = prompts

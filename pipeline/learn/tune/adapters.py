@@ -77,7 +77,7 @@ def save_adapters(model: PeftModel, base: str, folder: Path) -> None:
 
     state: dict[str, Any] = peft.get_peft_model_state_dict(model)
     model.save_pretrained(str(folder), state_dict={name: weight.to(torch.bfloat16) for name, weight in state.items()})
-    (folder / "README.md").unlink(missing_ok=True)  # an empty form of peft's
+    (folder / "README.md").unlink(missing_ok=True)  # peft's empty template
     (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors leaves the file to its owner alone
     save_record(folder, base_digest(Path(base)))
 

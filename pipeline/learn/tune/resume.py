@@ -68,11 +68,11 @@ def finish(config: TuneConfig, save: Callable[[Path], None], record: Mapping[str
     save(new)
     owned = OwnedFolder(output, RECORD, "output")
     names = sorted(path.name for path in new.iterdir())
-    owned.save({})  # not finished while files are replaced
+    owned.save({})  # the training is not finished while files are replaced
     owned.claim(names)
     for name in names:
         (new / name).replace(output / name)
-    owned.discard(owned.files() - {STATE, *names})  # such as shards of a larger type
+    owned.discard(owned.files() - {STATE, *names})  # for example shards of another training
     new.rmdir()
     owned.save(record)
 

@@ -26,7 +26,7 @@ from pipeline.runtime.announce import Timer, announce
 from pipeline.storage.owned_folder import replacing
 
 KEY = "key"  # column with a pair's key, under which its teacher's distributions are kept
-LOSS = "eval_loss"  # on the dev set, the mean over the schedules; that of a schedule has its name behind it
+LOSS = "eval_loss"  # loss on the dev set, mean over schedules; a schedule's own loss has its name appended
 MAX_NORM = 1.0  # largest norm of a step's gradient
 LOGGED = 20  # steps between two losses of the record
 BEST = "best.pt"
@@ -55,7 +55,7 @@ class Teacher:
         self.alone = alone
         self.schedule = ScheduleSpec().build(decoder.num_layers)
         self._kept: dict[Any, Targets] = {}
-        self._new: list[tuple[Any, Targets]] = []  # kept since the last exchange
+        self._new: list[tuple[Any, Targets]] = []  # distributions computed since the last exchange
 
     def targets(self, pairs: Sequence[Pair]) -> Targets:
         """Return the distributions of the pairs' response tokens; those of a pair with a key are computed once."""
@@ -270,7 +270,7 @@ class Training:
         found, schedules = dict[str, float](), self.schedules
         with self._autocast():
             labels, targets = self._expected(pairs, 1)
-            for layers in {one.prompt_layers for one in schedules.values()}:  # these share the prompts' pass
+            for layers in {one.prompt_layers for one in schedules.values()}:  # schedules that share the prompts' pass
                 names = [name for name, one in schedules.items() if one.prompt_layers == layers]
                 states = predicting_states(self.decoder, pairs, [schedules[name] for name in names])
                 for name, hidden in zip(names, states, strict=True):

@@ -88,7 +88,7 @@ def _work(rank: int, store: str, config: TuneConfig, order: Order | None) -> Non
     torch.distributed.init_process_group(backend, store=meeting, rank=rank, world_size=workers.count)
     with redirect_stdout(sys.stderr):  # losses are progress; a command may print its result alone
         train(config, with_order(config, plan_training(config), order))
-    # not after an error: others would fail before this process has left its traceback
+    # skipped after an error: other processes would fail before this one has written its traceback
     torch.distributed.destroy_process_group()
     sys.stderr.flush()
     os._exit(0)  # a thread of a library may abort in destructors a process whose work is done
