@@ -1,7 +1,7 @@
 """Metrics of a running job: names, units, and the sink that takes the amounts out of this process. Imports no ray.
 
 A process that exports metrics installs a sink; `run.remote` has the one of Ray. Without a sink, as in the
-in-process backend, amounts are dropped. Amounts are added per shard, per retry, and once a second, never per token.
+in-process backend, amounts are dropped. Amounts are added per shard or retry, never per token.
 """
 
 from __future__ import annotations
@@ -38,9 +38,6 @@ METRICS = {
     "layer_steps": _counter("layers run over decode steps"),
     "seconds": _counter("seconds of tasks and actors, by part: prepare, prefill, decode, commit", PART),
     "store_retries": _counter("calls of the store that failed and were tried again"),
-    "rows_in_flight": Metric("gauge", "answers that an actor generates now"),
-    "cache_bytes": Metric("gauge", "bytes of key/value cache that an actor uses now"),
-    "cache_bytes_limit": Metric("gauge", "bytes of key/value cache that an actor may use"),
     "job_rows": Metric("gauge", "rows of the job"),
     "job_rows_done": Metric("gauge", "committed rows of the job, those of earlier runs included"),
     "eta_seconds": Metric("gauge", "seconds in which the rows left are answered at the rate of the last five minutes"),
@@ -77,11 +74,6 @@ def installed(sink: Sink) -> Iterator[None]:
         yield
     finally:
         install(before)
-
-
-def exporter() -> Sink | None:
-    """Return the sink to which this process exports metrics; None without one."""
-    return _sink
 
 
 def add(name: str, amount: float = 1.0, *, part: Part | None = None) -> None:

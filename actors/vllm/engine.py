@@ -164,10 +164,6 @@ class VllmEngine:
         """Return 0: vLLM refuses no row that fits its context, and preempts rows when the cache is full."""
         return 0
 
-    def used_cache_bytes(self) -> int:
-        """Return the bytes of cache that the rows in flight use now."""
-        return int(self._core.engine_core.scheduler.kv_cache_manager.usage * self.cache_bytes)
-
     def take_stats(self) -> EngineStats:
         """Return the counts since the last call."""
         stats, self.stats = self.stats, EngineStats()

@@ -24,8 +24,8 @@ from actors.answers import Answer, Prompt
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.types import EngineStats
 from actors.generator import Generator
+from pipeline import metrics
 from pipeline.generate.coordinator import Coordinator
-from pipeline.generate.live_counts import LiveCounts
 from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.settings import fetched
 from pipeline.generate.stats import ShardStats
@@ -143,7 +143,6 @@ class ShardGenerator:
         self.thread = ThreadPoolExecutor(1, "generator")
         settings = fetched(generator, partial(coordinator.downloading, actor))
         self.generator = self.thread.submit(Generator, **settings).result()
-        self.counts = LiveCounts(self.generator)
         self.loaded = time.time()
         if self.worker.owns_process:
             logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -189,7 +188,7 @@ class ShardGenerator:
                 turn.end()  # an isolated shard keeps its turn: else the next shard's death would count as its own
             table = part_table(rows, answers, self.part, shard)
             data = part_bytes(table, self.part, shard)
-            self.counts.report()
+            _count(engine)
             measured = {**self._measured(engine, began, alone), "prepare_seconds": prepare_seconds}
             measured["control_tokens"] = lambda: pc.sum(rows[CONTROL_TOKENS]).as_py() or 0
             self._show(asked, answers)
@@ -272,6 +271,14 @@ def _check_rows(answers: Sequence[Answer], shard: Shard) -> None:
             f"part-{shard.index:06d}.parquet ({shard.url} from row {shard.first_row}) is not committed: of its "
             f"{shard.rows} rows {len(set(answered))} are answered, {which}; this is a defect of the engine"
         )
+
+
+def _count(stats: EngineStats) -> None:
+    """Add what a shard has cost to the metrics."""
+    for name in ("generated_tokens", "prompt_tokens", "decode_steps", "layer_steps"):
+        metrics.add(name, getattr(stats, name))
+    metrics.add("seconds", stats.prefill_seconds, part="prefill")
+    metrics.add("seconds", stats.decode_seconds, part="decode")
 
 
 def _share(part: float, total: float) -> float:

@@ -44,9 +44,7 @@ class FakeGenerator(Generator):
     line: StartingLine | None = None
 
     def __init__(self, checkpoint: str, **settings: Any) -> None:
-        self.cache_bytes = 0
         self.tokenizer = SimpleNamespace(decode=str)
-        self.engine = SimpleNamespace(stats=EngineStats(), rows=[], used_cache_bytes=int)
         if self.line:
             self.line.wait()
 

@@ -108,8 +108,6 @@ def stand_in(task: Task) -> type:
     class StandIn(Generator):
         def __init__(self, checkpoint: str, **settings: Any) -> None:
             self.tokenizer = Tokenizer.from_file(f"{checkpoint}/tokenizer.json")
-            self.cache_bytes = 0
-            self.engine = SimpleNamespace(stats=EngineStats(), rows=[], used_cache_bytes=int)
 
         def begin(self, prompts: Any, prefix: Any = (), on_batch: Any = None, on_drain: Any = None) -> Any:
             call = SimpleNamespace(stats=EngineStats(batches=1, generated_tokens=len(prompts)))

@@ -1,8 +1,7 @@
-"""What a job counts while it runs is what its statistics say; without a sink it counts nothing."""
+"""What a job counts while it runs is what its statistics say."""
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 
@@ -12,11 +11,9 @@ import pytest
 from in_process import job_config, run_in_process
 from recorded_metrics import Recorded
 
-from actors.engine.types import EngineStats
 from pipeline import metrics
 from pipeline.config.job import JobConfig
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
-from pipeline.generate.live_counts import LiveCounts
 from pipeline.metrics import METRICS
 from pipeline.report.progress import Progress
 
@@ -47,42 +44,6 @@ def test_the_metrics_of_a_job_are_its_totals(tmp_path: Path, checkpoint: Path) -
     assert names == METRICS.keys() - DRIVER - STORE
 
 
-def test_without_a_sink_nothing_runs_beside_the_job(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics, "_sink", None)  # read tasks of Ray Data, which other tests call here, export
-    before = set(threading.enumerate())  # a thread of an earlier test may still end
-    run_in_process(config(tmp_path, checkpoint))
-    assert "metrics" not in [thread.name for thread in set(threading.enumerate()) - before]
-
-
-class Engine:
-    """An engine's counts, as a test sets them."""
-
-    def __init__(self) -> None:
-        self.stats = EngineStats()
-        self.rows: list[int] = []
-        self.cache_bytes = 7
-        self.engine = self
-
-    def used_cache_bytes(self) -> int:
-        return 3
-
-
-def test_counts_that_are_taken_back_lower_no_counter() -> None:
-    engine, recorded = Engine(), Recorded()
-    counts = LiveCounts(engine)  # type: ignore[arg-type]
-    with metrics.installed(recorded):
-        engine.stats.decode_steps = 10
-        counts.report()
-        engine.stats.decode_steps = 4  # memory ran out: the rows are dropped
-        counts.report()
-        engine.stats.decode_steps = 12
-        counts.report()
-    assert recorded.counters["decode_steps"] == 12
-    assert recorded.gauges == {"rows_in_flight": 0, "cache_bytes": 3, "cache_bytes_limit": 7}
-
-
 def test_the_driver_sets_the_jobs_gauges() -> None:
     coordinator, recorded = Coordinator(), Recorded()
     with metrics.installed(recorded), Progress(coordinator, Workload(8, 1000, 1, 50)) as progress:
@@ -95,7 +56,7 @@ def test_the_driver_sets_the_jobs_gauges() -> None:
 
 
 def test_a_name_is_a_metric_of_its_kind() -> None:
-    for wrong in (lambda: metrics.add("rows_in_flight"), lambda: metrics.set_gauge("rows", 1)):
+    for wrong in (lambda: metrics.add("job_rows"), lambda: metrics.set_gauge("rows", 1)):
         with pytest.raises(AssertionError):
             wrong()
     with pytest.raises(AssertionError):
