@@ -37,7 +37,7 @@ def report(
     ] = False,
     html: Annotated[
         bool,
-        typer.Option("--html", help="Instead: write _job/report.html; of a root of incremental runs, its report."),
+        typer.Option("--html", help="Instead: write _job/report.html."),
     ] = False,
     to: Annotated[Path | None, typer.Option("--to", help="With --html: the local file to write instead.")] = None,
 ) -> None:
@@ -106,26 +106,24 @@ def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
 
 
 def _html(url: str, storage: StorageConfig, to: Path | None) -> None:
-    """Write the page of a job, or of a root of incremental runs, into its own folder or the local file `to`."""
+    """Write the page of a job into its own folder or the local file `to`."""
     from pipeline.commit.records import read_records
     from pipeline.incremental.ledger import holds_ledger
-    from pipeline.incremental.root_page import ROOT_REPORT, root_page
     from pipeline.report.job_page import REPORT, job_page
     from pipeline.storage.folder import open_folder
 
     folder = open_folder(url, storage)
     if holds_ledger(folder):
-        name, page = ROOT_REPORT, root_page(folder, storage)
-    else:
-        manifest = _manifest(folder, url)
-        name, page = REPORT, job_page(folder, manifest, read_records(folder, manifest.fingerprint), storage)
+        raise UserError(f"{url}: --html is for one run: name a dated folder in this root")
+    manifest = _manifest(folder, url)
+    page = job_page(folder, manifest, read_records(folder, manifest.fingerprint), storage)
     if to is None:
-        folder.replace(name, page)
+        folder.replace(REPORT, page)
     elif to.exists() and b"<title>SkipDecode" not in to.read_bytes():
         raise UserError(f"--to {to}: this file is no report of an earlier run; choose another name")
     else:
         to.write_bytes(page)
-    typer.echo(str(to or f"{folder.url}/{name}"))
+    typer.echo(str(to or f"{folder.url}/{REPORT}"))
 
 
 def _manifest(folder: Folder, url: str) -> Manifest:

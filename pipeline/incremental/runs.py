@@ -32,7 +32,6 @@ from pipeline.config.job import JobConfig
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import ConcurrentRun, Ledger, LedgerRun
 from pipeline.incremental.retry import Rows, failed_rows, shards_of
-from pipeline.incremental.root_page import ROOT_REPORT, root_page
 from pipeline.input.files import Files, list_input, list_pinned
 from pipeline.input.table import TablePin
 from pipeline.messages import counted
@@ -44,7 +43,6 @@ from pipeline.plan.manifest import NoRows, newest, with_snapshot
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.planned import PlannedJob, part_schema, plan
 from pipeline.report.job_page import write_report
-from pipeline.report.page import write_page
 from pipeline.report.summary import JobResult
 from pipeline.run.stages import Backend
 from pipeline.runtime.announce import announce
@@ -152,8 +150,6 @@ def run_in(
             run = ledgers.claim(root, ledger, checked.manifest, new.pin, left)
             plan_files.save(_folder(root, run, config), checked.manifest)
             finished.append(_answer(root, run, checked, backend))
-    if finished:
-        write_page(root, ROOT_REPORT, lambda: root_page(root, config.storage))
     succeeded = [done.run for done in finished if done.run.state == "success"]
     return IncrementalResult(finished, succeeded[-1] if succeeded else ledger.last_success, left)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from importlib.resources import files
 from typing import Any
 
 import pyarrow as pa
+from jinja2 import DictLoader, Environment, StrictUndefined
 
 from actors.engine.errors import UserError
 from pipeline.commit.duplicates import with_duplicates
@@ -20,20 +23,31 @@ from pipeline.commit.sink import part_name
 from pipeline.config.job import StorageConfig
 from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up, slowest_shards
 from pipeline.input.rows import read_shards
+from pipeline.messages import duration, one_line, without_secrets, write_log
 from pipeline.plan.manifest import Manifest
 from pipeline.report.figures import error_kinds, run_spans, total_lines
-from pipeline.report.page import flat, render, write_page
 from pipeline.storage.folder import STORE_ERRORS, Folder
 from pipeline.storage.parquet import read_parquet
 
+log = logging.getLogger(__name__)
 REPORT = "_job/report.html"
+HERE = files("pipeline.report")
+MOST_CHARS = 400  # maximum characters of a value of the configuration
 SHOWN_SHARDS, SHOWN_RUNS, SHOWN_LABELS, SHOWN_ANSWERS = 10, 20, 100, 10
 LABEL_CHARS, ANSWER_CHARS = 200, 1000
 
 
 def write_report(folder: Folder, manifest: Manifest, storage: StorageConfig) -> None:
-    """Write the report of a job whose statistics are written. An error is a warning, with its traceback in a log."""
-    write_page(folder, REPORT, lambda: job_page(folder, manifest, read_parquet(folder.read(STATS)), storage))
+    """Write the report of a job whose statistics are written.
+
+    An error is a warning, with its traceback in a log: a report is not worth a failed job.
+    """
+    try:
+        folder.replace(REPORT, job_page(folder, manifest, read_parquet(folder.read(STATS)), storage))
+    except Exception as error:
+        traceback = write_log(error)
+        shown, again = f" (traceback: {traceback})" if traceback else "", f"skipdecode report {folder.url} --html"
+        log.warning("%s/%s was not written: %s%s; `%s` writes it", folder.url, REPORT, one_line(error), shown, again)
 
 
 def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: StorageConfig) -> bytes:
@@ -129,3 +143,36 @@ def _text(value: Any) -> str:
         value = "\n".join(f"{message.get('role')}: {message['content']}" for message in value)
     value = "" if value is None else value
     return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))[:ANSWER_CHARS]
+
+
+def render(template: str, values: Mapping[str, Any]) -> bytes:
+    """Return the page of a template in this folder."""
+    names = [path.name for path in HERE.iterdir() if path.name.endswith((".html", ".css"))]
+    environment = Environment(
+        loader=DictLoader({name: (HERE / name).read_text() for name in names}),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(count=count, duration=duration, when=when)
+    text = environment.get_template(template).render(values)
+    return text.encode(errors="replace")  # a name may hold a lone surrogate
+
+
+def count(value: float | None) -> str:
+    """Return a number with separators; "" for None."""
+    return "" if value is None else f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:,.3g}"
+
+
+def when(value: float) -> str:
+    """Return a time in UTC. value: s since 1970."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
+
+
+def flat(value: Any, name: str = "") -> list[tuple[str, str]]:
+    """Return dotted names of a configuration's values, and their texts, without secrets and cut to `MOST_CHARS`."""
+    if isinstance(value, Mapping) and value:
+        return [pair for key, item in value.items() for pair in flat(item, f"{name}.{key}" if name else str(key))]
+    text = without_secrets(value if isinstance(value, str) else "" if value is None else str(value))
+    return [(name, text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]}… ({len(text):,} characters)")]

@@ -117,7 +117,7 @@ def reports() -> None:
 def _without_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs that run in this process write no report.html: to draw one takes half a second."""
     if "reports" not in request.fixturenames:
-        for module, name in ((jobs, "write_report"), (runs, "write_report"), (runs, "write_page")):
+        for module, name in ((jobs, "write_report"), (runs, "write_report")):
             monkeypatch.setattr(module, name, lambda *_: None)
 
 

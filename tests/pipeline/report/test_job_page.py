@@ -15,8 +15,7 @@ from pipeline.commit.runs import RUNS
 from pipeline.config.job import StorageConfig
 from pipeline.input.shards import Shard
 from pipeline.report import job_page as pages
-from pipeline.report.job_page import job_page
-from pipeline.report.page import count, flat
+from pipeline.report.job_page import count, flat, job_page
 from pipeline.storage.folder import Folder, open_folder
 
 LOCAL = StorageConfig()
