@@ -84,7 +84,7 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
         "batching": [(name, str(value)) for name, value in vars(manifest.batching).items() if name != "prefix"],
         "versions": list((runs[-1].versions if runs else versions()).items()),
     }
-    return render("job_page.html", values)
+    return _render(values)
 
 
 def _labels(totals: Totals, known: Iterable[str]) -> list[tuple[str, int]]:
@@ -145,18 +145,14 @@ def _text(value: Any) -> str:
     return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))[:ANSWER_CHARS]
 
 
-def render(template: str, values: Mapping[str, Any]) -> bytes:
-    """Return the page of a template in this folder."""
-    names = [path.name for path in HERE.iterdir() if path.name.endswith((".html", ".css"))]
+def _render(values: Mapping[str, Any]) -> bytes:
+    """Fill in the template beside this file. All text is escaped; the page holds no script."""
+    texts = {name: (HERE / name).read_text() for name in ("job_page.html", "page.css")}
     environment = Environment(
-        loader=DictLoader({name: (HERE / name).read_text() for name in names}),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=DictLoader(texts), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters.update(count=count, duration=duration, when=when)
-    text = environment.get_template(template).render(values)
+    text = environment.get_template("job_page.html").render(values)
     return text.encode(errors="replace")  # a name may hold a lone surrogate
 
 
