@@ -98,12 +98,12 @@ def estimate(
     Args:
         limit: Plan only the first rows of the input.
         backend: Where the job would run; Ray Data by default.
-        process_began: s since 1970, for the start-up; now by default.
+        process_began: When the process started, s since 1970; default now. The start-up time begins there.
         seconds: Time for the sampled rows, all speeds together.
 
-    Return plain values; `chosen` is the line of `speeds` that the job runs. startup: seconds in which no actor answers:
-    plan (from the start of the process), ray (to start or find it and to leave it), load (until the last actor has its
-    model), stages (before the first and after the last row).
+    Return plain values. `chosen` is the entry of `speeds` at the job's speed. `startup` has the seconds without
+    answers: plan (from the start of the process), ray (to start or find it and to leave it), load (until the last actor
+    has its model), stages (before the first and after the last row).
 
     Raises:
         UserError: `job.run` would refuse the job, or no sampled row can be answered.

@@ -41,7 +41,7 @@ def check_unicode(value: Any, where: str = "") -> None:
         check_unicode(one, f"{where}.{index}")
 
 
-LINE = 1000  # maximum characters, as an error may quote all its input
+LINE = 1000  # maximum characters of a line, because an error may quote the whole input that caused it
 
 
 def one_line(error: BaseException) -> str:

@@ -95,7 +95,7 @@ class BucketStore:
         return folder
 
     def digests(self, file: RemoteFile) -> dict[str, str]:
-        """Return hexadecimal digests of the content that the store knows, by algorithm."""
+        """Return the digests that the store knows of the file's content: algorithm -> hexadecimal digest."""
         fs, path = filesystem(self.url, self.storage)
         bucket, _, key = f"{path}/{file.name}".partition("/")
         with self._user_errors():

@@ -235,7 +235,7 @@ def set_aside(folder: Folder, name: str) -> None:
     copy = f"{DAMAGED}/{name.removesuffix('.parquet')}-{hashlib.sha256(data).hexdigest()[:16]}.parquet"
     folder.create(copy, data)
     if folder.read(copy) != data:
-        raise OSError(f"{folder.url}/{copy}: is not a copy of {name}, which stays")
+        raise OSError(f"{folder.url}/{copy} differs from {name}, so {name} was not removed")
     folder.remove(name)
     log.warning("%s/%s was damaged: kept as %s; its shard is answered again", folder.url, name, copy)
 

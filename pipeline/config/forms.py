@@ -72,7 +72,7 @@ def check_labels(labels: Sequence[str | None], least: int = 1) -> None:
 
 
 def _form(value: Any) -> Any:
-    """Return the form of `{json_schema: …}`, `{regex: …}` or `{grammar: …}`; a .json or .lark file may hold it."""
+    """Return the format of `{json_schema: …}`, `{regex: …}` or `{grammar: …}`: text, or a .json or .lark file."""
     if not isinstance(value, dict):
         return value
     read = dict(value)

@@ -81,7 +81,7 @@ class Agreement:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Agreement:
-        """Read `dataclasses.asdict`, after JSON. Raises TypeError if the values are not its fields."""
+        """Build it from the dict of `dataclasses.asdict`, also after JSON. Raises TypeError for other keys."""
         examples = tuple(Example(**example) for example in values.get("examples", ()))
         return cls(**{**values, "examples": examples})
 

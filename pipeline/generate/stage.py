@@ -146,7 +146,7 @@ class ShardGenerator:
         self.loaded = time.time()
         if self.worker.owns_process:
             logging.getLogger("transformers").setLevel(logging.ERROR)
-            # loaded objects stay: a collection that scans them each time takes a tenth of a small model's time
+            # loaded objects live until the end: garbage collections would take a tenth of a small model's time
             gc.collect()
             gc.freeze()
             # Ray's exit handlers run after Python's, and may wait for ever for a lock of their own process

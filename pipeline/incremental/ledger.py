@@ -146,7 +146,7 @@ def read(root: Folder) -> Ledger:
         runs, compacted = [], 0
 
     def run(number: int) -> LedgerRun:
-        # read by name, not from the listing, which may miss one of two records written meanwhile
+        # each record is read by its name: a listing may miss a record that is written at the same time
         values, end = _record(root, claim_name(number)), _record(root, end_name(number))
         if values is None:
             raise UserError(f"{root.url}/{claim_name(number)}: missing; without it files would be answered twice")
@@ -230,7 +230,7 @@ def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[in
 
 
 def compact(root: Folder, ledger: Ledger) -> None:
-    """Write the ended runs into one file, once there are `COMPACT_EVERY` more."""
+    """Write all ended runs into one file if `COMPACT_EVERY` runs have ended since the last such file."""
     ended = [run for run in ledger.runs if run.state != "unfinished"]
     if ended and ended[-1].number - ledger.compacted >= COMPACT_EVERY:
         # two processes may write the file: both write the same bytes, as ended runs do not change

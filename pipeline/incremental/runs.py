@@ -1,14 +1,14 @@
 """Incremental runs: finish the unfinished run, then answer the input files that no run has answered.
 
-Steps of a run on the ledger and on its dated folder; it may die after any of them:
+A run takes these steps, on the ledger and in its dated folder, and may die after any of them:
 
     claim the files ─> save the plan in the folder ─> answer, shard by shard ─> check every row ─> end ─> _SUCCESS
 
 Between the end and `_SUCCESS` the parts become a snapshot of the output table, if there is one: only a run that counts
-gets into it. The next command continues from there, or abandons the run and claims its files again. Overlapping
-commands may both work on one folder, which wastes time but is harmless; `end` decides once whether a run counts. A run
-with more row errors than `max_error_rate` does not end: the next command ends it if its rate allows that, else abandons
-it and answers its files again.
+gets into it. The next command continues after the last step, or abandons the run and claims its files again.
+Overlapping commands may both work on one folder, which wastes time but is harmless; `end` decides once whether a run
+counts. A run with more row errors than `max_error_rate` is not ended. The next command ends it if its own limit is
+higher, else abandons it and answers its files again.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def cut_shards(files: Iterable[InputFile], shard_rows: int, shard_bytes: int) ->
 
 
 def _even_cuts(file: InputFile, shard_rows: int, shard_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield first row and last row + 1 of shards; a group's rows count as equally large."""
+    """Yield the range of rows (start, end) of each shard. All rows of a row group are taken to have the same size."""
     start, size, first = 0, 0.0, 0
     for rows, group_bytes in zip(file.group_rows, file.group_bytes, strict=True):
         for row in range(first, first + rows):

@@ -61,7 +61,7 @@ def _prepare_shard(shard: int, table: pa.Table, spec: PromptSpec, quarantine: Qu
 
 @contextmanager
 def _deadline(table: pa.Table, spec: PromptSpec) -> Iterator[None]:
-    """End this process if the block takes too long for these rows; the quarantine then finds the row."""
+    """End this process if the `with` block takes too long for the table's rows. The quarantine finds the row later."""
     tokenizer_of(spec.checkpoint)  # fetches the tokenizer if necessary
     seconds = DEADLINE_SECONDS + SECONDS_PER_ROW * table.num_rows + table.nbytes / BYTES_PER_SECOND
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)

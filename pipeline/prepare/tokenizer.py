@@ -59,7 +59,7 @@ def _longest_token(checkpoint: Source) -> int:
 
 
 def fewest_tokens(checkpoint: Source, text: str) -> int:
-    """Return the minimum number of tokens of a long text, as if each were the longest token; 0 for a short text."""
+    """Return a lower bound of a long text's tokens: its length / the longest token's length; 0 for a short text."""
     return 0 if len(text) <= SHORT_CHARACTERS else -(-len(text) // _longest_token(checkpoint))
 
 

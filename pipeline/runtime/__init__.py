@@ -1,4 +1,4 @@
-"""Handles signals and processes that die: quarantine, isolated calls; and prints progress lines.
+"""Handles signals, and processes that die (quarantine, isolated calls); prints progress lines.
 
 Imports storage, config and messages; no ray.
 """

@@ -116,7 +116,7 @@ def _head_seconds(generator: Generator, rows: int) -> float:
 
 
 def _divergence(generator: Generator, pairs: Sequence[Row], order: Sequence[int]) -> list[dict[str, float]]:
-    """Return, for the first layers of the order alone, the divergence from full depth in nats a token and agreement."""
+    """Run only the first n layers of the order, for several n; return the divergence and agreement of each."""
     decoder, found = generator.engine.decoder, list[dict[str, float]]()
     with torch.inference_mode(), packed(decoder.model):
         passes = [ResponsePasses(decoder, batch) for batch in batches(pairs, decoder.vocab_size)]

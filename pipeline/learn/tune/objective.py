@@ -109,7 +109,7 @@ def dev_loss(decoder: Decoder, hidden: Tensor, labels: Tensor, targets: Targets 
 def loss_and_gradient(
     logits: Tensor, labels: Tensor, targets: Targets | None, loss: LossConfig, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed objective of the student's logits [M, V], and its gradient by them, [M, V] in their dtype."""
+    """Return the summed objective of the student's logits [M, V], and its gradient with respect to them."""
     total = logits.new_zeros((), dtype=torch.float32)
     gradient: Tensor | None = None
     if loss.references > 0:
