@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from ideal import Least, Shape, least, taken_off
-from prune_layers import prune
+from ideal import Ceilings, Least, Shape, least, taken_off
 from real_data import TOPICS, Similar, topic_of
+from real_evidence import prune
 from real_model import values_of, values_stated
-from roofline import Ceilings, Counter
-from roofline import least as counted
 from tiny_models import LAYERS, tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from actors.engine.decoder import Decoder
-from actors.engine.engine import Engine
-from actors.engine.loop import generate
 from actors.engine.schedule.schedule import ScheduleSpec
-from actors.engine.types import Request, SamplingParams
 
 CATEGORIES = Path("../shared/data/banking77/categories.json")
 
@@ -29,7 +24,7 @@ CATEGORIES = Path("../shared/data/banking77/categories.json")
 def test_a_pruned_model_is_the_base_without_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base: PreTrainedModel = tiny_model("llama")
     base.save_pretrained(tmp_path / "base")
-    monkeypatch.setattr("prune_layers.AutoTokenizer", _NoTokenizer)
+    monkeypatch.setattr("real_evidence.AutoTokenizer", _NoTokenizer)
     prune(tmp_path / "base", tmp_path / "out", [5, 0, 2])
     pruned = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert pruned.config.num_hidden_layers == 3
@@ -51,22 +46,29 @@ class _NoTokenizer:
 
 
 @pytest.mark.parametrize("speedup", [1.0, 2.0])
-@pytest.mark.parametrize("ends", [(9, 9, 9), (9, 4, 1)])
-def test_the_least_time_is_that_of_the_passes_that_the_engine_runs(speedup: float, ends: tuple[int, ...]) -> None:
-    """Equal to the count of a real run where all rows end together; below it where the engine waits for ended rows."""
-    decoder, ceilings = Decoder(tiny_model("llama")), Ceilings(flops=100.0, bandwidth=7.0)
-    counter = Counter(ceilings)
-    counter.watch(decoder)
-    schedule = ScheduleSpec(speedup=speedup, horizon=6).build(LAYERS)
-    rows = [Request([5 + row] * 7, SamplingParams(max_new_tokens=end), row) for row, end in enumerate(ends)]
-    generate(Engine(decoder, schedule, ()), rows, budget_bytes=2**40, max_rows=8)
-    parts = counter.take()
-    found = least([(7, end) for end in ends], schedule, Shape.of(decoder.model.config), ceilings, 4, 8)
-    assert found.prefill == pytest.approx(counted(parts, "prefill"))
-    if len(set(ends)) == 1:
-        assert found.decode == pytest.approx(counted(parts, "decode"))
-    else:
-        assert 0.5 * counted(parts, "decode") < found.decode <= counted(parts, "decode") * (1 + 1e-9)
+def test_the_least_time_is_that_of_sums_by_hand(speedup: float) -> None:
+    """FLOPs where memory is fast, and bytes where arithmetic is; rows that have ended cost nothing."""
+    config, count, prompt, new = tiny_model("llama").config, 3, 7, 9
+    schedule, shape = ScheduleSpec(speedup=speedup, horizon=6).build(LAYERS), Shape.of(config)
+    size, heads = config.head_dim, config.num_key_value_heads
+    width, cached = config.num_attention_heads * size, 2 * heads * size
+    layer = config.hidden_size * 2 * (width + heads * size) + 3 * config.hidden_size * config.intermediate_size
+    assert shape == Shape(layer, config.vocab_size * config.hidden_size, width, cached)
+    depths = [schedule.depth(position) for position in range(new - 1)]
+    keys = sum(depth * (prompt + position + 1) for position, depth in enumerate(depths))
+
+    def found(ceilings: Ceilings, *ends: int) -> Least:
+        return least([(prompt, end) for end in ends], schedule, shape, ceilings, 4, 8)
+
+    flops = found(Ceilings(1.0, 1e30), *[new] * count)
+    pairs = math.comb(prompt + 1, 2)
+    assert flops.prefill == pytest.approx(2 * count * (LAYERS * (prompt * layer + 2 * pairs * width) + shape.head))
+    assert flops.head == pytest.approx(2 * count * shape.head * (new - 1))
+    assert flops.decode == pytest.approx(2 * count * (layer * sum(depths) + 2 * keys * width) + flops.head)
+    moved = found(Ceilings(1e30, 1.0), *[new] * count)
+    assert moved.prefill == pytest.approx(4 * (LAYERS * (layer + count * prompt * cached) + shape.head))
+    assert moved.decode == pytest.approx(4 * (layer * sum(depths) + count * keys * cached + shape.head * (new - 1)))
+    assert found(Ceilings(1.0, 1e30), new, 1).decode == pytest.approx(flops.decode / count)
 
 
 def test_the_ideal_is_the_measured_time_without_the_skipped_layers() -> None:

@@ -18,15 +18,13 @@ from typing import Any
 import psutil
 import torch
 from peak_memory import forget_peak, peak_bytes
-from roofline import Counter, Part
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from workloads import Forced, Workload
 
 from actors.engine.cpu.executor import fastest_decoder
-from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.loop import generate
-from actors.engine.schedule.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 from actors.engine.types import EngineStats, Request, SamplingParams
 
 HERE = Path(__file__).parent
@@ -45,18 +43,16 @@ class Timing:
     prefill: float | None = None
     decode: float | None = None
     stats: EngineStats | None = None
-    parts: dict[str, Part] | None = None
+    schedule: Schedule | None = None
 
 
 class Ours:
     """The engine without pipeline around it, at any speed."""
 
-    def __init__(self, checkpoint: Path, counter: Counter, max_rows: int) -> None:
+    def __init__(self, checkpoint: Path, max_rows: int) -> None:
         before = psutil.Process().memory_info().rss
-        self.decoder = Decoder(load_model(checkpoint))
-        self.counter = counter
-        counter.watch(self.decoder)
-        self.decoder = fastest_decoder(self.decoder.model)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+        self.decoder = fastest_decoder(model.eval().requires_grad_(False))
         gc.freeze()  # as an actor of the pipeline does
         self.model_bytes = psutil.Process().memory_info().rss - before
         self.max_rows = max_rows
@@ -69,8 +65,11 @@ class Ours:
             schedule = ScheduleSpec(speedup=speedup, horizon=workload.horizon).build(self.decoder.num_layers)
             self.engines[key] = Engine(self.decoder, schedule, (), cumulative_logprob=False)
         engine = self.engines[key]
-        requests = requests_of(workload)
-        self.counter.take()
+        sampling = SamplingParams(max_new_tokens=workload.limit, ignore_eos=True)
+        requests = [
+            Request(ids, sampling, key=row, ending=Forced(new))
+            for row, (ids, new) in enumerate(zip(workload.prompts, workload.new, strict=True))
+        ]
         forget_peak()
         began = time.perf_counter()
         done = generate(engine, requests, budget_bytes=CACHE_BYTES, max_rows=self.max_rows, scheduler=scheduler)
@@ -84,23 +83,8 @@ class Ours:
             stats.prefill_seconds,
             stats.decode_seconds,
             stats,
-            self.counter.take(),
+            engine.schedule,
         )
-
-
-def requests_of(workload: Workload) -> list[Request]:
-    """The rows as the engine takes them, which is not told their lengths."""
-    sampling = SamplingParams(max_new_tokens=workload.limit, ignore_eos=True)
-    return [
-        Request(ids, sampling, key=row, ending=Forced(new))
-        for row, (ids, new) in enumerate(zip(workload.prompts, workload.new, strict=True))
-    ]
-
-
-def load_model(checkpoint: Path) -> PreTrainedModel:
-    """A checkpoint in bfloat16, for inference alone."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    return model.eval().requires_grad_(False)
 
 
 class PeerEnded(Exception):

@@ -1,21 +1,61 @@
-"""The ideal wall clock of a schedule: the time of full depth with the skipped work taken off.
+"""The ideal wall clock of a schedule: the time of full depth with the skipped work taken off, on a measured machine.
 
 The work is counted from rows' lengths as the least time on this machine: every part takes max(FLOPs / rate, bytes /
 bandwidth): linear layers, attention and the vocabulary head, of prompts and of decode steps. Rows run in full batches,
 longest prompts first, each row to its own end; nothing is padded, and a prefix that all prompts share is computed once.
+Weights that stay in the processor's cache, as a small model's do, may be read faster than that. Projections before the
+first layer and behind the last are not counted, nor windows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from roofline import Ceilings
-from transformers import PretrainedConfig
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from actors.engine.cpu.library import multiplies
+from actors.engine.cpu.products import LibraryProduct, PanelProduct, packs
 from actors.engine.model.families import family_of
 from actors.engine.model.layer_weights import LayerWeights
 from actors.engine.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """flops: a second, of a large product. bandwidth: bytes a second, read and written, of a large copy."""
+
+    flops: float
+    bandwidth: float
+
+
+def measure(dtype: torch.dtype) -> Ceilings:
+    """The best of ten on this CPU; of products the engine's and the library's, whichever is faster."""
+    size, copied, device = 2048, 2**28, torch.device("cpu")
+    left, right = (torch.randn(size, size, dtype=dtype) for _ in range(2))
+    products: list[Callable[[Tensor], Tensor]] = [lambda given: torch.mm(given, right)]
+    if packs(dtype, device):
+        products.append(LibraryProduct(right, None))
+    if multiplies(dtype, device):
+        products.append(PanelProduct(right, None))
+    source = torch.ones(copied, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    product = min(_best(partial(one, left)) for one in products)
+    return Ceilings(2 * size**3 / product, 2 * copied / _best(lambda: target.copy_(source)))
+
+
+def _best(work: Callable[[], Any]) -> float:
+    seconds = []
+    for _ in range(10):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
 
 
 @dataclass(frozen=True)
@@ -30,9 +70,6 @@ class Shape:
     @classmethod
     def of(cls, config: PretrainedConfig) -> Shape:
         """Of a family with described layers."""
-        import torch
-        from transformers import AutoModelForCausalLM
-
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         family = family_of(config)
@@ -41,7 +78,7 @@ class Shape:
         described: LayerWeights = family.weights(block)
         return cls(
             layer=sum(weight.numel() for weight in block.parameters() if weight.dim() == 2),
-            head=config.vocab_size * config.hidden_size,
+            head=model.get_output_embeddings().weight.numel(),
             width=described.query_heads * described.head_dim,
             cached=2 * described.kv_heads * described.head_dim,
         )

@@ -2,17 +2,12 @@
 
     .venv/bin/python tests/benchmarks/plan_accuracy.py --jobs demo-1x,demo-3x --out work/plan-accuracy.json
 
-    .venv/bin/python tests/benchmarks/plan_accuracy.py --processor --limit 600
-
 Each job is planned and then run, its agreement measured by the plan. Times are wall clocks of whole commands. The error
 of a progress line's ETA is that of the end which it expects, over the seconds of the command. Run it on a machine that
 does nothing else: other work changes both, and not equally.
 
 The inputs come from `make demo`, the data sets beside the repository, `make real` and
 `real_data.py {labels,groups,summaries}`.
-
-With --processor plan and run are in this process, without Ray, by one actor, and compared by the processor's seconds of
-that actor: other work changes them less.
 """
 
 from __future__ import annotations
@@ -25,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +31,7 @@ SKIPDECODE = str(Path(sys.executable).parent / "skipdecode")
 E2E, BANKING = "input.path=../shared/data/e2e/test.parquet", "work/real/{}/train-{}.parquet"
 PROGRESS = re.compile(r"(?P<done>[\d,]+)/(?P<rows>[\d,]+) rows.* ETA (?P<eta>[\d:]+)")
 WITHIN = 0.1  # of the command's seconds
-TAILS = "work/plan-accuracy/tails.parquet"  # as `write_tails` makes it
+TAILS = "work/plan-accuracy/tails.parquet"  # as `write_inputs` makes it
 JOBS: dict[str, list[str]] = {
     **{f"demo-{speed}x": ["configs/demo.yaml", f"schedule.speedup={speed}"] for speed in (1, 2, 3, 4, 5)},
     **{
@@ -90,10 +84,13 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
     shutil.rmtree(output, ignore_errors=True)  # of an earlier measurement
     options = [option for change in [*changes, f"output.path={output}"] for option in ("--set", change)]
     began = time.monotonic()
-    plan = command("plan", file, *options, "--json")
+    planned = subprocess.run(
+        [SKIPDECODE, "plan", file, *options, "--json"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    plan = json.loads(planned.stdout.strip().splitlines()[-1])
     plan_seconds = time.monotonic() - began
     began = time.monotonic()
-    run, shown = watched_run(file, *options, "--json", "--overwrite")
+    run, ends = watched_run(file, *options, "--json", "--overwrite")
     seconds = time.monotonic() - began
     chosen = plan["chosen"]
     return {
@@ -104,7 +101,7 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
         "high": chosen["high"],
         "measured": seconds,
         "error": chosen["seconds"] / seconds - 1,
-        "eta_errors": [eta.end / seconds - 1 for eta in shown if WITHIN <= eta.done < 1],
+        "eta_errors": [end / seconds - 1 for end in ends],
         "predicted_busy": chosen["busy_seconds"],
         "measured_busy": run["generate_seconds"],
         "predicted_tokens": chosen["generated_tokens"],
@@ -113,71 +110,25 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def by_processor(name: str, folder: Path, limit: int) -> dict[str, Any]:
-    """Plan and run the first rows of one job in this process, whose clock for intervals is the processor's."""
-    from pipeline import job as jobs
-    from pipeline.config.job import JobConfig
-    from pipeline.config.load import load_config
-    from pipeline.estimate import estimate
-    from pipeline.run.in_process import InProcess
-
-    file, *changes = JOBS[name]
-    one_actor = ["actors.count=1", "actors.threads=1"]
-    config = load_config(JobConfig, file, [*changes, *one_actor, f"output.path={folder / name}"])
-    began = time.perf_counter()
-    found = estimate(config, limit=limit, backend=InProcess())
-    seconds = time.perf_counter() - began
-    chosen = found["chosen"]
-    totals = jobs.run(config, limit=limit, overwrite=True, backend=InProcess()).totals
-    startup = found["startup"]["seconds"]
-    return {
-        "job": name,
-        "plan_seconds": seconds,
-        "predicted": chosen["busy_seconds"],
-        "low": chosen["low"] - startup,
-        "high": chosen["high"] - startup,
-        "measured": totals.generate_seconds,
-        "error": chosen["busy_seconds"] / totals.generate_seconds - 1,
-        "eta_errors": [],
-        "predicted_busy": chosen["busy_seconds"],
-        "measured_busy": totals.generate_seconds,
-        "predicted_tokens": chosen["generated_tokens"],
-        "measured_tokens": totals.generated_tokens,
-        "predicted_startup": startup,
-    }
-
-
-@dataclass(frozen=True)
-class Eta:
-    """A progress line. at, end: s since the command began, of the line and of the end that it expects. done: share."""
-
-    at: float
-    end: float
-    done: float
-
-
-def watched_run(*arguments: str) -> tuple[dict[str, Any], list[Eta]]:
-    """The JSON object of a run, and its progress lines with an ETA."""
+def watched_run(*arguments: str) -> tuple[dict[str, Any], list[float]]:
+    """The JSON object of a run, and the end, s since it began, that each ETA from a tenth of the rows on expects."""
     began = time.monotonic()
-    shown: list[Eta] = []
+    ends: list[float] = []
     pipe = subprocess.PIPE
     with subprocess.Popen([SKIPDECODE, "run", *arguments], stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stderr is not None and process.stdout is not None
         for line in process.stderr:
-            found = PROGRESS.search(line)
-            if found:
+            if found := PROGRESS.search(line):
                 left, now = 0, time.monotonic() - began
                 for part in found["eta"].split(":"):
                     left = 60 * left + int(part)
-                shown.append(Eta(now, now + left, _number(found["done"]) / _number(found["rows"])))
+                done, rows = (int(found[name].replace(",", "")) for name in ("done", "rows"))
+                if WITHIN <= done / rows < 1:
+                    ends.append(now + left)
         printed = process.stdout.read()
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, process.args)
-    return _last_object(printed), shown
-
-
-def _number(text: str) -> int:
-    return int(text.replace(",", ""))
+    return json.loads(printed.strip().splitlines()[-1]), ends
 
 
 def of_etas(errors: Sequence[float]) -> str:
@@ -189,32 +140,16 @@ def of_etas(errors: Sequence[float]) -> str:
     return f"{within} of {len(errors)} within {WITHIN:.0%}, median {np.median(sizes):.0%}, worst {worst:+.0%}"
 
 
-def command(*arguments: str) -> dict[str, Any]:
-    """The JSON object that `skipdecode` prints last. CalledProcessError if it fails."""
-    return _last_object(subprocess.run([SKIPDECODE, *arguments], stdout=subprocess.PIPE, text=True, check=True).stdout)
-
-
-def _last_object(printed: str) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
-    return values
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", default=",".join(JOBS))
-    parser.add_argument("--processor", action="store_true", help="without Ray, by the processor's seconds")
-    parser.add_argument("--limit", type=int, default=600, help="with --processor: rows of each job")
     parser.add_argument("--folder", type=Path, default=Path("work/plan-accuracy"))
     parser.add_argument("--out", type=Path, default=Path("work/plan-accuracy.json"))
     options = parser.parse_args()
-    if options.processor:
-        time.perf_counter = time.process_time
     write_inputs()
     lines = []
     for name in options.jobs.split(","):
-        line = (
-            by_processor(name, options.folder, options.limit) if options.processor else measured(name, options.folder)
-        )
+        line = measured(name, options.folder)
         lines.append(line)
         inside = "inside" if line["low"] <= line["measured"] <= line["high"] else "outside"
         print(
@@ -227,9 +162,8 @@ def main() -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(lines, indent=2) + "\n")
     errors = np.abs([line["error"] for line in lines])
-    if not options.processor:
-        errors_of_etas = [error for line in lines for error in line["eta_errors"]]
-        print(f"ETAs from a tenth of the rows on: {of_etas(errors_of_etas)}")
+    errors_of_etas = [error for line in lines for error in line["eta_errors"]]
+    print(f"ETAs from a tenth of the rows on: {of_etas(errors_of_etas)}")
     print(f"{len(lines)} jobs: median error {np.median(errors):.0%}, 90th percentile {np.percentile(errors, 90):.0%}")
 
 

@@ -8,7 +8,7 @@ with as many new tokens each as the model's own answer at 1x has, in rounds take
 medians of tokens a second of the whole run. The beginning that all prompts share is computed once by the engine, vLLM
 (prefix caching on, emptied before each round) and llama.cpp, which takes the best of 8, 16, 32 and 64 rows in flight.
 2x and 3x run the committed speed adapter. The ceiling is what 1x's work takes at the rates measured in the same run
-(`roofline`), that beginning computed once. Peers (`make peers`) that are not installed are passed by, with a line.
+(`ideal`), that beginning computed once. Peers (`make peers`) that are not installed are passed by, with a line.
 Without the data sets: exit status 3. The last line is one JSON object.
 """
 
@@ -34,11 +34,10 @@ sys.path.insert(0, str(ROOT))
 import pyarrow.parquet as pq  # noqa: E402
 import torch  # noqa: E402
 from contestants import Timing, start_peers  # noqa: E402
-from ideal import Shape, least  # noqa: E402
+from ideal import Shape, least, measure  # noqa: E402
 from peak_memory import forget_peak, peak_bytes  # noqa: E402
 from real_data import MODEL, WORK  # noqa: E402
 from real_model import ADAPTER, FOLDER, GGUF, make_model  # noqa: E402
-from roofline import measure  # noqa: E402
 from speed import INSTALLED, PEERS, median, processor, rounds  # noqa: E402
 from workloads import Workload  # noqa: E402
 
@@ -140,7 +139,7 @@ def compare(ours: Ours, workload: Workload, options: argparse.Namespace, folder:
         for peer in peers.values():
             peer.close()
     lines = {name: _figures(timings[1:]) for name, timings in seen.items()}
-    ceilings = measure(torch.bfloat16, torch.device("cpu"))
+    ceilings = measure(torch.bfloat16)
     shortest = least(
         [(len(prompt), new) for prompt, new in zip(workload.prompts, workload.new, strict=True)],
         ours.of_1x[""].schedule_at(1.0),

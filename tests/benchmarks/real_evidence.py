@@ -15,14 +15,27 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from prune_layers import prune
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from ideal import Ceilings, Least, Shape, least, measure, taken_off
 from real_data import JOBS, MODEL, NO_DATA, WORK
-from real_model import ADAPTER, make_model
-from real_table import unadapted_schedule, write_table
+from real_model import ADAPTER, make_model, values_stated
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.engine.model.loading import inspect
+from actors.engine.model.families import family_of
+from actors.engine.model.loading import inspect, with_adapter
+from pipeline.config.evaluate import EvalConfig
+from pipeline.config.load import load_config
+from pipeline.learn.evaluate.intervals import SAMPLES, SEED, interval, resampled_sums
+from pipeline.learn.evaluate.metrics import Array
+from pipeline.learn.evaluate.results import answers_file
 
 DENSE_LAYERS = 15
 UNADAPTED_ROWS = 100  # their losses are large
@@ -45,6 +58,10 @@ FURTHER: dict[str, list[tuple[str, str, list[str]]]] = {
     "labels": [("labels-further.yaml", "adapt-further", [])],
     "summaries": [("summaries.yaml", "adapt-again", ["adapt.training.max_steps=170", "adapt.training.seed=1"])],
 }
+METRICS = {"text": "bleu", "labels": "exact_match", "groups": "exact_match", "summaries": "rouge_l"}
+TITLES = {"bleu": "BLEU", "exact_match": "accuracy %", "rouge_l": "ROUGE-L"}
+LINES = {"adapted": "adapted", "measured": "unadapted, measured order", "paper": "unadapted, paper's order"}
+OF_PROMPT_AND_FALL = ("horizon", "decay", "prompt")
 
 
 def main() -> None:
@@ -63,26 +80,24 @@ def main() -> None:
             sys.exit(0 if ended == NO_DATA else ended)  # skipped, with the reason printed
     steps = [] if arguments.steps is None else [f"training.max_steps={arguments.steps}"]
     adapter = speed_adapter(name, [f"adapt.{step}" for step in steps], arguments.sample)
-    order = keep_order(adapter)
-    dense = dense_model(name, order, steps)
+    dense = dense_model(name, adapter, steps)
     few = UNADAPTED_ROWS if arguments.rows is None else min(arguments.rows, UNADAPTED_ROWS)
     rows = [] if arguments.rows is None else [f"data.limit={arguments.rows}"]
     baselines = [] if dense is None else [f"baselines={json.dumps({f'{DENSE_LAYERS} layers, healed': str(dense)})}"]
+    unadapted = {
+        kind: [f"schedule.{key}={value}" for key, value in unadapted_schedule(kind, adapter).items()]
+        for kind in ("measured", "paper")
+    }
     lines = {
         "adapted": [f"model.speed_adapter={adapter}", *baselines, *rows],
-        "measured": [*of_schedule("measured", adapter), f"data.limit={few}"],
-        "paper": ["schedule.keep_order=paper", *of_schedule("paper", adapter), f"data.limit={few}"],
+        "measured": [*unadapted["measured"], f"data.limit={few}"],
+        "paper": ["schedule.keep_order=paper", *unadapted["paper"], f"data.limit={few}"],
     }
     for line, changes in lines.items():
         output = folder / f"evaluate-{line}"
         if not (output / "table.json").is_file():
             command("evaluate", f"{JOBS}/evaluate-{name}.yaml", f"output={output}", *changes)
     write_table(name, adapter, list(lines))
-
-
-def of_schedule(kind: str, adapter: Path) -> list[str]:
-    """The schedule of an unadapted line, as changes of evaluate's configuration."""
-    return [f"schedule.{key}={value}" for key, value in unadapted_schedule(kind, adapter).items()]
 
 
 def speed_adapter(name: str, changes: list[str], sample: int | None) -> Path:
@@ -98,20 +113,11 @@ def speed_adapter(name: str, changes: list[str], sample: int | None) -> Path:
         if not (folder / "after" / "table.json").is_file():
             if sample is not None:
                 given += [f"adapt.rows={sample}", f"adapt.held_out={max(2, sample // 5)}"]
-            command("adapt", f"{JOBS}/{config}", *given, may_fail=(trained / "skipdecode.json").is_file)
+            command("adapt", f"{JOBS}/{config}", *given, result=trained / "skipdecode.json")
     return trained
 
 
-def keep_order(adapter: Path) -> list[int]:
-    """The measured order that the adapter was trained for."""
-    values = json.loads((adapter / "skipdecode.json").read_text())
-    order = values.get("keep_order", "paper")
-    if isinstance(order, str):
-        return list(inspect(MODEL).schedule({"keep_order": order, "speedup": 1.0}).keep_order)
-    return [int(number) for number in order]
-
-
-def dense_model(name: str, order: list[int], steps: list[str]) -> Path | None:
+def dense_model(name: str, adapter: Path, steps: list[str]) -> Path | None:
     """The model of the layers needed most, healed on the answers that the adapter was trained on; None without them."""
     folder = WORK / name
     pruned, healed, pairs = folder / "pruned", folder / "healed", folder / "adapt"
@@ -119,6 +125,7 @@ def dense_model(name: str, order: list[int], steps: list[str]) -> Path | None:
         print(f"{pairs}: no answers to heal a pruned model with; that line is left out", flush=True)
         return None
     if not (pruned / "tokenizer.json").is_file():
+        order = with_adapter(inspect(MODEL), adapter).schedule({"speedup": 1.0}).keep_order
         prune(MODEL, pruned, order[:DENSE_LAYERS])
     if not (healed / "config.json").is_file():
         paths = {
@@ -133,14 +140,204 @@ def dense_model(name: str, order: list[int], steps: list[str]) -> Path | None:
     return healed
 
 
-def command(verb: str, file: str, *changes: str, may_fail: object = None) -> None:
-    """Run a command of skipdecode; end with its exit status if it fails and its result is not there."""
+def command(verb: str, file: str, *changes: str, result: Path | None = None) -> None:
+    """Run a command of skipdecode; end with its exit status if it fails, unless with 1 and its result is there."""
     print(f"skipdecode {verb} {file} " + " ".join(f"--set '{change}'" for change in changes), flush=True)
     options = [part for change in changes for part in ("--set", change)]
     ended = subprocess.run([sys.executable, "-m", "pipeline", verb, file, *options]).returncode
     # adapt ends with 1 where no speed is within the tolerance: the evidence says by how much
-    if ended and not (ended == 1 and callable(may_fail) and may_fail()):
+    if ended and not (ended == 1 and result is not None and result.is_file()):
         sys.exit(ended)
+
+
+def prune(base: Path, out: Path, kept: Sequence[int]) -> None:
+    """Write `base` with the layers `kept` alone, in their usual sequence."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", local_files_only=True)
+    layers = family_of(model.config).layers(model)
+    left = nn.ModuleList(layers[number] for number in sorted(kept))
+    parent = next(module for module in model.modules() if getattr(module, "layers", None) is layers)
+    parent.layers = left
+    for number, layer in enumerate(left):
+        layer.self_attn.layer_idx = number
+    model.config.num_hidden_layers = len(left)
+    with torch.no_grad():
+        model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(base, local_files_only=True).save_pretrained(out)
+    print(f"{out}: layers {sorted(kept)} of {base}")
+
+
+@dataclass
+class Row:
+    """A line of the table.
+
+    kind: paper, measured, adapted or dense. values: evaluate's. stated: [N, 2] of each row the slot values that its
+    answer states word for word, and all of its prompt; None for other jobs. full: the line of 1x over the same rows;
+    None for that line itself.
+    """
+
+    kind: str
+    values: dict[str, Any]
+    work: Least | None
+    stated: Array | None
+    full: Row | None
+
+    @property
+    def ideal(self) -> tuple[float, float] | None:
+        """Ideal speed-ups of the whole run and of its decode steps; None for another model."""
+        full = self.full or self
+        if self.work is None or full.work is None:
+            return None
+        seconds, decode_seconds = full.values["seconds"], full.values["decode_seconds"]
+        whole, decode = taken_off(seconds - decode_seconds, decode_seconds, full.work, self.work)
+        return seconds / whole, decode_seconds / decode if decode else 1.0
+
+    def values_stated(self) -> dict[str, float]:
+        """Percent of the slot values that are stated; points lost against 1x, with their interval, as evaluate's."""
+        if self.stated is None:
+            return {}
+        both = np.concatenate([self.stated, (self.full or self).stated], axis=1)
+        sums = np.concatenate([both.sum(axis=0)[None], resampled_sums(both, SAMPLES, SEED)])
+        own, full = 100 * sums[:, 0] / sums[:, 1], 100 * sums[:, 2] / sums[:, 3]
+        low, high = interval((full - own)[1:])
+        names = ("values_stated", "values_stated_loss", "values_stated_loss_low", "values_stated_loss_high")
+        return dict(zip(names, (float(own[0]), float((full - own)[0]), low, high), strict=True))
+
+    @property
+    def title(self) -> str:
+        """The line's name for a reader."""
+        if self.kind == "dense":
+            return str(self.values["name"])
+        return "1x" if self.values["nominal"] == 1 else f"{self.values['nominal']:g}x {LINES[self.kind]}"
+
+
+def write_table(name: str, adapter: Path, lines: Sequence[str]) -> None:
+    """Write table and chart of the job `name` from its evaluations `lines`, and print the table."""
+    config = load_config(EvalConfig, JOBS / f"evaluate-{name}.yaml", [])
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    print("measuring the machine's ceilings", flush=True)
+    ceilings = measure(getattr(torch, config.model.dtype))
+    rows: list[Row] = []
+    for kind in lines:
+        rows += _rows(name, kind, config, adapter, ceilings, bool(rows))
+    text = _markdown(name, rows, _cost(WORK / name))
+    folder = WORK / name
+    (folder / "table.md").write_text(text)
+    plain = [{"kind": row.kind, **row.values_stated(), **row.values} for row in rows]
+    (folder / "table.json").write_text(json.dumps(plain, indent=2) + "\n")
+    print(f"{text}\n{folder / 'table.md'}")
+
+
+def _rows(name: str, kind: str, config: EvalConfig, adapter: Path, ceilings: Ceilings, again: bool) -> list[Row]:
+    """The lines of one evaluation; again: 1x, the same in all, is left out."""
+    folder = WORK / name / f"evaluate-{kind}"
+    base = inspect(config.model.path)
+    checkpoint = with_adapter(base, adapter) if kind == "adapted" else base
+    shape, item = Shape.of(base.config), getattr(torch, config.model.dtype).itemsize
+    rows = []
+    for values in json.loads((folder / "table.json").read_text()):
+        answers = pq.read_table(folder / answers_file(values["name"])).to_pylist()
+        prompts = [json.loads(one) if isinstance(one := answer["prompt"], str) else one for answer in answers]
+        lengths = [(len(ids), one["generated_tokens"]) for ids, one in zip(prompts, answers, strict=True)]
+        work = None
+        if values["nominal"] is not None:
+            schedule = checkpoint.schedule({"speedup": values["nominal"]} | unadapted_schedule(kind, adapter))
+            work = least(lengths, schedule, shape, ceilings, item, values["batch"])
+        stated = _stated(name, [answer["answer"] or "" for answer in answers])
+        full = rows[0] if rows else None  # evaluate's first line is 1x
+        rows.append(Row(kind if values["nominal"] is not None else "dense", values, work, stated, full))
+    return rows[1:] if again else rows
+
+
+def unadapted_schedule(kind: str, adapter: Path) -> dict[str, Any]:
+    """The keys of the schedule of a line that the adapter was trained for; the order only if `kind` is measured."""
+    keys = {"adapted": (), "paper": OF_PROMPT_AND_FALL, "measured": (*OF_PROMPT_AND_FALL, "keep_order", "warmup")}[kind]
+    stored = json.loads((adapter / "skipdecode.json").read_text())
+    return {key: stored[key] for key in keys if key in stored}
+
+
+def _stated(name: str, texts: list[str]) -> Array | None:
+    """See `Row`."""
+    if name != "text":
+        return None
+    prompts = pq.read_table(WORK / name / "test.parquet", columns=["text"])["text"].to_pylist()[: len(texts)]
+    return np.array([values_stated([prompt], [text]) for prompt, text in zip(prompts, texts, strict=True)], dtype=float)
+
+
+def _cost(folder: Path) -> dict[str, float]:
+    """Seconds of the adapter's training with its full-depth answers, and of healing; of what was measured here."""
+    cost: dict[str, float] = {}
+    if (folder / "adapt" / "adapt.json").is_file():
+        seconds = json.loads((folder / "adapt" / "adapt.json").read_text())["seconds"]
+        cost["tune"] = float(seconds["tune"])
+        cost["adapt"] = float(sum(seconds[stage] for stage in ("sample", "answers", "tune")))
+    if (folder / "healing.json").is_file():
+        cost["heal"] = float(json.loads((folder / "healing.json").read_text())["seconds"])
+    return cost
+
+
+def _markdown(name: str, rows: Sequence[Row], cost: dict[str, float]) -> str:
+    metric = METRICS[name]
+    stated = " values stated | loss |" if name == "text" else ""
+    head = (
+        f"| line | layer ratio | wall clock, whole | ideal | decode | ideal | {TITLES[metric]} | loss against 1x |"
+        f"{stated} ROUGE-L to 1x | same answer % | token KL, nats | break-even rows |"
+    )
+    lines = [head, "|---" + "|---:" * (head.count("|") - 2) + "|"]
+    full = rows[0]
+    count = full.values["rows"]
+    for row in rows:
+        values = row.values
+        ideals = ["-", "-"] if row.ideal is None else [f"{speedup:.2f}x" for speedup in row.ideal]
+        loss = "-"
+        facts = row.values_stated()
+        of_facts = [f"{facts['values_stated']:.1f}%", "-"] if facts else []
+        if row is not full:
+            loss = _loss(values, metric)
+            of_facts = [*of_facts[:1], _loss(facts, "values_stated")] if facts else []
+        saved = (full.values["seconds"] - values["seconds"]) / count
+        pays = row.kind == "adapted" and row is not full and "adapt" in cost
+        even = "-" if not pays else f"{cost['adapt'] / saved:,.0f}" if saved > 0 else "never"
+        cells = [
+            row.title,
+            "-" if values["layer_ratio"] is None else f"{values['layer_ratio']:.2f}x",
+            f"{values['wall_clock']:.2f}x",
+            ideals[0],
+            f"{values['decode_wall_clock']:.2f}x",
+            ideals[1],
+            f"{values[metric]:.1f}",
+            loss,
+            *of_facts,
+            *(f"{values[key]:.1f}" for key in ("agreement_rouge_l", "agreement_exact")),
+            f"{values['token_kl']:.3f}",
+            even,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    notes = [f"{count} rows, batches of up to {full.values['batch']}; brackets: 95% intervals, paired bootstrap."]
+    fewer = {row.values["rows"] for row in rows} - {count}
+    if fewer:
+        notes.append(f"Unadapted: {min(fewer)} rows.")
+    if name in ("labels", "groups"):
+        notes.append(_nearest(name, count))
+    if "tune" in cost:
+        notes.append(
+            f"Training of the adapter {cost['tune'] / 60:.1f} min, with its answers {cost['adapt'] / 60:.1f} min."
+        )
+    if "heal" in cost:
+        notes.append(f"Healing of the pruned model {cost['heal'] / 60:.1f} min.")
+    return "\n".join([*lines, "", " ".join(notes), ""])
+
+
+def _loss(values: Mapping[str, float], metric: str) -> str:
+    low, high = values[f"{metric}_loss_low"], values[f"{metric}_loss_high"]
+    return f"{values[f'{metric}_loss']:+.1f} [{low:.1f}, {high:.1f}]"
+
+
+def _nearest(name: str, count: int) -> str:
+    """The accuracy of no model at all: the label of the most similar training question."""
+    rows = pq.read_table(WORK / name / "test.parquet", columns=["references", "nearest"]).to_pylist()[:count]
+    share = sum(row["nearest"] in row["references"] for row in rows) / len(rows)
+    labels = {row["references"][0] for row in rows}
+    return f"The most similar question's label alone is right in {100 * share:.1f}%, chance {100 / len(labels):.1f}%."
 
 
 if __name__ == "__main__":

@@ -20,10 +20,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import torch
-from ideal import Least, Shape, least, taken_off
+from ideal import Least, Shape, least, measure, taken_off
 from rich.console import Console
 from rich.table import Table
-from roofline import measure
 from transformers.utils.logging import disable_progress_bar
 
 from actors.engine.model.loading import inspect
@@ -190,7 +189,7 @@ def least_work(name: str, answers: list[dict], shared: int) -> Least:
         rows,
         checkpoint.schedule(config.schedule.changes()),
         Shape.of(checkpoint.config),
-        measure(dtype, torch.device("cpu")),
+        measure(dtype),
         dtype.itemsize,
         config.actors.max_batch or 64,
         shared // len(rows),

@@ -21,7 +21,10 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +35,16 @@ os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests/benchmarks'}"  # of Ray's wor
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as the command line sets them
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
+import grpc  # noqa: E402
 import psutil  # noqa: E402
 import pyarrow as pa  # noqa: E402
 import pyarrow.compute as pc  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 import ray  # noqa: E402
 from fake_engine import StartingLine, hook  # noqa: E402
+from ray._private.internal_api import get_memory_info_reply  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from tiny_checkpoint import tiny_checkpoint  # noqa: E402
-from watch import MIB, Watch  # noqa: E402
 
 from pipeline import job  # noqa: E402
 from pipeline.config.job import JobConfig, StorageConfig  # noqa: E402
@@ -56,7 +60,83 @@ MODES = ("million", "shards", "nodes", "plan", "text")
 NODE_ACTORS = 2
 NODE_SECONDS = 1.0  # that the sleeping engine takes for a shard
 NODE_ROWS = 50  # a shard
+WATCH_SECONDS = 1.0
+MIB = 2**20
+KINDS = {"raylet": "raylet", "gcs_server": "gcs"}
 PLACES = ("Alimentum", "The Eagle", "Zizzi", "The Cricketers", "Cotto", "Browns Cambridge")
+
+
+@dataclass
+class Sample:
+    """At `at` (s since 1970): bytes of the driver, of the store in use and spilled; CPU seconds so far by kind."""
+
+    at: float
+    driver: int
+    store: int
+    spilled: int
+    cpu: Counter[str]
+
+
+class Watch:
+    """What a run asks of its driver and of Ray's object store, looked at once a second from a thread of the driver."""
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+        self.store_size = 0
+        self._cpu: dict[tuple[str, int], float] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def between(self, first: float, last: float) -> dict[str, Any]:
+        """Figures of the time from `first` to `last`, s since 1970; MiB and CPU seconds."""
+        inside = [one for one in self.samples if first - WATCH_SECONDS <= one.at <= last + WATCH_SECONDS]
+        assert inside, "the job ended before it was looked at: take more rows"
+        quarters = [inside[min(len(inside) - 1, len(inside) * part // 4)].driver for part in range(5)]
+        return {
+            "driver_mib_start": round(self.samples[0].driver / MIB),
+            "driver_mib_by_quarter": [round(one / MIB) for one in quarters],
+            "driver_mib_peak": round(max(one.driver for one in self.samples) / MIB),
+            "store_mib_size": round(self.store_size / MIB),
+            "store_mib_peak": round(max(one.store for one in self.samples) / MIB, 1),
+            "spilled_mib": round(max(one.spilled for one in self.samples) / MIB, 1),
+            "cpu_seconds": {kind: round(inside[-1].cpu[kind] - inside[0].cpu[kind], 1) for kind in inside[-1].cpu},
+        }
+
+    def _look(self) -> None:
+        while not self._stop.wait(WATCH_SECONDS):
+            store, spilled = self._store()
+            self.samples.append(Sample(time.time(), psutil.Process().memory_info().rss, store, spilled, self._spent()))
+
+    def _store(self) -> tuple[int, int]:
+        if not ray.is_initialized():
+            return 0, 0
+        try:
+            stats = get_memory_info_reply(ray._private.state.state).store_stats
+        except (grpc.RpcError, ray.exceptions.RayError, AssertionError, ValueError):
+            return 0, 0  # Ray is on its way up or down
+        self.store_size = max(self.store_size, stats.object_store_bytes_avail)
+        return stats.object_store_bytes_used, stats.spilled_bytes_total
+
+    def _spent(self) -> Counter[str]:
+        """CPU seconds of the driver and of all its descendants, those that have ended too."""
+        for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+            try:
+                kind = "driver" if process.pid == psutil.Process().pid else KINDS.get(process.name(), "workers")
+                self._cpu[kind, process.pid] = sum(process.cpu_times()[:2])
+            except psutil.Error:
+                continue
+        spent = Counter[str]()
+        for (kind, _), seconds in self._cpu.items():
+            spent[kind] += seconds
+        return spent
 
 
 def write_inputs(folder: Path, rows: int, files: int) -> Path:

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from contestants import Ours, PeerEnded, Timing, start_peers  # noqa: E402
-from roofline import Ceilings, Counter, least, measure  # noqa: E402
+from ideal import Ceilings, Shape, least, measure  # noqa: E402
 from shapes import SHAPES, write  # noqa: E402
 from workloads import CONTEXT, KINDS, Workload, available, make  # noqa: E402
 
@@ -65,9 +65,12 @@ def median(timings: list[Timing]) -> Timing:
     return sorted(timings, key=lambda one: one.seconds)[(len(timings) - 1) // 2]
 
 
-def figures(seen: dict[str, list[Timing]], workload: Workload) -> dict[str, dict[str, Any]]:
+def figures(
+    seen: dict[str, list[Timing]], workload: Workload, shape: Shape, ceilings: Ceilings, max_rows: int
+) -> dict[str, dict[str, Any]]:
     """What is told of each contestant."""
     found: dict[str, dict[str, Any]] = {}
+    rows = [(len(ids), new) for ids, new in zip(workload.prompts, workload.new, strict=True)]
     prompt_tokens = sum(len(ids) for ids in workload.prompts)
     for name, (warm_up, *timings) in seen.items():
         one = median(timings)
@@ -77,23 +80,25 @@ def figures(seen: dict[str, list[Timing]], workload: Workload) -> dict[str, dict
             "warm_up_seconds": warm_up.seconds,
             "peak_memory_bytes": max(timing.peak_bytes for timing in timings),
         }
-        if one.stats is None or one.parts is None or one.prefill is None or one.decode is None:
+        if one.stats is None or one.schedule is None or one.prefill is None or one.decode is None:
             continue
         full = median(seen[f"engine 1x {name.split()[-1]}"][1:])
-        assert full.parts is not None and full.decode is not None
-        decode_tokens = one.stats.decode_steps
+        assert full.schedule is not None and full.decode is not None
+        work, full_work = (
+            least(rows, timing.schedule, shape, ceilings, torch.bfloat16.itemsize, max_rows) for timing in (one, full)
+        )
         found[name] |= {
             "prefill_tokens_per_second": prompt_tokens / one.prefill,
-            "decode_tokens_per_second": decode_tokens / one.decode,
+            "decode_tokens_per_second": one.stats.decode_steps / one.decode,
             "layer_ratio": one.stats.full_layer_steps / one.stats.layer_steps,
             "speedup": full.seconds / one.seconds,
-            "ideal_speedup": least(full.parts) / least(one.parts),
+            "ideal_speedup": full_work.whole / work.whole,
             "decode_speedup": full.decode / one.decode,
-            "decode_ideal_speedup": least(full.parts, "decode") / least(one.parts, "decode"),
-            "of_ceiling": least(one.parts) / one.seconds,
-            "prefill_of_ceiling": least(one.parts, "prefill") / one.prefill,
-            "decode_of_ceiling": least(one.parts, "decode") / one.decode,
-            "parts": {part: vars(what) for part, what in one.parts.items()},
+            "decode_ideal_speedup": full_work.decode / work.decode,
+            "of_ceiling": work.whole / one.seconds,
+            "prefill_of_ceiling": work.prefill / one.prefill,
+            "decode_of_ceiling": work.decode / one.decode,
+            "work": vars(work),
             "cache_bytes": one.stats.cache_bytes,
             "padding": 1 - one.stats.prompt_tokens / one.stats.padded_prompt_tokens,
         }
@@ -134,7 +139,7 @@ def compare(
     """One shape over all workloads; fills in `results` and saves them after each."""
     checkpoint = folder / shape
     config = write(shape, checkpoint)
-    ours = Ours(checkpoint, Counter(ceilings), options.max_rows)
+    ours = Ours(checkpoint, options.max_rows)
     chosen = {name: PEERS[name] for name in options.peers}
     others = start_peers(chosen, checkpoint, options.threads, options.max_rows)
     results["model_bytes"] = ours.model_bytes
@@ -157,7 +162,7 @@ def compare(
             prompt_tokens = sum(len(ids) for ids in workload.prompts)
             title = f"{shape}, {kind}: {options.rows} rows, {prompt_tokens} prompt and {workload.generated} new tokens"
             print(title, file=sys.stderr, flush=True)
-            found = figures(rounds(contestants, options.runs), workload)
+            found = figures(rounds(contestants, options.runs), workload, Shape.of(config), ceilings, options.max_rows)
             print(f"{title}\n{table(found)}\n", flush=True)
             results["workloads"][kind] = found
             save()
@@ -200,7 +205,7 @@ def main() -> None:
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
-    ceilings = measure(torch.bfloat16, torch.device("cpu"))
+    ceilings = measure(torch.bfloat16)
     facts = {
         "machine": processor(),
         "threads": options.threads,

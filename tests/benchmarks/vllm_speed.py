@@ -7,8 +7,7 @@ Plain vLLM has its compiled layers and CUDA graphs. The add-on runs eagerly, and
 which tells how much of the difference is launches. 1x: all layers wrapped, and run for every token. Each line is a
 process of its own, and its second run is timed. Columns: generated tokens a second of the whole run, prefill included;
 steps; builds of metadata for subsets a step; layers that a token runs; overhead: share of the run that the add-on
-spends on plans and metadata. --refill 2: twice as many requests again, with answers of 1/4 to 4/4 of --new-tokens, so
-that rows at different positions share steps.
+spends on plans and metadata.
 """
 
 from __future__ import annotations
@@ -71,38 +70,35 @@ def measure(given: argparse.Namespace, line: str, rows: list[int]) -> list[dict[
         schedule = ScheduleSpec(speedup=speedup, horizon=given.new_tokens).build(num_layers)
         llm.collective_rpc("set_schedule", args=(schedule,))
         skipper = engine.engine_core.engine_core.model_executor.driver_worker.worker.skipper
-    seconds: dict[str, float] = {"plans": 0.0}
-    steps = [0]
-    _count(engine, "step", steps)
-    if skipper is not None:
-        _time(skipper, "_prepare", seconds, "plans")
+    steps = _seconds_of(engine, "step")
+    plans = [] if skipper is None else _seconds_of(skipper, "_prepare")
     vocabulary, chance, found = llm.model_config.get_vocab_size(), random.Random(0), []
+    params = vllm.SamplingParams(temperature=0, max_tokens=given.new_tokens, ignore_eos=True, detokenize=False)
     for count in rows:
-        requests = count * (1 + given.refill)
-        limits = [
-            given.new_tokens if not given.refill else chance.randint(given.new_tokens // 4, given.new_tokens)
-            for _ in range(requests)
-        ]
         prompts = [
-            {"prompt_token_ids": [chance.randrange(vocabulary) for _ in range(given.prompt_tokens)]} for _ in limits
-        ]
-        params = [
-            vllm.SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, detokenize=False) for limit in limits
+            {"prompt_token_ids": [chance.randrange(vocabulary) for _ in range(given.prompt_tokens)]}
+            for _ in range(count)
         ]
         for _ in range(2):
-            steps[0], seconds["plans"] = 0, 0.0
+            steps.clear()
+            plans.clear()
             if skipper is not None:
                 skipper.counts.clear()
             began = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             whole = time.perf_counter() - began
-        result = {"line": line, "rows": count, "tokens_per_second": sum(limits) / whole, "steps": steps[0]}
+        result = {
+            "line": line,
+            "rows": count,
+            "tokens_per_second": count * given.new_tokens / whole,
+            "steps": len(steps),
+        }
         if skipper is not None:
             counts = skipper.counts
             result |= {
                 "builds_per_step": counts["builds"] / counts["passes"],
                 "layers_per_token": counts["token_layers"] / counts["tokens"],
-                "overhead": seconds["plans"] / whole,
+                "overhead": sum(plans) / whole,
             }
         found.append(result)
     return found
@@ -118,27 +114,19 @@ def _shape(shape: str, folder: Path) -> str:
     return str(folder)
 
 
-def _count(owner: Any, name: str, calls: list[int]) -> None:
-    function = getattr(owner, name)
-
-    def counted(*args: Any, **options: Any) -> Any:
-        calls[0] += 1
-        return function(*args, **options)
-
-    setattr(owner, name, counted)
-
-
-def _time(owner: Any, name: str, seconds: dict[str, float], key: str) -> None:
-    function = getattr(owner, name)
+def _seconds_of(owner: Any, name: str) -> list[float]:
+    """A list to which each call of a method adds its seconds from now on."""
+    function, seconds = getattr(owner, name), []
 
     def timed(*args: Any, **options: Any) -> Any:
         began = time.perf_counter()
         try:
             return function(*args, **options)
         finally:
-            seconds[key] += time.perf_counter() - began
+            seconds.append(time.perf_counter() - began)
 
     setattr(owner, name, timed)
+    return seconds
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -168,7 +156,6 @@ def main() -> None:
     parser.add_argument("--rows", default="32,256,1024")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--refill", type=int, default=0)
     parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory; on a CPU 0.3")
     parser.add_argument("--lines", default=";".join(LINES), help="some of: " + "; ".join(LINES))
     parser.add_argument("--out", type=Path, default=Path("work/gpu/vllm.json"))
