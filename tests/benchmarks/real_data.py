@@ -31,7 +31,7 @@ from actors.engine.model.loading import load_tokenizer
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config
-from pipeline.learn.adapt.pairs import prompt_ids
+from pipeline.learn.adapt.rows import prompt_ids
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.storage.owned_folder import replacing
 

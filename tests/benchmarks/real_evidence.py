@@ -33,8 +33,7 @@ from actors.engine.model.families import family_of
 from actors.engine.model.loading import inspect, with_adapter
 from pipeline.config.evaluate import EvalConfig
 from pipeline.config.load import load_config
-from pipeline.learn.evaluate.intervals import SAMPLES, SEED, interval, resampled_sums
-from pipeline.learn.evaluate.metrics import Array
+from pipeline.learn.evaluate.metrics import SAMPLES, SEED, Array, interval, resampled_sums
 from pipeline.learn.evaluate.results import answers_file
 
 DENSE_LAYERS = 15

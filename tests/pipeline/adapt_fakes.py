@@ -11,11 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
-from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
-from pipeline.config.load import dump_yaml
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt import run as adaptation
 from pipeline.runtime.signals import Interrupted
@@ -60,8 +57,8 @@ class Fakes:
     """Stands in for the pipeline, tune and evaluate. Row r of the sample: r % 5 tokens of answer, of every fourth
     one cut off; `fail` names a stage that is interrupted."""
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self.folder, self.calls, self.fail, self.empty = folder, [], "", False
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.calls, self.fail, self.empty = list[str](), "", False
         self.error: Exception | None = None
         self.deadly: int | None = None  # row of the sample whose process died
         self.prompt_seconds = 0.0  # of ten
@@ -71,8 +68,6 @@ class Fakes:
         patch.setattr(adaptation.jobs, "run", self.run)
         patch.setattr(adaptation, "_tune", self.tune)
         patch.setattr(adaptation, "_evaluate", self.evaluate)
-
-    calls: list[str]
 
     def note(self, stage: str) -> None:
         self.calls.append(stage)
@@ -92,18 +87,11 @@ class Fakes:
                     "sample_index": 0,
                     "generated_text": "x" * len(tokens),
                     "token_ids": tokens if row % 4 == 3 else [*tokens, END],
-                    "error": self._error(row, prompt),
+                    "error": "died" if row == self.deadly else None if prompt else "prompt is null",
                 }
             )
-        schema = pa.schema(
-            [
-                ("id", pa.string()),
-                ("sample_index", pa.int32()),
-                ("generated_text", pa.string()),
-                ("token_ids", pa.list_(pa.int32())),
-                ("error", pa.string()),
-            ]
-        )
+        types = {"token_ids": pa.list_(pa.int32()), "error": pa.string()}
+        schema = pa.schema([(name, types.get(name, pa.infer_type([value]))) for name, value in rows[0].items()])
         out = Path(config.output.path)
         out.mkdir(exist_ok=True)
         for part, first in enumerate(range(0, len(rows), 7)):
@@ -112,11 +100,6 @@ class Fakes:
         seconds = {"prefill_seconds": self.prompt_seconds, "decode_seconds": 10 - self.prompt_seconds}
         totals = SimpleNamespace(**seconds, prompt_tokens=900, generated_tokens=60, warnings=[])
         return SimpleNamespace(manifest=SimpleNamespace(batching=batching), totals=totals)
-
-    def _error(self, row: int, prompt: str | None) -> str | None:
-        if row == self.deadly:
-            return "the row ended its process"
-        return "prompt is null" if prompt is None else None
 
     def tune(self, task: Any, longest: int, prompts: list[str]) -> dict[str, Any]:
         self.note("tune")
@@ -150,16 +133,3 @@ class Fakes:
 
 
 Run = Callable[..., Result]
-
-
-def command_over(folder: Path, checkpoint: Path) -> Run:
-    """The command over inputs in `folder`, with options, and keys of `adapt` and of the job."""
-    inputs = write_inputs(folder / "in")
-
-    def run(*options: str, job: dict[str, Any] | None = None, **adapt: Any) -> Result:
-        file = folder / "job.yaml"
-        given = {**values(inputs, folder / "out", checkpoint, **adapt), **(job or {})}
-        file.write_text(dump_yaml(given))
-        return CliRunner().invoke(app, ["adapt", str(file), *options])
-
-    return run

@@ -1,16 +1,21 @@
-"""Chooses the fastest speed within the tolerance, and computes from how many rows the adaptation pays.
-
-Pure functions; no model, no files.
-"""
+"""From measurements: the fastest speed within the tolerance, rows from which adaptation pays, time of its stages."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from actors.engine.schedule.schedule import MEASURED
+from pipeline.learn.adapt import configs
+from pipeline.learn.adapt.configs import Task
 from pipeline.learn.evaluate.results import Line, Scores, uselessness
+from pipeline.learn.keep_order import CANDIDATES
+from pipeline.learn.keep_order import ROWS as ORDER_ROWS
+from pipeline.learn.tune.plan import training_steps
 from pipeline.messages import duration
+
+SPREAD = 2.0  # the interval of an estimate: from it ÷ this to it × this
 
 
 def choose(metric: str, tolerance: float, lines: Sequence[Line], chance: Scores) -> Line | None:
@@ -46,9 +51,7 @@ def _speedups(lines: Sequence[Line]) -> list[Line]:
 def parallel_actors(actors: int, gpus: float, threads: int, cores: int | None, devices: int | None) -> float:
     """Return the number of actors that work in parallel, each on hardware of its own; further actors share it.
 
-    Args:
-        actors: maximum number of actors, each with `gpus` GPUs and `threads` threads.
-        cores, devices: CPU cores and GPUs of the machine; None for a cluster, assumed to be large enough.
+    cores, devices: CPU cores and GPUs of the machine; None for a cluster, assumed to be large enough.
     """
     if gpus:
         parallel = actors * min(gpus, 1.0)  # actors that share a GPU work in turn
@@ -80,11 +83,6 @@ class BreakEven:
         return math.ceil(self.cost * self.actors / saved) if saved > 0 else None
 
     @property
-    def pays(self) -> bool:
-        """Whether adaptation pays for this job alone."""
-        return self.at_rows is not None and self.rows >= self.at_rows
-
-    @property
     def saved(self) -> float:
         """Seconds that this job saves, less the cost of adaptation; negative if it loses."""
         return self.rows * (self.full - self.fast) / self.actors - self.cost
@@ -94,7 +92,7 @@ class BreakEven:
         job, without = f"this job has {self.rows:,} rows", self.rows * self.full / self.actors
         if self.at_rows is None:
             verdict = f"never, for {speed} saves no time on this hardware; adaptation does not pay"
-        elif not self.pays:
+        elif self.rows < self.at_rows:
             verdict = f"{self.at_rows:,} rows; {job}, so that adaptation does not pay for it alone"
         else:
             verdict = (
@@ -108,3 +106,48 @@ class BreakEven:
             f"(assumed: {self.actors:.3g} actor{'s' * (self.actors != 1)} in parallel, each on hardware of "
             "its own, as fast as this machine)",
         ]
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """Mean cost of a row at full depth: tokens of prompt and answer, seconds of prompt and of decode steps."""
+
+    prompt: float
+    answer: float
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the row's prompt and decode steps."""
+        return self.prefill_seconds + self.decode_seconds
+
+
+def stage_seconds(task: Task, row: RowCost) -> tuple[int, dict[str, float]]:
+    """Return the steps of the training, and the seconds of each stage after the sample."""
+    options, recipe = task.options, configs.tune_config(task, ".", 4, ["full"]).training
+    drawn = min(options.rows, task.rows)
+    trained = max(drawn - options.held_out, 1)
+    steps = training_steps(recipe, trained)
+    shares = [1 / speed for speed in options.speedups]
+    # a step runs forward and back, which costs as much again without gradients of weights; the teacher runs once
+    tokens = steps * recipe.batch_size * 2 * (row.prompt + row.answer * sum(shares))
+    tokens += trained * (row.prompt + row.answer)
+    if task.shape["keep_order"] == MEASURED:  # candidates are tried for each layer, over half of those left
+        tokens += ORDER_ROWS * (row.prompt + row.answer * CANDIDATES * task.resolved.checkpoint.num_layers / 4)
+    evaluated = options.held_out * sum(row.prefill_seconds + row.decode_seconds * share for share in [1.0, *shares])
+    return steps, {
+        "answers": drawn * row.seconds,
+        "tune": tokens * row.prefill_seconds / max(row.prompt, 1.0),
+        "before": evaluated,
+        "after": options.runs * evaluated,
+    }
+
+
+def announcement(task: Task, row: RowCost, done: Collection[str]) -> str:
+    """Return a line with the steps of the training and the time of the stages that are not in `done`."""
+    steps, seconds = stage_seconds(task, row)
+    left = {stage: value for stage, value in seconds.items() if stage not in done}
+    low, high = (duration(sum(left.values()) * factor) for factor in (1 / SPREAD, SPREAD))
+    parts = ", ".join(f"{stage} {duration(value)}" for stage, value in left.items())
+    return f"estimate: {steps:,} training steps; {low} to {high} more on this machine, about: {parts}"

@@ -24,27 +24,16 @@ NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # key -> the decay that i
 SAMPLE, ANSWERS, TRAIN = "sample.parquet", "full-depth", "train.parquet"
 DEV, HELD_OUT = "dev.parquet", "held-out.parquet"  # rows that choose the step of the training, and the speed
 CHECKPOINT, ADAPTER, BEFORE, AFTER, JOB_FILE = "checkpoint", "speed-adapter", "before", "after", "job.yaml"
-# files and folders of the stages
 STAGE_FILES = (SAMPLE, ANSWERS, TRAIN, DEV, HELD_OUT, CHECKPOINT, ADAPTER, BEFORE, AFTER)
 PROMPT_SHARE = 1 / 3  # share of a job's time: prompts at full depth then bound every speed to 3x
-
-
-def options(config: JobConfig) -> AdaptConfig:
-    """Return the job's `adapt` section, or its defaults."""
-    return config.adapt or AdaptConfig()
-
-
-def trained(config: JobConfig) -> str:
-    """Return the name of the folder that training writes."""
-    return ADAPTER if options(config).weights == "adapter" else CHECKPOINT
 
 
 @dataclass(frozen=True)
 class Task:
     """An adaptation to run.
 
-    source: name of the job file. folder: of the adaptation. files, schema: of the input. shape: the schedule's keys
-    that training keeps. inputs: digest of the input's listing.
+    source: name of the job file. files, schema: of the input. shape: the schedule's keys that training keeps. inputs:
+    digest of the input's listing.
     """
 
     config: JobConfig
@@ -58,13 +47,13 @@ class Task:
 
     @property
     def options(self) -> AdaptConfig:
-        """The job's `adapt` section."""
-        return options(self.config)
+        """The job's `adapt` section, or its defaults."""
+        return self.config.adapt or AdaptConfig()
 
     @property
     def trained(self) -> Path:
         """The folder that training writes."""
-        return self.folder / trained(self.config)
+        return self.folder / (ADAPTER if self.options.weights == "adapter" else CHECKPOINT)
 
     @property
     def rows(self) -> int:
@@ -124,9 +113,9 @@ def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, 
 
 
 def tune_config(task: Task, model: str, max_tokens: int, prompts: Sequence[str]) -> TuneConfig:
-    """Return tune's recipe. Raises UserError for wrong options.
+    """Tune's recipe, from the checkpoint in the local folder `model`. Raises UserError for wrong options.
 
-    model: local folder. max_tokens: tokens of the longest pair. prompts: policies, all drawn equally often.
+    max_tokens: of the longest pair. prompts: prompt policies; all are drawn equally often.
     """
     adapt, own = task.options, prompts[0]
     also = [{"speedup": speed, "prompt": prompt} for prompt in prompts[1:] for speed in adapt.speedups if speed > 1]
@@ -157,26 +146,25 @@ def eval_values(
 ) -> dict[str, Any]:
     """Return evaluate's recipe over the held-out rows. It is greedy: sampled answers differ without a loss of quality.
 
-    Rows' own sampling is ignored; threads, cache and rows in flight are not in the recipe. The job's checkpoint
-    is timed once, as the choice does not depend on its times.
+    Keys for threads, cache and rows in flight are not included.
 
     Args:
         model: folder of the job's checkpoint.
         shape: the trained schedule without its depths.
-        tuned: evaluate the trained checkpoint, against the job's own at full depth, or the job's own.
+        tuned: evaluate the trained checkpoint, against the job's own at full depth, or the job's own, once: the choice
+            does not depend on its times.
     """
     config, adapt = task.config, task.options
     whole = tuned and adapt.weights == "full"  # an adapter's 1x is the job's own checkpoint
     path = {"path": str(task.trained) if whole else model}
     adapter = {"speed_adapter": str(task.trained)} if tuned and not whole else {}
     greedy = {"temperature": 0.0, "n": 1, "logprobs": None}
-    references = None if adapt.references is None else "references"
     return {
-        "data": {"path": str(task.folder / HELD_OUT), "prompt": "prompt", "references": references},
+        "data": {"path": str(task.folder / HELD_OUT), "references": adapt.references and "references"},
         "model": {**config.model.model_dump(), **path, **adapter},
         "reference_model": model if whole else None,
         "output": str(task.folder / (AFTER if tuned else BEFORE)),
-        "schedule": {key: list(value) if isinstance(value, tuple) else value for key, value in shape.items()},
+        "schedule": shape,
         "speedups": sorted({1.0, *adapt.speedups}),
         "prompts": list(prompts),
         "sampling": {**config.sampling.model_dump(), **greedy},
@@ -186,26 +174,22 @@ def eval_values(
     }
 
 
-def tuned_model(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -> dict[str, str]:
+def tuned_model(task: Task) -> dict[str, str]:
     """Return the model section of the job file: the trained checkpoint, or the resolved base and its speed adapter.
 
     The path is relative only if the user's own path is.
     """
-    path = folder / trained(config)
-    relative = isinstance(resolved.source, str) and not Path(config.model.path).is_absolute()
-    own = str(path if relative else path.resolve())
-    is_adapter = options(config).weights == "adapter"
-    return {"path": pinned_path(config, resolved), "speed_adapter": own} if is_adapter else {"path": own}
+    relative = isinstance(task.resolved.source, str) and not Path(task.config.model.path).is_absolute()
+    own = str(task.trained if relative else task.trained.resolve())
+    is_adapter = task.options.weights == "adapter"
+    return {"path": pinned_path(task.config, task.resolved), "speed_adapter": own} if is_adapter else {"path": own}
 
 
 def job_text(
     values: Mapping[str, Any], model: Mapping[str, str], schedule: Mapping[str, Any], comment: Sequence[str]
 ) -> str:
     """Return the user's job file with these model keys and the chosen schedule, without its `adapt` section."""
-    checks = values.get("schedule") or {}
-    job = {
-        **{key: value for key, value in values.items() if key != "adapt"},
-        "model": {**values["model"], **model},
-        "schedule": {key: value for key, value in checks.items() if key in CHECKS} | dict(schedule),
-    }
+    checks = {key: value for key, value in (values.get("schedule") or {}).items() if key in CHECKS}
+    job = {**values, "model": {**values["model"], **model}, "schedule": {**checks, **schedule}}
+    job.pop("adapt", None)
     return "".join(f"# {flat(line)}\n" for line in comment) + dump_yaml(job)

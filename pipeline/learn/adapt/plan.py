@@ -1,39 +1,44 @@
-"""The plan of an adaptation, validated before any model is loaded."""
+"""The plan of an adaptation, validated before any model is loaded, and `adapt.json`, the record of its stages."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from actors.engine.model.file_digests import file_digest
 from actors.engine.model.speed_adapter import WEIGHTS
 from actors.engine.schedule.schedule import MEASURED
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.adapt import OF_TEXTS, AdaptConfig
+from pipeline.config.base import without_removed
 from pipeline.config.job import JobConfig
-from pipeline.input.files import InputFile, list_input
+from pipeline.input.files import list_input
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt.configs import Task
-from pipeline.learn.adapt.sample import layout
-from pipeline.learn.adapt.state import StageRecord
+from pipeline.learn.adapt.rows import layout
 from pipeline.learn.tune.adapters import started
 from pipeline.learn.tune.workers import check_machine
 from pipeline.messages import install_command
 from pipeline.plan.columns import check_columns, needed_columns
 from pipeline.plan.inputs import check_output_disjoint
-from pipeline.plan.manifest import ANSWERS_VERSION, pinned_snapshot, with_snapshot
+from pipeline.plan.manifest import ANSWERS_VERSION, difference, pinned_snapshot, with_snapshot
 from pipeline.prepare.prompt_spec import check_spec, prompt_spec
 from pipeline.propose import first_rows, true_answers
 from pipeline.run.ray_session import on_cluster
 from pipeline.runtime.announce import announce
 from pipeline.storage.folder import filesystem
-from pipeline.storage.owned_folder import check_apart
+from pipeline.storage.owned_folder import FILES, OwnedFolder, check_apart
 
+RECORD, FORMAT = "adapt.json", 3
+STAGES = ("sample", "answers", "tune", "before", "after")
 START = "adapt.adapter.start"  # key of a speed adapter to go on from
 
 
@@ -42,7 +47,7 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
 
     source: name of the job file.
     """
-    options = configs.options(config)
+    options = config.adapt or AdaptConfig()
     config = config.model_copy(update={"adapt": options})
     output = options.output or f"{config.output.path.rstrip('/')}-adapt"
     if "://" in output:
@@ -64,13 +69,12 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
     listed = list_input(pinned.input, config.storage)
     check_output_disjoint(config, listed, "adapt.output", str(folder))
     files, schema = layout(pinned, listed)
-    rows = sum(file.rows for file in files)
-    if rows <= options.held_out:
+    if (total := sum(file.rows for file in files)) <= options.held_out:
         raise UserError(
-            f"{config.input.path[0]}: {rows} rows leave none to train on: lower adapt.held_out = {options.held_out}"
+            f"{config.input.path[0]}: {total} rows leave none to train on: lower adapt.held_out = {options.held_out}"
         )
-    stored, start = record.settings("sample"), options.adapter.get("start")
-    resolved = resolve_checkpoint(config.model, config.storage, stored["model"] if stored else None)
+    stored, start = record.done.get("sample"), options.adapter.get("start")
+    resolved = resolve_checkpoint(config.model, config.storage, stored["settings"]["model"] if stored else None)
     fs, path = filesystem(config.output.path, config.storage)
     others = {"output.path": [path]} if isinstance(fs, LocalFileSystem) else {}
     others["input.path"] = [file.url for file in files if "://" not in file.url]
@@ -86,25 +90,20 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
     inputs = hashlib.sha256(repr(sorted(listed.items())).encode()).hexdigest()
     task = Task(config, source, folder, resolved, files, schema, shape, inputs)
     recipe = configs.tune_config(task, ".", 4, task.prompt_policies(1.0))  # checks tune's options
-    if record.settings("tune") is None:  # the training has not been planned yet
+    if "tune" not in record.done:
         check_machine(recipe.workers)
     for speedup in options.speedups:
         order = "paper" if shape["keep_order"] == MEASURED else shape["keep_order"]
         resolved.checkpoint.schedule({"horizon": 2, **shape, "keep_order": order, "speedup": speedup})
-    right = None if options.references else true_answers(_first_rows(config, files[0]), config.choices)
-    if right is not None:
-        announce(
-            f"column {right!r} looks like true answers: with adapt.references: {right} the loss against them decides; "
-            "without, agreement with full depth stands in for it"
-        )
+    if options.references is None:
+        rows = first_rows(files[0].url, files[0].size, files[0].version, files[0].format, config.storage)
+        further = {name: values for name, values in rows.items() if name not in needed_columns(config)}
+        if (right := true_answers(further, config.choices)) is not None:
+            announce(
+                f"column {right!r} looks like true answers: with adapt.references: {right} the loss against them "
+                "decides; without, agreement with full depth stands in for it"
+            )
     return task, record
-
-
-def _first_rows(config: JobConfig, file: InputFile) -> dict[str, list[Any]]:
-    """Return values of some rows by column, without the columns of the prompt."""
-    used = needed_columns(config)
-    rows = first_rows(file.url, file.size, file.version, file.format, config.storage)
-    return {name: values for name, values in rows.items() if name not in used}
 
 
 def _check_job(config: JobConfig, options: AdaptConfig) -> None:
@@ -136,10 +135,10 @@ def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]
     actors = {"actors": config.actors.model_dump(include={"max_batch", "threads", "cache_bytes"})}
     names = ("speedups", "prompt", "max_tokens", "loss", "weights", "adapter", "training")
     tune = {"schedule": dict(task.shape), **chosen(*names)}
-    start, done = task.options.adapter.get("start"), record.settings("tune")
-    if start is not None and (done is None or START in done):  # earlier versions recorded its path alone
+    start, done = task.options.adapter.get("start"), record.done.get("tune")
+    if start is not None and (done is None or START in done["settings"]):  # earlier versions recorded its path alone
         tune[START] = {"weights": file_digest(Path(start) / WEIGHTS, "sha256")}
-    return {
+    settings = {
         "sample": {
             "input": config.input.model_dump(exclude=of_files),
             "model": {**model, **task.resolved.identity()},
@@ -156,3 +155,58 @@ def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]
         "before": actors,
         "after": {**actors, **chosen("runs")},
     }
+    plain: dict[str, dict[str, Any]] = json.loads(json.dumps(settings))
+    return plain
+
+
+class StageRecord:
+    """The stages done in a folder, in order, with settings, results and cost; one that runs again undoes later ones.
+
+    Raises UserError if the record cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = OwnedFolder(folder, RECORD, "adapt.output")
+        self.done: dict[str, dict[str, Any]] = {}  # name -> {"settings", "result"}
+        self.seconds: dict[str, float] = {}  # seconds of every attempt
+        values = self.folder.values()
+        if not values.keys() - {FILES}:
+            return  # no record, or no stage yet
+        try:
+            if values["format"] != FORMAT:
+                raise UserError(f"format {values['format']}, this version writes {FORMAT}")
+            self.done, self.seconds = dict(values["done"]), dict(values["seconds"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{folder}/{RECORD}: not of this version: {flat(error)}; remove the folder") from None
+
+    def check(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise UserError that names the settings of finished stages that differ from the present ones."""
+        names = [
+            name
+            for stage, done in self.done.items()
+            for name in difference(without_removed(done["settings"], JobConfig), settings[stage])
+        ]
+        if names:
+            raise UserError(
+                f"{self.folder.path}: holds another adaptation, which differs in {', '.join(dict.fromkeys(names))}; "
+                "remove the folder, or choose another adapt.output"
+            )
+
+    def run(
+        self, stage: str, settings: Mapping[str, Any], files: Sequence[str], work: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the stage's result; `work` is called unless the stage is done and its `files` exist.
+
+        The seconds of an attempt that failed count too.
+        """
+        if stage in self.done and all((self.folder.path / name).exists() for name in files):
+            return dict(self.done[stage]["result"])
+        for later in STAGES[STAGES.index(stage) :]:
+            self.done.pop(later, None)
+        began = time.monotonic()
+        try:
+            self.done[stage] = json.loads(json.dumps({"settings": settings, "result": work()}))
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - began
+            self.folder.save({"format": FORMAT, "done": self.done, "seconds": self.seconds})
+        return dict(self.done[stage]["result"])

@@ -23,13 +23,11 @@ from actors.generator import Generator
 from pipeline.checkpoints.resolve import fetch
 from pipeline.config.job import JobConfig
 from pipeline.generate.settings import generator_settings
-from pipeline.learn.adapt.choice import BreakEven
+from pipeline.learn.adapt.choice import BreakEven, RowCost, stage_seconds
 from pipeline.learn.adapt.configs import Task
-from pipeline.learn.adapt.forecast import RowCost, stage_seconds
-from pipeline.learn.adapt.pairs import prompt_ids
 from pipeline.learn.adapt.plan import plan_adaptation
-from pipeline.learn.adapt.run import SEED, working_actors
-from pipeline.learn.adapt.sample import draw, read_sample
+from pipeline.learn.adapt.rows import draw, prompt_ids, read_sample
+from pipeline.learn.adapt.run import working_actors
 from pipeline.learn.keep_order import ROWS, ResponsePasses, Row, batches, measured_order
 from pipeline.messages import duration
 from pipeline.prepare.prompt_spec import prompt_spec
@@ -94,7 +92,7 @@ def _load(task: Task) -> Generator:
 
 
 def _prompts(task: Task) -> list[Prompt]:
-    table, _ = read_sample(task.config, task.files, task.schema, draw(task.rows, ROWS, SEED))
+    table, _ = read_sample(task.config, task.files, task.schema, draw(task.rows, ROWS))
     found = prompt_ids(table, prompt_spec(task.config, task.resolved, 0.0))
     prompts = [Prompt(ids, "sample", row) for row, ids in enumerate(ids for ids in found if ids is not None)]
     if not prompts:

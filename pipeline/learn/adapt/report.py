@@ -75,9 +75,8 @@ def to_dict(adapted: Adapted) -> dict[str, Any]:
     values = asdict(adapted)
     if adapted.break_even is not None:
         values["break_even"] |= {"at_rows": adapted.break_even.at_rows, "saved": adapted.break_even.saved}
-    values["folder"] = str(adapted.folder)
-    values["job_file"] = None if adapted.job_file is None else str(adapted.job_file)
-    return values
+    paths = {"folder": adapted.folder, "job_file": adapted.job_file}
+    return values | {name: path and str(path) for name, path in paths.items()}
 
 
 def _table(adapted: Adapted) -> Table:

@@ -32,13 +32,18 @@ from pipeline.config.evaluate import EvalConfig
 from pipeline.config.job import JobConfig
 from pipeline.config.load import validated
 from pipeline.learn.adapt import configs
-from pipeline.learn.adapt.choice import BreakEven, choose, full_depth, nearest, parallel_actors
+from pipeline.learn.adapt.choice import (
+    BreakEven,
+    RowCost,
+    announcement,
+    choose,
+    full_depth,
+    nearest,
+    parallel_actors,
+)
 from pipeline.learn.adapt.configs import Task
-from pipeline.learn.adapt.forecast import RowCost, announcement
-from pipeline.learn.adapt.pairs import metric_of, write_pairs
-from pipeline.learn.adapt.plan import plan_adaptation, stage_settings
-from pipeline.learn.adapt.sample import draw, read_sample
-from pipeline.learn.adapt.state import STAGES, StageRecord
+from pipeline.learn.adapt.plan import STAGES, StageRecord, plan_adaptation, stage_settings
+from pipeline.learn.adapt.rows import draw, metric_of, read_sample, write_pairs
 from pipeline.learn.evaluate.results import Line, Scores, scores_of
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.run.ray_session import on_cluster
@@ -48,7 +53,6 @@ from pipeline.storage.folder import LocalFolder
 from pipeline.storage.owned_folder import replacing
 
 log = logging.getLogger(__name__)
-SEED = 0  # seed of the draw of rows
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,8 @@ class Adapted:
 
     trained: name of the folder in `folder` with the speed adapter or the checkpoint. before, after: measurements of the
     job's checkpoint and of the tuned one. chance: scores of answers that do not depend on their row. harmed: a line for
-    each speed that is worse after the training. chosen: None if no speed-up is within the tolerance. nearest: the
-    speed-up closest to the tolerance. counts: of rows. seconds: by stage. job_file: None without a choice.
+    each speed that is worse after the training. chosen, break_even, job_file: None if no speed-up is within the
+    tolerance. nearest: the speed-up closest to it. counts: of rows. seconds: by stage.
     """
 
     folder: Path
@@ -80,14 +84,8 @@ class Adapted:
 def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose: bool = False) -> Adapted:
     """Adapt the job's checkpoint to its own rows and choose a speed, stage by stage.
 
-    Args:
-        config: the job.
-        values: the job file's own values, for the job file that is written.
-        source: name of the job file.
-        verbose: as in `job.run`.
-
-    Raises:
-        UserError: a mistake, found before Ray starts and a model is loaded where possible; and the errors of `job.run`.
+    values: the job file's own, for the job file that is written. source: its name. verbose: as in `job.run`. Raises
+    UserError for a mistake, before Ray starts and a model is loaded where possible; and the errors of `job.run`.
     """
     task, stored = plan_adaptation(config, source)
     settings = stage_settings(task, stored)
@@ -120,12 +118,11 @@ def _adapt(
     if "row" in answered and not record.done.keys() >= set(STAGES):
         announce(announcement(task, RowCost(**answered["row"]), record.done))
     counts = answered["counts"]
-    labels, references = config.choices is not None, options.references is not None
-    metric = metric_of(folder, options.metric, choices=labels, references=references)
+    given = {"choices": config.choices is not None, "references": options.references is not None}
+    metric = metric_of(folder, options.metric, **given)
     purpose = f"train {config.model.path} on {counts['train']:,} answers"
     prompts = task.prompt_policies(answered["prompt_share"])
-    record_file = f"{configs.trained(config)}/tune.json"
-    tuned = run("tune", purpose, [record_file], lambda: _tune(task, counts["longest"], prompts))
+    tuned = run("tune", purpose, [f"{task.trained.name}/tune.json"], lambda: _tune(task, counts["longest"], prompts))
     actors = {name: getattr(config.actors, name) or answered["actors"][name] for name in ("threads", "cache_bytes")}
     actors["max_batch"] = config.rows_in_flight
     purpose = f"measure the {{}} checkpoint over {counts['held_out']:,} held-out rows"
@@ -150,7 +147,7 @@ def _adapt(
         _write_job(task, values, chosen, metric, tolerance, job_file)
     return Adapted(
         folder=folder,
-        trained=configs.trained(config),
+        trained=task.trained.name,
         metric=metric,
         tolerance=tolerance,
         before=[Line.of(line) for line in before["lines"]],
@@ -167,7 +164,7 @@ def _adapt(
 
 
 def _sample(task: Task) -> dict[str, Any]:
-    drawn = draw(task.rows, task.options.rows, SEED)
+    drawn = draw(task.rows, task.options.rows)
     table, readable = read_sample(task.config, task.files, task.schema, drawn)
     with replacing(task.folder / configs.SAMPLE) as temporary:
         pq.write_table(table, temporary)
@@ -209,7 +206,7 @@ def _tune(task: Task, longest: int, prompts: Sequence[str]) -> dict[str, Any]:
     recipe = configs.tune_config(task, str(fetch(task.resolved.source)), longest, prompts)
     with memory_freed(), redirect_stdout(sys.stderr):  # losses are progress; only the result goes to stdout
         folder = tune(recipe)
-    return {"checkpoint": str(folder), "harmed": json.loads((folder / "tune.json").read_text()).get("harmed", [])}
+    return {"harmed": json.loads((folder / "tune.json").read_text())["harmed"]}
 
 
 def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mapping[str, int | None]) -> dict[str, Any]:
@@ -226,17 +223,15 @@ def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mappin
     values = configs.eval_values(task, model, shape, prompts, tuned=tuned) | dict(actors)
     with memory_freed():
         evaluation = evaluate_run.evaluate(validated(EvalConfig, values, "adapt"))
-    groups = ("speed", "prompt")
-    lines = [line for line in evaluation.lines if line.group in groups or line.name == evaluation.full_depth]
     return {
-        "lines": [asdict(replace(line, seconds=line.seconds / evaluation.rows)) for line in lines],
+        "lines": [asdict(replace(line, seconds=line.seconds / evaluation.rows)) for line in evaluation.lines],
         "chance": {name: asdict(score) for name, score in evaluation.chance.items()},
     }
 
 
 @contextmanager
 def memory_freed() -> Iterator[None]:
-    """Free the memory of a stage at its end: a trainer is a reference cycle, which only the collector frees."""
+    """Free a stage's memory at its end: a trainer is a reference cycle, which only the collector frees."""
     try:
         yield
     finally:
@@ -260,6 +255,5 @@ def _write_job(task: Task, values: Mapping[str, Any], chosen: Line, metric: str,
         "held-out rows of its own input.",
         f"It answers every row, those of {task.folder / configs.SAMPLE} too. skipdecode run {path}",
     ]
-    model = configs.tuned_model(task.config, task.resolved, task.folder)
     schedule = {"speedup": chosen.nominal} | ({} if chosen.prompt == "full" else {"prompt": chosen.prompt})
-    path.write_text(configs.job_text(values, model, schedule, comment))
+    path.write_text(configs.job_text(values, configs.tuned_model(task), schedule, comment))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,8 @@ REFERENCE = "reference model"  # name of the reference model's line at full dept
 class Variant:
     """A schedule to measure, which becomes a line of evaluate's table.
 
-    group: what the line varies: ``speed``, ``prompt``, ``reference`` or ``model``. spec: the whole schedule,
-    resolved on top of the checkpoint's. nominal: the nominal speed-up.
+    group: what it varies: speed, prompt, reference or model. spec: complete, on top of the checkpoint's. nominal: the
+    speed-up that it is made from; None for another model.
     """
 
     name: str
@@ -76,7 +76,6 @@ class EvalInputs:
 
     prompts: token ids of each row. new_tokens: maximum tokens of an answer. others: the reference
     model and the baselines, by the names of their lines. spec: the checkpoint's schedule with the recipe's changes.
-    folder: the output folder.
     """
 
     config: EvalConfig
@@ -89,11 +88,6 @@ class EvalInputs:
     folder: OwnedFolder
 
     @property
-    def num_layers(self) -> int:
-        """Number of layers of the model."""
-        return self.model.checkpoint.num_layers
-
-    @property
     def is_labelling(self) -> bool:
         """Whether answers are labels: there are choices, or every reference is a single word."""
         return self.config.choices is not None or (
@@ -103,11 +97,7 @@ class EvalInputs:
 
     @property
     def metric(self) -> str:
-        """The metric that lines are judged by.
-
-        With references: exact match of labels, BLEU of texts. Else: exact agreement of labels and short answers, or
-        fidelity.
-        """
+        """The metric that lines are judged by."""
         if self.config.data.references is not None:
             return "exact_match" if self.is_labelling else "bleu"
         return "agreement_exact" if self.is_labelling or self.new_tokens <= SHORT else "fidelity"
@@ -147,11 +137,26 @@ def prepare(config: EvalConfig) -> EvalInputs:
     if config.schedule.keep_order == MEASURED:
         changes["keep_order"] = "paper"  # the paper's order until the order is measured
     spec = (model.checkpoint.spec or ScheduleSpec()).overridden(changes)
-    names = [REFERENCE, *(variant.name for variant in _planned(config, spec, model.checkpoint.num_layers))]
-    _check_names(config.baselines, names)
+    variants = speeds(spec, config.speedups, config.prompts)
+    try:
+        for variant in variants:
+            variant.spec.build(model.checkpoint.num_layers)
+    except ValueError as error:
+        raise UserError(f"schedule: {error}") from None
+    names = [REFERENCE, *(variant.name for variant in variants)]
+    taken = {slug(name): name for name in names}
+    for name in config.baselines:
+        if slug(name) in taken:
+            raise UserError(f"baselines: {name!r} is the name of another line, {taken[slug(name)]!r}; choose its own")
+        taken[slug(name)] = name
     folder.check(output_files([*names, *config.baselines]))
-    trie = _trie(config, model)
-    reserved = 1 if trie is None else trie.most_tokens
+    reserved, new_tokens = 1, config.sampling.max_new_tokens
+    if config.choices is not None:
+        tokenizer = load_tokenizer(model.checkpoint.path)
+        ids = tokenize_labels(tokenizer, config.choices)
+        longest(config.choices, ids)  # names a wrong label by its text; the trie, by its number
+        trie = ChoiceTrie([ids[label] for label in config.choices], tokenizer.eos_token_id)
+        reserved = new_tokens = trie.most_tokens
     prompts = _tokenized(rows, model, reserved)
     local, others = {"model.path": model, "model.speed_adapter": model}, dict[str, ResolvedCheckpoint]()
     paths = {} if config.reference_model is None else {REFERENCE: ("reference_model", config.reference_model)}
@@ -161,7 +166,6 @@ def prepare(config: EvalConfig) -> EvalInputs:
     sources = {key: found.adapter if key.endswith("adapter") else found.source for key, found in local.items()}
     used = {key: [source] for key, source in sources.items() if isinstance(source, str)}
     check_apart("output", folder.path, {"data.path": config.data.path, **used})
-    new_tokens = config.sampling.max_new_tokens if trie is None else trie.most_tokens
     return EvalInputs(config, rows, prompts, new_tokens, model, others, spec, folder)
 
 
@@ -182,39 +186,23 @@ def read_rows(data: EvalDataConfig, choices: Sequence[str] | None, storage: Stor
             hint = "data.references: null measures agreement with full depth, without references"
             raise UserError(f"{error}; {hint}") from None
         prompts = values[data.prompt]
-        ids, references = values.get(data.id, [None] * len(prompts)), [()] * len(prompts)
+        ids: list[Any] = values.get(data.id, [None] * len(prompts))
+        references: list[tuple[Any, ...]] = [()] * len(prompts)
         if data.references is not None:
             references = [tuple(one) if isinstance(one, list) else (one,) for one in values[data.references]]
         for number, (prompt, right, name) in enumerate(zip(prompts, references, ids, strict=True)):
+            row = f"{path}: row {number}"
             if not is_text(prompt):
-                needed = "must hold text or token ids, none of them empty"
-                raise UserError(f"{path}: row {number}: column {data.prompt!r} {needed}")
-            if data.references is not None:
-                _check_references(right, f"{path}: row {number}", data.references, labels)
+                raise UserError(f"{row}: column {data.prompt!r} must hold text or token ids, none of them empty")
+            if data.references is not None and (not right or not all(isinstance(one, str) for one in right)):
+                raise UserError(f"{row} needs at least one reference; column {data.references!r} must hold text")
+            for label in right:
+                if labels is not None and normalized(label) not in labels:
+                    raise UserError(f"{row}: label {label!r} is not one of choices; add it, or leave the row out")
             rows.append(EvalRow(prompt, right, name, path, number))
     if len(rows) < 2:
-        count = f"{len(rows) or 'no'} row{'s' * (len(rows) != 1)}"
-        raise UserError(f"{data.path[0]}: {count} to score; intervals are over rows: give at least 2")
+        raise UserError(f"{data.path[0]}: {len(rows)} rows to score; intervals are over rows: give at least 2")
     return rows
-
-
-def _check_references(references: Sequence[Any], location: str, column: str, labels: Collection[str] | None) -> None:
-    if not references or not all(isinstance(one, str) for one in references):
-        raise UserError(f"{location} needs a prompt and at least one reference; column {column!r} must hold text")
-    for label in references:
-        if labels is not None and normalized(label) not in labels:
-            raise UserError(f"{location}: label {label!r} is not one of choices; add it, or leave the row out")
-
-
-def _planned(config: EvalConfig, spec: ScheduleSpec, num_layers: int) -> list[Variant]:
-    """Return the lines of the model itself, whose schedules have been checked."""
-    variants = speeds(spec, config.speedups, config.prompts)
-    try:
-        for variant in variants:
-            variant.spec.build(num_layers)
-    except ValueError as error:
-        raise UserError(f"schedule: {error}") from None
-    return variants
 
 
 def _output_folder(output: str) -> OwnedFolder:
@@ -225,25 +213,11 @@ def _output_folder(output: str) -> OwnedFolder:
     folder.check([])
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise UserError(f"output: {output}: there is a file of that name; give a folder") from None
     except OSError as error:
         raise UserError(f"output: {output}: cannot be made: {error.strerror}") from None
     if not os.access(folder.path, os.W_OK | os.X_OK):
         raise UserError(f"output: {output}: not writable")
     return folder
-
-
-def _check_names(baselines: Iterable[str], lines: Iterable[str]) -> None:
-    """Raise UserError if a baseline has the name or answers file of another line."""
-    taken = {slug(name): name for name in lines}
-    for name in baselines:
-        file = slug(name)
-        if not file:
-            raise UserError(f"baselines: {name!r} leaves nothing to name a file by; use letters or digits")
-        if file in taken:
-            raise UserError(f"baselines: {name!r} is the name of another line, {taken[file]!r}; choose its own")
-        taken[file] = name
 
 
 def _same_tokenizer(key: str, path: str, model: ResolvedCheckpoint, config: EvalConfig) -> ResolvedCheckpoint:
@@ -257,26 +231,14 @@ def _same_tokenizer(key: str, path: str, model: ResolvedCheckpoint, config: Eval
     return other
 
 
-def _trie(config: EvalConfig, model: ResolvedCheckpoint) -> ChoiceTrie | None:
-    """Return the labels as token ids; None without choices. Raises UserError if two labels have the same tokens."""
-    if config.choices is None:
-        return None
-    tokenizer = load_tokenizer(model.checkpoint.path)
-    ids = tokenize_labels(tokenizer, config.choices)
-    longest(config.choices, ids)  # names a wrong label by its text; the trie, by its number
-    return ChoiceTrie([ids[label] for label in config.choices], tokenizer.eos_token_id)
-
-
 def _tokenized(rows: Sequence[EvalRow], model: ResolvedCheckpoint, reserved: int) -> list[Prompt]:
     """Return the rows' token ids. Raises UserError for a row that does not fit the model with `reserved` new tokens."""
     encoded = token_ids(load_tokenizer(model.checkpoint.path), [row.prompt for row in rows])
     vocabulary = model.checkpoint.config.vocab_size
     for row, tokens in zip(rows, encoded, strict=True):
-        location = f"{row.path}: row {row.number}"
-        if not tokens:
-            raise UserError(f"{location}: the tokenizer finds no token in this prompt; leave the row out")
-        if max(tokens) >= vocabulary:
-            raise UserError(f"{location}: token {max(tokens)} lies outside the model's vocabulary of {vocabulary}")
+        if max(tokens, default=vocabulary) >= vocabulary:
+            told = f"no token, or one outside the model's vocabulary of {vocabulary}"
+            raise UserError(f"{row.path}: row {row.number}: {told}; leave the row out")
     prompts = [Prompt(tokens, row.path, row.number) for row, tokens in zip(rows, encoded, strict=True)]
     _check_context(prompts, model, reserved, "a context")
     return prompts

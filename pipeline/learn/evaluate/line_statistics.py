@@ -50,7 +50,6 @@ def line_statistics(
     """
     texts = {name: [answer.generated_text or "" for answer in given] for name, given in answers.items()}
     expected, references = texts[full_depth], [row.references for row in inputs.rows]
-    is_text = inputs.config.choices is None
     warn_of_other_scripts(expected)
     statistics: dict[str, dict[str, Array]] = {name: {} for name in answers}
     for name, own in texts.items():
@@ -65,8 +64,11 @@ def line_statistics(
         if inputs.is_labelling and len(set(expected)) <= MOST_LABELS:
             found["kappa"] = kappa_statistics(own, expected)
     models = {name: Model(generator.engine.decoder, schedule) for name, (generator, schedule) in lines.items()}
-    pairs = {name: _pairs(inputs, given) for name, given in answers.items()}
-    if is_text:
+    pairs: dict[str, list[Pair]] = {
+        name: [(prompt.ids, answer.token_ids or ()) for prompt, answer in zip(inputs.prompts, given, strict=True)]
+        for name, given in answers.items()
+    }
+    if inputs.config.choices is None:
         regret = _regret(models[full_depth], pairs)
         lengths = [ids for _, ids in pairs[full_depth]]
         for name, each in pairs.items():
@@ -88,8 +90,3 @@ def _regret(full: Model, pairs: Mapping[str, Sequence[Pair]]) -> dict[str, Array
     return {
         name: np.array([found[row, tuple(ids)] for row, (_, ids) in enumerate(each)]) for name, each in pairs.items()
     }
-
-
-def _pairs(inputs: EvalInputs, answers: Answers) -> list[Pair]:
-    """Return the token ids of each row's prompt and answer."""
-    return [(prompt.ids, answer.token_ids or ()) for prompt, answer in zip(inputs.prompts, answers, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 Array = npt.NDArray[np.float64]
 ORDER = 4  # longest n-gram of BLEU
 TOKENS, OWN_TOKENS, REPEATS, GRAMS, REGRET = range(5)  # columns of `answer_statistics`
+CONFIDENCE = 0.95  # share of the resampled scores in an interval
+SAMPLES, SEED = 1000, 0  # resampled data sets of every interval, and the seed of their draw
+DRAWN_AT_ONCE = 2**22  # maximum number of row numbers drawn at once, 32 MiB
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,8 @@ def bleu_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -
     # effective_order changes no count; without it sacrebleu warns at every sentence
     metric = BLEU(lowercase=True, tokenize="13a", effective_order=True)
     scores = [metric.sentence_score(text, each) for text, each in zip(texts, references, strict=True)]
-    return np.array(
-        [[score.sys_len, score.ref_len, *score.counts, *score.totals] for score in scores], dtype=np.float64
-    )
+    counts = [[score.sys_len, score.ref_len, *score.counts, *score.totals] for score in scores]
+    return np.array(counts, dtype=np.float64)
 
 
 def exact_match_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
@@ -169,3 +171,66 @@ def _scorer() -> RougeScorer:
 
 def _rouge_l(reference: str, text: str) -> float:
     return 1.0 if reference == text else float(_scorer().score(reference, text)["rougeL"].fmeasure)
+
+
+@dataclass(frozen=True)
+class Score:
+    """One metric of one line, over the rows themselves, with the percentiles of resampled rows.
+
+    loss: paired difference from full depth, positive where the line is worse. low, high: of the value, which may lie
+    outside. loss_low, loss_high: of the loss.
+    """
+
+    value: float
+    loss: float
+    loss_high: float
+    low: float = 0.0
+    high: float = 0.0
+    loss_low: float = 0.0
+
+
+def resampled_counts(rows: int, samples: int, rng: np.random.Generator) -> Array:
+    """Return how often each data set, drawn with replacement, holds each row: [samples, rows]."""
+    positions = rng.integers(rows, size=(samples, rows)) + rows * np.arange(samples)[:, None]
+    return np.bincount(positions.ravel(), minlength=samples * rows).reshape(samples, rows).astype(np.float64)
+
+
+def resampled_sums(statistics: Array, samples: int, seed: int) -> Array:
+    """Return the sums of statistics [N, K] over each resampled data set: [samples, K]."""
+    rng, rows = np.random.default_rng(seed), len(statistics)
+    at_once = max(1, DRAWN_AT_ONCE // rows)
+    return np.concatenate(
+        [resampled_counts(rows, min(at_once, samples - done), rng) @ statistics for done in range(0, samples, at_once)]
+    )
+
+
+def paired_scores(statistics: Mapping[str, Mapping[str, Array]], full_depth: str) -> dict[str, dict[str, Score]]:
+    """Return the scores of every line and metric, with percentile intervals by paired bootstrap over rows.
+
+    After Koehn, "Statistical Significance Tests for Machine Translation Evaluation", EMNLP 2004: data sets of as many
+    rows are drawn with replacement, the same ones for every line, and scored whole.
+
+    Args:
+        statistics: line -> metric -> [N, K] over the same N rows.
+        full_depth: the line that losses are against.
+    """
+    values_of = {}  # [1 + samples]: the data set itself, then the resampled ones
+    for line, metrics in statistics.items():
+        for metric, rows in metrics.items():
+            sums = np.concatenate([rows.sum(axis=0)[None], resampled_sums(rows, SAMPLES, SEED)])
+            values_of[line, metric] = METRICS[metric].score(sums)
+    scores: dict[str, dict[str, Score]] = {line: {} for line in statistics}
+    for (line, metric), values in values_of.items():
+        losses = values_of[full_depth, metric] - values
+        better = METRICS[metric].higher_is_better
+        losses = abs(losses) if better is None else losses if better else -losses
+        low, high = interval(values[1:])
+        loss_low, loss_high = interval(losses[1:])
+        scores[line][metric] = Score(float(values[0]), float(losses[0]), loss_high, low, high, loss_low)
+    return scores
+
+
+def interval(samples: Array) -> tuple[float, float]:
+    """Return the percentile interval of bootstrap samples [S]."""
+    low, high = np.quantile(samples, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)

@@ -15,58 +15,27 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from actors.answers import Answer
-from pipeline.generate.answer_checks import warnings_of
-from pipeline.learn.evaluate.metrics import METRICS
+from pipeline.learn.evaluate.metrics import CONFIDENCE, METRICS, Score
 from pipeline.runtime.wide_console import wide
 
 RECORD = "evaluate.json"
-CONFIDENCE = 0.95  # share of the resampled scores in an interval
-TABLES = ("table.json", "table.parquet")
-
-
-@dataclass(frozen=True)
-class Score:
-    """Hold one metric of one line of the table, with bootstrap intervals over rows.
-
-    Args:
-        value: The metric over the rows themselves.
-        loss: Paired difference from full depth, positive where the line is worse.
-        loss_high: Upper percentile of the resampled losses.
-        low: Lower percentile of the resampled values; `value` may lie outside low..high. Records of
-            earlier versions have 0 here.
-        high: Upper percentile of the resampled values.
-        loss_low: Lower percentile of the resampled losses.
-    """
-
-    value: float
-    loss: float
-    loss_high: float
-    low: float = 0.0
-    high: float = 0.0
-    loss_low: float = 0.0
-
-
-Scores = dict[str, Score]
+Scores = dict[str, Score]  # by the metric's name
 
 
 @dataclass(frozen=True)
 class Line:
-    """Hold the measurements of one schedule or baseline. Only the first fields are in records of earlier versions.
+    """The measurements of one schedule or baseline.
 
     Args:
         name: Speed and prompt policy, or another name.
         nominal: Speed-up in the recipe; None for another model.
-        prompt: Prompt policy.
         layer_ratio: Layers of full depth divided by layers run, over all decode steps; None for another model.
         seconds: Median of the whole run over the runs; in `adapt`'s record, seconds of one row.
-        scores: By the metric's name.
-        group: Group of the line in the table.
+        group: See `Variant`.
         mean_depth: Layers of a decode step, mean. None if no answer had a decode step.
         decode_seconds: Median of the decode steps' seconds over the runs.
         tokens_per_second: Generated tokens divided by seconds of the whole run.
-        wall_clock: Seconds of 1x divided by those of this line.
-        decode_wall_clock: The same of the decode steps.
+        wall_clock, decode_wall_clock: Seconds of 1x divided by those of this line.
         cache_bytes: Key/value cache of the largest batch.
         warnings: Signs of bad answers, such as one text for most rows.
     """
@@ -110,13 +79,19 @@ def uselessness(line: Line, chance: Scores, metric: str) -> str | None:
     return f"{line.name} is useless: its {title} of {value:.1f} is at or below chance, {chance[metric].value:.1f}"
 
 
+def remarks(lines: Sequence[Line], chance: Scores, metric: str) -> list[str]:
+    """Return sentences about the lines: which ones are useless, and signs of bad answers."""
+    useless = [text for line in lines if (text := uselessness(line, chance, metric)) is not None]
+    return [*useless, *(f"{line.name}: {text}" for line in lines for text in line.warnings)]
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Results of an evaluation.
 
-    lines: in the table's order. output: the folder. rows: number answered by each. batch: maximum rows a batch, for all
-    lines. metric: metric that judges lines. full_depth: name of the line that losses are measured against. chance:
-    scores of answers that do not depend on their prompt.
+    lines: in the table's order. rows: answered by each. batch: rows a batch at most, for all lines. metric: the one
+    that lines are judged by. full_depth: name of the line that losses are against. chance: scores of answers that do
+    not depend on their prompt.
     """
 
     lines: list[Line]
@@ -140,13 +115,14 @@ def answers_file(line: str) -> str:
 
 def output_files(lines: Iterable[str]) -> list[str]:
     """Return the names of all files of an evaluation of these lines, without its record."""
-    return [*TABLES, *map(answers_file, lines)]
+    return ["table.json", "table.parquet", *map(answers_file, lines)]
 
 
-def flat(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return an object for each line: its numbers, and for metric m `m`, `m_low`, `m_high`, `m_loss` and so on.
+def write_table(evaluation: Evaluation) -> None:
+    """Write `table.json` and `table.parquet`: an object for each line, with its numbers and those of each metric.
 
-    `m_chance` is metric m of answers that do not depend on their prompt.
+    Of metric m these are `m`, `m_low`, `m_high`, `m_loss`, `m_loss_low`, `m_loss_high`, and `m_chance`, of answers that
+    do not depend on their prompt.
     """
     rows = []
     for line in evaluation.lines:
@@ -155,12 +131,6 @@ def flat(evaluation: Evaluation) -> list[dict[str, Any]]:
         for metric, score in line.scores.items():
             row |= {metric if name == "value" else f"{metric}_{name}": one for name, one in asdict(score).items()}
         rows.append(row | {f"{metric}_chance": score.value for metric, score in evaluation.chance.items()})
-    return rows
-
-
-def write_table(evaluation: Evaluation) -> None:
-    """Write `table.json` and `table.parquet` into the output folder."""
-    rows = flat(evaluation)
     finite = [
         {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
         for row in rows
@@ -169,22 +139,6 @@ def write_table(evaluation: Evaluation) -> None:
     table = pa.Table.from_pylist(rows)
     fields = [field.with_type(pa.float64()) if pa.types.is_null(field.type) else field for field in table.schema]
     pq.write_table(table.cast(pa.schema(fields)), evaluation.output / "table.parquet")
-
-
-def write_answers(output: Path, columns: Mapping[str, Sequence[Any]], answers: Mapping[str, Sequence[Answer]]) -> None:
-    """Write `answers-<line>.parquet` for each line.
-
-    columns: columns of the rows, such as prompt and id. answers: answers of each line, by its name.
-    """
-    names = {"answer": "generated_text", "generated_tokens": "generated_tokens", "finish_reason": "finish_reason"}
-    for line, given in answers.items():
-        own = {name: [getattr(answer, field) for answer in given] for name, field in names.items()}
-        pq.write_table(pa.table({**columns, **own}), output / answers_file(line))
-
-
-def answer_warnings(answers: Sequence[Answer]) -> tuple[str, ...]:
-    """Return the signs of bad answers of a line, without the advice that follows them."""
-    return tuple(text.partition(";")[0] for text in warnings_of([answer.generated_text or "" for answer in answers]))
 
 
 def print_tables(console: Console, evaluation: Evaluation) -> None:
@@ -203,18 +157,11 @@ def print_tables(console: Console, evaluation: Evaluation) -> None:
         console.print(text, highlight=False)
 
 
-def remarks(lines: Sequence[Line], chance: Scores, metric: str) -> list[str]:
-    """Return sentences about the lines: which ones are useless, and signs of bad answers."""
-    useless = [text for line in lines if (text := uselessness(line, chance, metric)) is not None]
-    return [*useless, *(f"{line.name}: {text}" for line in lines for text in line.warnings)]
-
-
 def _main_table(evaluation: Evaluation) -> Table:
     metric = METRICS[evaluation.metric]
     title = f"{metric.title} %" if metric.unit == "%" else metric.title
-    table = _table("line", "layer\nratio", "mean\ndepth", "wall clock\nwhole", "\ndecode", "\nseconds", "tokens\n/s")
-    for name in ("cache\nMiB", f"\n{title}", "\nloss"):
-        table.add_column(name, justify="right", no_wrap=True)
+    speed = ("layer\nratio", "mean\ndepth", "wall clock\nwhole", "decode", "seconds", "tokens\n/s", "cache\nMiB")
+    table = _table("line", *speed, title, "loss")
     for line in evaluation.lines:
         score = line.scores[evaluation.metric]
         table.add_row(
@@ -241,11 +188,8 @@ def _further_table(evaluation: Evaluation) -> Table:
     names = [name for name in evaluation.lines[0].scores if name != evaluation.metric]
     if evaluation.metric == "bleu":
         names.remove("exact_match")
-    table = _table("line")
-    for name in names:
-        title = METRICS[name].title.replace(" to ", "\nto ")
-        unit = METRICS[name].unit
-        table.add_column(f"{title} {unit}".rstrip(), justify="right", no_wrap=True, vertical="bottom")
+    titles = [f"{METRICS[name].title} {METRICS[name].unit}".rstrip() for name in names]
+    table = _table("line", *(title.replace(" to ", "\nto ") for title in titles))
     rows = {line.name: line.scores for line in evaluation.lines} | {"chance": evaluation.chance}
     for line_name, scores in rows.items():
         shown = [(scores.get(name), METRICS[name].decimals) for name in names]

@@ -10,32 +10,30 @@ rows in the same batches, of the whole run and of decode alone.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from statistics import median
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
-from actors.engine.schedule.schedule import MEASURED, ScheduleSpec
+from actors.answers import Answer, Prompt
+from actors.engine.errors import UserError
+from actors.engine.schedule.schedule import MEASURED, Schedule, ScheduleSpec
+from actors.engine.types import EngineStats
 from actors.generator import Generator
 from pipeline.config.evaluate import EvalConfig
+from pipeline.generate.answer_checks import warnings_of
 from pipeline.learn.evaluate.inputs import REFERENCE, EvalInputs, EvalRow, Variant, prepare, speeds
-from pipeline.learn.evaluate.intervals import paired_scores
 from pipeline.learn.evaluate.line_statistics import CHANCE, by_chance, line_statistics
-from pipeline.learn.evaluate.results import (
-    Evaluation,
-    Line,
-    Scores,
-    answer_warnings,
-    output_files,
-    write_answers,
-    write_table,
-)
-from pipeline.learn.evaluate.timed_runs import TimedRun, answer, common_batch, time_in_turn
+from pipeline.learn.evaluate.metrics import paired_scores
+from pipeline.learn.evaluate.results import Evaluation, Line, Scores, answers_file, output_files, write_table
 from pipeline.learn.keep_order import ROWS, measured_order
-from pipeline.runtime.announce import announce
+from pipeline.runtime.announce import RowProgress, announce
 
 
 def evaluate(config: EvalConfig) -> Evaluation:
@@ -49,7 +47,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
     variants = speeds(inputs.spec, config.speedups, config.prompts)
     lines = {}
     for variant in variants:
-        schedule = variant.spec.build(inputs.num_layers)
+        schedule = variant.spec.build(inputs.model.checkpoint.num_layers)
         lines[variant.name] = (full if schedule.is_full_depth else fast), schedule
     for name, model in others.items():
         line = {name: (model, model.schedule)}
@@ -111,10 +109,87 @@ def with_measured_order(inputs: EvalInputs, generator: Generator) -> EvalInputs:
     return replace(inputs, spec=inputs.spec.overridden({"keep_order": order, "warmup": warmup}))
 
 
+@dataclass
+class TimedRun:
+    """Answers of a line, and their times. seconds, decode_seconds: one number for each timed round."""
+
+    answers: list[Answer]
+    stats: EngineStats
+    seconds: list[float]
+    decode_seconds: list[float]
+
+
+def common_batch(generator: Generator, prompts: Sequence[Prompt], new_tokens: int) -> int:
+    """Return the maximum rows of a batch at which all schedules form the batches of full depth, which needs most.
+
+    generator: at full depth. new_tokens: of an answer at most. Raises UserError if a row's cache is over the budget.
+    """
+    engine, longest = generator.engine, max(prompts, key=lambda prompt: len(prompt.ids))
+    length, shortest = len(longest.ids), min(len(prompt.ids) for prompt in prompts)
+
+    def row_bytes(prompt_tokens: int) -> int:
+        """Return a row's cache in a batch with the longest prompt, if its answer fills the rest of the context."""
+        return engine.row_bytes(length, max(1, min(new_tokens, engine.decoder.context_length - prompt_tokens)))
+
+    if row_bytes(length) > generator.cache_bytes:
+        raise UserError(
+            f"{longest.source}: row {longest.row}: needs {row_bytes(length)} bytes of cache at full depth, "
+            f"the budget is {generator.cache_bytes}; raise cache_bytes"
+        )
+    fitting = generator.cache_bytes // max(1, row_bytes(shortest))  # an answer of one token keeps no cache
+    return max(1, min(generator.max_batch, fitting))
+
+
+def answer(generator: Generator, schedule: Schedule, prompts: Sequence[Prompt], stage: str = "answering") -> TimedRun:
+    """Answer all rows once, and announce the number of rows done under the name `stage`.
+
+    Raises UserError for a row that cannot be answered, or if memory ran out.
+    """
+    scheduled = generator.at(schedule)  # on a CPU without buffers of an earlier run
+    progress = RowProgress(stage, len(prompts))
+    began = time.perf_counter()
+    answers = scheduled.answer(prompts, on_batch=progress)
+    seconds = time.perf_counter() - began
+    bad = next((row for row in answers if row.error is not None), None)
+    if bad is not None:
+        raise UserError(f"{prompts[bad.row].source}: row {prompts[bad.row].row}: {bad.error}")
+    stats = scheduled.take_stats()
+    if stats.out_of_memory:  # the batches were cut again, so that times are not comparable
+        raise UserError(f"memory ran out in {stats.out_of_memory} batches, nothing can be timed: lower max_batch")
+    return TimedRun(answers, stats, [seconds], [stats.decode_seconds])
+
+
+def time_in_turn(
+    lines: Mapping[str, tuple[Generator, Schedule]], prompts: Sequence[Prompt], rounds: int
+) -> dict[str, TimedRun]:
+    """Answer all rows under every line, `rounds` times: one line after the other, so that a drift affects all.
+
+    Every line warms up first on its largest batch; or in a whole round if there are several rounds, and on a
+    GPU, as each new shape costs time there. Answers and counts are the last round's.
+    """
+    whole = rounds > 1 or any(generator.device.type == "cuda" for generator, _ in lines.values())
+    longest = sorted(prompts, key=lambda prompt: -len(prompt.ids))
+    for name, (generator, schedule) in lines.items():
+        announce(f"warming up {name}")
+        answer(generator, schedule, prompts if whole else longest[: generator.max_batch])
+    runs: dict[str, TimedRun] = {}
+    for number in range(1, rounds + 1):
+        for name, line in lines.items():
+            stage = f"{name}, round {number} of {rounds}"
+            announce(f"answering {len(prompts):,} rows at {stage}")
+            run, last = answer(*line, prompts, stage), runs.get(name)
+            if last is not None:
+                run.seconds[:0] = last.seconds
+                run.decode_seconds[:0] = last.decode_seconds
+            runs[name] = run
+    return runs
+
+
 def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Line:
     """Return the line of a run. base: the run at 1x, for the speed-ups. A line of another model has no layer ratio."""
     stats, seconds, decode = run.stats, median(run.seconds), median(run.decode_seconds)
-    own_layers = variant.group not in ("reference", "model")
+    own_layers = variant.nominal is not None
+    signs = warnings_of([answer.generated_text or "" for answer in run.answers])
     return Line(
         name=variant.name,
         group=variant.group,
@@ -129,16 +204,19 @@ def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Li
         decode_wall_clock=median(base.decode_seconds) / decode if decode else 1.0,
         cache_bytes=stats.cache_bytes,
         scores=scores,
-        warnings=answer_warnings(run.answers),
+        warnings=tuple(text.partition(";")[0] for text in signs),  # without the advice that follows them
     )
 
 
 def _write(evaluation: Evaluation, inputs: EvalInputs, runs: Mapping[str, TimedRun], generator: Generator) -> None:
     """Replace the files of the last evaluation. The record, written last, holds the settings of these numbers."""
-    folder = inputs.folder
+    folder, columns = inputs.folder, _columns(inputs.rows)
     folder.discard(folder.files())
     folder.claim(output_files(runs))
-    write_answers(folder.path, _columns(inputs.rows), {name: run.answers for name, run in runs.items()})
+    names = {"answer": "generated_text", "generated_tokens": "generated_tokens", "finish_reason": "finish_reason"}
+    for line, run in runs.items():
+        own = {name: [getattr(answer, field) for answer in run.answers] for name, field in names.items()}
+        pq.write_table(pa.table({**columns, **own}), folder.path / answers_file(line))
     write_table(evaluation)
     folder.save(
         {

@@ -28,7 +28,7 @@ from pipeline.config.job import JobConfig
 from pipeline.input.files import list_input
 from pipeline.input.rows import read_rows
 from pipeline.learn.adapt.configs import full_depth_job
-from pipeline.learn.adapt.sample import layout, read_sample
+from pipeline.learn.adapt.rows import layout, read_sample
 from pipeline.plan.manifest import Manifest, pinned_snapshot, with_snapshot
 from pipeline.try_rows import answer_first_rows
 

@@ -12,21 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from adapt_fakes import ROWS, Fakes, Run, command_over
+from adapt_fakes import ROWS, Fakes, Run
 from random_adapter import random_adapter
 
 from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.messages import install_command
-
-
-@pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    return Fakes(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def command(tmp_path: Path, checkpoint: Path) -> Run:
-    return command_over(tmp_path, checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +108,6 @@ def test_new_input_files_are_logged_and_not_sampled(
         ({"output": "s3://bucket/x"}, {}, "adapt.output: s3://bucket/x is not local"),
         ({}, {"output": {"path": "s3://bucket/x"}}, "adapt.output: s3://bucket/x-adapt is not local"),
         ({"speedups": [1]}, {}, "speedups must be 1 or above, and at least one above 1"),
-        ({"speedup": [1]}, {}, "unknown key adapt.speedup; did you mean speedups?"),
         ({"training": {"epoch": 1.0}}, {}, "adapt: unknown key training.epoch; did you mean epochs?"),
         ({"adapter": {"rank": 0}}, {}, "adapt: adapter.rank"),
         ({"workers": {"count": 3}}, {}, "batch_size = 16 cannot be cut into 3 equal parts"),
@@ -132,7 +121,6 @@ def test_new_input_files_are_logged_and_not_sampled(
             {"choices": ["yes", "no"], "sampling": {}},
             "adapt.metric: rouge_l is not for labels; with choices take exact_match",
         ),
-        ({}, {"model": {"path": "/none"}}, "/none: no such checkpoint folder"),
         (
             {},
             {"input": {"path": "in", "prompt": "q", "chat": True, "tools": "tools"}},
@@ -215,24 +203,14 @@ def test_a_failed_stage_is_one_line(fakes: Fakes, command: Run, error: Exception
     assert said in lines[0]
 
 
-OF_THE_USER = ("job.yaml", "train.parquet", "sample.parquet", "held-out.parquet", "checkpoint/model.safetensors")
-
-
 def test_a_folder_of_the_user_is_refused_and_untouched(tmp_path: Path, fakes: Fakes, command: Run) -> None:
-    folder = tmp_path / "project"
-    for name in OF_THE_USER:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("mine")
-    for link in (False, True):
-        output = tmp_path / "link" if link else folder
-        if link:
-            output.symlink_to(folder)
-        result = command(output=str(output))
-        lines = result.stderr.strip().splitlines()
-        assert (result.exit_code, len(lines), fakes.calls) == (2, 1, [])
-        assert "holds 'checkpoint' and no adapt.json of an earlier run; choose an empty or a new folder" in lines[0]
-        assert all((folder / name).read_text() == "mine" for name in OF_THE_USER)
-        assert sorted(path.name for path in folder.iterdir()) == sorted({name.split("/")[0] for name in OF_THE_USER})
+    folder = tmp_path / "out-adapt"
+    folder.mkdir()
+    (folder / "job.yaml").write_text("mine")
+    result = command()
+    assert (result.exit_code, result.stderr.count("\n"), fakes.calls) == (2, 1, [])
+    assert "holds 'job.yaml' and no adapt.json of an earlier run; choose an empty or a new folder" in result.stderr
+    assert [path.read_text() for path in folder.iterdir()] == ["mine"]
 
 
 def test_a_job_file_of_the_user_in_an_adaptations_folder_is_kept(tmp_path: Path, fakes: Fakes, command: Run) -> None:

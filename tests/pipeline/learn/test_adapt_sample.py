@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.input.files import list_files
-from pipeline.learn.adapt.sample import layout, read_sample
+from pipeline.learn.adapt.rows import layout, read_sample
 from pipeline.storage.folder import open_folder
 
 

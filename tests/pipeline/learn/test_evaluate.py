@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from botocore.exceptions import EndpointConnectionError
 from new_model import train_tokenizer
 from rich.console import Console
 from typer.testing import CliRunner, Result
@@ -104,47 +103,24 @@ def test_every_stage_is_announced(recipe: dict[str, Any], tmp_path: Path, monkey
     monkeypatch.setattr("pipeline.runtime.announce.INTERVAL", 0.0)
     result = run({**recipe, "runs": 2, "max_batch": 2}, tmp_path)
     assert result.exit_code == 0, result.output
+    rounds = [f"{name}, round {number} of 2" for number in (1, 2) for name in ("1x", "2x")]
+    stages = [f"loading {recipe['model']['path']}, for 4 rows"]
+    stages += [f"answering 4 rows at {one}" for one in rounds] + ["scoring 2 lines of 4 answers"]
     lines = result.stderr.splitlines()
-    assert f"loading {recipe['model']['path']}, for 4 rows" in lines
-    stages = [
-        f"answering 4 rows at {name}, {stage}" for stage in ("round 1 of 2", "round 2 of 2") for name in ("1x", "2x")
-    ]
-    assert [line for line in lines if line in stages] == stages
-    assert "2x, round 2 of 2: 2 of 4 rows" in lines
-    assert "scoring 2 lines of 4 answers" in lines
+    assert [line for line in lines if line in stages] == stages and f"{rounds[-1]}: 2 of 4 rows" in lines
 
 
 def test_only_files_of_the_last_evaluation_are_replaced(recipe: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run({**recipe, "speedups": [1, 3]}, tmp_path).exit_code == 0
-    for name in ("answers-9x.parquet", "notes.txt"):
-        (out / name).write_text("mine")
-    assert run({**recipe, "speedups": [1, 2]}, tmp_path).exit_code == 0
+    (out / "answers-9x.parquet").write_text("mine")
+    assert run(recipe, tmp_path).exit_code == 0
     names = {path.name for path in out.iterdir()}
-    assert {"answers-2x.parquet", "answers-9x.parquet", "notes.txt"} <= names and "answers-3x.parquet" not in names
-    assert (out / "answers-9x.parquet").read_text() == (out / "notes.txt").read_text() == "mine"
+    assert "answers-2x.parquet" in names and "answers-3x.parquet" not in names
     result = run({**recipe, "speedups": [1, 9]}, tmp_path)
     assert result.exit_code == 2
     assert "answers-9x.parquet exists and evaluate.json does not list it; move it, or choose" in result.stderr
     assert (out / "answers-9x.parquet").read_text() == "mine"
-
-
-def test_a_folder_of_the_user_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
-    """Its own input among them, also through a symbolic link."""
-    user = tmp_path / "user"
-    user.mkdir()
-    (tmp_path / "eval.parquet").rename(user / "answers-customers.parquet")
-    before = (user / "answers-customers.parquet").read_bytes()
-    (tmp_path / "link").symlink_to(user)
-    recipe["data"]["path"] = str(user / "answers-customers.parquet")
-    for output in ("user", "link"):
-        result = run({**recipe, "output": str(tmp_path / output)}, tmp_path)
-        assert result.exit_code == 2 and result.stderr.count("\n") == 1
-        assert "holds 'answers-customers.parquet' and no evaluate.json of an earlier run; choose" in result.stderr
-    result = run({**recipe, "data": {"path": str(user)}, "output": str(tmp_path / "link" / "out")}, tmp_path)
-    assert result.exit_code == 2
-    assert "/link/out and data.path " in result.stderr and "lie in each other" in result.stderr
-    assert (user / "answers-customers.parquet").read_bytes() == before
 
 
 def test_without_references_lines_are_judged_by_full_depth(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -205,31 +181,26 @@ def test_a_keep_order_is_measured_on_the_rows_once(recipe: dict[str, Any], tmp_p
 
 
 def test_lines_are_compared_with_a_reference_model(recipe: dict[str, Any], tmp_path: Path, checkpoint: Path) -> None:
-    """With the same weights, stored twice, all scores are those without it, but for rounding."""
+    """With the same weights, stored twice, all scores are those without it, but for rounding; and a baseline's too."""
     alone = evaluate(EvalConfig.model_validate(recipe))
     shutil.copytree(checkpoint, tmp_path / "copy")
     (tmp_path / "copy" / "skipdecode.json").unlink()
-    found = evaluate(EvalConfig.model_validate({**recipe, "reference_model": str(tmp_path / "copy")}))
-    assert [line.name for line in found.lines] == ["reference model", "1x", "2x"]
+    copies = {"reference_model": str(tmp_path / "copy"), "baselines": {"a twin": str(tmp_path / "copy")}}
+    found = evaluate(EvalConfig.model_validate({**recipe, **copies}))
+    assert [line.name for line in found.lines] == ["reference model", "1x", "2x", "a twin"]
     assert found.full_depth == "reference model"
     shown = io.StringIO()
     print_tables(Console(file=shown, width=80), found)
     assert {line.split("  ")[0] for line in shown.getvalue().splitlines()} >= {line.name for line in found.lines}
-    for line, own in zip(found.lines[1:], alone.lines, strict=True):
+    for line, own in zip(found.lines[1:], [*alone.lines, alone.lines[0]], strict=True):
         assert line.scores.keys() == own.scores.keys()
         for metric, score in line.scores.items():
             assert astuple(score) == pytest.approx(astuple(own.scores[metric]), rel=1e-4, abs=1e-4)
     assert found.lines[1].wall_clock == 1
-    assert (found.lines[0].layer_ratio, found.lines[0].mean_depth, found.lines[1].layer_ratio) == (None, 4, 1)
-
-
-def test_baselines_are_measured_at_full_depth(recipe: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
-    shutil.copytree(checkpoint, tmp_path / "twin")
-    found = evaluate(EvalConfig.model_validate({**recipe, "baselines": {"a twin": str(tmp_path / "twin")}}))
-    twin = found.lines[-1]
-    assert (twin.name, twin.group, twin.nominal, twin.layer_ratio) == ("a twin", "model", None, None)
-    assert twin.mean_depth == 4  # its own layers are no measure of ours, and so no ratio
-    assert twin.scores["agreement_exact"].value == 100 and twin.scores["bleu"] == found.lines[0].scores["bleu"]
+    assert [line.group for line in found.lines] == ["reference", "speed", "speed", "model"]
+    assert [found.lines[number].nominal for number in (0, 1, 3)] == [None, 1, None]
+    # layers of another model are no measure of ours, and so no ratio
+    assert [(found.lines[number].layer_ratio, found.lines[number].mean_depth) for number in (0, 3)] == [(None, 4)] * 2
 
 
 def test_without_decode_steps_there_is_no_depth(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -251,16 +222,6 @@ def test_infinity_and_nan_are_null_in_json(tmp_path: Path) -> None:
     assert (row["perplexity"], row["perplexity_low"], row["perplexity_loss"]) == (None, 1, None)
 
 
-def test_labels_from_a_file(recipe: dict[str, Any], tmp_path: Path) -> None:
-    labels = tmp_path / "labels.json"
-    labels.write_text(json.dumps(["red", "green", "blue"]))
-    assert EvalConfig.model_validate({**recipe, "choices": str(labels)}).choices == ("red", "green", "blue")
-    for text, message in (("{}", "must hold one list of labels, not dict"), ("[", "cannot be read as JSON")):
-        labels.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            EvalConfig.model_validate({**recipe, "choices": str(labels)})
-
-
 def test_batches_are_those_that_fit_at_full_depth(recipe: dict[str, Any]) -> None:
     """Skipping layers saves cache; the rows are cut alike all the same."""
     found = evaluate(EvalConfig.model_validate({**recipe, "cache_bytes": 40_000}))
@@ -272,36 +233,32 @@ def test_batches_are_those_that_fit_at_full_depth(recipe: dict[str, Any]) -> Non
 BAD = [
     ({"data": {"references": "answer"}}, r"no column 'answer'; it has .*; data.references: null measures agreement"),
     ({"data": {"prompt": "question"}}, "no column 'question'; it has prompt"),
-    ({"data": {"references": "none"}}, "row 0 needs a prompt and at least one reference; column 'none' must hold"),
-    ({"data": {"references": "ids"}}, "row 0 needs a prompt and at least one reference; column 'ids' must hold text"),
+    ({"data": {"references": "none"}}, "row 0 needs at least one reference; column 'none' must hold"),
+    ({"data": {"references": "ids"}}, "row 0 needs at least one reference; column 'ids' must hold text"),
     ({"data": {"prompt": "blank"}}, "row 1: column 'blank' must hold text or token ids"),
     ({"data": {"prompt": "empty"}}, "row 1: column 'empty' must hold text or token ids"),
-    ({"data": {"prompt": "wild"}}, "row 2: token 9999 lies outside the model's vocabulary"),
+    ({"data": {"prompt": "wild"}}, "row 2: no token, or one outside the model's vocabulary of"),
     ({"data": {"prompt": "long"}}, r"row 0: prompt of \d+ tokens leaves no room in a context of 64"),
-    ({"data": {"limit": 1}}, "1 row to score; intervals are over rows: give at least 2"),
+    ({"data": {"limit": 1}}, "1 rows to score; intervals are over rows: give at least 2"),
     ({"data": {"references": "label"}, "choices": ["red", "green"]}, "row 3: label 'Blue ' is not one of choices"),
     ({"choices": ["red", "red"]}, "'red' is repeated"),
     ({"choices": ["red", "blue"], "sampling": {"stop": ["x"]}}, "choices do not go with sampling.stop"),
     ({"reference_model": "other"}, "other has another tokenizer than"),
-    ({"reference_model": "nowhere"}, "nowhere: no such checkpoint folder"),
     ({"speedups": [0.5]}, "speedup = 0.5: must be at least 1"),
     ({"schedule": {"max_depth": 3}}, "schedule.max_depth: the depths are measured at every one of speedups"),
     ({"sampling": {"temperature": 1.0, "n": 2}}, "sampling.n: one answer a row is scored"),
     ({"sampling": {"logprobs": 2}}, "sampling.logprobs: evaluate writes none"),
     ({"speedups": [2, 2.0000001]}, r"speedups: 2.0 and 2.0000001 are both shown as 2x"),
-    ({"data": {"path": "none/*.parquet"}}, r"none/\*.parquet: matches no file"),
     ({"output": "s3://bucket/out"}, "output: s3://bucket/out: evaluate writes into a local folder"),
-    ({"output": "eval.parquet"}, "output: eval.parquet: there is a file of that name"),
-    ({"output": "eval.parquet/out"}, "output: eval.parquet/out: there is a file of that name"),
-    ({"output": "/proc/self/out"}, "output: /proc/self/out: cannot be made"),
+    ({"output": "eval.parquet"}, "output: eval.parquet: cannot be made: File exists"),
+    ({"output": "eval.parquet/out"}, "output: eval.parquet/out: cannot be made: Not a directory"),
+    ({"output": "link"}, "holds '.*' and no evaluate.json of an earlier run; choose"),
+    ({"data": {"path": "."}, "output": "link/out"}, "link/out and data.path .* lie in each other"),
     ({"beside": {"dense": "other"}}, "beside is now baselines"),
     ({"baselines": {"2x": "other"}}, "baselines: '2x' is the name of another line, '2x'"),
     ({"baselines": {"reference/model": "other"}}, "'reference/model' is the name of another line, 'reference model'"),
     ({"exact": True}, "exact was removed: leave it out"),
-    ({"compare": 3}, "compare was removed: evaluate each keep order or decay by a recipe with its schedule"),
-    ({"learned_order": [0]}, "learned_order was removed: set schedule.keep_order"),
     ({"baselines": {"a b": "other", "a/b": "other"}}, "baselines: 'a/b' is the name of another line, 'a b'"),
-    ({"baselines": {" / ": "other"}}, "baselines: ' / ' leaves nothing to name a file by"),
 ]
 
 
@@ -329,10 +286,8 @@ def test_refused_in_one_line_before_a_model_is_loaded(
     train_tokenizer(["quite other words"], vocab_size=290).save_pretrained(tmp_path / "other")
     assert load_tokenizer(tmp_path / "other").get_vocab() != load_tokenizer(checkpoint).get_vocab()
 
-    def loaded(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("pipeline.learn.evaluate.inputs.Generator", loaded)
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.setattr("pipeline.learn.evaluate.inputs.Generator", lambda *_, **__: pytest.fail("a model was loaded"))
     for key, value in changes.items():
         recipe[key] = {**recipe.get(key, {}), **value} if isinstance(value, dict) else value
     result = run(recipe, tmp_path)
@@ -341,43 +296,13 @@ def test_refused_in_one_line_before_a_model_is_loaded(
     assert re.search(message, result.stderr), result.stderr
 
 
-def test_a_prompt_without_tokens_is_refused_before_a_model_is_loaded(
+def test_memory_that_runs_out_is_one_line(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tokens(texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[] if "delta" in text else [4] for text in texts]}
-
-    monkeypatch.setattr("pipeline.learn.evaluate.inputs.load_tokenizer", lambda path: tokens)
-    refused = lambda *args, **kwargs: pytest.fail("a model was loaded")  # noqa: E731
-    monkeypatch.setattr("pipeline.learn.evaluate.inputs.Generator", refused)
-    result = run(recipe, tmp_path)
-    assert result.exit_code == 2
-    assert result.stderr == (
-        f"skipdecode: {tmp_path}/eval.yaml: {tmp_path}/eval.parquet: row 1: "
-        "the tokenizer finds no token in this prompt; leave the row out\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (
-            EndpointConnectionError(endpoint_url="http://s3"),
-            'failed: Could not connect to the endpoint URL: "http://s3"',
-        ),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried\nto"), "failed: CUDA out of memory; lower max_batch"),
-    ],
-    ids=["store", "memory"],
-)
-def test_a_later_failure_is_one_line_and_exit_1(
-    error: Exception, message: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def fail(*args: Any) -> None:
-        raise error
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried\nto")
 
     monkeypatch.setattr("pipeline.learn.evaluate.run.evaluate", fail)
     result = run(recipe, tmp_path)
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    line, log = result.stderr.strip().split("; traceback: ")
-    assert line == f"skipdecode: {message}"
-    assert type(error).__name__ in Path(log).read_text()
+    assert result.stderr.startswith("skipdecode: failed: CUDA out of memory; lower max_batch; traceback: ")

@@ -1,10 +1,13 @@
-"""Writes full-depth answers as the files that tune and evaluate read: prompts and responses as token ids."""
+"""Rows drawn from a job's input, and the files of token ids, with full-depth answers, that tune and evaluate read."""
 
 from __future__ import annotations
 
 import logging
+import random
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +18,13 @@ import pyarrow.parquet as pq
 from actors.engine.errors import UserError
 from pipeline.config.adapt import OF_TEXTS, SHORT
 from pipeline.config.forms import normalized
+from pipeline.config.job import JobConfig
+from pipeline.input.files import Files, InputFile
+from pipeline.input.rows import from_ipc, read_shards, to_ipc
+from pipeline.input.schema import is_text
+from pipeline.input.shards import Shard
 from pipeline.learn.adapt.configs import ANSWERS, DEV, HELD_OUT, SAMPLE, TRAIN
+from pipeline.plan.manifest import read_footers
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
@@ -23,6 +32,7 @@ from pipeline.storage.owned_folder import replacing
 from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
+SEED = 0  # of the draw of rows
 DEV_ROWS, DEV_SHARE = 64, 0.1  # maximum number of dev rows, and their share of the rows drawn for training
 SCHEMA = pa.schema(
     [
@@ -35,13 +45,47 @@ SCHEMA = pa.schema(
 )
 
 
-def split_end(tokens: Sequence[int], end: int | None) -> tuple[list[int], bool]:
-    """Return the answer without its end-of-sequence token, and whether it had one.
+def draw(total: int, count: int) -> list[int]:
+    """Return `count` distinct numbers below `total`, or all of them, in random order."""
+    return random.Random(SEED).sample(range(total), min(count, total))
 
-    An answer without that token keeps all its tokens, and teaches no end.
+
+def layout(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
+    """Return the input files, and the schema of the columns that the job reads and of the references.
+
+    Raises UserError for an unreadable file, or a column that is missing or of the wrong type.
     """
-    ended = bool(tokens) and tokens[-1] == end
-    return list(tokens[:-1] if ended else tokens), ended
+    assert config.adapt is not None
+    keep = [] if config.adapt.references is None else [config.adapt.references]
+    output = config.output.model_copy(update={"keep": keep})
+    files, schema = read_footers(config.model_copy(update={"output": output}), listed)
+    for name in keep:
+        kind = schema.field(name).type
+        is_list = isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+        if not is_text(kind.value_type if is_list else kind):
+            raise UserError(f"adapt.references: column {name!r} is {kind}; it must be string, or a list of strings")
+    return files, schema
+
+
+def read_sample(
+    config: JobConfig, files: Sequence[InputFile], schema: pa.Schema, drawn: Sequence[int]
+) -> tuple[pa.Table, list[bool]]:
+    """Return the drawn rows in their order, without unreadable ones, and which rows are readable.
+
+    drawn: row numbers over all files. Only row groups that hold a drawn row are read.
+    """
+    in_order, ends = sorted(drawn), accumulate((file.rows for file in files), initial=0)
+    single_rows = [
+        Shard(row, file.url, row - first, 1)
+        for file, (first, end) in zip(files, pairwise(ends), strict=True)
+        for row in in_order[bisect_left(in_order, first) : bisect_left(in_order, end)]
+    ]
+    rows = {  # copies: a slice would keep its whole batch in memory
+        shard.index: from_ipc(to_ipc(table)) for shard, table in read_shards(files, single_rows, schema, config.storage)
+    }
+    readable = [rows[row][ERROR][0].as_py() is None for row in drawn]
+    good = [rows[row].drop_columns(ERROR) for row, is_good in zip(drawn, readable, strict=True) if is_good]
+    return pa.concat_tables([schema.empty_table(), *good]).combine_chunks(), readable
 
 
 def write_pairs(
@@ -51,17 +95,10 @@ def write_pairs(
 
     Return counts of written rows (`train`, `dev`, `held_out`), of rows that are left out (`errors`, `empty` answers,
     `unreferenced`: held-out rows without a usable reference, `repeated`: training rows with a held-out row's prompt),
-    and the tokens of the `longest` pair, its end token included.
+    and the tokens of the `longest` pair, its end token included. Raises UserError if too few rows are left.
 
-    Args:
-        folder: of the adaptation.
-        spec: of the job that answered the sample.
-        held_out: number of rows at the start of the sample that are not trained on.
-        references: column of the sample.
-        choices: labels; other references are ignored.
-
-    Raises:
-        UserError: too few rows are left.
+    held_out: number of rows at the start of the sample that are not trained on. references: column of the sample.
+    choices: labels; other references are ignored.
     """
     sample, answers = read_parquet((folder / SAMPLE).read_bytes()), _answers(folder / ANSWERS)
     failed = {row: answers[row]["error"] for row in range(sample.num_rows) if answers[row]["error"] is not None}
@@ -77,7 +114,9 @@ def write_pairs(
     left_out = Counter(errors=len(failed), empty=0, unreferenced=0, repeated=0)
     evaluated: set[tuple[int, ...]] = set()  # prompts of held-out rows, which come first
     for row, prompt in prompts.items():
-        response, ended = split_end(answers[row]["token_ids"], end)
+        response = answers[row]["token_ids"]
+        ended = response[-1:] == [end]
+        response = response[:-1] if ended else response  # of an answer that ended otherwise no end is learned
         usable, text = _usable_references(values[row], labels), answers[row]["generated_text"]
         pair = {"prompt": prompt, "response": response, "ended": ended, "text": text, "references": usable}
         if prompt is None:
@@ -85,7 +124,9 @@ def write_pairs(
         elif not response:
             left_out["empty"] += 1
         elif row >= held_out and tuple(prompt) in evaluated:
-            left_out["repeated"] += 1  # the model has seen it in training
+            left_out["repeated"] += (
+                1  # a repeated prompt is trained on, so its score would be that of a memorized answer
+            )
         elif row >= held_out:
             kept[TRAIN].append(pair)
         elif references is not None and not usable:
@@ -123,8 +164,7 @@ def prompt_ids(table: pa.Table, spec: PromptSpec) -> list[list[int] | None]:
 def metric_of(folder: Path, asked: str | None, *, choices: bool, references: bool) -> str:
     """Return the metric of a job, by its held-out rows unless one is asked for.
 
-    With references: exact match of labels, BLEU where a row has several references, else ROUGE-L. Without: exact
-    agreement of labels and of short answers, else fidelity. Raises UserError if a metric of texts is asked for labels.
+    Raises UserError if a metric of texts is asked for labels.
     """
     table = read_parquet((folder / HELD_OUT).read_bytes(), ["references", "response"])
     texts = table["references"].to_pylist()
