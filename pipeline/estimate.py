@@ -93,17 +93,11 @@ def estimate(
     process_began: float | None = None,
     seconds: float = SAMPLE_SECONDS,
 ) -> dict[str, Any]:
-    """Plan a job and time a sample of its rows. Write no output.
-
-    Args:
-        limit: Plan only the first rows of the input.
-        backend: Where the job would run; Ray Data by default.
-        process_began: When the process started, s since 1970; default now. The start-up time begins there.
-        seconds: Time for the sampled rows, all speeds together.
+    """Plan a job and time a sample of its rows, all speeds together in `seconds`. Write no output.
 
     Return plain values. `chosen` is the entry of `speeds` at the job's speed. `startup` has the seconds without
     answers: plan (from the start of the process), ray (to start or find it and to leave it), load (until the last actor
-    has its model), stages (before the first and after the last row).
+    has its model), stages (before the first and after the last row). Other arguments are those of `job.run`.
 
     Raises:
         UserError: `job.run` would refuse the job, or no sampled row can be answered.
@@ -240,7 +234,7 @@ def schedules(job: PlannedJob) -> dict[str, Schedule]:
     checkpoint = job.checkpoint.checkpoint
     kept = {key: value for key, value in job.config.schedule.changes().items() if key not in DEPTH_KEYS}
     found = {name_of(job.schedule): job.schedule}
-    trained, record = list(OFFERED), _weights_folder(job.config) / "tune.json"
+    trained, record = list(OFFERED), Path(job.config.model.speed_adapter or job.config.model.path) / "tune.json"
     try:
         recorded = json.loads(record.read_text())["config"]["schedule"]["speedups"]
         trained = sorted(float(speed) for speed in recorded if speed > 1) or trained
@@ -255,11 +249,6 @@ def schedules(job: PlannedJob) -> dict[str, Schedule]:
             found.setdefault(name_of(schedule), schedule)
     found.pop("1x", None)
     return {**found, "1x": job.schedule if job.schedule.is_full_depth else checkpoint.schedule({"speedup": 1.0})}
-
-
-def _weights_folder(config: JobConfig) -> Path:
-    """Return the folder that may hold the records of a training: the speed adapter's, else the model's."""
-    return Path(config.model.speed_adapter or config.model.path)
 
 
 def _sample(
@@ -292,9 +281,7 @@ def time_speeds(
     """Answer rows at each speed, as many as the time allows, in a process of an actor.
 
     Args:
-        generator: Arguments of `Generator`, checkpoint and speed adapter as `fetch` takes them; the adapter is merged
-            for schedules that skip layers.
-        prefix: Token ids with which the prompts begin.
+        generator: Arguments of `Generator`, checkpoint and speed adapter as `fetch` takes them.
         chosen: The job's own speed. It and 1x are always timed, others where the time allows a whole call.
         size: Maximum rows of a call.
         seconds: Time for all speeds after the first model is loaded. The first calls may exceed it.
@@ -440,7 +427,7 @@ def losses(config: JobConfig, prompt: str) -> dict[str, dict[str, Any]]:
 
     Empty without a record of evaluate or adapt beside the checkpoint or adapter. prompt: The job's prompt policy.
     """
-    folder = _weights_folder(config)
+    folder = Path(config.model.speed_adapter or config.model.path)
     for place in (folder, folder / "evaluate", folder.parent) if folder.is_dir() else ():
         for path in (place / "table.json", place / "adapt.json"):
             found: dict[str, dict[str, Any]] = {}

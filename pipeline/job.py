@@ -59,8 +59,7 @@ def run(
         limit: number of input rows to answer.
         overwrite: replace the job that the output folder holds.
         check: how the parts of earlier runs are checked.
-        verbose: show Ray's own messages.
-        backend: where the stages run; default Ray Data.
+        backend: where the stages run; default Ray Data, whose own messages `verbose` shows.
         process_began: s since 1970; default now.
 
     Raises:
@@ -145,7 +144,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
 
 
 def ray_backend(*, verbose: bool, metrics_port: int | None = None) -> Backend:
-    """Return the default backend, the only one that imports ray. Its arguments are those of `RayData`."""
+    """Return `RayData` with these arguments: ray is imported here."""
     from pipeline.run.ray_data import RayData
 
     return RayData(verbose=verbose, metrics_port=metrics_port)

@@ -1,59 +1,41 @@
 """Metrics of a running job: names, units, and the sink that takes the amounts out of this process. Imports no ray.
 
-A process that exports metrics installs a sink; `run.remote` has the one of Ray. Without a sink, as in the
-in-process backend, amounts are dropped. Amounts are added per shard or retry, never per token.
+A process that exports metrics installs a sink; `run.remote` has the one of Ray. Without a sink amounts are dropped.
+Amounts are added per shard or retry, never per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-OUTPUT = "output"  # label of every metric: the job's output folder
-PART = "part"  # label of `seconds`
 Part = Literal["prepare", "prefill", "decode", "commit"]
+Sink = Callable[[str, float, Part | None], None]  # name; amount of a counter, above 0, or value of a gauge; part
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. text: what it counts, with its unit. labels: labels besides `OUTPUT`."""
+    """A metric; text: what it counts, with its unit."""
 
     kind: Literal["counter", "gauge"]
     text: str
-    labels: tuple[str, ...] = ()
-
-
-def _counter(text: str, *labels: str) -> Metric:
-    return Metric("counter", text, labels)
 
 
 METRICS = {
-    "rows": _counter("rows committed, row errors included"),
-    "row_errors": _counter("rows committed with an error"),
-    "generated_tokens": _counter("tokens generated; those of a shard that is repeated count again"),
-    "prompt_tokens": _counter("tokens computed in prefill, padding left out"),
-    "decode_steps": _counter("tokens that were an input to decode"),
-    "layer_steps": _counter("layers run over decode steps"),
-    "seconds": _counter("seconds of tasks and actors, by part: prepare, prefill, decode, commit", PART),
-    "store_retries": _counter("calls of the store that failed and were tried again"),
+    "rows": Metric("counter", "rows committed, row errors included"),
+    "row_errors": Metric("counter", "rows committed with an error"),
+    "generated_tokens": Metric("counter", "tokens generated; those of a shard that is repeated count again"),
+    "prompt_tokens": Metric("counter", "tokens computed in prefill, padding left out"),
+    "decode_steps": Metric("counter", "tokens that were an input to decode"),
+    "layer_steps": Metric("counter", "layers run over decode steps"),
+    "seconds": Metric("counter", "seconds of tasks and actors, by part: prepare, prefill, decode, commit"),
+    "store_retries": Metric("counter", "calls of the store that failed and were tried again"),
     "job_rows": Metric("gauge", "rows of the job"),
     "job_rows_done": Metric("gauge", "committed rows of the job, those of earlier runs included"),
     "eta_seconds": Metric("gauge", "seconds in which the rows left are answered at the rate of the last five minutes"),
 }
-
-
-class Sink(Protocol):
-    """Receives the metrics of one job. Names are those of `METRICS`."""
-
-    def add(self, name: str, amount: float, labels: dict[str, str]) -> None:
-        """Increase a counter. amount: a number above 0."""
-        ...
-
-    def set(self, name: str, value: float) -> None:
-        """Set a gauge."""
-        ...
 
 
 _sink: Sink | None = None
@@ -78,13 +60,13 @@ def installed(sink: Sink) -> Iterator[None]:
 
 def add(name: str, amount: float = 1.0, *, part: Part | None = None) -> None:
     """Increase a counter; an amount of 0 or less changes nothing. part: label of the counter `seconds`."""
-    assert METRICS[name].kind == "counter" and (part is not None) == (PART in METRICS[name].labels), name
+    assert METRICS[name].kind == "counter" and (part is not None) == (name == "seconds"), name
     if _sink is not None and amount > 0:
-        _sink.add(name, amount, {} if part is None else {PART: part})
+        _sink(name, amount, part)
 
 
 def set_gauge(name: str, value: float) -> None:
     """Set a gauge. It has to be set again and again: Ray forgets a value after 20 s."""
     assert METRICS[name].kind == "gauge", name
     if _sink is not None:
-        _sink.set(name, value)
+        _sink(name, value, None)

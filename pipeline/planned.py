@@ -33,16 +33,13 @@ from pipeline.runtime.announce import announced
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A job that is ready to run: its file, checkpoint, schedule and plan.
-
-    began: time when its run began, s since 1970.
-    """
+    """A job ready to run."""
 
     config: JobConfig
     checkpoint: ResolvedCheckpoint
     schedule: Schedule
     manifest: Manifest
-    began: float = 0.0
+    began: float = 0.0  # s since 1970, when its run began
 
 
 def plan(
@@ -56,13 +53,8 @@ def plan(
 ) -> PlannedJob:
     """Plan a new job, or the continuation of the stored one, which keeps its pinned values.
 
-    Args:
-        files: input files in place of all files of `input.path`.
-        preview: see `plan_job`; ids are not compared.
-
-    Raises:
-        UserError: checkpoint, prompt settings or input are wrong, or the input is not the stored job's.
-        NoRows: there is nothing to answer.
+    Arguments and errors are those of `plan_job`; in a preview ids are not compared. Raises UserError too for a
+    checkpoint, prompt settings or an input that are wrong or not the stored job's.
     """
     began = time.time()
     config = with_engine(config, None if stored is None else stored.identity["model"].get("engine", "auto"))

@@ -63,15 +63,10 @@ class Proposal:
 
 
 def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[Sample, Proposal]:
-    """Write the job file of an input to a new file.
+    """Write the job file of an input (file, folder or glob, local or s3://) to a new file.
 
-    Args:
-        path: File, folder or glob, local or s3://.
-        output: The job file. It must not exist.
-        model: Checkpoint; by default the demo's where it is found, else a placeholder.
-
-    Raises:
-        UserError: The job file exists, or the input has no rows or no prompts.
+    model: Checkpoint; by default the demo's where it is found, else a placeholder. Raises UserError if the job file
+    exists, or the input has no rows or no prompts.
     """
     if output.exists():
         raise UserError(f"{output}: exists, and is not replaced; give another --output")

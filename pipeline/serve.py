@@ -71,9 +71,7 @@ class PlannedServer:
 def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardware | None = None) -> PlannedServer:
     """Check everything that needs no weights. Raises UserError of one line for a mistake.
 
-    Args:
-        on_this_machine: Whether this machine's memory must hold the replica.
-        hardware: The replicas' hardware; default this process's.
+    on_this_machine: Whether this machine's memory must hold the replica. hardware: Default this process's.
     """
     limits = Limits(config.http.timeout_seconds, MAX_BODY_BYTES, key_digest(config.http))
     checkpoint = resolve_checkpoint(config.model, config.storage)
@@ -175,9 +173,7 @@ def application(planned: PlannedServer) -> Application:
 def run_server(config: ServeConfig, *, verbose: bool) -> None:
     """Serve until SIGTERM or SIGINT; requests in flight then get `GRACE_SECONDS`.
 
-    Raises:
-        UserError: Configuration, model or port do not fit.
-        Interrupted: A signal came before the server was ready.
+    Raises UserError if configuration, model or port do not fit, Interrupted for a signal before the server was ready.
     """
     if not verbose:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)

@@ -11,19 +11,19 @@ from actors.answers import Answer, Prompt
 from actors.engine.errors import UserError
 from actors.engine.model.end_tokens import end_tokens
 from pipeline.config.job import JobConfig
-from pipeline.generate.distributions import id_value
 from pipeline.generate.output import row_ids
 from pipeline.generate.settings import fetched
 from pipeline.generate.stage import prompts
+from pipeline.generate.stats import id_value
 from pipeline.input.rows import read_shards
 from pipeline.plan.agreement import announce_no_gain
 from pipeline.plan.columns import check_columns
+from pipeline.plan.hardware import Hardware
 from pipeline.planned import generator_arguments, plan
 from pipeline.prepare.chat import ends_with_assistant
 from pipeline.prepare.prompt_spec import PromptSpec, prompt_spec
 from pipeline.prepare.prompts import CONTROL_TOKENS, prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
-from pipeline.run.in_process import InProcess
 from pipeline.runtime.announce import announced
 
 log = logging.getLogger(__name__)
@@ -31,36 +31,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TriedRow:
-    """A row as the model saw it, and its answers.
+    """A row as the model saw it, and its answers."""
 
-    Args:
-        id: value of the id column, else file and row number.
-        prompt: text of the prompt's tokens with special tokens; "" for a row with an error.
-        answers: answers to the prompt.
-        control_tokens: number of control tokens in the row's values that were parsed.
-    """
-
-    id: Any
-    prompt: str
+    id: Any  # the row's id column, else file and row number
+    prompt: str  # text of the prompt's tokens, special ones included; "" for a row with an error
     answers: list[Answer]
-    control_tokens: int
+    control_tokens: int  # number of control tokens in the row's values that were parsed
 
 
 def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] = log.debug) -> list[TriedRow]:
-    """Answer the first `rows` rows of the input.
+    """Answer the first `rows` rows of the input; tell `say` about the job, such as the tokens at which answers end.
 
     Random numbers, prompts and row errors are those of the job. Batches are smaller and no prefix is shared, so
-    that an answer may differ in types other than float32.
-
-    Args:
-        say: function that is called with lines about the job, such as the tokens that end answers.
-
-    Raises:
-        UserError: configuration, checkpoint or input are wrong.
-        NoRows: the input has no rows.
+    that an answer may differ in types other than float32. Raises UserError, or NoRows for an empty input.
     """
     check_columns(config)
-    job = plan(_on_this_machine(config), None, InProcess(), limit=rows, preview=True)
+    job = plan(_on_this_machine(config), None, Hardware(), limit=rows, preview=True)
     section, manifest = job.config.input, job.manifest
     spec = prompt_spec(job.config, job.checkpoint, manifest.batching.planned)
     announce_no_gain(job.schedule, spec)

@@ -15,11 +15,9 @@ import typer
 from pipeline.cli.command import command
 from pipeline.cli.init import convert, init
 from pipeline.cli.learn import adapt, evaluate, tune
-from pipeline.cli.plan import plan
 from pipeline.cli.report import report
-from pipeline.cli.run import run
+from pipeline.cli.run import plan, run, try_rows
 from pipeline.cli.serve import serve
-from pipeline.cli.try_rows import try_rows
 
 
 def demo(

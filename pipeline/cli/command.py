@@ -39,22 +39,14 @@ UNTYPED = ("actors", "botocore", "pipeline", "ray")  # errors of these packages 
 
 @dataclass
 class Advice:
-    """What a command's last line adds to an error.
+    """What a command's last line adds to an error."""
 
-    Args:
-        file: configuration file that a UserError concerns; set once it is loaded, as loading names the file itself.
-        output: the folder whose lease another run may hold.
-        failed, interrupted: what the user should do next, as a clause.
-        out_of_memory: what the user should lower after torch has run out of memory, as a clause.
-        verbose: print the traceback too.
-    """
-
-    file: str = ""
-    output: str = ""
-    failed: str = ""
+    file: str = ""  # file that a UserError is about; set once it is loaded, because loading names the file itself
+    output: str = ""  # the folder whose lease another run may hold
+    failed: str = ""  # what the user should do next, as a clause
     interrupted: str = "run the same command again"
-    out_of_memory: str = ""
-    verbose: bool = False
+    out_of_memory: str = ""  # what the user should lower after torch has run out of memory, as a clause
+    verbose: bool = False  # print the traceback too
 
     def load(self, model: type[Model], file: Path, changes: list[str] | None) -> Model:
         """Return a configuration file's values. Later UserErrors name this file."""
@@ -77,10 +69,7 @@ def command(verbose: bool = False, log_json: bool = False, **clauses: str) -> It
     """Set the process up, and end the command with one line and an exit status after any exception in the block.
 
     2: a `UserError`, also one raised in a Ray task, or a missing optional package. 4: a signal. 5: another run holds
-    the output. 1: everything else; its traceback goes to a log file, which the line names.
-
-    Args:
-        clauses: fields of `Advice`.
+    the output. 1: everything else; its traceback goes to a log file, which the line names. clauses: fields of `Advice`.
     """
     setup(verbose, log_json)
     advice = Advice(**clauses, verbose=verbose)

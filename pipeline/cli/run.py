@@ -1,4 +1,4 @@
-"""`skipdecode run`: answer every row of the input."""
+"""`skipdecode run`, `try` and `plan`: answer the rows of a job, a few of them, or a sample that tells time and cost."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pipeline.cli.command import ROW_ERRORS, Changes, JobFile, LogJson, Verbose,
 if TYPE_CHECKING:
     from pipeline.commit.sink import Check
     from pipeline.config.job import JobConfig
+
+LOWER = "lower actors.cache_bytes or choose model.dtype: bfloat16"
 
 
 def run(
@@ -107,3 +109,82 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
                 f"{errors:,} of {rows:,} rows have an error, more than max_error_rate = "
                 f"{config.max_error_rate:g}; their `error` column says why",
             )
+
+
+def try_rows(
+    job: JobFile,
+    changes: Changes = None,
+    rows: Annotated[int, typer.Option(min=1, help="How many rows, from the first on.")] = 5,
+    verbose: Verbose = False,
+) -> None:
+    """Answer a few rows in this process and print prompts and answers. Writes nothing and starts no Ray."""
+    with command(verbose, out_of_memory=LOWER) as advice:
+        from pipeline.config.job import JobConfig
+
+        config = advice.load(JobConfig, job, changes)
+        from rich.console import Console
+
+        from pipeline.generate.answer_checks import LEAST_TRIED, texts_of, warnings_of
+        from pipeline.messages import counted, parsed_control_tokens
+        from pipeline.try_rows import answer_first_rows
+
+        console = Console(soft_wrap=True)
+        tried = answer_first_rows(config, rows, lambda line: console.print(line, markup=False, highlight=False))
+        for row in tried:
+            lines = [f"\n[{row.id}]", f"  prompt: {row.prompt}" if row.prompt else ""]
+            for answer in row.answers:
+                if answer.error is not None:
+                    lines.append(f"  error: {answer.error}")
+                    continue
+                name = f"answer {answer.sample_index}" if len(row.answers) > 1 else "answer"
+                depth = "" if answer.mean_depth is None else f", {answer.mean_depth:.2f} layers on average"
+                share = answer.choice_probability
+                sure = "" if share is None else f", {share:.2f} of the choices' probability"
+                calls = [f"  call: {call['name']} {call['arguments']}" for call in answer.tool_calls or ()]
+                lines += [
+                    f"  {name}: {answer.generated_text}",
+                    *calls,
+                    f"    ({answer.finish_reason}, {counted(answer.generated_tokens, 'token')}{depth}{sure})",
+                ]
+            console.print("\n".join(filter(None, lines)), markup=False, highlight=False)
+        if parsed := sum(row.control_tokens for row in tried):
+            console.print(parsed_control_tokens(parsed), highlight=False)
+        answers = [answer for row in tried for answer in row.answers]
+        cut_off = sum(answer.finish_reason == "length" for answer in answers)
+        for line in warnings_of(texts_of(answers), LEAST_TRIED, cut_off):
+            console.print(f"warning: {line}", markup=False, highlight=False)
+
+
+def plan(
+    job: JobFile,
+    changes: Changes = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Plan only the first rows of the input.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Time for the sample, all speeds together.")] = 120,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Predict time, device-hours and money of a job at each speed, from rows answered here. Writes no output."""
+    with command(verbose, interrupted="nothing is kept", out_of_memory=LOWER) as advice:
+        import psutil
+
+        from pipeline.config.job import JobConfig
+
+        config = advice.load(JobConfig, job, changes)
+
+        from pipeline.runtime.announce import announced
+
+        with announced("loading libraries"):
+            from rich.console import Console
+
+            from pipeline.estimate import NothingLeft, estimate, print_estimate
+
+        began = psutil.Process().create_time()
+        try:
+            found = estimate(config, limit=limit, process_began=began, seconds=seconds)
+        except NothingLeft as nothing:
+            typer.echo(json.dumps({"output": config.output.path, "rows_left": 0}) if as_json else str(nothing))
+            return
+        if as_json:
+            typer.echo(json.dumps(found))
+        else:
+            print_estimate(Console(soft_wrap=True), config, found)

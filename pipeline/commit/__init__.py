@@ -1,4 +1,1 @@
-"""Why nothing is lost: parts, commit records, the lease, and the check at the end of a job.
-
-Imports plan, generate, read, runtime, storage. Read sink.py, records.py and finalize.py in this order.
-"""
+"""Why nothing is lost: parts, records, the lease, the end of a job. Read sink.py, records.py, finalize.py."""

@@ -39,10 +39,7 @@ class Budget:
         self.began = time.monotonic()
 
     def spent(self, seconds: float, tokens: int) -> str | None:
-        """Return one line that names the limit that is reached, and how much was used; None below all limits.
-
-        seconds: wall clock of this run. tokens: tokens that this run has generated.
-        """
+        """Return a line that names the limit that this run's wall clock and tokens have reached; None below all."""
         limits = self.config.budget
         if limits is None:
             return None
@@ -55,10 +52,9 @@ class Budget:
 
     @contextmanager
     def spending(self, coordinator: Coordinator, shards: int) -> Iterator[None]:
-        """Watch the run in the block; interrupt it at a limit, so that no further shard begins.
+        """Watch the run in the block; interrupt it at a limit, unless all of its `shards` have begun.
 
-        shards: number of shards of the run. Once all have begun, nothing is interrupted. Raises BudgetSpent, which
-        replaces the interrupt.
+        Raises BudgetSpent, which replaces the interrupt.
         """
         if self.config.budget is None:
             yield

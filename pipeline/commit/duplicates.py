@@ -34,9 +34,7 @@ def count_repeated(
 ) -> tuple[int, list[str]]:
     """Return the number of rows whose id an earlier row of the job has, and examples.
 
-    Args:
-        columns: ids of each shard.
-        ids_of: reads the ids of one shard again.
+    columns: ids of each shard; `ids_of` reads those of one shard again.
     """
     rows = sum(shard.rows for shard in shards)
     found, places = 0, list[tuple[int, int]]()

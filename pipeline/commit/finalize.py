@@ -27,11 +27,9 @@ class RowsMissing(Exception):
 def finalize(folder: Folder, manifest: Manifest, duplicate_ids: str | None = None) -> Totals:
     """Check that every planned row is committed once, then write statistics and summary.
 
-    duplicate_ids: `input.duplicate_ids` if the ids are a column of the input, which are counted; else None.
-
-    Raises RowsMissing with the remedy; `_SUCCESS` is then removed. A part that is not the committed one keeps its
-    record, so that no later run accepts it; the record of a part that is gone is dropped, so that its shard is run
-    again.
+    duplicate_ids: `input.duplicate_ids` of a job whose ids are an input column, and are counted, else None. Raises
+    RowsMissing with the remedy; `_SUCCESS` is then removed. A part that is not the committed one keeps its record, so
+    that no later run accepts it; the record of a part that is gone is dropped, so that its shard is run again.
     """
     records, parts = load_records(folder, manifest.shards, manifest.fingerprint)
     try:
@@ -56,10 +54,7 @@ def write_success(folder: Folder, manifest: Manifest, totals: Totals) -> None:
 
 
 def finished_totals(folder: Folder, manifest: Manifest, check: Check = "quick") -> Totals | None:
-    """Return the totals of a finished job; None if `_SUCCESS`, a record or a part is missing or differs.
-
-    Changes nothing.
-    """
+    """Return the totals of a finished job; None if `_SUCCESS`, a record or a part is missing or differs. Only reads."""
     if not folder.exists(SUCCESS):
         return None
     records, damaged = read_all(folder, manifest.fingerprint)
@@ -74,10 +69,7 @@ def finished_totals(folder: Folder, manifest: Manifest, check: Check = "quick") 
 
 
 def check_rows(records: pa.Table, parts: Mapping[int, FileInfo], shards: Sequence[Shard]) -> None:
-    """Compare records and parts, as from `load_records`, with the planned shards.
-
-    Raises RowsMissing that names the first part or record that differs, and the remedy.
-    """
+    """Compare records and parts, as from `load_records`, with the plan. Raises RowsMissing for the first difference."""
     planned = {shard.index: shard.rows for shard in shards}
     recorded = {row["shard"]: row for row in records.select(["shard", "rows", "bytes"]).to_pylist()}
     for name, known in ((part_name, parts.keys()), (record_name, recorded.keys())):

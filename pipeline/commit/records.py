@@ -176,7 +176,7 @@ def write_segment(folder: Folder, table: pa.Table, fingerprint: str) -> None:
 def compact(folder: Folder, fingerprint: str, least: int = COMPACT_AT) -> int:
     """Move records into segments if at least `least` have a file of their own; return the number moved.
 
-    Damaged records stay: the end of the job rebuilds them from their parts.
+    Damaged ones stay: the end of the job rebuilds them.
     """
     shards, moved = loose_shards(folder), 0
     for first in range(0, len(shards) if len(shards) >= least else 0, SEGMENT_ROWS):

@@ -47,10 +47,7 @@ class JobRun:
 
 @contextmanager
 def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> Iterator[None]:
-    """Record when the block begins, and when it ends, also by an exception, as a run.
-
-    began: s since 1970. rows: number of rows left.
-    """
+    """Record the block as a run of `rows` rows that are left, when it begins and when it ends, however it ends."""
     values = in_texts(config.model_dump(mode="json", exclude_defaults=True), without_secrets)
     price, host = config.price_per_hour, socket.gethostname()
     run = JobRun(began, time.time(), rows, config.devices, None, price, values, versions(), host)

@@ -241,9 +241,9 @@ def set_aside(folder: Folder, name: str) -> None:
 
 
 def clear(folder: Folder) -> None:
-    """Remove a job's files: `_SUCCESS` and parts first, then records, quarantine markers and the files of `_job`.
+    """Remove a job's files, `_SUCCESS` and parts first. The lease, temporaries and all other files stay.
 
-    The lease, temporaries and all other files of the folder stay. Checks nothing: the caller must hold the lease.
+    Checks nothing: the caller must hold the lease.
     """
     folder.remove_all([name for name in folder.names() if name == SUCCESS or PART.fullmatch(name)])
     for subfolder in (COMMITS, SEGMENTS):

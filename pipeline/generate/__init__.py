@@ -1,4 +1,1 @@
-"""What an actor does with a prepared shard: the stage, its output columns, statistics, the run's coordinator.
-
-Imports prepare, read, runtime, checkpoints, config and the Generator of actors; no ray.
-"""
+"""What an actor does with a prepared shard: the stage, its output columns, statistics, the run's coordinator."""

@@ -34,50 +34,30 @@ MOST_TOKENS = 256  # later tokens of an answer are not compared
 
 @dataclass(frozen=True)
 class Example:
-    """Full depth's greedy answer to a row.
+    """Full depth's greedy answer to a row."""
 
-    Args:
-        content: digest of the row's file, or the file's version if there is no digest.
-        row: its number in the file.
-        text: the answer.
-    """
-
-    content: str
-    row: int
+    content: str  # digest of the row's file, or its version where there is no digest
+    row: int  # number of the row in the file
     text: str
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of a schedule with full depth.
+    """Agreement of a schedule with full depth."""
 
-    Args:
-        rows: number of compared rows. Other rows failed, or have no token that the schedule can change.
-        labels: whether labels were compared, one a row; else tokens were.
-        compared, agreed: number of labels or tokens.
-        by_chance: number that agree with answers that do not depend on their row.
-        kappa: Cohen's kappa of labels.
-        token_kl: KL(full depth || schedule), nats a token, mean.
-        prompt_tokens, answer_tokens: mean number of a row; prompts are counted without the shared prefix.
-        skipped: share of full depth's layer runs that the schedule skips; None if `MOST_TOKENS` cut answers off.
-        examples: full depth's answers that were not cut off.
-        prefill_ratio, decode_ratio: full depth's seconds over the schedule's, for the same prompts and for a decode
-            step of a row; None if not timed.
-    """
-
-    rows: int = 0
-    labels: bool = False
-    compared: int = 0
+    rows: int = 0  # compared; others failed, or have no token that the schedule can change
+    labels: bool = False  # whether labels were compared, one a row, or tokens
+    compared: int = 0  # labels or tokens
     agreed: int = 0
-    token_kl: float = 0.0
-    prompt_tokens: float = 0.0
-    answer_tokens: float = 0.0
-    skipped: float | None = None
-    examples: tuple[Example, ...] = ()
-    prefill_ratio: float | None = None
-    decode_ratio: float | None = None
-    by_chance: int | None = None
-    kappa: float | None = None
+    token_kl: float = 0.0  # KL(full depth || schedule), nats a token, mean
+    prompt_tokens: float = 0.0  # mean number of a row, without the shared prefix
+    answer_tokens: float = 0.0  # mean number of a row
+    skipped: float | None = None  # share of full depth's layer runs; None if `MOST_TOKENS` cut answers off
+    examples: tuple[Example, ...] = ()  # full depth's answers that were not cut off
+    prefill_ratio: float | None = None  # full depth's seconds over the schedule's; None if not timed
+    decode_ratio: float | None = None  # the same ratio for a decode step of a row
+    by_chance: int | None = None  # number of compared ones that agree with answers that do not depend on their row
+    kappa: float | None = None  # Cohen's, of labels
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Agreement:
@@ -119,13 +99,8 @@ def measure_agreement(
 ) -> Agreement:
     """Answer rows at full depth, then compare the schedule with it. Rows that cannot be answered are passed over.
 
-    Args:
-        rows: the rows, as shards of one row.
-        files: input files that hold the rows.
-        schema, storage: the input's.
-        spec: how a row becomes a prompt; its own sampling parameters are ignored.
-        generator: arguments of `Generator`, checkpoint and speed adapter as `fetch` takes them.
-        prefix: token ids with which the prompts begin.
+    rows: shards of one row, whose own sampling parameters are ignored. generator: arguments of `Generator`, checkpoint
+    and speed adapter as `fetch` takes them. prefix: token ids with which the prompts begin.
     """
     from actors.engine.library.divergence import Model, teacher_forced
 
@@ -207,12 +182,7 @@ def _ratio(full: float, fast: float) -> float | None:
 
 
 def skipped_share(schedule: Schedule, prompt_tokens: int, answers: Sequence[int]) -> float:
-    """Return the share of full depth's layer runs that a schedule skips.
-
-    Args:
-        prompt_tokens: number of all rows' prompt tokens.
-        answers: number of tokens of each row's answer.
-    """
+    """Return the share of full depth's layer runs that a schedule skips. answers: tokens of each row's answer."""
     steps = [max(tokens - 1, 0) for tokens in answers]
     run = len(schedule.prompt_layers) * prompt_tokens + sum(schedule.layer_steps(count) for count in steps)
     return 1 - run / (schedule.num_layers * max(prompt_tokens + sum(steps), 1))

@@ -61,10 +61,7 @@ def warnings(
 ) -> list[str]:
     """Return one line for each sign that more answers show than `CHECKS` allows; none for fewer than `least` answers.
 
-    Args:
-        counts: answers that show a sign, by the names in `CHECKS`.
-        common: number of answers by text.
-        answers: number of answers without an error.
+    counts: answers that show a sign. common: number of answers by text. answers: their number, errors left out.
     """
     if answers < least:
         return []

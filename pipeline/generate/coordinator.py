@@ -12,48 +12,33 @@ SHOWN_KINDS = 3  # kinds of errors
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Counts the rows that this run has committed, and tells what its actors do now.
-
-    Args:
-        kinds: number of answers with an error by kind, the most frequent first.
-        loading: number of actors that load their model.
-        actors: number of actors that have loaded their model.
-        download: the last line of a download.
-        at_work: shards that have begun and are not yet committed.
-        example: the newest answer that an actor has shown.
-    """
+    """Counts the rows that this run has committed, and tells what its actors do now."""
 
     shards: int = 0
     rows: int = 0
     errors: int = 0
     tokens: int = 0
-    loading: int = 0
-    download: str = ""
-    at_work: int = 0
-    actors: int = 0
-    kinds: tuple[tuple[str, int], ...] = ()
-    example: str = ""
+    loading: int = 0  # actors that load their model
+    download: str = ""  # last line about a download
+    at_work: int = 0  # shards that have begun and are not yet committed
+    actors: int = 0  # number of actors that have loaded their model
+    kinds: tuple[tuple[str, int], ...] = ()  # answers with an error, by kind, the most frequent first
+    example: str = ""  # the newest answer that an actor has shown
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Number of shards and rows of the job, and of those that earlier runs have committed.
-
-    began: s since 1970, when the command began; default now.
-    """
+    """Number of shards and rows of the job, and of those that earlier runs have committed."""
 
     shards: int
     rows: int
     done_shards: int
     done_rows: int
-    began: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.time)  # s since 1970, when the command began
 
 
 class Coordinator:
-    """Knows which shards of one run are at work or committed, and how many models are being loaded.
-
-    The generate stage begins and ends a shard; the driver reads and may stop the run.
-    """
+    """Shards at work and committed, and models being loaded: stages tell it, the driver reads and may stop the run."""
 
     def __init__(self) -> None:
         self.committed = RunProgress()
@@ -94,12 +79,7 @@ class Coordinator:
         self.example = example
 
     def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int, kinds: str = "") -> None:
-        """Note that a shard is committed.
-
-        Args:
-            first: whether this attempt committed it; the other arguments are the attempt's numbers.
-            kinds: see `ShardStats.error_kinds`.
-        """
+        """Note that a shard is committed; first: by this attempt, whose numbers follow. kinds: as in `ShardStats`."""
         self.done.add(shard)
         self.at_work.discard(shard)
         if first:

@@ -40,25 +40,17 @@ PARSED = "parsed"
 
 @dataclass(frozen=True)
 class PartSpec:
-    """What a part holds.
+    """What a part holds."""
 
-    Args:
-        id_column: input column copied to `id`; None makes ids from the file's path below `root` and row number.
-        keep: further input columns to copy.
-        optional: names from `OPTIONAL_FIELDS`.
-        fingerprint: the job's, for the footer.
-        num_layers: the model's, for the footer.
-        parsed: type of the column `parsed`, which holds the answers as typed values; None without the column.
-        root: folder of all input files; None: made-up ids hold the file's name alone, as in jobs of earlier versions.
-    """
-
-    id_column: str | None
-    keep: tuple[str, ...]
-    optional: tuple[str, ...]
-    fingerprint: str
-    num_layers: int
-    parsed: pa.DataType | None = None
-    root: str | None = None
+    id_column: str | None  # copied to `id`; None makes ids from the file's path below `root` and row number
+    keep: tuple[str, ...]  # further input columns to copy
+    optional: tuple[str, ...]  # names from `OPTIONAL_FIELDS`
+    fingerprint: str  # the job's, for the footer
+    num_layers: int  # the model's, for the footer
+    parsed: pa.DataType | None = None  # type of the column `parsed`, which holds the texts as values
+    root: str | None = (
+        None  # folder of all input files; None: only names in made-up ids, as in jobs of earlier versions
+    )
 
 
 def row_ids(rows: pa.Table, id_column: str | None, root: str | None, shard: Shard) -> pa.Array | pa.ChunkedArray:
@@ -72,9 +64,7 @@ def row_ids(rows: pa.Table, id_column: str | None, root: str | None, shard: Shar
 def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, shard: Shard) -> pa.Table:
     """Return the output rows of a shard: id, kept columns, answers. An input row with several answers is repeated.
 
-    Args:
-        rows: the shard's input rows.
-        answers: sorted by row and sample index.
+    answers: sorted by row and sample index.
     """
     columns = {"id": row_ids(rows, spec.id_column, spec.root, shard)}
     columns |= {name: rows[name] for name in spec.keep if name != "id"}

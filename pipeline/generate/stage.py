@@ -92,25 +92,17 @@ class ShardGenerator:
     """Callable class: answers whole shards with one Generator, and commits them.
 
     A shard is committed in the call that answered it: a task of its own would wait until Ray Data has CPUs for it,
-    which another dataset may hold.
-
-    Two threads may call it. The second shard then begins while the first one is committed; by vLLM it begins while the
-    last rows of the first one finish. A shard whose process has died before shares with no other.
+    which another dataset may hold. Two threads may call it. The second shard then begins while the first one is
+    committed; by vLLM it begins while the last rows of the first one finish. A shard whose process has died before
+    shares with no other.
 
     Args:
         generator: arguments of `Generator`; checkpoint and speed adapter as `fetch` takes them.
-        part: what the parts hold.
-        commit: called with each answered shard, its part and its statistics.
-        quarantine: quarantine of the run.
-        coordinator: coordinator of the run, asked before each shard.
         check_output: called before the model is loaded; raises UserError if this node cannot see the job's output.
         prefix: token ids with which the job's prompts begin.
-        worker: process in which the stage runs.
-        devices: GPUs of this actor, or 1 on CPUs.
-        price_per_hour: price of a device-hour; 0 without a price.
+        devices: GPUs of this actor, or 1 on CPUs; price_per_hour: money for an hour of one, 0 without a price.
 
-    Raises:
-        RuntimeError: this actor has died too often while it loaded the model.
+    Raises RuntimeError if this actor has died too often while it loaded the model.
     """
 
     def __init__(
@@ -199,10 +191,7 @@ class ShardGenerator:
             turn.end()
 
     def _answers(self, attempt: ShardAttempt, rows: list[Prompt], turn: _Turn) -> tuple[list[Answer], EngineStats]:
-        """Return the answers to a shard's rows, in row order, and the engine's counts.
-
-        After a death the rows run in groups, and each batch is recorded before it runs.
-        """
+        """Return answers in row order, and the engine's counts; after a death by groups, recorded before they run."""
         if not attempt.isolated:
             return self._answer(rows, on_drain=turn.drains.set)
         answers, stats = list[Answer](), EngineStats()

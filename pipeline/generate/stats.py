@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
@@ -16,9 +17,12 @@ import pyarrow.compute as pc
 
 from actors.engine.errors import flat
 from pipeline.generate.answer_checks import MOST_COMMON, count_answers, warnings
-from pipeline.generate.distributions import error_kinds, label_counts
 
 log = logging.getLogger(__name__)
+KINDS = 3  # kinds of errors that a shard names; the rest is counted
+MOST_LABELS = 256  # distinct labels counted in a shard, at most
+KIND_CHARS, EXAMPLE_CHARS, ID_CHARS = 160, 300, 80
+_VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{16,}\b|\d[\d,.]*\d|\d")
 
 
 def _unit(unit: str, default: Any = 0, total: str = "sum") -> Any:
@@ -84,8 +88,8 @@ class ShardStats(Counts):
     rebuilt: bool = _unit("the record was lost and rebuilt from the part", False, "none")
     actor: str = _unit("id of the actor, the same after a restart", "", "none")
     loaded: float = _unit("s since 1970 when the actor had its model", 0.0, "none")
-    error_kinds: str = _unit("JSON of `distributions.error_kinds`", "", "none")
-    label_counts: str = _unit("JSON of `distributions.label_counts`", "", "none")
+    error_kinds: str = _unit("JSON of `error_kinds`", "", "none")
+    label_counts: str = _unit("JSON of `label_counts`", "", "none")
     common_answers: str = _unit("JSON of {text: answers}, the most frequent texts", "", "none")
 
     @classmethod
@@ -98,9 +102,8 @@ class ShardStats(Counts):
     def of_run(cls, shard: int, part: pa.Table, measured: Mapping[str, Any]) -> ShardStats:
         """Count what a part holds, and add what the actor has measured. Never fails the shard.
 
-        Args:
-            measured: values of further fields, or functions that return them. A value that cannot be computed, or that
-                a record cannot hold, is logged, and its field keeps the default.
+        measured: values of further fields, or functions that return them. A value that cannot be computed or recorded
+        is logged, and its field keeps the default.
         """
         values = {**measured, **_counts(part)}
         known: dict[str, Any] = {"shard": shard}
@@ -183,25 +186,57 @@ def duplicate_ids(part: pa.Table) -> int:
     return int(rows - pc.count_distinct(part["id"], mode="all").as_py())
 
 
-DERIVED = (  # values of `Totals` that follow from others
-    *("warnings", "mean_depth", "layer_ratio", "device_seconds_per_million_tokens"),
-    *("money_per_million_tokens", "padding_fraction"),
-)
+def label_counts(part: pa.Table) -> str:
+    """Return JSON of {label: answers}, the most frequent first; "" for a job without choices, or for too many labels.
+
+    Rows with labels of their own may have more than `MOST_LABELS`.
+    """
+    if "choice_probability" not in part.column_names:
+        return ""
+    counts = Counter(part["generated_text"].filter(part["choice_probability"].is_valid()).to_pylist())
+    return json.dumps(dict(counts.most_common())) if 0 < len(counts) <= MOST_LABELS else ""
+
+
+def kind_of(error: str) -> str:
+    """Return an error without the parts that differ by row: quoted text, numbers, digests."""
+    return _VARIABLE.sub("…", error[:EXAMPLE_CHARS])[:KIND_CHARS]
+
+
+def id_value(row_id: pa.Scalar) -> Any:
+    """Return an id as Python's value; "?" for one that Python cannot hold, such as a date after the year 9999."""
+    try:
+        return row_id.as_py()
+    except (ValueError, OverflowError):
+        return "?"
+
+
+def error_kinds(part: pa.Table) -> str:
+    """Return JSON of [kind, answers, id, error]: the `KINDS` most frequent kinds with their first example.
+
+    A last entry with empty texts counts all other kinds. "" if there is no error.
+    """
+    bad = part.select(["id", "error"]).filter(part["error"].is_valid())
+    errors = bad["error"].to_pylist()
+    kinds = [kind_of(error) for error in errors]
+    listed: list[list[str | int]] = []
+    for kind, count in Counter(kinds).most_common(KINDS):
+        place = kinds.index(kind)
+        listed.append([kind, count, str(id_value(bad["id"][place]))[:ID_CHARS], errors[place][:EXAMPLE_CHARS]])
+    rest = len(kinds) - sum(int(count) for _, count, *_ in listed)
+    return json.dumps([*listed, ["", rest, "", ""]] if rest else listed) if listed else ""
 
 
 @dataclass(frozen=True)
 class Totals(Counts):
-    """Statistics of a job over all shards of this run and earlier runs.
-
-    common_answers: number of answers by text, for the most frequent texts of each shard. labels: number of answers by
-    label, the most frequent first. duplicate_examples: some ids that occur more than once in the job.
-    """
+    """Statistics of a job over all shards of this run and earlier runs."""
 
     shards: int = 0
     padding_tokens: int = 0
-    common_answers: dict[str, int] = field(default_factory=dict)
-    labels: dict[str, int] = field(default_factory=dict)
-    duplicate_examples: list[str] = field(default_factory=list)
+    common_answers: dict[str, int] = field(
+        default_factory=dict
+    )  # number of answers by text, for the most frequent texts of each shard
+    labels: dict[str, int] = field(default_factory=dict)  # number of answers, the most frequent first
+    duplicate_examples: list[str] = field(default_factory=list)  # some ids that occur more than once in the job
 
     @property
     def warnings(self) -> list[str]:
@@ -239,8 +274,10 @@ class Totals(Counts):
         return _ratio(self.padding_tokens, self.padded_prompt_tokens) or 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, with the derived ones."""
-        return {**asdict(self), **{name: getattr(self, name) for name in DERIVED}}
+        """Return plain values, with those of the properties."""
+        costs = ("device_seconds_per_million_tokens", "money_per_million_tokens", "padding_fraction")
+        names = ("warnings", "mean_depth", "layer_ratio", *costs)
+        return {**asdict(self), **{name: getattr(self, name) for name in names}}
 
 
 def _ratio(part: float, total: float) -> float | None:

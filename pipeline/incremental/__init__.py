@@ -1,4 +1,1 @@
-"""How a job answers a growing table: runs over the files that no run has answered, and the ledger of them.
-
-Imports job, commit, plan, read, storage.
-"""
+"""How a job answers a growing table: runs over the files that no run has answered, and the ledger of them."""

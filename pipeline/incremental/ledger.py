@@ -12,6 +12,7 @@ file is answered if a successful run holds it, whatever becomes of the run's fol
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import groupby
 from typing import Any, Literal
 
 from rich.console import Console
@@ -27,18 +29,26 @@ from rich.table import Table
 
 from actors.engine.errors import UserError
 from pipeline.commit.claim import LEDGER
+from pipeline.commit.records import read_records
+from pipeline.commit.sink import part_name
+from pipeline.config.job import StorageConfig
 from pipeline.input.files import Files
+from pipeline.input.shards import Shard
 from pipeline.input.table import TablePin
 from pipeline.messages import counted
+from pipeline.plan import plan_files
 from pipeline.plan.inputs import has_same_content
 from pipeline.plan.manifest import Manifest
-from pipeline.storage.folder import Folder, read_json, write_json
+from pipeline.storage.folder import Folder, open_folder, read_json, write_json
+from pipeline.storage.parquet import read_parquet
 
+log = logging.getLogger(__name__)
 FORMAT = 2
 SHOWN_RUNS = 20
 SHOWN_FILES = 3  # number of names shown of files left for a later run
 COMPACT_EVERY = 50  # number of ended runs after which they are compacted
 CLAIM, COMPACTED = re.compile(r"(\d{6,})\.json"), re.compile(r"through-(\d{6,})\.json")
+Rows = dict[str, set[int]]  # failed rows of each input file, by its URL
 State = Literal["unfinished", "success", "abandoned"]
 
 
@@ -237,6 +247,48 @@ def compact(root: Folder, ledger: Ledger) -> None:
         write_json(root, compacted_name(ended[-1].number), [asdict(run) for run in ended])
         if ledger.compacted:
             root.remove(compacted_name(ledger.compacted))
+
+
+def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageConfig) -> Rows:
+    """Return the rows whose last answer in a successful run has an error, of listed files that are as they were."""
+    failed: Rows = {}
+    versions: dict[str, tuple[int, str]] = {}
+    for run in ledger.runs:
+        folder = open_folder(f"{root.url.rstrip('/')}/{run.folder}", storage)
+        manifest = plan_files.load(folder) if run.state == "success" else None
+        if manifest is None:
+            continue
+        for file in manifest.files:
+            if versions.get(file.url) != (file.size, file.version):
+                versions[file.url], failed[file.url] = (file.size, file.version), set()
+        records = read_records(folder, manifest.fingerprint).select(["shard", "errors"]).to_pylist()
+        with_errors = {record["shard"] for record in records if record["errors"]}
+        for shard in manifest.shards:
+            failed[shard.url] -= set(range(shard.first_row, shard.first_row + shard.rows))
+            if shard.index in with_errors:
+                part = read_parquet(folder.read(part_name(shard.index)), ["sample_index", "error"]).to_pylist()
+                row = shard.first_row - 1
+                for answer in part:
+                    row += answer.get("sample_index", 0) == 0
+                    if answer["error"] is not None:
+                        failed[shard.url].add(row)
+    known = {url: rows for url, rows in failed.items() if rows}
+    same = {url: rows for url, rows in known.items() if listed.get(url) == versions[url]}
+    if gone := sorted(known.keys() - same.keys()):
+        rows = sum(len(known[url]) for url in gone)
+        log.warning("%s with an error not answered again: %s is gone or has changed", counted(rows, "row"), gone[0])
+    return same
+
+
+def shards_of(failed: Mapping[str, set[int]], shards: Sequence[Shard]) -> list[Shard]:
+    """Return shards of the failed rows: one for each sequence of neighbouring rows, with new indices."""
+    kept: list[Shard] = []
+    for shard in shards:
+        rows = sorted(failed[shard.url] & set(range(shard.first_row, shard.first_row + shard.rows)))
+        for _, neighbours in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
+            places = [row for _, row in neighbours]
+            kept.append(Shard(len(kept), shard.url, places[0], len(places)))
+    return kept
 
 
 def print_ledger(console: Console, ledger: Ledger) -> None:

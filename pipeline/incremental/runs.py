@@ -30,8 +30,7 @@ from pipeline.commit.sink import SUCCESS, Check, clear_temporaries
 from pipeline.commit.table import check_table, commit_table
 from pipeline.config.job import JobConfig
 from pipeline.incremental import ledger as ledgers
-from pipeline.incremental.ledger import ConcurrentRun, Ledger, LedgerRun
-from pipeline.incremental.retry import Rows, failed_rows, shards_of
+from pipeline.incremental.ledger import ConcurrentRun, Ledger, LedgerRun, Rows, failed_rows, shards_of
 from pipeline.input.files import Files, list_input, list_pinned
 from pipeline.input.table import TablePin
 from pipeline.messages import counted

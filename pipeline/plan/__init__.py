@@ -1,4 +1,1 @@
-"""Pins what determines a job before anything runs: identity, shards, batching, memory.
-
-Imports prepare, read, checkpoints, storage, config and the output columns in generate.
-"""
+"""Pins what determines a job before anything runs: identity, shards, batching, memory."""

@@ -84,11 +84,8 @@ def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
 def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
     """Return the job with the engine chosen by `model.engine: auto`, and the number of GPUs that vLLM's workers need.
 
-    Args:
-        stored: engine of the job to resume, which does not change; None for a new job.
-
-    Raises:
-        UserError: vLLM is asked for, and is not installed or cannot do what the job needs.
+    stored: engine of the job that goes on, which stays. Raises UserError if vLLM is asked for, and is not installed or
+    cannot do what the job needs.
     """
     model, gpus = config.model, config.actors.gpus
     engine: str = "vllm" if model.vllm is not None else model.engine
@@ -113,9 +110,8 @@ def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
 def not_in_vllm(config: JobConfig) -> str | None:
     """Return what a job needs that vLLM cannot do, and what to do instead; None if vLLM can do everything."""
     sampling = config.sampling
-    has_forms = (
-        config.choices or config.output_format or config.input.choices or config.input.output_format
-    ) is not None
+    forms = (config.choices, config.output_format, config.input.choices, config.input.output_format)
+    has_forms = any(form is not None for form in forms)
     for found, reason in (
         (config.model.weights is not None, "model.weights is for CPUs; leave it out, or set model.vllm.quantization"),
         (0 < config.actors.gpus < 1, "an actor needs whole GPUs: set actors.gpus: 1, or engine: library"),

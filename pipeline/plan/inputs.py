@@ -30,10 +30,8 @@ def check_output_disjoint(
 ) -> None:
     """Raise UserError if an output folder holds input files, or is read as input. Compares real paths.
 
-    Args:
-        listed: URLs of the input files, if they are listed already.
-        key: the folder's key in the job file, for the message.
-        output: the folder; default `output.path`.
+    listed: URLs of the input files, where they are known. output: the folder; default `output.path`. key: of the
+    folder in the job file.
     """
     shown = output or config.output.path
     folder = _real(shown, config.storage)
@@ -85,10 +83,9 @@ def has_same_content(url: str, digest: str, version: str) -> bool:
 
 
 def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFile]:
-    """Return the pinned files with their present versions. Logs the number of other files in the input.
+    """Return the pinned files with their present versions. Raises UserError if one is gone or has other content.
 
-    Raises:
-        UserError: a pinned file is gone or has other content.
+    Logs the number of files that are not pinned.
     """
     files = []
     for file in pinned:

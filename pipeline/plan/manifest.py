@@ -78,9 +78,7 @@ def plan_job(
     """Plan a new job, or the continuation of a stored one with its pinned files and batching.
 
     Args:
-        resolved: the checkpoint.
         limit: number of input rows; None is all.
-        stored: the job in the output folder.
         files: input files; default all files of `input.path`.
         hardware: determines a new job's threads and cache; default this process.
         preview: plan only to answer the first `limit` rows: no later rows are read, and no prefix is shared.
@@ -184,9 +182,8 @@ def coverage_problems(manifest: Manifest) -> list[str]:
 def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> tuple[list[InputFile], pa.Schema]:
     """Return the pinned files, and one schema of the needed columns for all. UserError as for `plan_job`.
 
-    With `input.unreadable: later` each file that cannot be read is left out with a warning.
-
-    limit: number of rows to read of each text file; None is all.
+    With `input.unreadable: later` each file that cannot be read is left out with a warning. limit: rows to read of
+    each text file; None is all.
     """
     text = text_columns(config)
     table = input_table(config.input, config.storage) if config.input.is_table else None

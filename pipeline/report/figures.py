@@ -37,10 +37,7 @@ def error_kinds(shards: pa.Table) -> list[dict[str, Any]]:
 
 
 def run_spans(runs: Sequence[JobRun], shards: pa.Table) -> list[tuple[float, float]]:
-    """Return begin and end of each run, s since 1970; for runs without a record the span of their shards.
-
-    A run that was killed ends with its last shard.
-    """
+    """Return begin and end of each run, s since 1970; of unrecorded ones, and the end of killed ones, their shards'."""
     started, finished = (shards[name].to_numpy() for name in ("started", "finished"))
     timed = started > 0
     started, finished = started[timed], finished[timed]
@@ -58,20 +55,14 @@ def run_spans(runs: Sequence[JobRun], shards: pa.Table) -> list[tuple[float, flo
 
 
 def held_seconds(runs: Sequence[JobRun], shards: pa.Table) -> float | None:
-    """Return the device-seconds of all runs, start-up and idle included; None if no run is recorded.
-
-    shards: statistics as in `STATS_SCHEMA`.
-    """
+    """Return the device-seconds of all runs, start-up and idle included; None if no run is recorded."""
     return sum((end - begin) * runs[-1].devices for begin, end in run_spans(runs, shards)) if runs else None
 
 
 def clock_speedups(
     agreement: Agreement | None, totals: Totals, held: float | None
 ) -> tuple[float | None, float | None]:
-    """Return the speed-ups of the whole run and of decode over full depth, as timed on the sampled rows.
-
-    held: see `held_seconds`. None if the sampled rows were not timed.
-    """
+    """Return the speed-ups of the whole run and of decode alone over full depth; None if no sampled row was timed."""
     decode = None if agreement is None else agreement.decode_ratio
     if agreement is None or not held or not totals.generate_seconds or (totals.decode_steps and decode is None):
         return None, None
@@ -82,12 +73,7 @@ def clock_speedups(
 
 
 def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shards: pa.Table) -> Iterator[str]:
-    """Yield lines that say what a job has done and cost.
-
-    Args:
-        runs: recorded runs of the job.
-        shards: statistics as in `STATS_SCHEMA`.
-    """
+    """Yield lines that say what a job has done and cost. runs: as far as recorded. shards: as in `STATS_SCHEMA`."""
     answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
     yield (
         f"{counted(totals.rows, 'row')}{answers} in {counted(totals.shards, 'shard')}, {totals.errors:,} with an "

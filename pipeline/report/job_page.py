@@ -35,6 +35,8 @@ HERE = files("pipeline.report")
 MOST_CHARS = 400  # maximum characters of a value of the configuration
 SHOWN_SHARDS, SHOWN_RUNS, SHOWN_LABELS, SHOWN_ANSWERS = 10, 20, 100, 10
 LABEL_CHARS, ANSWER_CHARS = 200, 1000
+MOST_CHARS = 400  # maximum characters of a value of the configuration
+HERE = files("pipeline.report")
 
 
 def write_report(folder: Folder, manifest: Manifest, storage: StorageConfig) -> None:
@@ -51,13 +53,7 @@ def write_report(folder: Folder, manifest: Manifest, storage: StorageConfig) -> 
 
 
 def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: StorageConfig) -> bytes:
-    """Return the page of a job, finished or not.
-
-    Args:
-        folder: the job's output; `_job/runs.json`, `_job/duplicates.json` and one part are read.
-        shards: statistics of committed shards, as in `STATS_SCHEMA`.
-        storage: storage of the input, whose first rows are read.
-    """
+    """Return the page of a job, finished or not. shards: statistics of committed shards, as in `STATS_SCHEMA`."""
     shards = shards.select(STATS_SCHEMA.names).combine_chunks()
     totals, runs = with_duplicates(folder, add_up(shards)), read_runs(folder)
     spans = run_spans(runs, shards)

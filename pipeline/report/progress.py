@@ -49,10 +49,7 @@ def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload)
 
 
 def progress_line(run: RunProgress, found: Mapping[str, float], seconds: float, work: Workload) -> str:
-    """Return a line of shards, rows, rates and time left; before the first commit the reason to wait.
-
-    found: result of `rates`. seconds: time since the command began.
-    """
+    """Return shards, rows, the `rates` found, time left, and seconds since the command began."""
     line = f"{work.done_shards + run.shards}/{work.shards} shards  {work.done_rows + run.rows:,}/{work.rows:,} rows"
     if run.errors:
         kinds = ", ".join(f"{answers:,} {kind[:KIND_CHARS]}" for kind, answers in run.kinds)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
+import pyarrow as pa
 import ray
-from ray.data import ActorPoolStrategy, Dataset
+from ray.data import ActorPoolStrategy, Dataset, Datasource, ReadTask
+from ray.data.block import BlockMetadata
 from ray.data.context import AutoscalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -16,12 +20,13 @@ from actors.engine.machine import process_cpus, process_memory
 from pipeline import metrics
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
+from pipeline.input.rows import read_blocks
+from pipeline.input.shards import group_shards
 from pipeline.messages import one_line
 from pipeline.report.progress import Progress
 from pipeline.run.ray_session import actor_cpus, check_metrics_port, is_own_ray, ray_session, smallest_node
-from pipeline.run.remote import RayMetrics, RayWorker, RemoteCoordinator, exporting
-from pipeline.run.source import ShardSource
-from pipeline.run.stages import QUARANTINED_RETRIES, Backend, Stages
+from pipeline.run.remote import RayWorker, RemoteCoordinator, exporting, ray_sink
+from pipeline.run.stages import QUARANTINED_RETRIES, Backend, Read, Stages
 from pipeline.runtime.isolated import Died, call_isolated
 from pipeline.runtime.signals import Interrupted, graceful
 
@@ -38,9 +43,7 @@ READ_RETRIES = 20  # retries of a read task whose process died, or whose result 
 class RayData(Backend):
     """Backend on a local Ray that it starts, or on the cluster of RAY_ADDRESS or of the caller's connection.
 
-    Args:
-        verbose: show Ray's own messages.
-        metrics_port: port at which a local Ray serves metrics; default any. UserError if the port is taken.
+    metrics_port: port at which a local Ray serves metrics; default any. UserError if the port is taken.
     """
 
     starts_workers = True
@@ -99,7 +102,7 @@ class RaySession:
         """See `Session`. Raises the RayError of a task that failed finally."""
         batches = _dataset(stages, self.output, verbose=self.verbose)
         with (
-            metrics.installed(RayMetrics(self.output)),
+            metrics.installed(ray_sink(self.output)),
             Progress(self.coordinator, workload),
             graceful(grace_seconds, _shards(self.coordinator.stop), _shards(self.coordinator.working)) as grace,
         ):
@@ -175,11 +178,44 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
         )
 
 
+class ShardSource(Datasource):
+    """Ray Data source of shards: one block per shard, as `read_blocks` yields them.
+
+    A read task takes consecutive ones of one file, of at most `task_rows` and `task_bytes` unless one has more.
+    """
+
+    def __init__(self, read: Read, task_rows: int, task_bytes: int, output: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        files = {file.url: file for file in read.files}
+        groups = group_shards(read.shards, read.files, task_rows, task_bytes)
+        self.tasks = [replace(read, shards=shards, files=[files[shards[0].url]]) for shards in groups]
+        self.output = output
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[ReadTask]:
+        return [
+            ReadTask(  # refers not to self, which would be pickled into every task
+                partial(_read, task, self.output),
+                BlockMetadata(len(task.shards), size_bytes=None, input_files=(task.files[0].url,), exec_stats=None),
+            )
+            for task in self.tasks
+        ]
+
+
+def _read(task: Read, output: str) -> Iterator[pa.Table]:
+    """Read shards, in a worker process."""
+    metrics.install(ray_sink(output))
+    yield from read_blocks(task.files, task.shards, task.schema, task.storage)
+
+
 def scale_for(scaling: AutoscalingConfig, calls: int) -> None:
     """Let a pool whose actors take several calls at once grow and shrink like a pool whose actors take one.
 
-    Ray measures by calls how busy an actor is. An actor with a shard at work and another waiting is fully busy,
-    whether the call of the waiting shard has begun or not.
+    Ray measures by its calls how busy an actor is; one with a shard at work and another waiting is as busy as can be.
     """
     scaling.actor_pool_util_upscaling_threshold /= calls
     scaling.actor_pool_util_downscaling_threshold /= calls

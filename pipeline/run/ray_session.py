@@ -124,10 +124,7 @@ def actor_cpus(actors: ActorsConfig) -> float:
 
 
 def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:
-    """Return CPUs and bytes of memory of the smallest node with CPUs, and the number of such nodes.
-
-    Waits while the cluster grows. Raises UserError if it does not grow.
-    """
+    """Return CPUs and bytes of the smallest node with CPUs, and the number of such nodes, as `wait_for_nodes`."""
     with connected(verbose=False):
         wait_for_nodes(actors)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
@@ -148,8 +145,7 @@ def check_metrics_port(port: int) -> None:
 def connected(verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
     """Connect to Ray for the block: the caller's, else the cluster of RAY_ADDRESS, else a local Ray.
 
-    metrics_port: port at which a local Ray serves metrics; default any. Log levels and signal handlers are the caller's
-    again afterwards.
+    Log levels and signal handlers are the caller's again afterwards.
     """
     _connection.enter(verbose, metrics_port)
     try:

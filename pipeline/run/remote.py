@@ -13,32 +13,30 @@ from ray.util.metrics import Counter, Gauge
 from pipeline import metrics
 from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.stage import Worker
-from pipeline.metrics import METRICS, OUTPUT
+from pipeline.metrics import METRICS
 
 PREFIX = "skipdecode_"  # Ray adds ray_ before it, and _total after a counter
 ANSWER_SECONDS = 5.0  # time limit for an answer of the coordinator to the driver
 
 
-class RayMetrics:
-    """See `metrics.Sink`. output: the job's output folder, the label of all metrics."""
+def ray_sink(output: str) -> metrics.Sink:
+    """Return a sink of Ray's metrics. output: the label of all metrics, the job's output folder."""
 
-    def __init__(self, output: str) -> None:
-        self.labels = {OUTPUT: output}
+    def sink(name: str, amount: float, part: metrics.Part | None) -> None:
+        tags = {"output": output, **({} if part is None else {"part": part})}
+        if METRICS[name].kind == "counter":
+            _metric(name).inc(amount, tags=tags)
+        else:
+            _metric(name).set(amount, tags=tags)
 
-    def add(self, name: str, amount: float, labels: dict[str, str]) -> None:
-        """See `metrics.Sink`."""
-        _metric(name).inc(amount, tags=self.labels | labels)
-
-    def set(self, name: str, value: float) -> None:
-        """See `metrics.Sink`."""
-        _metric(name).set(value, tags=self.labels)
+    return sink
 
 
 @cache
 def _metric(name: str) -> Any:
-    metric = METRICS[name]
-    kind = Counter if metric.kind == "counter" else Gauge
-    return kind(f"{PREFIX}{name}", description=metric.text, tag_keys=(OUTPUT, *metric.labels))
+    kind = Counter if METRICS[name].kind == "counter" else Gauge
+    labels = ("output", "part") if name == "seconds" else ("output",)
+    return kind(f"{PREFIX}{name}", description=METRICS[name].text, tag_keys=labels)
 
 
 class RemoteCoordinator:
@@ -76,14 +74,14 @@ class RayWorker(Worker):
         return 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)
 
     def export_metrics(self) -> None:
-        metrics.install(RayMetrics(self.output))
+        metrics.install(ray_sink(self.output))
 
 
 def exporting(function: partial[Any], output: str) -> Callable[[Any], Any]:
     """Return a stage's function that exports metrics from its worker process. Ray shows it under its own name."""
 
     def call(batch: Any) -> Any:
-        metrics.install(RayMetrics(output))
+        metrics.install(ray_sink(output))
         return function(batch)
 
     call.__name__ = function.func.__name__

@@ -42,23 +42,14 @@ class Read:
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a run.
+    """The stages of a run."""
 
-    Args:
-        read: the shards to answer.
-        prepare: function that is called with each batch.
-        generator: callable class over prepared batches, constructed once an actor.
-        arguments: arguments of `generator`.
-        actors: number of actors, and the resources of each.
-        calls: number of batches that an actor takes at once, each in a separate thread.
-    """
-
-    read: Read
-    prepare: partial[Any]
-    generator: Callable[..., Callable[[Any], Any]]
-    arguments: Mapping[str, Any]
+    read: Read  # the shards to answer
+    prepare: partial[Any]  # function that is called with each batch
+    generator: Callable[..., Callable[[Any], Any]]  # callable class over prepared batches, constructed once an actor
+    arguments: Mapping[str, Any]  # arguments of `generator`
     actors: ActorsConfig
-    calls: int
+    calls: int  # number of batches that an actor takes at once, each in a separate thread
 
 
 class Session(Protocol):
@@ -68,10 +59,7 @@ class Session(Protocol):
     worker: Worker
 
     def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
-        """Run the stages to their end. Raises Interrupted after a signal.
-
-        grace_seconds: time for shards at work to end after a first signal.
-        """
+        """Run the stages to their end. Raises Interrupted after a signal, from which on shards have `grace_seconds`."""
         ...
 
 
@@ -85,10 +73,7 @@ class Backend(Hardware):
         return nullcontext()
 
     def session(self, actors: ActorsConfig, output: str) -> AbstractContextManager[Session]:
-        """Start what the stages run on. Raises UserError if the actors can never be placed.
-
-        output: the job's output folder, the label of its metrics.
-        """
+        """Start what the stages run on; output: label of metrics. UserError if the actors can never be placed."""
         raise NotImplementedError
 
 

@@ -26,17 +26,11 @@ class Died(Exception):
 def call_isolated(
     function: Callable[..., Result], *arguments: Any, seconds: float, memory_bytes: int | None = None
 ) -> Result:
-    """Call a function of a module in a new Python process.
+    """Call a function of a module in a new Python process; it, its arguments and its result must be picklable.
 
-    Args:
-        function, arguments: must be picklable; so must the result.
-        seconds: time after which the process is killed.
-        memory_bytes: memory that the process may allocate; None is unlimited. If memory runs out the kernel kills
-            this process before others.
-
-    Raises:
-        Died: the process died, was killed, or exceeded a limit.
-        Exception: the function raised it.
+    seconds: time after which the process is killed. memory_bytes: memory that it may allocate; None is unlimited. If
+    memory runs out the kernel kills this process before others. Raises Died if the process died, was killed, or
+    exceeded a limit, and what the function raises.
     """
     paths = [ROOT, *sys.path]  # a worker of Ray has its working directory first, which may hold a folder `pipeline`
     question = pickle.dumps((paths, memory_bytes)) + pickle.dumps((function, arguments))

@@ -15,6 +15,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
+from pipeline.messages import counted
 from pipeline.storage.folder import Folder
 
 QUARANTINE = "_job/quarantine"
@@ -33,19 +34,12 @@ class ShardLost(Exception):
 
 @dataclass(frozen=True)
 class Marker:
-    """The state of one shard in one stage.
+    """The state of one shard in one stage."""
 
-    Args:
-        run: the run that wrote it.
-        alone: rows that must run alone because they were running when a worker died -> deaths while they ran alone.
-        running: rows of the present group, () between groups, None while groups are not recorded.
-        outside: number of workers that died while no group ran.
-    """
-
-    run: str
-    alone: dict[int, int] = field(default_factory=dict)
-    running: tuple[int, ...] | None = None
-    outside: int = 0
+    run: str  # run that wrote the marker
+    alone: dict[int, int] = field(default_factory=dict)  # rows that were running at a death -> deaths while alone
+    running: tuple[int, ...] | None = None  # rows of the present group; None while groups are not recorded
+    outside: int = 0  # deaths of workers while no group ran
 
     def after_death(self) -> Marker:
         """Return the state after a death, with nothing running."""
@@ -71,18 +65,12 @@ class Marker:
 
 @dataclass(frozen=True)
 class Quarantine:
-    """The markers of one run and stage in an output folder.
-
-    Args:
-        run: name of the run. Markers of other runs count no death, because their processes ended with them.
-        attempts: number of deaths at which a row alone, or a shard outside of groups, is given up.
-        stage: one of `STAGE_NAMES`.
-    """
+    """The markers of one run and stage in an output folder."""
 
     folder: Folder
-    run: str
-    attempts: int
-    stage: str
+    run: str  # markers of another run count no death: its processes ended with it
+    attempts: int  # deaths allowed to a row alone, and to a shard outside of groups
+    stage: str  # stage, one of `STAGE_NAMES`
 
     def knows(self, shard: int) -> bool:
         """Tell whether an attempt at a shard has left its marker."""
@@ -110,7 +98,7 @@ class Quarantine:
         self.folder.replace(name, marker.encode())
         if marker.outside >= self.attempts:
             raise ShardLost(
-                f"shard {shard}: its process died {_times(marker.outside)} with no row in flight: "
+                f"shard {shard}: its process died {counted(marker.outside, 'time')} with no row in flight: "
                 "see the memory of the nodes and the logs of their kernels"
             )
         return ShardAttempt(self, shard, rows, marker)
@@ -129,7 +117,7 @@ class ShardAttempt:
         self.quarantine, self.shard, self.marker = quarantine, shard, marker
         self.isolated = marker.running is not None
         self.errors = {
-            row: f"the process died {_times(deaths)} while it worked on this row alone"
+            row: f"the process died {counted(deaths, 'time')} while it worked on this row alone"
             for row, deaths in sorted(marker.alone.items())
             if deaths >= quarantine.attempts
         }
@@ -146,10 +134,6 @@ class ShardAttempt:
         if self.isolated:
             self.marker = replace(self.marker, running=tuple(sorted(rows)))
             self.quarantine.folder.replace(marker_name(self.shard, self.quarantine.stage), self.marker.encode())
-
-
-def _times(count: int) -> str:
-    return f"{count} time{'' if count == 1 else 's'}"
 
 
 def release_shard(folder: Folder, shard: int) -> None:

@@ -86,12 +86,8 @@ class Grace:
     Once `signal` is set, a background thread calls `stop` once, then `at_work` every 0.2 s. When either returns an
     empty set, or `seconds` have passed, it interrupts a job in the main thread.
 
-    Args:
-        seconds: maximum time for the work to end.
-        stop: function that lets no further shard begin, and returns the indices of shards at work.
-        at_work: function that returns the indices of shards still at work.
-
-    `signal`: name of the first signal, SIGTERM also for a lost lease; None before.
+    stop: lets no further shard begin, and returns the indices of the shards at work, as `at_work` does later. `signal`:
+    name of the first signal, SIGTERM also for a lost lease; None before.
     """
 
     def __init__(
@@ -175,12 +171,9 @@ def shielded() -> Iterator[None]:
 
 
 def interrupter(*, with_grace: bool = False) -> Callable[[], None]:
-    """Return a function for other threads that interrupts the job of this thread.
+    """Return a function for other threads that interrupts the job of this thread; outside of `interruptible` nothing.
 
-    Outside of `interruptible` it does nothing.
-
-    Args:
-        with_grace: whether shards at work get time, as after a first signal.
+    with_grace: whether shards at work get time, as after a first signal.
     """
     job = _jobs.current
     return partial(job.interrupt, with_grace=with_grace) if job is not None else lambda: None

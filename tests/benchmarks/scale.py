@@ -51,9 +51,12 @@ from pipeline.config.job import JobConfig, StorageConfig  # noqa: E402
 from pipeline.input.files import InputFile, list_input  # noqa: E402
 from pipeline.input.shards import cut_shards  # noqa: E402
 from pipeline.plan.manifest import read_footers  # noqa: E402
-from pipeline.run.ray_data import READ_TASK_BYTES, READ_TASK_ROWS  # noqa: E402
+from pipeline.run.ray_data import (  # noqa: E402
+    READ_TASK_BYTES,
+    READ_TASK_ROWS,
+    ShardSource,
+)
 from pipeline.run.ray_session import OBJECT_STORE_BYTES, ray_session  # noqa: E402
-from pipeline.run.source import ShardSource  # noqa: E402
 from pipeline.run.stages import Read  # noqa: E402
 
 MODES = ("million", "shards", "nodes", "plan", "text")

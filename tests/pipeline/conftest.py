@@ -10,13 +10,13 @@ import boto3
 import bucket_server
 import pytest
 import ray
+from in_process import InProcess
 from tiny_checkpoint import tiny_checkpoint
 
 from actors.engine.cpu.library import library
 from pipeline import job as jobs
 from pipeline.config.job import StorageConfig
 from pipeline.incremental import runs
-from pipeline.run.in_process import InProcess
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from in_process import InProcess, InProcessSession
 from part_builders import part, part_stats
 
 from pipeline import job as jobs
@@ -13,7 +14,6 @@ from pipeline.commit.sink import commit
 from pipeline.config.job import ActorsConfig, JobConfig
 from pipeline.generate.coordinator import Workload
 from pipeline.input.shards import Shard
-from pipeline.run.in_process import InProcess, InProcessSession
 from pipeline.run.stages import Stages
 from pipeline.storage.folder import Folder
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from pipeline.metrics import METRICS
+
 
 @dataclass
 class Recorded:
@@ -13,9 +15,9 @@ class Recorded:
     counters: Counter[str] = field(default_factory=Counter)
     gauges: dict[str, float] = field(default_factory=dict)
 
-    def add(self, name: str, amount: float, labels: dict[str, str]) -> None:
+    def __call__(self, name: str, amount: float, part: str | None) -> None:
+        if METRICS[name].kind == "gauge":
+            self.gauges[name] = amount
+            return
         assert amount > 0  # Ray's counters refuse others
-        self.counters["/".join([name, *labels.values()])] += amount  # type: ignore[assignment]
-
-    def set(self, name: str, value: float) -> None:
-        self.gauges[name] = value
+        self.counters[f"{name}/{part}" if part else name] += amount  # type: ignore[assignment]

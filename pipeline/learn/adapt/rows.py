@@ -32,7 +32,7 @@ from pipeline.storage.owned_folder import replacing
 from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
-SEED = 0  # of the draw of rows
+SEED = 0  # seed of the draw of rows
 DEV_ROWS, DEV_SHARE = 64, 0.1  # maximum number of dev rows, and their share of the rows drawn for training
 SCHEMA = pa.schema(
     [
@@ -116,7 +116,7 @@ def write_pairs(
     for row, prompt in prompts.items():
         response = answers[row]["token_ids"]
         ended = response[-1:] == [end]
-        response = response[:-1] if ended else response  # of an answer that ended otherwise no end is learned
+        response = response[:-1] if ended else response  # an answer without the end token teaches no end
         usable, text = _usable_references(values[row], labels), answers[row]["generated_text"]
         pair = {"prompt": prompt, "response": response, "ended": ended, "text": text, "references": usable}
         if prompt is None:

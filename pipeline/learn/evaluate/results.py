@@ -19,7 +19,7 @@ from pipeline.learn.evaluate.metrics import CONFIDENCE, METRICS, Score
 from pipeline.runtime.wide_console import wide
 
 RECORD = "evaluate.json"
-Scores = dict[str, Score]  # by the metric's name
+Scores = dict[str, Score]  # scores by the metric's name
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Li
         decode_wall_clock=median(base.decode_seconds) / decode if decode else 1.0,
         cache_bytes=stats.cache_bytes,
         scores=scores,
-        warnings=tuple(text.partition(";")[0] for text in signs),  # without the advice that follows them
+        warnings=tuple(text.partition(";")[0] for text in signs),  # signs without the advice that follows them
     )
 
 

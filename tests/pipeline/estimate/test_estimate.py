@@ -12,7 +12,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process import run_in_process
+from in_process import InProcess, run_in_process
 from typer.testing import CliRunner
 
 from actors.answers import Prompt
@@ -23,7 +23,6 @@ from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.estimate import TimedCall, estimate, longest, losses, predict, sample_places, time_speeds
 from pipeline.input.shards import Shard
-from pipeline.run.in_process import InProcess
 
 WORDS = ["alpha", "bravo", "cheap", "pub", "food", "riverside"]
 

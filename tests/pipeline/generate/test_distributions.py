@@ -6,7 +6,7 @@ import json
 
 import pyarrow as pa
 
-from pipeline.generate.distributions import KINDS, error_kinds, kind_of
+from pipeline.generate.stats import KINDS, error_kinds, kind_of
 
 
 def test_numbers_and_quoted_texts_do_not_make_another_kind() -> None:

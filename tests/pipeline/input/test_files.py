@@ -17,7 +17,7 @@ from pipeline.config.job import StorageConfig
 from pipeline.input.files import list_files, read_footer
 from pipeline.input.rows import from_ipc
 from pipeline.input.shards import cut_shards
-from pipeline.run.source import ShardSource
+from pipeline.run.ray_data import ShardSource
 from pipeline.run.stages import Read
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import filesystem

@@ -24,7 +24,7 @@ from pipeline.input.shards import (
     spread_rows,
 )
 from pipeline.plan.manifest import limited
-from pipeline.run.source import ShardSource
+from pipeline.run.ray_data import ShardSource
 from pipeline.run.stages import Read
 
 LOCAL = StorageConfig()

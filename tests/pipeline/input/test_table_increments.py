@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from in_process import InProcess
 from ray_free_run import MadeUpParts, commit_made_up_parts
 from table_stores import LOCAL, DeltaTables, IcebergTables, Tables, bucket_tables, config, local_tables, prompts
 
@@ -26,7 +27,6 @@ from pipeline.incremental.runs import IncrementalResult
 from pipeline.input.rows import read_rows
 from pipeline.input.shards import Shard
 from pipeline.plan import plan_files
-from pipeline.run.in_process import InProcess
 from pipeline.storage.folder import Folder, open_folder
 
 NAME, OUT = "in.prompts", "out.answers"

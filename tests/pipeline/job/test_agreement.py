@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import job_values, run_in_process
+from in_process import InProcess, job_values, run_in_process
 from rich.console import Console
 
 from actors.answers import Prompt
@@ -30,7 +30,6 @@ from pipeline.planned import PlannedJob, generator_arguments
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.report.summary import print_result
-from pipeline.run.in_process import InProcess
 from pipeline.runtime.isolated import Died
 from pipeline.storage.folder import open_folder
 

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import invoke, job_config, job_values, run_in_process
+from in_process import InProcess, invoke, job_config, job_values, run_in_process
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
@@ -19,8 +19,7 @@ from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.input.files import list_files, read_footer
 from pipeline.input.shards import cut_shards
 from pipeline.plan import plan_files
-from pipeline.run.in_process import InProcess
-from pipeline.run.source import ShardSource
+from pipeline.run.ray_data import ShardSource
 from pipeline.run.stages import Read
 from pipeline.storage.folder import Folder, open_folder
 

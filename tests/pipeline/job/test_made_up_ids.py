@@ -8,12 +8,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import answered_rows, job_values, run_and_read, run_in_process, run_interrupted
+from in_process import InProcess, answered_rows, job_values, run_and_read, run_in_process, run_interrupted
 
 from pipeline.config.job import JobConfig
 from pipeline.incremental import runs
 from pipeline.plan import manifest
-from pipeline.run.in_process import InProcess
 from pipeline.try_rows import answer_first_rows
 
 NAMES = ["d=1/part-0", "d=2/part-0"]

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import answered_rows, job_config, parts, run_in_process
+from in_process import InProcess, answered_rows, job_config, parts, run_in_process
 
 from pipeline import job as jobs
 from pipeline.commit.verify import verify
@@ -20,7 +20,6 @@ from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.incremental import runs as incremental
 from pipeline.plan import plan_files
 from pipeline.run import stages
-from pipeline.run.in_process import InProcess
 from pipeline.storage.folder import open_folder
 from pipeline.try_rows import answer_first_rows
 

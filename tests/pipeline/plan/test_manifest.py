@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from in_process import InProcess
 from memory_folder import MemoryFolder
 
 from actors.engine.errors import UserError
@@ -27,7 +28,6 @@ from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest, coverage_problems, difference, plan_job
 from pipeline.plan.plan_files import INPUTS, JOB, PLAN, SCHEMA, load, save
 from pipeline.run import ray_session
-from pipeline.run.in_process import InProcess
 from pipeline.storage.folder import Folder, open_folder
 
 

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_process import InProcess
 
 from actors.engine.model.loading import load_tokenizer
 from actors.engine.scheduler import SHORTEST_PREFIX, constant_prefix
@@ -21,7 +22,6 @@ from pipeline.plan import shared_prefix
 from pipeline.plan.hardware import Hardware
 from pipeline.plan.manifest import Manifest, difference, plan_job
 from pipeline.plan.plan_files import load, save
-from pipeline.run.in_process import InProcess
 from pipeline.run.ray_data import RayData
 from pipeline.storage.folder import open_folder
 
