@@ -48,9 +48,7 @@ class PartSpec:
     fingerprint: str  # the job's, for the footer
     num_layers: int  # the model's, for the footer
     parsed: pa.DataType | None = None  # type of the column `parsed`, which holds the texts as values
-    root: str | None = (
-        None  # folder of all input files; None: only names in made-up ids, as in jobs of earlier versions
-    )
+    root: str | None = None  # folder of all input files; None: made-up ids hold file names only, as in old jobs
 
 
 def row_ids(rows: pa.Table, id_column: str | None, root: str | None, shard: Shard) -> pa.Array | pa.ChunkedArray:

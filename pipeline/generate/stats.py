@@ -232,9 +232,7 @@ class Totals(Counts):
 
     shards: int = 0
     padding_tokens: int = 0
-    common_answers: dict[str, int] = field(
-        default_factory=dict
-    )  # number of answers by text, for the most frequent texts of each shard
+    common_answers: dict[str, int] = field(default_factory=dict)  # number by text, of each shard's most frequent texts
     labels: dict[str, int] = field(default_factory=dict)  # number of answers, the most frequent first
     duplicate_examples: list[str] = field(default_factory=list)  # some ids that occur more than once in the job
 
