@@ -17,10 +17,17 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 import pytest
 import torch
 from hypothesis import settings
+from tiny_checkpoint import tiny_checkpoint
 
 torch.set_num_threads(1)  # tensors are tiny
 settings.register_profile("suite", deadline=None)  # a slow machine fails no test
 settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with tokenizer and schedule; no test changes it."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 def pytest_collection_finish() -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_checkpoint import CONTEXT, LAYERS, tiny_checkpoint
+from tiny_checkpoint import CONTEXT, LAYERS
 
 from actors.answers import Prompt
 from actors.engine.errors import UserError
@@ -28,11 +28,6 @@ from actors.generator import Generator
 
 PROMPTS = ["a", "name[Zizzi]", "The Eagle serves", "cheap food", "name[Alimentum], area[city centre]", "b c d e f", "a"]
 NEW_TOKENS = 12
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,11 @@ from actors.engine.cpu.executor import fastest_decoder
 from actors.engine.decoder import Decoder
 
 
+@pytest.fixture(scope="session")
+def llama() -> Decoder:
+    return Decoder(tiny_model("llama"))
+
+
 @pytest.fixture(scope="session", params=MODELS)
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
@@ -16,8 +21,7 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def decoder(family: str) -> Decoder:
     """As an actor on a CPU has it."""
-    decoder = fastest_decoder(tiny_model(family))
-    return decoder
+    return fastest_decoder(tiny_model(family))
 
 
 @pytest.fixture(scope="session")

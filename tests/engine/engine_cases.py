@@ -86,8 +86,8 @@ def requests(count: int, seed: int, *, sampled: bool = False, most_new: int = 14
     return rows
 
 
-def answer(engine: Engine, rows: Sequence[Request], max_rows: int = 64) -> list[Completion]:
-    return generate(engine, rows, budget_bytes=2**40, max_rows=max_rows)
+def answer(engine: Engine, rows: Sequence[Request], max_rows: int = 64, **how: Any) -> list[Completion]:
+    return generate(engine, rows, budget_bytes=2**40, max_rows=max_rows, **how)
 
 
 @st.composite

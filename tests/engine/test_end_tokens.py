@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoint import tiny_checkpoint
 
 from actors.engine.errors import UserError
 from actors.engine.model.end_tokens import end_tokens, ends_before_the_union, settings_not_followed
@@ -16,14 +15,9 @@ from actors.engine.model.loading import load_tokenizer, read_config
 from actors.generator import Generator
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("plain"))
-
-
-def copy_of(plain: Path, folder: Path, **files: dict[str, Any]) -> Path:
+def copy_of(checkpoint: Path, folder: Path, **files: dict[str, Any]) -> Path:
     """The checkpoint with keys of JSON files changed; None removes a key."""
-    shutil.copytree(plain, folder)
+    shutil.copytree(checkpoint, folder)
     for name, changes in files.items():
         path = folder / f"{name}.json"
         values = {**json.loads(path.read_text()), **changes}
@@ -35,9 +29,9 @@ def ends(folder: Path) -> dict[int, list[str]]:
     return end_tokens(folder, load_tokenizer(folder), 300)
 
 
-def test_a_generation_config_without_the_chats_end_token_does_not_hide_it(plain: Path, tmp_path: Path) -> None:
+def test_a_generation_config_without_the_chats_end_token_does_not_hide_it(checkpoint: Path, tmp_path: Path) -> None:
     """All rows ran to their limit and wrote the next turns."""
-    folder = copy_of(plain, tmp_path / "a", generation_config={"eos_token_id": 0}, config={"eos_token_id": [5]})
+    folder = copy_of(checkpoint, tmp_path / "a", generation_config={"eos_token_id": 0}, config={"eos_token_id": [5]})
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} <sep>\n{% endfor %}")
     found = ends(folder)
     assert found == {
@@ -46,9 +40,9 @@ def test_a_generation_config_without_the_chats_end_token_does_not_hide_it(plain:
     assert Generator(str(folder), dtype="float32").engine.stop_ids == set(found)
 
 
-def test_a_checkpoint_that_names_one_token_everywhere_has_that_one(plain: Path) -> None:
-    assert ends(plain) == {2: ["generation_config.json", "config.json", "the tokenizer"]}
-    assert ends_before_the_union(plain, load_tokenizer(plain), read_config(plain)) == {2}
+def test_a_checkpoint_that_names_one_token_everywhere_has_that_one(checkpoint: Path) -> None:
+    assert ends(checkpoint) == {2: ["generation_config.json", "config.json", "the tokenizer"]}
+    assert ends_before_the_union(checkpoint, load_tokenizer(checkpoint), read_config(checkpoint)) == {2}
 
 
 @pytest.mark.parametrize(
@@ -62,27 +56,27 @@ def test_a_checkpoint_that_names_one_token_everywhere_has_that_one(plain: Path) 
     ],
 )
 def test_a_template_that_writes_no_token_behind_an_answer_names_none(
-    plain: Path, tmp_path: Path, template: str
+    checkpoint: Path, tmp_path: Path, template: str
 ) -> None:
-    folder = copy_of(plain, tmp_path / "a")
+    folder = copy_of(checkpoint, tmp_path / "a")
     (folder / "chat_template.jinja").write_text(template)
     assert set(ends(folder)) == {2}
 
 
 @pytest.mark.parametrize("name", ["generation_config", "config"])
-def test_an_end_token_outside_the_vocabulary_is_refused_by_name(plain: Path, tmp_path: Path, name: str) -> None:
-    folder = copy_of(plain, tmp_path / "a", **{name: {"eos_token_id": [2, 300]}})
+def test_an_end_token_outside_the_vocabulary_is_refused_by_name(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    folder = copy_of(checkpoint, tmp_path / "a", **{name: {"eos_token_id": [2, 300]}})
     with pytest.raises(UserError, match=rf"{name}\.json: eos_token_id: 300 lies outside the vocabulary of 300$"):
         ends(folder)
 
 
-def test_what_a_generation_config_asks_for_and_a_job_does_not_follow_is_known(plain: Path, tmp_path: Path) -> None:
+def test_what_a_generation_config_asks_for_and_a_job_does_not_follow_is_known(checkpoint: Path, tmp_path: Path) -> None:
     asked = {
         "do_sample": True, "temperature": 0.6, "top_p": 1.0, "top_k": 20, "repetition_penalty": 1.1, "num_beams": 1,
         "suppress_tokens": [5], "begin_suppress_tokens": [], "forced_eos_token_id": 2, "no_repeat_ngram_size": 0,
     }  # fmt: skip
-    folder = copy_of(plain, tmp_path / "a", generation_config=asked)
+    folder = copy_of(checkpoint, tmp_path / "a", generation_config=asked)
     left = settings_not_followed(folder, {"temperature", "max_new_tokens"})
     assert set(left) == {"top_k", "repetition_penalty", "suppress_tokens", "forced_eos_token_id"}
     assert "do_sample" in settings_not_followed(folder, ())
-    assert settings_not_followed(plain, ()) == {}
+    assert settings_not_followed(checkpoint, ()) == {}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,8 +13,8 @@ from tiny_models import LAYERS, VOCAB, tiny_model
 from torch import Tensor, nn
 
 from actors.engine.decoder import Decoder
-from actors.engine.library import packed_attention
 from actors.engine.library.forcing import micro_batches, predicting_states, response_labels, shared_tokens
+from actors.engine.library.packed_attention import packed
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 
 # plain, post-norm, capped, windows of two kinds, parallel residual, learned positions
@@ -41,16 +39,6 @@ def pairs(shared: int, seed: int = 5, count: int = 5) -> list[dict[str, Any]]:
         }
         for prompt, response in lengths
     ]
-
-
-@contextmanager
-def packed(model: Any) -> Iterator[Decoder]:
-    before = model.config._attn_implementation
-    model.config._attn_implementation = packed_attention.register()
-    try:
-        yield Decoder(model)
-    finally:
-        model.config._attn_implementation = before
 
 
 def gradients(model: nn.Module, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -81,7 +69,8 @@ def test_logits_and_gradients_are_those_of_rows_alone(family: str, specs: list[S
     assert shared_tokens(rows) == shared
     logits, labels = logits_alone(model, rows, schedules)
     expected = gradients(model, logits, labels)
-    with packed(model) as decoder:
+    decoder = Decoder(model)
+    with packed(model):
         for recompute in (False, True):
             states = predicting_states(decoder, rows, schedules, recompute=recompute)
             found = decoder.logits(states.flatten(0, 1))
@@ -94,7 +83,8 @@ def test_without_the_prompts_gradient_the_logits_are_the_same() -> None:
     model = tiny_model("llama").requires_grad_(True)
     rows, schedules = pairs(17), [spec.build(LAYERS) for spec in FULL]
     labels = response_labels(rows).repeat(len(schedules))
-    with packed(model) as decoder:
+    decoder = Decoder(model)
+    with packed(model):
         whole, less = (
             decoder.logits(predicting_states(decoder, rows, schedules, prompt_gradient=kept).flatten(0, 1))
             for kept in (True, False)
@@ -109,7 +99,8 @@ def test_without_the_prompts_gradient_the_logits_are_the_same() -> None:
 def test_a_layer_is_run_only_over_the_tokens_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = pairs(17)
     schedules = [spec.build(LAYERS) for spec in FULL]
-    with packed(tiny_model("llama")) as decoder:
+    decoder = Decoder(tiny_model("llama"))
+    with packed(decoder.model):
         run = layer_columns(decoder, monkeypatch)
         predicting_states(decoder, rows, schedules)
     prompts = 17 + sum(row["prompt_tokens"] - 1 - 17 for row in rows)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import regex
 from oracle import oracle_logits_each
-from tiny_checkpoint import tiny_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -53,11 +52,6 @@ SPEEDS = [1.0, 2.0]
 FORMS = [OutputFormat("regex", text) for text in REGEXES]
 FORMS += [OutputFormat("json_schema", json.dumps(SCHEMA)), OutputFormat("grammar", GRAMMAR)]
 END, VOCAB = 2, 300
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 def make(checkpoint: Path, **changes: Any) -> Generator:

@@ -7,26 +7,21 @@ import random
 from collections import Counter
 
 import pytest
+from engine_cases import answer
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import oracle_logits
-from tiny_models import LAYERS, tiny_model
+from tiny_models import LAYERS
 
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.loop import generate
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 from actors.engine.types import FinishReason, Request, SamplingParams
 
 END = 2
 LABELS = [(5, 6, 7), (5, 6), (5, 9), (11,), (11, 12, 13, 14), (20, 21, 22)]  # two are beginnings of others
 SCHEDULE = ScheduleSpec(max_depth=6, min_depth=2, horizon=4).build(LAYERS)
-
-
-@pytest.fixture(scope="module")
-def llama() -> Decoder:
-    return Decoder(tiny_model("llama"))
 
 
 def exact(decoder: Decoder, schedule: Schedule, prompt: list[int], temperature: float = 1.0) -> list[float]:
@@ -55,27 +50,22 @@ def test_every_answer_is_a_label_with_its_probability(llama: Decoder) -> None:
     prompts = [[rng.randrange(3, 97) for _ in range(rng.randint(1, 12))] for _ in range(20)]
     free = Request([4, 5], SamplingParams(max_new_tokens=9))
     engine = Engine(llama, SCHEDULE, {END})
-    alone = generate(engine, [free], budget_bytes=2**40, max_rows=1)[0]
-    *answers, last = generate(engine, [*map(bound, prompts), free], budget_bytes=2**40, max_rows=8)
+    alone = answer(engine, [free])[0]
+    *answers, last = answer(engine, [*map(bound, prompts), free], 8)
     assert last.token_ids == alone.token_ids and last.choice is None is last.choice_probability
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.choice is not None and answer.choice_probability is not None
-        assert answer.finish_reason == FinishReason.STOP
-        drawn = [token for token in answer.token_ids if token != END]
-        assert drawn == list(LABELS[answer.choice][: len(drawn)])
-        assert abs(answer.choice_probability - exact(llama, SCHEDULE, prompt)[answer.choice]) < 1e-4
-    assert len({answer.choice for answer in answers}) > 1
+    for prompt, one in zip(prompts, answers, strict=True):
+        assert one.choice is not None and one.choice_probability is not None
+        assert one.finish_reason == FinishReason.STOP
+        drawn = [token for token in one.token_ids if token != END]
+        assert drawn == list(LABELS[one.choice][: len(drawn)])
+        assert abs(one.choice_probability - exact(llama, SCHEDULE, prompt)[one.choice]) < 1e-4
+    assert len({one.choice for one in answers}) > 1
 
 
 def test_labels_are_drawn_as_often_as_their_probability_says(llama: Decoder) -> None:
     prompt, draws = [7, 8, 9], 4000
-    answers = generate(
-        Engine(llama, SCHEDULE, {END}),
-        [bound(prompt, key * 7919, temperature=2.0) for key in range(draws)],
-        budget_bytes=2**40,
-        max_rows=1000,
-    )
-    seen = Counter(answer.choice for answer in answers)
+    rows = [bound(prompt, key * 7919, temperature=2.0) for key in range(draws)]
+    seen = Counter(one.choice for one in answer(Engine(llama, SCHEDULE, {END}), rows, 1000))
     wanted = exact(llama, SCHEDULE, prompt, temperature=2.0)
     statistic = sum((seen[label] - draws * p) ** 2 / (draws * p) for label, p in enumerate(wanted))
     freedom = len(LABELS) - 1
@@ -83,18 +73,14 @@ def test_labels_are_drawn_as_often_as_their_probability_says(llama: Decoder) -> 
 
 
 def test_a_row_ends_where_one_label_alone_is_left(llama: Decoder) -> None:
-    answers = generate(
-        Engine(llama, SCHEDULE, {END}),
-        [bound([key, 3], key, temperature=3.0) for key in range(3, 60)],
-        budget_bytes=2**40,
-        max_rows=64,
-    )
-    lengths = {LABELS[answer.choice]: len(answer.token_ids) for answer in answers if answer.choice is not None}
+    engine = Engine(llama, SCHEDULE, {END})
+    answers = answer(engine, [bound([key, 3], key, temperature=3.0) for key in range(3, 60)])
+    lengths = {LABELS[one.choice]: len(one.token_ids) for one in answers if one.choice is not None}
     wanted = {(5, 6, 7): 3, (5, 6): 3, (5, 9): 2, (11,): 2, (11, 12, 13, 14): 2, (20, 21, 22): 1}
     assert lengths == {label: wanted[label] for label in lengths} and len(lengths) > 3
     single = Request([4], constraint=ChoiceTrie([(8, 9)], END))
-    answer = generate(Engine(llama, SCHEDULE, {END}), [single], budget_bytes=2**40, max_rows=1)[0]
-    assert (answer.token_ids, answer.choice, answer.choice_probability) == ((8,), 0, 1.0)
+    [one] = answer(engine, [single])
+    assert (one.token_ids, one.choice, one.choice_probability) == ((8,), 0, 1.0)
 
 
 @given(st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=4).map(tuple), min_size=1, max_size=12, unique=True))

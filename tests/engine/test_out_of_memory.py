@@ -10,7 +10,7 @@ import torch
 from engine_cases import PREFIX, STOP, requests, with_prefix
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import LAYERS, tiny_model
+from tiny_models import LAYERS
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
@@ -46,11 +46,6 @@ class Small:
         if len(ids) > self.rows:
             raise self.error(CPU_ERROR)
         return self.decoder.step(ids, *rest, **named)
-
-
-@pytest.fixture(scope="module")
-def llama() -> Decoder:
-    return Decoder(tiny_model("llama"))
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

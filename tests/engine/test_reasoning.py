@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import regex
-from tiny_checkpoint import tiny_checkpoint
 
 from actors.engine.constraints.grammar import GrammarCompiler
 from actors.engine.constraints.output_format import OutputFormat
@@ -16,11 +15,6 @@ from actors.engine.constraints.reasoning import AfterReasoning, Reasoning
 from actors.generator import Generator
 
 END, VOCAB = 2, 300
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 def make(checkpoint: Path, **changes: Any) -> Generator:

@@ -62,11 +62,6 @@ class Watched(Engine):
         return super().step()
 
 
-@pytest.fixture(scope="module")
-def llama() -> Decoder:
-    return Decoder(tiny_model("llama"))
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=30),

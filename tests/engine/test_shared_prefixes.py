@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engine_cases import PREFIX, SPECS, STOP, every_case, with_prefix
+from engine_cases import PREFIX, SPECS, STOP, answer, every_case, with_prefix
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import oracle, oracle_answers
@@ -101,14 +101,14 @@ def test_many_beginnings_change_no_token_and_are_computed_once(scheduler: str, m
 
 def plain(decoder: Decoder, spec: ScheduleSpec, rows: list[Request]) -> list[Completion]:
     engine = Engine(decoder, spec.build(LAYERS), STOP)
-    return [generate(engine, [row], budget_bytes=2**40, max_rows=1)[0] for row in rows]
+    return [answer(engine, [row])[0] for row in rows]
 
 
 @every_case
 def test_a_shared_prefix_changes_no_token(decoder: Decoder, library: Decoder, spec: int) -> None:
     schedule = SPECS[spec].build(LAYERS)
     rows = with_prefix(13, seed=1)
-    got = generate(Engine(decoder, schedule, STOP), rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX)
+    got = answer(Engine(decoder, schedule, STOP), rows, 5, prefix=PREFIX)
     tokens = [list(completion.token_ids) for completion in got]
     assert tokens == oracle_answers(library, schedule, rows, STOP, tokens)
 
@@ -117,15 +117,15 @@ def test_a_beginning_is_computed_once() -> None:
     decoder = Decoder(tiny_model("llama"))
     engine = Engine(decoder, ScheduleSpec(speedup=2, horizon=6).build(LAYERS), STOP)
     rows = with_prefix(13, seed=2)
-    first = generate(engine, rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX)
+    first = answer(engine, rows, 5, prefix=PREFIX)
     sharing = [row for row in rows if list(row.prompt_ids[:17]) == PREFIX and len(row.prompt_ids) > 17]
     whole = sum(len(row.prompt_ids) for row in rows)
     stats = engine.take_stats()
     assert stats.shared_prompt_tokens == 17 * len(sharing)
     assert stats.prompt_tokens == whole - 17 * len(sharing) + 17
-    assert generate(engine, rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX) == first
+    assert answer(engine, rows, 5, prefix=PREFIX) == first
     assert engine.take_stats().prompt_tokens == whole - 17 * len(sharing)
-    other = generate(engine, rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX[:9])
+    other = answer(engine, rows, 5, prefix=PREFIX[:9])
     assert [one.token_ids for one in other] == [one.token_ids for one in first]
 
 
@@ -143,10 +143,10 @@ def test_samples_of_a_prompt_share_its_pass(decoder: Decoder, monkeypatch: pytes
         return whole(prompts, *rest)
 
     monkeypatch.setattr(engine.executor, "prefill", counting)
-    got = generate(engine, rows, budget_bytes=2**40, max_rows=12)
+    got = answer(engine, rows, 12)
     assert passes == [3]
     assert [one.token_ids for one in got] == [one.token_ids for one in alone]
     assert len({one.token_ids for one in got}) > 3
     assert (engine.stats.prompt_tokens, engine.stats.shared_prompt_tokens) == (6, 18)
-    got = generate(Engine(decoder, schedule, STOP), rows, budget_bytes=2**40, max_rows=5, prefix=[5])
+    got = answer(Engine(decoder, schedule, STOP), rows, 5, prefix=[5])
     assert [one.token_ids for one in got] == [one.token_ids for one in alone]

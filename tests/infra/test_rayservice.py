@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from infra_files import INFRA, document
-from jsonschema import Draft202012Validator
+from infra_files import INFRA, KUBERNETES, document, kuberay_schema, misspelt
 from jsonschema import ValidationError as SchemaError
 from ray._common.utils import import_attr
 from ray.serve.schema import ServeDeploySchema
-from referencing import Registry, Resource
 
 from pipeline.config.load import parse_yaml, validated
 from pipeline.config.serve import ServeConfig
 
-FILE, KUBERNETES = "kuberay-rayservice.yaml", "1.33"
-FIELDS = {  # of a RayService's spec, from KubeRay's API reference (v1.6), besides the cluster
+FILE = "kuberay-rayservice.yaml"
+FIELDS = {  # of a RayService's spec, from KubeRay's API reference (v1.6)
     "serveConfigV2": {"type": "string"},
     "excludeHeadPodFromServeSvc": {"type": "boolean"},
     "rayClusterDeletionDelaySeconds": {"type": "integer"},
     "serveService": {"type": "object"},
     "suspend": {"type": "boolean"},
     "upgradeStrategy": {"type": "object"},
+    "rayClusterConfig": {"$ref": "#/$defs/rayCluster"},
 }
-
-
-@cache
-def schema() -> Draft202012Validator:
-    """The RayJob's schema with a RayService's own fields; pods from Kubernetes' strict schema."""
-    values = yaml.safe_load((Path(__file__).parent / "rayjob-schema.yaml").read_text())
-    values["properties"]["kind"] = {"const": "RayService"}
-    values["properties"]["spec"]["properties"] = {**FIELDS, "rayClusterConfig": {"$ref": "#/$defs/rayCluster"}}
-    values["properties"]["spec"]["required"] = ["serveConfigV2", "rayClusterConfig"]
-    folder = files("kubernetes_validate") / "kubernetes-json-schema"
-    (strict,) = (one for one in folder.iterdir() if re.fullmatch(rf"v{KUBERNETES}\.\d+-local-strict", one.name))
-    pods = Resource.from_contents(yaml.safe_load((strict / "_definitions.json").read_text()))
-    return Draft202012Validator(values, registry=pods @ Registry())
 
 
 def service() -> dict[str, Any]:
@@ -55,16 +38,12 @@ def deployed() -> ServeDeploySchema:
 
 
 def test_the_rayservice_is_valid_and_a_misspelt_key_is_found() -> None:
-    schema().validate(service())
+    schema = kuberay_schema("RayService", properties=FIELDS, required=["serveConfigV2", "rayClusterConfig"])
+    schema.validate(service())
     kubernetes_validate.validate(document(FILE, "ConfigMap"), KUBERNETES, strict=True)
     for path in (("serveConfigV2",), ("rayClusterConfig", "authOptions"), ("rayClusterConfig", "headGroupSpec")):
-        broken = copy.deepcopy(service())
-        node = broken["spec"]
-        for key in path[:-1]:
-            node = node[key]
-        node[f"{path[-1]}x"] = node.pop(path[-1])
         with pytest.raises(SchemaError):
-            schema().validate(broken)
+            schema.validate(misspelt(service(), "spec", *path))
 
 
 def test_the_application_exists_and_its_settings_are_mounted() -> None:
