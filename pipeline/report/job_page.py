@@ -35,8 +35,6 @@ HERE = files("pipeline.report")
 MOST_CHARS = 400  # maximum characters of a value of the configuration
 SHOWN_SHARDS, SHOWN_RUNS, SHOWN_LABELS, SHOWN_ANSWERS = 10, 20, 100, 10
 LABEL_CHARS, ANSWER_CHARS = 200, 1000
-MOST_CHARS = 400  # maximum characters of a value of the configuration
-HERE = files("pipeline.report")
 
 
 def write_report(folder: Folder, manifest: Manifest, storage: StorageConfig) -> None:

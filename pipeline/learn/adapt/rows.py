@@ -124,9 +124,7 @@ def write_pairs(
         elif not response:
             left_out["empty"] += 1
         elif row >= held_out and tuple(prompt) in evaluated:
-            left_out["repeated"] += (
-                1  # a repeated prompt is trained on, so its score would be that of a memorized answer
-            )
+            left_out["repeated"] += 1  # a score of a memorized answer says nothing
         elif row >= held_out:
             kept[TRAIN].append(pair)
         elif references is not None and not usable:

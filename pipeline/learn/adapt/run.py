@@ -206,7 +206,7 @@ def _tune(task: Task, longest: int, prompts: Sequence[str]) -> dict[str, Any]:
     recipe = configs.tune_config(task, str(fetch(task.resolved.source)), longest, prompts)
     with memory_freed(), redirect_stdout(sys.stderr):  # losses are progress; only the result goes to stdout
         folder = tune(recipe)
-    return {"harmed": json.loads((folder / "tune.json").read_text())["harmed"]}
+    return {"harmed": json.loads((folder / "tune.json").read_text()).get("harmed", [])}
 
 
 def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mapping[str, int | None]) -> dict[str, Any]:
