@@ -172,7 +172,7 @@ class Engine:
         return row
 
     def close(self) -> None:
-        """Drop the rows in flight without counting their steps, and free the slots' memory."""
+        """Drop the rows in flight without counting their steps, and the slots."""
         for row in self.rows:
             self.stats.add_steps(row.schedule, -max(len(row.tokens) - 1, 0))
         self.rows = []

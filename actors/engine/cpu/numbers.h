@@ -102,6 +102,20 @@ inline void store_vector(BFloat16* to, V x, int64_t n) {  // to the nearest, tie
         std::memcpy(to, &halves, n * sizeof *to);
 }
 
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(EMULATED)
+// The same of 16 numbers by instructions, without branches, which takes 2% less of a job.
+inline __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : n > 0 ? (1 << n) - 1 : 0; }
+
+template <>
+inline Floats load_vector<Floats>(const BFloat16* x, int64_t n) {
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(n), x)), 16);
+}
+
+inline void store_vector(BFloat16* to, Floats x, int64_t n) {
+    _mm256_mask_storeu_epi16(to, first_lanes(n), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+}
+#endif
+
 // Number i of x, or i - 16 of y, for each i of the index.
 inline Floats permuted(Floats x, Floats y, Places index) {
 #ifdef __clang__
@@ -113,16 +127,22 @@ inline Floats permuted(Floats x, Floats y, Places index) {
 #endif
 }
 
+// All numbers of x, joined in pairs by a function of two numbers or of two vectors.
+template <class Both>
+inline float joined(Floats x, Both both) {
+    typedef float Four __attribute__((vector_size(16)));
+    Four y[4];
+    std::memcpy(y, &x, sizeof y);
+    const Four z = both(both(y[0], y[2]), both(y[1], y[3]));
+    return both(both(z[0], z[2]), both(z[1], z[3]));
+}
+
 inline float sum_of(Floats x) {
-    float sum = 0;
-    for (int64_t i = 0; i < LANES; i++) sum += x[i];
-    return sum;
+    return joined(x, [](auto a, auto b) { return a + b; });
 }
 
 inline float highest_of(Floats x) {
-    float found = x[0];
-    for (int64_t i = 1; i < LANES; i++) found = std::max(found, x[i]);
-    return found;
+    return joined(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // The highest of `vectors` (at least one) times 16 numbers; compilers do not vectorize a loop with max.
@@ -229,15 +249,22 @@ inline Factor<T> load_some_factor(const T* x, int64_t n) {
     return load_factor(padded);
 }
 
-// The sums of 16 vectors, in their order.
+// The sums of 16 vectors, in their order. Processors have instructions for each of these exchanges.
 inline Floats sums_of(const Floats* x) {
-    const Places even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-    Floats sums[LANES];
-    std::memcpy(sums, x, sizeof sums);
-    for (int64_t count = LANES / 2; count; count /= 2)
-        for (int64_t i = 0; i < count; i++)
-            sums[i] = permuted(sums[2 * i], sums[2 * i + 1], even) + permuted(sums[2 * i], sums[2 * i + 1], even + 1);
-    return sums[0];
+    const Places ones = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
+    const Places twos = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+    const Places fours = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+    auto halved = [](const Floats* two, Places first, int32_t by) {
+        return permuted(two[0], two[1], first) + permuted(two[0], two[1], first + by);
+    };
+    Floats y[8], z[4], last[2];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) y[i] = halved(x + 2 * i, ones, 2);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) z[i] = halved(y + 2 * i, twos, 2);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) last[i] = halved(z + 2 * i, fours, 4);
+    return halved(last, fours, 4);
 }
 
 // Whether every number lies below `end`, and none below 0.

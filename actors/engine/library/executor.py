@@ -32,20 +32,20 @@ class LibraryExecutor:
         """Make slots of a shape, or free all memory.
 
         Args:
-            shape: Schedule, rows and lengths of the slots; None: no slots.
+            shape: Schedule, rows and lengths of the slots; None: no slots. The CPU's executor keeps their memory.
             held: Slots of the rows in flight, which are copied to slots 0, 1, … of the new shape.
         """
-        earlier, before = self._cache, self._rows
+        earlier, before = (self._cache if held else None), self._rows
         self._cache, self._shape, self._rows = None, shape, []
         if shape is None:
             return
-        self._cache = self._allocated(shape)
+        self._cache = self._allocated(shape, fresh=bool(held))
         self._rows = [*range(len(held)), *[-1] * (shape.rows - len(held))]
         if held:
             self._cache.copy_rows(earlier, [before.index(slot) for slot in held])
 
-    def _allocated(self, shape: SlotShape) -> Any:
-        """Return a cache of this shape."""
+    def _allocated(self, shape: SlotShape, *, fresh: bool) -> Any:
+        """Return a cache of this shape. fresh: in other memory than the last one's, whose rows are still needed."""
         decoder = self.decoder
         return SkipCache(
             shape,
