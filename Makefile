@@ -6,7 +6,7 @@ IDLE = tests/engine tests/serving tests/pipeline/learn
 RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline tests/test_wheel.py --include='test_*.py')
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo real real-model wheel test test-vllm coverage test-slow test-mutations test-ceph lint bench bench-full bench-scale bench-serve peers peers-faults faults soak clean evidence-e2e evidence-slots evidence-dense evidence-real-text evidence-real-labels evidence-real-summaries
+.PHONY: demo real real-model wheel test test-vllm coverage test-slow test-mutations test-ceph lint bench bench-full bench-scale bench-serve peers peers-faults faults soak clean evidence-e2e evidence-slots evidence-dense evidence-real-text evidence-real-labels evidence-real-gemma evidence-real-summaries
 
 demo: .venv/installed
 	@.venv/bin/skipdecode demo work/demo
@@ -65,6 +65,7 @@ lint: .venv/installed-dev
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	.venv/bin/deptry .
+	.venv/bin/python tests/mutation_check.py --lines
 
 # Speed of the engine against the machine's limits and against peers; half an hour.
 bench: .venv/installed-dev
@@ -150,6 +151,10 @@ evidence-real-text evidence-real-summaries: evidence-real-%: .venv/installed-dev
 evidence-real-labels: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/real_evidence.py labels $(OPTIONS)
 	.venv/bin/python tests/benchmarks/real_evidence.py groups $(OPTIONS)
+
+# The adapter is trained here, in half an hour: Gemma's terms of use apply to it.
+evidence-real-gemma: .venv/installed-dev
+	.venv/bin/python tests/benchmarks/real_evidence.py gemma-labels $(OPTIONS)
 
 work/evidence/dense-5/tune.json: | work/evidence/new/dense-5
 work/evidence/dense-7/tune.json: | work/evidence/new/dense-7

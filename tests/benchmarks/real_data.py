@@ -1,14 +1,15 @@
 """Prompts for the evidence on a published model, from the data sets beside the repository.
 
-    .venv/bin/python tests/benchmarks/real_data.py {text,labels,groups,emotion,summaries}
+    .venv/bin/python tests/benchmarks/real_data.py {text,labels,gemma-labels,groups,emotion,summaries}
 
 text: E2E's facts; own.parquet has its dev prompts, and the test prompts that are not scored; recombined.parquet has
-prompts of six to eight facts drawn from those. labels: Banking77 with its most similar training questions as examples;
-further.parquet has more of them. groups: Banking77's 77 intents as 10 topics. emotion: tweets of TweetEval's train and
-val splits, in work/tweeteval (a clone of github.com/cardiffnlp/tweeteval). summaries: passages of QMSum's meetings,
-cut so that a prompt has 1,500 tokens, those to adapt to 250. Writes the job's input (train.parquet, without answers)
-and the rows to score (test.parquet) into work/real/<name>. A scored row's prompt is the token ids that the job
-configs/real/<name>.yaml makes of it. Without the data sets: exit status 3.
+prompts of six to eight facts drawn from those. labels: Banking77 with its most similar training questions as
+examples; further.parquet has more of them; gemma-labels: the same for Gemma 3 270M. groups: Banking77's 77 intents as
+10 topics. emotion: tweets of TweetEval's train and val splits, in work/tweeteval (a clone of
+github.com/cardiffnlp/tweeteval). summaries: passages of QMSum's meetings, cut so that a prompt has 1,500 tokens,
+those to adapt to 250. Writes the job's input (train.parquet, without answers) and the rows to score (test.parquet)
+into work/real/<name>. A scored row's prompt is the token ids that the job configs/real/<name>.yaml makes of it.
+Without the data sets: exit status 3.
 """
 
 from __future__ import annotations
@@ -250,6 +251,7 @@ def summaries() -> Made:
 MAKERS: dict[str, Callable[[], Made]] = {
     "text": text,
     "labels": labels,
+    "gemma-labels": labels,
     "groups": groups,
     "emotion": emotion,
     "summaries": summaries,
