@@ -6,7 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +22,9 @@ from tiny_models import LAYERS, MODELS, WINDOWLESS, tiny_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from actors.engine.cache import SlotShape
 from actors.engine.cpu import library
-from actors.engine.cpu.executor import StackDecoder, fastest_decoder
+from actors.engine.cpu.executor import CpuExecutor, StackDecoder, fastest_decoder
 from actors.engine.cpu.products import LibraryProduct, PackedLinear, PanelProduct, pack_linears, packs
 from actors.engine.cpu.stack import StackedLayer, normalize
 from actors.engine.decoder import Decoder
@@ -439,3 +440,27 @@ def test_bfloat16_and_int8_with_emulated_instructions(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "SKIPPED" not in done.stdout, done.stdout[-1000:]
+
+
+@builds
+@torch.inference_mode()
+def test_slots_take_the_memory_of_the_last_ones_unless_rows_are_still_in_it() -> None:
+    decoder = fastest_decoder(tiny_model("llama"))
+    assert isinstance(decoder, StackDecoder)
+    executor = CpuExecutor(decoder)
+    schedule = ScheduleSpec().build(decoder.num_layers)
+
+    def keys(rows: int, held: Sequence[int] = ()) -> torch.Tensor:
+        executor.open(SlotShape(schedule, rows, 5, 8), held)
+        found: torch.Tensor = executor._cache.layers[0][0]
+        return found
+
+    first = keys(4)
+    executor.open(None)
+    again = keys(3)  # leaves less than half of it unused
+    assert again.data_ptr() == first.data_ptr()
+    executor.prefill([(3, 4), (5, 6, 7)], [0, 1], [0, 1], (), range(decoder.num_layers))
+    wider = keys(4, held=[0, 1])
+    assert wider.data_ptr() != first.data_ptr() and torch.equal(wider[1, :, :3], again[1, :, :3])
+    before = executor._memory
+    assert keys(1).data_ptr() != wider.data_ptr() and 4 * len(executor._memory) == len(before)
