@@ -424,7 +424,7 @@ def test_memory_that_kernels_lack_is_a_memory_error() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(library.multiplies(BF16, CPU), reason="the tests above have run with the processor's instructions")
+@pytest.mark.skipif(library.quantizes(BF16, CPU), reason="the tests above have run with the processor's instructions")
 @pytest.mark.skipif("avx2" not in library._processor(), reason="the vectors of 64 bytes are too slow")
 @builds
 def test_bfloat16_and_int8_with_emulated_instructions(tmp_path: Path) -> None:
