@@ -199,7 +199,7 @@ class CpuExecutor(LibraryExecutor):
     """Runs a decoder's stack over slots in one allocation.
 
     The allocation is used again if it is neither too small nor twice too large: the system clears a new one page by
-    page, which takes 1 to 5% of a job, more of a small model's.
+    page, which takes 5% of the time of a job with the demo's model.
     """
 
     decoder: StackDecoder
