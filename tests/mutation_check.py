@@ -152,15 +152,15 @@ def main() -> None:
     began, caught = time.monotonic(), 0
     numbers = [int(argument) for argument in sys.argv[1:] if argument != "--lines"] or range(1, len(MUTATIONS) + 1)
     chosen = [(number, MUTATIONS[number - 1]) for number in numbers]
+    for number, mutation in chosen:
+        if (ROOT / mutation.file).read_text().count(mutation.line) != 1:
+            print(f"{number:2} {mutation.name}: its line is not in {mutation.file}, once")
+            sys.exit(2)
+    if "--lines" in sys.argv:
+        return
     with tempfile.TemporaryDirectory(prefix="mutation-") as scratch:
         folder = Path(scratch)
         copy_repository(folder)
-        for number, mutation in chosen:
-            if (folder / mutation.file).read_text().count(mutation.line) != 1:
-                print(f"{number:2} {mutation.name}: its line is not in {mutation.file}, once")
-                sys.exit(2)
-        if "--lines" in sys.argv:
-            return
         unchanged = quick_tests(folder, sorted({file for _, mutation in chosen for file in mutation.tests}))
         if unchanged.returncode != 0:
             print(f"the unchanged code fails {first_failure(unchanged.stdout)}\n{unchanged.stdout[-2000:]}")

@@ -183,7 +183,7 @@ class _Slots:
     def __init__(self, shape: SlotShape, decoder: Decoder, memory: Tensor) -> None:
         sizes = [(2, shape.rows, decoder.kv_heads, slots, decoder.head_dim) for slots in shape.slots]
         counts = [math.prod(size) for size in sizes]
-        parts = memory[: sum(counts)].split(counts)
+        parts = memory.split(counts)
         self.layers = [part.view(size) if len(part) else None for part, size in zip(parts, sizes, strict=True)]
         self.table = buffer_table(self.layers)
 
@@ -210,7 +210,7 @@ class CpuExecutor(LibraryExecutor):
         if fresh or not total <= len(self._memory) < 2 * total:
             self._memory = torch.empty(0)  # free before the next one is allocated
             self._memory = torch.empty(total, dtype=self.decoder.dtype)
-        return _Slots(shape, self.decoder, self._memory)
+        return _Slots(shape, self.decoder, self._memory[:total])
 
     def prefill(
         self,

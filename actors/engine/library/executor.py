@@ -29,7 +29,7 @@ class LibraryExecutor:
         self._prefix: tuple[object, Any] | None = None
 
     def open(self, shape: SlotShape | None, held: Sequence[int] = ()) -> None:
-        """Make slots of a shape, or free all memory.
+        """Make slots of a shape, or drop all slots.
 
         Args:
             shape: Schedule, rows and lengths of the slots; None: no slots. The CPU's executor keeps their memory.
