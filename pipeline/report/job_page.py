@@ -23,7 +23,7 @@ from pipeline.commit.sink import part_name
 from pipeline.config.job import StorageConfig
 from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up, slowest_shards
 from pipeline.input.rows import read_shards
-from pipeline.messages import duration, one_line, without_secrets, write_log
+from pipeline.messages import counted, duration, one_line, without_secrets, write_log
 from pipeline.plan.manifest import Manifest
 from pipeline.report.figures import error_kinds, run_spans, total_lines
 from pipeline.storage.folder import STORE_ERRORS, Folder
@@ -35,6 +35,7 @@ HERE = files("pipeline.report")
 MOST_CHARS = 400  # maximum characters of a value of the configuration
 SHOWN_SHARDS, SHOWN_RUNS, SHOWN_LABELS, SHOWN_ANSWERS = 10, 20, 100, 10
 LABEL_CHARS, ANSWER_CHARS = 200, 1000
+HEAD_CHARS, TAIL_CHARS = 120, 280  # of a long prompt: its beginning and its end are shown
 
 
 def write_report(folder: Folder, manifest: Manifest, storage: StorageConfig) -> None:
@@ -132,11 +133,13 @@ def _prompts(manifest: Manifest, index: int, storage: StorageConfig) -> list[str
 
 
 def _text(value: Any) -> str:
-    """Return a value of a prompt's column as text; for a chat the roles and contents of its messages."""
+    """Return a value of a prompt's column as text, the middle of a long one left out; for a chat its last message."""
     if isinstance(value, list) and value and isinstance(value[0], dict) and "content" in value[0]:
-        value = "\n".join(f"{message.get('role')}: {message['content']}" for message in value)
+        before = f"… {counted(len(value) - 1, 'message')} before\n" if len(value) > 1 else ""
+        return f"{before}{value[-1].get('role')}: {_text(value[-1]['content'])}"
     value = "" if value is None else value
-    return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))[:ANSWER_CHARS]
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= HEAD_CHARS + TAIL_CHARS else f"{text[:HEAD_CHARS]} … {text[-TAIL_CHARS:]}"
 
 
 def _render(values: Mapping[str, Any]) -> bytes:

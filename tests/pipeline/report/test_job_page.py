@@ -181,3 +181,13 @@ def test_a_page_without_times_or_answers(tmp_path: Path) -> None:
     assert "nominal speed-up: 1x, full depth" in told and "over full depth" not in told
     assert "5 of 10 rows" in text
     assert "0 of 10 rows" in Page(job_page(folder, manifest, to_table([]), LOCAL)).text
+
+
+def test_the_question_of_a_long_prompt_is_shown() -> None:
+    examples = [{"role": "user", "content": "an example " * 99}, {"role": "assistant", "content": "its label"}] * 6
+    assert pages._text([*examples, {"role": "user", "content": "Where is it?"}]) == (
+        "… 12 messages before\nuser: Where is it?"
+    )
+    text = pages._text("Read this. " + "a passage " * 999 + "Where is it?")
+    assert text.startswith("Read this.") and text.endswith("Where is it?") and len(text) < 420
+    assert pages._text("short") == "short" and pages._text(None) == ""
