@@ -55,18 +55,25 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
 
 
 def too_tight(adapted: Adapted) -> str:
-    """Return a line for an adaptation without a choice: the smallest tolerance that would have one, if any."""
+    """Return a line for an adaptation without a choice: what would lead to one, tolerance or held-out rows."""
     closest = adapted.nearest
     if uselessness(closest, adapted.chance, adapted.metric) is not None:
         return (
             f"every speed-up is useless, for none has more {adapted.metric} than chance, and no job file is written; "
             "raise adapt.rows or training.epochs"
         )
-    # rounded up, so that this speed is within the tolerance
-    least = math.ceil(1000 * closest.scores[adapted.metric].loss_high) / 1000
+    score = closest.scores[adapted.metric]
+    least = math.ceil(1000 * score.loss_high) / 1000  # rounded up, so that this speed is within the tolerance
+    rows, held_out = "", adapted.counts["held_out"]
+    if score.loss < adapted.tolerance:  # an interval narrows with the square root of the rows
+        factor = ((score.loss_high - score.loss) / (adapted.tolerance - score.loss)) ** 2
+        rows = (
+            f"; if it loses {score.loss:.2g} on more rows too, about {math.ceil(factor * held_out):,} held-out rows in "
+            f"place of {held_out:,} show it"
+        )
     return (
         f"no speed-up is within adapt.tolerance = {adapted.tolerance:g} of {adapted.metric}, and no job file is "
-        f"written; {closest.name} would be within {least:g}"
+        f"written; {closest.name} would be within {least:g}{rows}"
     )
 
 

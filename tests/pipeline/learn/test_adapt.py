@@ -103,6 +103,10 @@ def test_without_a_speed_within_tolerance_no_job_file_is_left(tmp_path: Path, fa
         "2x would be within 4"
     )
     assert not path.exists()
+    wide = command(tolerance=3.5).stderr.strip().splitlines()[-1]
+    assert wide.endswith(
+        "2x would be within 4; if it loses 3 on more rows too, about 16 held-out rows in place of 4 show it"
+    )
     assert fakes.calls == ["answers", "tune", "before", "after"]  # another tolerance needs no other model
     assert command(tolerance=4.0).exit_code == 0
     assert load_values(path)["schedule"] == {"speedup": 2, "agreement_rows": 0}
