@@ -461,7 +461,7 @@ def _recorded(record: Any) -> Iterator[tuple[float | None, str, dict[str, tuple[
 
 def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]) -> None:
     """Print rows, prompts, batches, the table of speeds, and the savings and loss of the job's speed."""
-    console = wide(console, 150)
+    console = wide(console)
     tokens, batching, errors, chosen = (found[name] for name in ("prompt_tokens", "batching", "row_errors", "chosen"))
     left = "" if found["rows_left"] == found["rows"] else f", {found['rows_left']:,} rows left"
     rows, files, shards = (counted(found[f"{noun}s"], noun) for noun in ("row", "file", "shard"))

@@ -25,7 +25,7 @@ def serve(
     verbose: Verbose = False,
 ) -> None:
     """Serve a model over HTTP on Ray Serve until a signal comes: completions and chats."""
-    with command(verbose, interrupted="the server was not ready yet") as advice:
+    with command(verbose, interrupted="the server has stopped") as advice:
         from pipeline.config.load import changed, load_values, validated
         from pipeline.config.serve import ServeConfig
 

@@ -1,10 +1,10 @@
-"""Gives a console whose tables lose no column in files and pipes."""
+"""Gives a console whose tables lose no column and no letter, in files and pipes (80 columns) too."""
 
 from __future__ import annotations
 
 from rich.console import Console
 
 
-def wide(console: Console, columns: int = 120) -> Console:
-    """Return a console for the same output, at least this wide (pipes report 80 columns), without wrapping."""
-    return Console(file=console.file, width=max(console.width, columns), soft_wrap=True, highlight=False)
+def wide(console: Console) -> Console:
+    """Return a console for the same output on which tables have their natural width, and lines are not wrapped."""
+    return Console(file=console.file, width=1000, soft_wrap=True, highlight=False)

@@ -184,18 +184,16 @@ def _main_table(evaluation: Evaluation) -> Table:
 
 
 def _further_table(evaluation: Evaluation) -> Table:
-    """Return the table of all other metrics, without the exact match of free text."""
+    """Return the table of all other metrics, a row each, without the exact match of free text."""
     names = [name for name in evaluation.lines[0].scores if name != evaluation.metric]
     if evaluation.metric == "bleu":
         names.remove("exact_match")
-    titles = [f"{METRICS[name].title} {METRICS[name].unit}".rstrip() for name in names]
-    table = _table("line", *(title.replace(" to ", "\nto ") for title in titles))
-    rows = {line.name: line.scores for line in evaluation.lines} | {"chance": evaluation.chance}
-    for line_name, scores in rows.items():
-        shown = [(scores.get(name), METRICS[name].decimals) for name in names]
-        table.add_row(
-            line_name, *("" if one is None else bracketed(one.value, one.low, one.high, each) for one, each in shown)
-        )
+    columns = {line.name: line.scores for line in evaluation.lines} | {"chance": evaluation.chance}
+    table = _table("", *columns)
+    for name in names:
+        metric, found = METRICS[name], [scores.get(name) for scores in columns.values()]
+        shown = ("" if one is None else bracketed(one.value, one.low, one.high, metric.decimals) for one in found)
+        table.add_row(f"{metric.title} {metric.unit}".rstrip(), *shown)
     return table
 
 
