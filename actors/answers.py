@@ -1,4 +1,4 @@
-"""Prompts and answers of a `Generator`, and answers as columns."""
+"""The prompts and answers of a `Generator`, and the conversion of answers to columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Column = NDArray[Any]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row to answer. Its own sampling, choices and output_format replace the Generator's."""
+    """A row to answer. Its `sampling`, `choices` and `output_format`, where set, replace the Generator's."""
 
     ids: Sequence[int]
     source: str  # name of the row's file; with `row` and the seed it determines the row's random numbers
@@ -34,20 +34,21 @@ class Prompt:
 class Answer:
     """One answer to a row. A row that cannot be answered has a single answer, an error without text."""
 
-    row: int  # index of its prompt in the list of prompts
+    row: int  # index of the prompt in the list of prompts
     sample_index: int  # number of the answer among the `n` answers to its prompt
     generated_text: str | None
     finish_reason: str
     prompt_tokens: int
     generated_tokens: int
-    mean_depth: float | None  # layers a decode step; None where there was no decode step
-    error: str | None  # why there is no text, or why it is not whole in the form that was asked for
+    mean_depth: float | None  # mean number of layers per decode step; None if there was no decode step
+    error: str | None  # why there is no text, or why the text does not complete the requested format
     token_ids: list[int] | None
     cumulative_logprob: float | None
-    logprobs: list[dict[str, Any]] | None  # one for each token, as in `TokenLogprob.to_dict`
+    logprobs: list[dict[str, Any]] | None  # one entry per token, see `TokenLogprob.to_dict`
     choice_probability: float | None
-    reasoning: str | None = None  # the thinking before the text
-    tool_calls: list[ToolCall] | None = None  # not in the text; None without tools, or if they cannot be read
+    reasoning: str | None = None  # the model's thinking before the text
+    # the tool calls, which are removed from the text; None if no tools are offered or the calls cannot be read
+    tool_calls: list[ToolCall] | None = None
 
 
 def error_answer(row: int, prompt_tokens: int, error: str) -> Answer:
@@ -56,7 +57,7 @@ def error_answer(row: int, prompt_tokens: int, error: str) -> Answer:
 
 
 def as_column(values: Sequence[Any]) -> Column:
-    """Return values of an input column as an array [rows]; lists and mappings become Python objects in it."""
+    """Return a column as an array [rows]. If any value is a list or a mapping, all elements are Python objects."""
     if isinstance(values, np.ndarray):
         return values
     if any(isinstance(value, list | tuple | Mapping | np.ndarray) for value in values):
@@ -67,13 +68,13 @@ def as_column(values: Sequence[Any]) -> Column:
 def object_column(values: Sequence[Any]) -> Column:
     """Return an array [rows] of Python objects."""
     column = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values):  # a slice assignment would spread lists of one length over columns
+    for row, value in enumerate(values):  # a slice assignment would split lists of equal length into columns
         column[row] = value
     return column
 
 
 def answer_columns(answers: Sequence[Answer], optional: Sequence[str]) -> dict[str, Column]:
-    """Return the answers' columns. None means a missing number, as in the output of a job.
+    """Return one column for each field of the answers. A missing number is None, as in the output of a job.
 
     optional: names of the optional fields to include.
     """

@@ -1,9 +1,9 @@
-"""Treats control tokens in a user's text, such as `<|im_end|>`, as plain text; those of a template are parsed.
+"""Encodes control tokens such as `<|im_end|>` as plain text if a user wrote them, as tokens if the template did.
 
-The markers around them, and the encoding of a marked text, are those of transformers 5.23 (`apply_chat_template` with
-`sanitize_control_tokens`); with an earlier version, rows that contain control tokens are refused. Here a template is
-rendered without markers too, so that they change none of its decisions, and a prompt without control tokens has
-the tokens of the plain text.
+Markers are put around a user's control tokens. The markers, and the encoding of a marked text, are those of
+transformers 5.23 (`apply_chat_template` with `sanitize_control_tokens`); with an earlier version, rows that contain
+control tokens are refused. This module renders a template without markers too, so that markers change none of the
+template's decisions. A prompt without control tokens has the tokens of the plain text.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class ControlTokens:
     def prompt(
         self, render: Callable[[Any], str], values: Any, *, source: str | None = None, parse: bool = False
     ) -> tuple[str, int]:
-        """Return a template's text, and the number of control tokens from `values`, which are marked for `encode`.
+        """Return the rendered text, in which control tokens from `values` are marked for `encode`, and their number.
 
-        Raises UserError if it cannot be told which control tokens are the template's.
+        Raises UserError if the template's control tokens cannot be told from those in `values`.
 
         Args:
-            render: The template as a function of `values`: messages, tools or columns.
+            render: Fills the template with `values`: messages, tools or columns.
             source: The template's own text, if it contains every control token that the template writes.
-            parse: Whether control tokens in `values` are parsed like the template's; then nothing is marked.
+            parse: Whether to parse control tokens in `values` like those of the template; then nothing is marked.
         """
         text = render(values)
         if self.pattern.search(text) is None:
@@ -58,10 +58,10 @@ class ControlTokens:
         return (text if parse or not spelled else marked), spelled
 
     def encode(self, marked: str, *, special_tokens: bool) -> list[int]:
-        """Return token ids of a text with marked control tokens. special_tokens: whether the tokenizer adds its own.
+        """Return the token ids of a marked text. special_tokens: whether to add the tokenizer's own, such as BOS.
 
-        Raises UserError if the tokenizer makes a control token of plain text too, or transformers is older than
-        5.23, which cannot encode such a text.
+        Raises UserError if transformers is older than 5.23, which cannot encode a marked text, or if the tokenizer
+        turns even plain text into a control token.
         """
         try:
             from transformers.utils.chat_template_utils import encode_marked_chat
@@ -81,7 +81,7 @@ class ControlTokens:
         return [*whole[:first], *ids, *whole[first + len(bare) :]]
 
     def _mark(self, value: Any) -> Any:
-        """Mark the control tokens of all texts in a value, in keys too. Markers that a text holds are removed."""
+        """Mark the control tokens of all texts in a value, dictionary keys included. Remove earlier markers first."""
         if isinstance(value, dict):
             return {self._mark(key): self._mark(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -89,7 +89,7 @@ class ControlTokens:
         return self.pattern.sub(lambda one: _mark(one[0]), _unmarked(value)) if isinstance(value, str) else value
 
     def _written(self, marked: str) -> list[bool]:
-        """Tell for each control token whether the template wrote it: no marker touches it."""
+        """Tell for each control token whether the template wrote it. Such a token has no marker on either side."""
         written = []
         for found in self._marked.finditer(marked):
             written.append(not found[0].startswith(START))
@@ -99,9 +99,9 @@ class ControlTokens:
         return written
 
     def _aligned(self, text: str, marked: str, written: list[bool]) -> str:
-        """Return the text with the markers of another rendering, for templates whose output depends on the markers.
+        """Return `text` with the markers of `marked`, for templates whose output depends on the markers.
 
-        A control token is the template's if the token at its place in the other rendering is.
+        A control token in `text` counts as the template's if the token at its place in `marked` is, see `written`.
         """
         ours, theirs = self.pattern.split(text), self.pattern.split(_unmarked(marked))
         if len(written) != len(theirs) // 2:
@@ -125,7 +125,7 @@ def _unmarked(text: str) -> str:
 
 
 def one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Return token ids with one BOS token if the text begins with BOS and the tokenizer adds another."""
+    """Return `ids` with at most one BOS at the start: a text may begin with BOS, and the tokenizer adds another."""
     first = next((at for at, token in enumerate(ids) if token != tokenizer.bos_token_id), len(ids))
     return ids[max(0, first - 1) :]
 

@@ -2,8 +2,8 @@
 
     ds.map_batches(Generator, fn_constructor_kwargs={"checkpoint": "…"}, compute=ActorPoolStrategy(size=2), num_cpus=0)
 
-It imports no ray. Rows are answered in batches of similar length within a budget of cache bytes; the batches are a
-function of the rows and the settings alone.
+It does not import ray. Rows are answered in batches of similar length that fit a budget of cache bytes. The batches
+depend on the rows and the settings alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-ROWS_SECONDS = 20.0  # seconds that an actor of Ray Data waits for its first rows without a warning
+ROWS_SECONDS = 20.0  # an actor of Ray Data may log a warning if no rows have come after so many seconds
 
 
 @dataclass(frozen=True)
@@ -54,45 +54,45 @@ class RowsAtWork:
     """Rows that `Generator.begin` has queued."""
 
     prompts: Sequence[Prompt]
-    owners: Sequence[int]  # the row of each request of the call
-    errors: Mapping[int, str]  # errors of rows that have no request
+    owners: Sequence[int]  # for each request of `call` the index of its row in `prompts`
+    errors: Mapping[int, str]  # index of the row -> error, for rows that have no request
     call: Call
 
 
 class Generator:
     """Answers rows with one model on one device.
 
-    Calls may come from several threads. They run one after the other, by vLLM together. Loading prints nothing.
+    Several threads may call it: calls run one after the other, or together if vLLM runs them. Loading prints nothing.
 
     Args:
         checkpoint: Folder with config.json, safetensors and a tokenizer.
-        speed_adapter: Folder of a speed adapter for this checkpoint, whose stored schedule replaces the checkpoint's;
-            merged into the weights while they load, unless the schedule runs every layer for every token.
-        schedule: The schedule itself, or keys of a job's `schedule` section on top of the checkpoint's.
-        unadapted: Run a schedule that the checkpoint was not trained for; its text may be ruined.
+        speed_adapter: Folder of a speed adapter for this checkpoint. Its stored schedule replaces the checkpoint's. The
+            adapter is merged into the weights while they load, unless the schedule runs every layer for every token.
+        schedule: A schedule, or keys of a job's `schedule` section, which override the schedule of the checkpoint.
+        unadapted: Accept a schedule that the checkpoint was not trained for; the answers may be ruined.
         sampling: Fields of `SamplingParams`.
         choices: Labels; every answer is one of them.
         output_format: Form of every answer: {"json_schema": schema}, {"regex": …} or {"grammar": …} (Lark). An answer
-            that its length limit cuts off before the end of its form keeps its text and has an error.
-        reasoning: {"start": …, "end": …}, the marks of thinking (<think> and </think> by default): it becomes the
-            answer's `reasoning`, and choices or output_format hold for the text after it. None: nothing is split.
-        strip: Remove white space from both ends of a free text.
-        dtype: float32, bfloat16 or float16, of weights, activations and cache.
-        weights: int8, on a CPU with bfloat16: linear layers and head with 8 bits; None: as the checkpoint has them.
+            that the length limit cuts off before its format is complete keeps its text and gets an error.
+        reasoning: {"start": …, "end": …}, the delimiters of thinking (default <think> and </think>). Thinking becomes
+            the answer's `reasoning`; choices or output_format apply to the text after it. None: it stays in the text.
+        strip: Remove white space from both ends of an answer that is free text.
+        dtype: Data type of weights, activations and cache: float32, bfloat16 or float16.
+        weights: "int8" rounds linear layers and head to 8 bits, on a CPU with bfloat16. None: the checkpoint's weights.
         device: auto, cpu, cuda or cuda:N; auto is cuda where torch sees a GPU.
         threads: torch threads on a CPU; None keeps the process's setting, at most one for each CPU that it may use.
-        cache_bytes: Bytes of key/value cache of the rows in flight; 0, for vLLM: what its own settings leave.
-        max_batch: Most rows in flight.
-        scheduler: lock_step: rows of a batch begin together; refill: a row that has ended is replaced immediately.
-        vllm: Engine arguments of vLLM, which then runs the model, see `actors.vllm.engine`; None: it does not.
-        cumulative_logprob: Add a column with the sum of each answer's log-probabilities, nats, which takes time.
-        row_logprobs: A row may ask for log-probabilities although `sampling` has none; `answer` returns them.
-        seed: Seed of the random numbers, from which and from each prompt a row's own follow.
-        share_prefixes: Beginnings that prompts of a call share are computed once.
+        cache_bytes: Bytes of key/value cache for the rows in flight; 0, with vLLM only: as many as its settings leave.
+        max_batch: Maximum number of rows in flight.
+        scheduler: lock_step: a batch runs until its last row ends; refill: waiting rows take the slots of ended rows.
+        vllm: Engine arguments for vLLM, which then runs the model, see `actors.vllm.engine`. None: vLLM is not used.
+        cumulative_logprob: Add a column with the sum of each answer's log-probabilities in nats; this takes time.
+        row_logprobs: A row may ask for log-probabilities even if `sampling` does not; `answer` returns them.
+        seed: Seed of the random numbers. Those of a row follow from this seed and the row's prompt.
+        share_prefixes: Compute a prefix only once if several prompts of a call share it.
         prompt_column: Column of a batch that holds the prompts.
 
     Raises:
-        UserError: Arguments, checkpoint or device that do not fit, in one line.
+        UserError: Arguments, checkpoint or device cannot be used; the message is one line.
     """
 
     @without_collections()
@@ -183,7 +183,7 @@ class Generator:
             threading.Thread(target=self._warn_without_rows, daemon=True).start()
 
     def _warn_without_rows(self) -> None:
-        """Log a warning if Ray Data has no CPU left for the tasks that read the rows of its pool of generators."""
+        """Log a warning if no rows come because Ray Data has no CPU left for the tasks that read them."""
         ray = sys.modules["ray"]
         if not self._rows_came.wait(ROWS_SECONDS) and (free := ray.available_resources().get("CPU", 0.0)) < 1:
             log.warning(
@@ -196,11 +196,11 @@ class Generator:
     def at(self, schedule: Schedule, *, max_batch: int | None = None) -> Generator:
         """Return a generator with the same weights under another schedule; only one of the two may have rows in flight.
 
-        A speed adapter stays merged, or left out, as it was when the weights were loaded.
+        The weights stay as they were loaded, with or without a merged speed adapter.
 
         Args:
-            schedule: The layers that its tokens run.
-            max_batch: Most rows a batch; None for this generator's own.
+            schedule: Schedule of the returned generator.
+            max_batch: Maximum number of rows in flight of the returned generator; None: as in this generator.
         """
         other = copy.copy(self)
         other.schedule, other.engine = schedule, self.engine.at(schedule)
@@ -222,7 +222,7 @@ class Generator:
         )
 
     def schedule_at(self, speedup: float) -> Schedule:
-        """Return the schedule of another nominal speed-up, for rows that share steps with those of this one.
+        """Return the schedule of another nominal speed-up. Its rows may share decode steps with rows of this schedule.
 
         Raises:
             UserError: A speed that the checkpoint was not trained for, or that needs other weights or another engine.
@@ -241,13 +241,13 @@ class Generator:
         return schedule
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer the prompts in a column of a batch; return the batch's columns and the answers'.
+        """Answer the prompts in the column `prompt_column` of a batch; return the batch's columns and answer columns.
 
         A prompt is text, a list of token ids, or a list of messages for the checkpoint's chat template. A row's
-        random numbers follow from seed and prompt, so that batches may be cut in any way; equal prompts have equal
-        answers. With n above 1, a row is repeated n times. A number that is missing, such as the `mean_depth` of an
-        answer of one token, is None. A chat template runs in transformers' own sandbox, which bounds neither its time
-        nor its memory.
+        random numbers follow from seed and prompt, so answers do not depend on how rows are cut into batches, and
+        equal prompts have equal answers. With n above 1, a row is repeated n times. A missing number, such as the
+        `mean_depth` of an answer of one token, is None. A chat template runs in transformers' own sandbox, which
+        limits neither its time nor its memory.
         """
         kept = {name: as_column(values) for name, values in batch.items()}
         if (name := self.prompt_column) not in kept:
@@ -270,13 +270,13 @@ class Generator:
         prefix: Sequence[int] = (),
         on_batch: Callable[[Sequence[int]], None] | None = None,
     ) -> list[Answer]:
-        """Answer rows, each `n` times, in their order; a row with an error has one answer that carries it.
+        """Answer each row `n` times; return the answers in row order. A failed row has one answer, its error.
 
         Args:
             prompts: The rows.
             prefix: Token ids with which most prompts begin; their keys and values are computed once.
-            on_batch: Called, before each batch, with the rows that may be in flight until its next call, and with no
-                rows at the end.
+            on_batch: Called before each batch with the indices of the rows that may be in flight until the next call of
+                `on_batch`, and at the end with no rows.
         """
         work = self.begin(prompts, prefix, on_batch)
         self.run(work)
@@ -289,9 +289,9 @@ class Generator:
         on_batch: Callable[[Sequence[int]], None] | None = None,
         on_drain: Callable[[], None] | None = None,
     ) -> RowsAtWork:
-        """Queue rows, the first part of `answer`, from any thread; `run` and then `finish` must follow.
+        """Queue rows: the first part of `answer`. Any thread may do so; calls of `run` and then `finish` must follow.
 
-        on_drain: Called, by vLLM alone, in the thread that runs, once the rows of another call would find free slots.
+        on_drain: With vLLM only: called in the thread of `run`, once there are free slots for the rows of another call.
         """
         self._rows_came.set()
         requests: list[Request] = []
@@ -315,7 +315,7 @@ class Generator:
         return RowsAtWork(prompts, owners, errors, call)
 
     def run(self, work: RowsAtWork) -> None:
-        """Answer rows that `begin` has queued, and those that join them; one thread at a time runs, others wait."""
+        """Answer rows that `begin` has queued, and rows queued meanwhile. One thread at a time runs; others wait."""
         with self._running, current_device(self.device):
             self.calls.finish(work.call)
 
@@ -324,7 +324,7 @@ class Generator:
         completions, prompts, errors = work.call.result(), work.prompts, dict(work.errors)
         if work.call.on_batch is not None:
             work.call.on_batch(())
-        # a sample that does not fit the memory makes its row an error, which has a single answer
+        # if one sample fails because memory is too small, its row gets a single answer: the error
         for row, done in zip(work.owners, completions, strict=True):
             if done.error is not None and not done.token_ids:
                 errors[row] = done.error
@@ -338,7 +338,7 @@ class Generator:
         return sorted(answers, key=lambda answer: (answer.row, answer.sample_index))
 
     def completed(self, prompt: Prompt, row: int, sample: int, request: Request, completion: Completion) -> Answer:
-        """Return the answer of a completion with tokens, to one of the prompt's requests."""
+        """Return the answer that `completion` holds; it must have tokens. request: the request that it answers."""
         count = len(completion.token_ids)
         text, reasoning = self.builder.text(request, completion)
         answer = Answer(
@@ -372,7 +372,7 @@ class Generator:
         return self.engine.take_stats()
 
     def peak_memory_bytes(self) -> int:
-        """Return the largest memory so far, bytes: of the GPU if there is one, else of this process."""
+        """Return the peak memory use in bytes: of the GPU if there is one, else of this process."""
         if self.device.type == "cuda":
             import torch
 
@@ -381,7 +381,7 @@ class Generator:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
     def device_name(self) -> str:
-        """Return, for the statistics, the GPU's name, or cpu, and in brackets the GPUs that this process may see."""
+        """Return the GPU's name, or "cpu", for the statistics; then in brackets CUDA_VISIBLE_DEVICES, if it is set."""
         name = "cpu"
         if self.device.type == "cuda":
             import torch

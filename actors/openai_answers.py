@@ -1,4 +1,4 @@
-"""Answers as bodies of OpenAI's completion endpoints.
+"""Converts answers to response bodies of OpenAI's completion endpoints.
 
 Sources: https://platform.openai.com/docs/api-reference/chat/object and .../completions/object
 """
@@ -28,13 +28,13 @@ def completion_body(
 
     Args:
         url: the endpoint, one of `ENDPOINTS`.
-        answers: to one request, at least one; fields of `Answer`. Thinking is shown as `reasoning_content`, as
-            DeepSeek's and vLLM's servers do.
-        key: that ids are made of.
+        answers: the answers to one request, at least one, with the fields of `Answer`. Thinking is returned as
+            `reasoning_content`, as by the servers of DeepSeek and vLLM.
+        key: text from which ids are made.
         created: seconds since 1970.
-        model: its name.
-        job: what the answers depend on besides the request, as text.
-        prompt_tokens: of all prompts, if there are several.
+        model: name of the model.
+        job: text that identifies everything besides the request on which the answers depend.
+        prompt_tokens: sum over all prompts, if there are several.
     """
     is_chat = url == CHAT
     choices = []
@@ -65,12 +65,12 @@ def completion_body(
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Return counts of tokens."""
+    """Return OpenAI's `usage` object. prompt, completion: counts of tokens."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def shown_logprobs(url: str, tokens: Sequence[Mapping[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
-    """Return log-probabilities in the endpoint's form; None without. offset: characters of text before these tokens."""
+    """Return log-probabilities in the endpoint's format; None without `tokens`. offset: characters before `tokens`."""
     if tokens is None:
         return None
     if url == CHAT:
@@ -80,26 +80,26 @@ def shown_logprobs(url: str, tokens: Sequence[Mapping[str, Any]] | None, offset:
     return {
         "tokens": texts,
         "token_logprobs": [token["logprob"] for token in tokens],
-        # the likeliest of tokens with the same text, which comes first
+        # `top` begins with the likeliest token; of tokens with the same text, the likeliest one is kept
         "top_logprobs": [{one["token"]: one["logprob"] for one in reversed(token["top"])} for token in tokens],
         "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
     }
 
 
 def _entry(token: Mapping[str, Any]) -> dict[str, Any]:
-    # a token may hold a part of a character, whose bytes its text does not show
+    # a token may be only a part of a character: its text is then U+FFFD, which does not tell the token's bytes
     spelled = None if REPLACEMENT in token["token"] else list(token["token"].encode())
     return {"token": token["token"], "logprob": token["logprob"], "bytes": spelled}
 
 
 def error_body(message: str, *, is_request: bool) -> dict[str, Any]:
-    """Return the body of a refusal. is_request: the request is at fault, not the server."""
+    """Return the body of a refusal. is_request: whether the request is at fault, not the server."""
     kind = "invalid_request_error" if is_request else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
 def shown_calls(calls: Sequence[Mapping[str, str]], key: str) -> list[dict[str, Any]]:
-    """Return calls of tools, in OpenAI's form. key: that their ids are made of."""
+    """Return tool calls in OpenAI's format. key: text from which the calls' ids are made."""
     return [
         {"id": f"call_{key}-{number}", "type": "function", "function": {**call}} for number, call in enumerate(calls)
     ]

@@ -1,7 +1,7 @@
-"""Bodies of OpenAI's completion endpoints as prompts and sampling parameters; an unsupported key is refused by name.
+"""Converts OpenAI's request bodies to prompts and sampling parameters; refuses an unsupported key by name.
 
-Sources: https://platform.openai.com/docs/api-reference/chat/create and .../completions/create; the further keys are
-those of vLLM's server.
+Sources: https://platform.openai.com/docs/api-reference/chat/create and .../completions/create; keys that
+OpenAI does not have are those of vLLM's server.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _SAME = (
     *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"),  # vLLM's
 )
 _RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-_NO_EFFECT = ("model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key")  # on an answer
-# keys that are accepted with the value that changes nothing
+_NO_EFFECT = ("model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key")  # keys without effect
+# keys that are accepted only with a value that changes nothing
 _ONLY: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "logit_bias": ({},),
@@ -41,23 +41,23 @@ _OF_TEXT = ("prompt", "echo", "suffix", "best_of")
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request's body. Its values are not checked, but the prompt's type is."""
+    """A parsed request body. The prompt's type has been checked; other values have not."""
 
     messages: Any  # the messages of a chat
     prompt: str | list[int] | None  # prompt of a completion; None for a chat
-    sampling: dict[str, Any]  # the parameters that the body sets, by the names of `SamplingParams`
+    sampling: dict[str, Any]  # sampling parameters that the body sets, under their names in `SamplingParams`
     output_format: OutputFormat | None = None
     tools: Any = None  # tools that a chat offers
-    tool_choice: Any = None  # tools that the answer must call
+    tool_choice: Any = None  # OpenAI's `tool_choice`, if the answer must call tools
 
     def checked_form(self, tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> OutputFormat | None:
-        """Return the form of the answer, or that of the calls that it must make; None for free text.
+        """Return the output format of the answer, or of the tool calls that it must make; None for free text.
 
-        Raises UserError for a form or a choice of tools that cannot be followed.
+        Raises UserError for an output format or a `tool_choice` that is not supported.
 
         Args:
-            tools: the request's, checked.
-            tokenizer: the model's, whose chat template says how calls are written.
+            tools: the request's tools, as `checked_tools` returns them.
+            tokenizer: the model's tokenizer, whose chat template says how tool calls are written.
         """
         if self.tool_choice is not None:
             return forced_call(tools, self.tool_choice, form_of(tokenizer))
@@ -67,9 +67,9 @@ class CompletionRequest:
 
 
 def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
-    """Return the request in a body; null counts as a key that is left out.
+    """Parse a request body. A key whose value is null counts as missing.
 
-    Raises UserError that names the key that is unknown, unsupported or wrong.
+    Raises UserError that names an unknown, unsupported or wrong key.
     """
     if url not in ENDPOINTS:
         raise UserError(f"url {url!r} is not supported; known: {', '.join(ENDPOINTS)}")
@@ -107,7 +107,7 @@ def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> Any:
-    """Return the number of alternatives; None without log-probabilities."""
+    """Return how many alternatives per token the body asks for; None if it asks for no log-probabilities."""
     wanted = body.get("logprobs", False)
     if not isinstance(wanted, bool):
         raise UserError(f"body: logprobs = {wanted!r}: must be true or false in a chat")
@@ -117,7 +117,7 @@ def _chat_logprobs(body: Mapping[str, Any]) -> Any:
 
 
 def _form(given: Any) -> OutputFormat | None:
-    """Return the form that `response_format` asks for."""
+    """Return the output format that `response_format` asks for; None for plain text."""
     kind = given.get("type", "text") if isinstance(given, Mapping) else None if given is not None else "text"
     if kind == "text":
         return None

@@ -1,4 +1,4 @@
-"""Prompts of any kind -> token ids -> requests of the engine; completions -> texts."""
+"""Converts prompts of any kind to token ids and engine requests, and completions to texts."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ KEPT_CONSTRAINTS = 64
 
 
 class RequestBuilder:
-    """Builds the requests of rows for one model; arguments of the same name are explained at `Generator`.
+    """Builds engine requests for one model. `Generator` explains the arguments that are not explained here.
 
-    Sampling, choices, output_format and seed are of rows without their own. Raises UserError for choices that cannot be
-    distinguished, a form that is wrong or not supported, or both.
+    `sampling`, `choices`, `output_format` and `seed` apply to rows that do not set their own. Raises UserError for
+    choices that cannot be distinguished, a wrong or unsupported output_format, or if both are given.
 
     Args:
-        vocab_size: Token ids are below it.
-        stop_ids: Tokens of the model that end a row.
+        vocab_size: Number of token ids of the model.
+        stop_ids: The model's end tokens.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RequestBuilder:
         return None if found is None else [token.to_dict(self.token_text) for token in found]
 
     def prompt(self, value: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
-        """Make a prompt of a value of a prompt column: a text, token ids or messages, which may offer checked tools."""
+        """Convert a text, token ids or messages to a `Prompt`. tools: tools that messages offer, already checked."""
         ids: list[int] = []
         error = None
         try:
@@ -100,12 +100,12 @@ class RequestBuilder:
         return Prompt(ids, f"prompt:{ids}", 0, error, tools=bool(tools))
 
     def _render(self, chat: tuple[list[Any], list[Any]]) -> str:
-        """Return the text of messages and tools by transformers' chat template."""
+        """Render a pair (messages, tools) with the tokenizer's chat template."""
         how: dict[str, Any] = {"tools": chat[1] or None, "tokenize": False, "add_generation_prompt": True}
         return str(self.tokenizer.apply_chat_template(chat[0], **how))
 
     def chat_ids(self, text: str, marked: int) -> list[int]:
-        """Return token ids of a chat, in which so many control tokens are marked, see `ControlTokens.prompt`."""
+        """Return the token ids of a rendered chat. text, marked: the results of `ControlTokens.prompt`."""
         if marked:
             return control_tokens(self.tokenizer).encode(text, special_tokens=False)
         return self._ids(text, False)
@@ -135,7 +135,7 @@ class RequestBuilder:
         return [Request(prompt.ids, params, key, ending, constraint) for key in keys]
 
     def _params(self, prompt: Prompt) -> SamplingParams:
-        """Return the row's sampling parameters, checked; special tokens among its stop strings become stop tokens."""
+        """Return the row's checked sampling parameters. Special tokens among stop strings become stop tokens too."""
         try:
             params = self.sampling.merged(prompt.sampling)
         except ValueError as error:
@@ -151,7 +151,7 @@ class RequestBuilder:
         return params
 
     def _form(self, prompt: Prompt) -> tuple[str, ...] | OutputFormat | None:
-        """Return the row's own labels or form, else those of all rows."""
+        """Return the row's own labels or output format, else those that apply to all rows."""
         if prompt.choices is not None:
             return tuple(prompt.choices)
         if prompt.output_format is not None:
@@ -159,7 +159,7 @@ class RequestBuilder:
         return self.output_format if self.choices is None else self.choices
 
     def _constraint(self, form: tuple[str, ...] | OutputFormat) -> Constraint:
-        """Return the constraint of a form; recent ones are kept. Raises UserError for one that cannot be followed."""
+        """Return the constraint for labels or an output format, from a cache. Raises UserError if not supported."""
         if form not in self._constraints:
             constraint = self._grammar(form) if isinstance(form, OutputFormat) else self._trie(form)
             if self.reasoning is not None:
@@ -189,24 +189,25 @@ class RequestBuilder:
             raise UserError(f"choices: {error} (counted from 0)") from None
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens, without special ones."""
+        """Return the text of tokens, without special tokens."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def answer_start(self, prompt_ids: Sequence[int]) -> Callable[[str], int | None]:
-        """Return where the answer to a prompt begins in a text, behind the thinking; see `StopStrings`."""
+        """Return a function text -> index at which the answer begins, after the thinking; see `StopStrings`."""
         if self.reasoning is None:
             return lambda text: 0
         return partial(self.reasoning.answer_start, begun=self.reasoning.begun_by(self.decode(list(prompt_ids))))
 
     def begins_thinking(self, request: Request) -> bool:
-        """Return whether the answer begins inside thinking: the prompt says so, or a form follows the thinking."""
+        """Return whether generation begins inside thinking: the prompt opened it, or a constraint applies after it."""
         if self.reasoning is None or isinstance(request.constraint, AfterReasoning):
             return self.reasoning is not None
         return self.reasoning.begun_by(self.decode(list(request.prompt_ids)))
 
     def text(self, request: Request, completion: Completion) -> tuple[str, str | None]:
-        """Return the answer's text without the stop token or string that ended it, in a given form exactly that text;
-        and the thinking before it, None without.
+        """Return the answer's text, and the thinking before it or None. The text ends before the stop token or string.
+
+        `strip` applies to free text and to thinking, not to text in an output format.
         """
         tokens, stop_ids = list(completion.token_ids), request.sampling.all_stop_ids(self.stop_ids)
         if completion.finish_reason != FinishReason.LENGTH and tokens[-1] in stop_ids:
@@ -224,7 +225,7 @@ class RequestBuilder:
         return text, thinking.strip() if self.strip and thinking is not None else thinking
 
     def error(self, prompt: Prompt, completion: Completion, text: str) -> str | None:
-        """Return why an answer of this text is none, or is not whole in the form that was asked for; None if it is."""
+        """Return why there is no answer, or why `text` does not complete the requested format; None if all is well."""
         form, error = self._form(prompt), completion.error
         if error is None:
             return form.problem(text) if isinstance(form, OutputFormat) else None
@@ -238,9 +239,9 @@ class RequestBuilder:
         return error
 
     def with_calls(self, answer: Answer) -> Answer:
-        """Return an answer to a prompt with tools: its calls apart from its text, or an error and the whole text.
+        """Move the tool calls out of an answer's text. If they cannot be read, keep the text and set an error.
 
-        The row's `requests` have been built, so that the form of calls is known.
+        `requests` has been called for the row, so the format of tool calls is known to be supported.
         """
         try:
             text, calls = split_calls(answer.generated_text or "", form_of(self.tokenizer))

@@ -17,11 +17,11 @@ from actors.serving.model import ServedModel
 @serve.deployment
 @serve.ingress()
 class Server:
-    """One replica.
+    """One replica of the server.
 
     Args:
         load: Returns the model; called on the replica's node, where it may fetch the checkpoint.
-        limits: Bounds of requests.
+        limits: Limits on requests.
     """
 
     def __init__(self, load: Callable[[], ServedModel], limits: Limits) -> None:

@@ -16,7 +16,7 @@ from actors.engine.errors import UserError, flat
 ToolFormat = Literal["hermes", "llama3_json"]
 BEGIN, END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"  # may stand before Llama's calls
-# texts in a chat template by which a form is known that is not read, with its name; the first that is found
+# text in a chat template -> name of the unsupported format that the text shows; the first match counts
 _OTHERS = {
     "<function=": "Qwen3-Coder's <function=…>",
     "<arg_key>": "GLM's <arg_key>",
@@ -30,7 +30,7 @@ _OTHERS = {
     "functools[": "Functionary's functools[…]",
 }
 _DECODER = json.JSONDecoder()
-ToolCall = dict[str, str]  # a call's `name`, and `arguments` as JSON of an object
+ToolCall = dict[str, str]  # keys: `name`, and `arguments`, an object as JSON text
 
 
 def tool_format(template: str) -> ToolFormat:
@@ -48,7 +48,7 @@ def tool_format(template: str) -> ToolFormat:
 
 
 def form_of(tokenizer: Any) -> ToolFormat:
-    """Return `tool_format` of a tokenizer's chat template. Raises UserError if its answers cannot be read."""
+    """Return the tool-call format of a tokenizer's chat template. Raises UserError if its calls cannot be read."""
     try:
         form = tool_format(tokenizer.get_chat_template(tools=[{}]))
     except UserError:
@@ -63,13 +63,13 @@ def form_of(tokenizer: Any) -> ToolFormat:
 def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any, form: ToolFormat) -> OutputFormat:
     """Return the output format of an answer that must call tools.
 
-    Raises UserError for a choice or parameters that are not supported.
+    Raises UserError for a `choice`, or parameters of a tool, that are not supported.
 
     Args:
         tools: tools as `checked_tools` returns them.
-        choice: OpenAI's `tool_choice`: "required", one call or more of any, or one call of {"type": "function",
-            "function": {"name": …}}.
-        form: format of calls.
+        choice: OpenAI's `tool_choice`: "required" for one or more calls of any tools, or {"type": "function",
+            "function": {"name": …}} for one call of this tool.
+        form: format of tool calls.
     """
     functions = [tool["function"] for tool in tools]
     if choice != "required":
@@ -99,8 +99,8 @@ def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any, form: ToolForma
 def split_calls(text: str, form: ToolFormat) -> tuple[str, list[ToolCall]]:
     """Return the text of an answer without its calls, and the calls.
 
-    A Llama answer that is no call is a text, because no delimiter marks a call. Raises ValueError, which
-    counts from 1, for a marked call that is damaged.
+    A Llama answer that cannot be read as calls is a text, because Llama has no delimiters for calls. Raises
+    ValueError, with the number of the call from 1, if a call between hermes delimiters cannot be read.
     """
     calls: list[ToolCall] = []
     if form == "llama3_json":
@@ -144,14 +144,15 @@ def _call(value: Any, key: str) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not isinstance(value.get(key), dict):
         raise ValueError(f'is not {{"name": text, "{key}": object}}')
     arguments = json.dumps(value[key], ensure_ascii=False, allow_nan=False)
-    f"{value['name']}{arguments}".encode()  # a lone surrogate has no UTF-8
+    f"{value['name']}{arguments}".encode()  # raises ValueError for a lone surrogate, which UTF-8 cannot encode
     return {"name": value["name"], "arguments": arguments}
 
 
 def checked_tools(value: Any) -> list[dict[str, Any]]:
-    """Return a row's tools: a list of {"type": "function", "function": {"name": …}}, or JSON of it; [] for null.
+    """Return a row's tools, a list of {"type": "function", "function": {"name": …}}.
 
-    Null fields of a list are dropped. Raises UserError that names the wrong tool, counted from 1.
+    value: the list, whose null fields are dropped, or its JSON text, or None for no tools. Raises UserError that
+    names the wrong tool, counted from 1.
     """
     if value is None:
         return []
@@ -161,7 +162,7 @@ def checked_tools(value: Any) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise UserError(f"tools: not JSON: {flat(error)}") from None
     else:
-        value = _without_nulls(value)  # a column of structs has every field in every row
+        value = _without_nulls(value)  # in a column of structs, each row has the fields of all rows
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UserError(f"tools is of type {type(value).__name__}; it must be a list")
     tools: list[dict[str, Any]] = []

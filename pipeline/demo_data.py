@@ -65,7 +65,7 @@ def write_prompts(folder: Path, rows: int, files: int, seed: int) -> None:
 
 
 def write_demo(folder: Path, rows: int = 2000) -> Path:
-    """Write the demo's prompts and its job file, which names the checkpoint that comes along; return the job file."""
+    """Write the demo's prompts and its job file, which names the included checkpoint; return the job file's path."""
     jobs = Path(__file__).parents[1] / "configs" / "demo.yaml"
     checkpoint = jobs.parent / "demo" / "checkpoint"
     if not jobs.is_file():  # the program is installed from a wheel
@@ -80,7 +80,7 @@ def write_demo(folder: Path, rows: int = 2000) -> Path:
 
 
 def main() -> None:
-    """Command line; see the module docstring."""
+    """Run the command line that the module docstring shows."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.demo_data", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=2000)

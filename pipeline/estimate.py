@@ -58,14 +58,14 @@ SAMPLE_SHARE = 0.01  # share of the job's rows to answer, if that is more than t
 LEAST_ROWS = 64  # rows that an actor answers at each speed
 SAMPLED_ACTORS = 8  # maximum number of actors that measure at the same time
 WARM_UP_ROWS = 8
-BATCH_GAIN = 4  # seconds a row of a warm-up divided by those of a full batch, at most
+BATCH_GAIN = 4  # seconds a row in a warm-up divided by seconds a row in a full batch, at most
 PREPARED_ROWS, PLACES = 2048, 16  # rows to tokenize, read from this many places of the input
 STAGES_SECONDS = 2.5  # time from a loaded model to the first shard, and for totals, report and exit
 WORKER_SHARE = 1.0  # processor seconds to start a worker that reads and prepares, divided by seconds of planning
 CROWDED = 1.05  # seconds of an actor in a run divided by those in the sample, if all actors share one machine
 REPLICATES, LOW, HIGH = 400, 5, 95  # bootstrap samples, and percentiles of the interval
 SPREAD, STARTUP_SPREAD = 0.08, 0.1  # standard deviation of a run's speed and start-up on one machine, as a share
-OFFERED = (1.5, 2.0, 3.0, 4.0, 5.0)  # speeds to time where no tune.json lists those of the training
+OFFERED = (1.5, 2.0, 3.0, 4.0, 5.0)  # speeds to time if no tune.json lists the trained speeds
 DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")
 METRICS = tuple(dict.fromkeys(("bleu", "rouge_l", "exact_match", *TOLERANCES)))  # metrics, the preferred one first
 
@@ -76,7 +76,7 @@ class NothingLeft(Exception):
 
 @dataclass(frozen=True)
 class TimedCall:
-    """Count rows, seconds and answers of one call of a `Generator`."""
+    """Measurements of one call of a `Generator`."""
 
     rows: int
     prompt_tokens: int
@@ -93,15 +93,15 @@ def estimate(
     process_began: float | None = None,
     seconds: float = SAMPLE_SECONDS,
 ) -> dict[str, Any]:
-    """Plan a job and time a sample of its rows, all speeds together in `seconds`. Write no output.
+    """Plan a job, and time a sample of its rows at each speed, in about `seconds` for all speeds. Write no output.
 
-    Return plain values. `chosen` is the entry of `speeds` at the job's speed. `startup` has the seconds without
-    answers: plan (from the start of the process), ray (to start or find it and to leave it), load (until the last actor
-    has its model), stages (before the first and after the last row). Other arguments are those of `job.run`.
+    Return plain values. `chosen` is the entry of `speeds` for the job's own speed. `startup` has the seconds in which
+    nothing is answered: plan (from the start of the process), ray (to start or find Ray, and to leave it), load (until
+    the last actor has its model), stages (before the first and after the last row). Other arguments: see `job.run`.
 
     Raises:
         UserError: `job.run` would refuse the job, or no sampled row can be answered.
-        NothingLeft: Every row is answered.
+        NothingLeft: Every row is answered already.
     """
     began = process_began or time.time()
     backend = backend or jobs.ray_backend(verbose=False)
@@ -185,7 +185,7 @@ def estimate(
 
 
 def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[PlannedJob, Manifest | None, list[Shard]]:
-    """Return the job, the one that its output holds, and the shards that are left. Write nothing."""
+    """Return the planned job, the plan stored in its output folder if any, and the shards to answer. Write nothing."""
     if config.input.since is not None:
         if limit is not None:
             raise UserError("--limit: an incremental run has no limit; leave out --limit or input.since")
@@ -214,7 +214,7 @@ def sample_places(shards: Sequence[Shard], rows: int = PREPARED_ROWS) -> list[Sh
 def read_prompts(
     places: Sequence[Shard], files: Sequence[InputFile], schema: pa.Schema, storage: StorageConfig, spec: PromptSpec
 ) -> list[Prompt]:
-    """Return the prompts of rows."""
+    """Read the rows at `places` and return their prompts."""
     return [
         prompt
         for place, table in read_shards(files, places, schema, storage)
@@ -254,7 +254,7 @@ def schedules(job: PlannedJob) -> dict[str, Schedule]:
 def _sample(
     job: PlannedJob, good: Sequence[Prompt], speeds: dict[str, Schedule], backend: Backend, seconds: float, rows: int
 ) -> list[tuple[float, dict[str, list[TimedCall]]]]:
-    """Let actors answer rows of their own at every speed, all at the same time. Return what `time_speeds` returns."""
+    """Let actors answer rows in parallel, each its own share at every speed. Return each actor's `time_speeds`."""
     actors, batching = job.config.actors, job.manifest.batching
     count = min(len(good), max(math.ceil(SAMPLE_SHARE * rows), max(2 * batching.max_batch, LEAST_ROWS) * actors.most))
     workers = min(actors.most, SAMPLED_ACTORS, count)
@@ -278,15 +278,15 @@ def time_speeds(
     size: int,
     seconds: float,
 ) -> tuple[float, dict[str, list[TimedCall]]]:
-    """Answer rows at each speed, as many as the time allows, in a process of an actor.
+    """Answer and time rows at each speed, as many as `seconds` allows. Runs in the process of an actor.
 
     Args:
         generator: Arguments of `Generator`, checkpoint and speed adapter as `fetch` takes them.
-        chosen: The job's own speed. It and 1x are always timed, others where the time allows a whole call.
+        chosen: Name of the job's own speed, which is always timed, as 1x is; others if time allows a whole call.
         size: Maximum rows of a call.
         seconds: Time for all speeds after the first model is loaded. The first calls may exceed it.
 
-    Return when the first model was ready, s since 1970, and the calls by speed, without warm-up.
+    Return the time at which the first model was ready (s since 1970), and speed -> timed calls without warm-up.
     """
     from actors.generator import Generator
 
@@ -320,7 +320,7 @@ def _in_turn(
     size: int,
     until: float,
 ) -> dict[str, list[TimedCall]]:
-    """Time a call of each speed, then the next of each: machine drift affects all speeds equally."""
+    """Time one call at each speed, then the next at each speed, so that machine drift affects all speeds equally."""
     calls: dict[str, list[TimedCall]] = {name: [] for name in generators}
     parts = math.ceil(len(given) / size)
     for part in range(parts):
@@ -351,7 +351,7 @@ def _timed(generator: Any, rows: Sequence[Prompt], prefix: Sequence[int]) -> Tim
 
 
 def longest(shards: Iterable[int], actors: int) -> int:
-    """Return the rows of the actor that ends last, if each shard goes to the actor that is free first."""
+    """Return how many rows the last actor to end answers, if each shard goes to the actor that is free first."""
     ends = [0] * actors
     for rows in shards:
         heapq.heapreplace(ends, ends[0] + rows)
@@ -375,9 +375,9 @@ def predict(
         startup: Seconds of the run in which no actor answers.
         crowd: Seconds of an actor in the run divided by seconds for the same work in the sample.
 
-    Return values by speed. seconds, low, high: wall clock with start-up, and its 5th and 95th percentile. busy_seconds:
-    of all actors. layer_ratio: layers of full depth divided by layers run, over decode steps. speedup: seconds a row at
-    1x divided by seconds a row. ideal: the same if prefill and decode shrank with the layers run.
+    Return speed -> values. seconds, low, high: wall clock with start-up, and its 5th and 95th percentile. busy_seconds:
+    working time, summed over actors. layer_ratio: layers of full depth divided by layers run, over decode steps.
+    speedup: seconds a row at 1x divided by seconds a row. ideal: `speedup` if time shrank with the layers run.
     """
     random = np.random.default_rng(0)
     measured = {
@@ -423,9 +423,9 @@ def _ideal(full: EngineStats, schedule: Schedule, layer_ratio: float) -> float |
 
 
 def losses(config: JobConfig, prompt: str) -> dict[str, dict[str, Any]]:
-    """Return recorded losses against full depth by speed: metric, loss (a gain is negative), low, high and source.
+    """Return speed -> recorded loss against full depth: metric, loss (a gain is negative), low, high and source.
 
-    Empty without a record of evaluate or adapt beside the checkpoint or adapter. prompt: The job's prompt policy.
+    Empty if no record of evaluate or adapt lies beside checkpoint or adapter. prompt: The job's prompt policy.
     """
     folder = Path(config.model.speed_adapter or config.model.path)
     for place in (folder, folder / "evaluate", folder.parent) if folder.is_dir() else ():
@@ -446,7 +446,7 @@ def losses(config: JobConfig, prompt: str) -> dict[str, dict[str, Any]]:
 
 
 def _recorded(record: Any) -> Iterator[tuple[float | None, str, dict[str, tuple[Any, ...]]]]:
-    """Yield nominal speed, prompt policy, and loss with its interval by metric, of each line of a record."""
+    """Yield each line of a record: its nominal speed, its prompt policy, and metric -> loss, low and high."""
     if isinstance(record, list):  # table.json of evaluate
         for line in record:
             if line.get("group") in ("speed", "prompt"):

@@ -53,19 +53,20 @@ def run(
     backend: Backend | None = None,
     process_began: float | None = None,
 ) -> JobResult:
-    """Run the job, or what an earlier run has left of it, to its end.
+    """Run the job to its end; if an earlier run was interrupted, answer only the shards that it left.
 
     Args:
         limit: number of input rows to answer.
         overwrite: replace the job that the output folder holds.
         check: how the parts of earlier runs are checked.
-        backend: where the stages run; default Ray Data, whose own messages `verbose` shows.
-        process_began: s since 1970; default now.
+        backend, verbose: where the stages run (default Ray Data), and whether Ray Data shows its own messages.
+        process_began: time at which the process began, s since 1970; default now.
 
     Raises:
         UserError: configuration or input is wrong, or the output belongs to another job.
         LeaseHeld, LeaseLost: another run works on the output.
-        Interrupted, BudgetSpent: after a signal, or at a limit. RowsMissing: at the end. RayError: a task failed.
+        Interrupted: a signal came. BudgetSpent: the budget is used up. RayError: a task failed.
+        RowsMissing: the committed rows are not the planned ones.
     """
     assert config.input.since is None, "incremental.runs runs it"
     began, backend = time.monotonic(), backend or ray_backend(verbose=verbose)
@@ -93,7 +94,7 @@ def run(
 
 
 def output_folder(config: JobConfig) -> Folder:
-    """Return the output, after the checks that need neither input nor checkpoint."""
+    """Return the output folder, after all checks that need neither input nor checkpoint."""
     check_columns(config)
     check_output_disjoint(config)
     folder = open_folder(config.output.path, config.storage)
@@ -103,7 +104,7 @@ def output_folder(config: JobConfig) -> Folder:
 
 @contextmanager
 def checked(job: PlannedJob, stored: Manifest | None, backend: Backend) -> Iterator[PlannedJob]:
-    """Yield the job; a new job has its agreement measured. Raises UserError if the schedule ruins the answers."""
+    """Yield the job. First measure a new job's agreement with full depth; raise UserError if it is too low."""
     config, spec = job.config, prompt_spec(job.config, job.checkpoint, job.manifest.batching.planned)
     in_library = job.checkpoint.checkpoint.in_library
     if stored is not None or not in_library or not is_measured(config, job.schedule, spec):
@@ -144,7 +145,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
 
 
 def ray_backend(*, verbose: bool, metrics_port: int | None = None) -> Backend:
-    """Return `RayData` with these arguments: ray is imported here."""
+    """Return a `RayData` backend with these arguments. Only this call imports ray."""
     from pipeline.run.ray_data import RayData
 
     return RayData(verbose=verbose, metrics_port=metrics_port)

@@ -30,7 +30,7 @@ def is_unicode(text: str) -> bool:
 
 
 def check_unicode(value: Any, where: str = "") -> None:
-    """Raise UserError that names the place of the first text or key in nested values that is not valid UTF-8."""
+    """Raise UserError if a text or key in nested values is not valid Unicode; the message names its place."""
     if isinstance(value, str) and not is_unicode(value):
         found = next(char for char in value if not is_unicode(char))
         raise UserError(f"{where}: holds {found!r}, a lone surrogate, which UTF-8 cannot store; remove it")
@@ -89,7 +89,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a span of time in the largest unit of which it has at least two: ``5.2 h``, ``90.0 s``."""
+    """Return a span of time as text, in the largest unit that makes it at least 2: ``5.2 h``, ``90.0 s``."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"
@@ -107,7 +107,7 @@ def without_secrets(text: str) -> str:
 
 
 def in_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return nested objects and lists with every text changed; keys stay."""
+    """Return nested objects and lists after `change` of every text in them; keys stay as they are."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -118,12 +118,12 @@ def in_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def parsed_control_tokens(count: int) -> str:
-    """Say that control tokens in the prompts of a job were parsed."""
+    """Return a sentence that says how many control tokens in a job's prompts were parsed."""
     return f"{counted(count, 'control token')} in prompts parsed; with input.special_tokens: text they are text"
 
 
 def write_log(error: BaseException) -> Path | None:
-    """Return the file in the temporary folder that holds the error's traceback; None if none can be written."""
+    """Write the error's traceback to a file in the temporary folder, and return its path; None if that fails."""
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     path = Path(tempfile.gettempdir()) / f"skipdecode-{now}-{getpid()}.log"
     text = f"{' '.join(sys.argv)}\n{''.join(traceback.format_exception(error))}"

@@ -1,6 +1,6 @@
 """Metrics of a running job: names, units, and the sink that takes the amounts out of this process. Imports no ray.
 
-A process that exports metrics installs a sink; `run.remote` has the one of Ray. Without a sink amounts are dropped.
+A process that exports metrics installs a sink, such as Ray's in `run.remote`. Without a sink amounts are dropped.
 Amounts are added per shard or retry, never per token.
 """
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Part = Literal["prepare", "prefill", "decode", "commit"]
-Sink = Callable[[str, float, Part | None], None]  # name; amount of a counter, above 0, or value of a gauge; part
+Sink = Callable[[str, float, Part | None], None]  # takes name, amount (above 0) of a counter or value of a gauge, part
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric; text: what it counts, with its unit."""
+    """A metric. text: what it counts or shows, with its unit."""
 
     kind: Literal["counter", "gauge"]
     text: str
@@ -26,15 +26,15 @@ class Metric:
 METRICS = {
     "rows": Metric("counter", "rows committed, row errors included"),
     "row_errors": Metric("counter", "rows committed with an error"),
-    "generated_tokens": Metric("counter", "tokens generated; those of a shard that is repeated count again"),
+    "generated_tokens": Metric("counter", "tokens generated; if a shard is answered again, its tokens count again"),
     "prompt_tokens": Metric("counter", "tokens computed in prefill, padding left out"),
-    "decode_steps": Metric("counter", "tokens that were an input to decode"),
-    "layer_steps": Metric("counter", "layers run over decode steps"),
+    "decode_steps": Metric("counter", "tokens that were the input of a decode step"),
+    "layer_steps": Metric("counter", "layers run, summed over decode steps"),
     "seconds": Metric("counter", "seconds of tasks and actors, by part: prepare, prefill, decode, commit"),
-    "store_retries": Metric("counter", "calls of the store that failed and were tried again"),
+    "store_retries": Metric("counter", "calls to the object store that failed and were retried"),
     "job_rows": Metric("gauge", "rows of the job"),
-    "job_rows_done": Metric("gauge", "committed rows of the job, those of earlier runs included"),
-    "eta_seconds": Metric("gauge", "seconds in which the rows left are answered at the rate of the last five minutes"),
+    "job_rows_done": Metric("gauge", "committed rows of the job, including rows of earlier runs"),
+    "eta_seconds": Metric("gauge", "seconds until all rows are answered, at the rate of the last five minutes"),
 }
 
 

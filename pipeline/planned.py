@@ -1,4 +1,4 @@
-"""A planned job: its file, checkpoint, schedule and plan; and the arguments of its stages."""
+"""Plans a job: checks its file, checkpoint, schedule and input, and makes the arguments of its stages."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def plan(
 ) -> PlannedJob:
     """Plan a new job, or the continuation of the stored one, which keeps its pinned values.
 
-    Arguments and errors are those of `plan_job`; in a preview ids are not compared. Raises UserError too for a
-    checkpoint, prompt settings or an input that are wrong or not the stored job's.
+    For arguments and errors see `plan_job`; in a preview ids are not compared. Also raises UserError if checkpoint,
+    prompt settings or input are wrong, or differ from the stored job's.
     """
     began = time.time()
     config = with_engine(config, None if stored is None else stored.identity["model"].get("engine", "auto"))
@@ -109,7 +109,7 @@ def planned_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Sched
 
 
 def generator_arguments(job: PlannedJob) -> dict[str, Any]:
-    """Return the arguments of `Generator`; checkpoint and speed adapter as `fetch` takes them."""
+    """Return the arguments of `Generator`; checkpoint and speed adapter are in the form that `fetch` takes."""
     batching = job.manifest.batching
     return {
         **generator_settings(job.config.model, job.config.sampling, job.config.choices, job.config.output_format),
@@ -129,7 +129,7 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
 
 
 def part_spec(job: PlannedJob) -> PartSpec:
-    """Return what the job's parts hold."""
+    """Return which columns and values the job's parts (output files, one per shard) hold."""
     return PartSpec(
         id_column=job.config.input.id_column,
         keep=tuple(kept_columns(job.config)),

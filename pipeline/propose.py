@@ -27,7 +27,7 @@ from pipeline.plan.columns import check_columns
 from pipeline.prepare.chat import Chat, check_chat
 from pipeline.prepare.tokenizer import tokenizer_of
 
-ROWS, SAMPLE_BYTES = 200, 2**26  # rows of the first file to look at, and their bytes at most
+ROWS, SAMPLE_BYTES = 200, 2**26  # most rows of the first file to look at, and most bytes
 IDS = ("id", "uuid", "key", "row_id", "custom_id", "index", "name")
 CHATS = ("messages", "conversation", "conversations", "chat")
 PROMPTS = ("prompt", "question", "instruction", "query", "request", "input")  # names of columns that say what to do
@@ -38,15 +38,15 @@ ANSWERS = (  # names of columns of true answers
 )
 REQUEST = {"custom_id", "method", "url", "body"}  # keys of an OpenAI batch request
 SUMMARY = "\n\nSummary:"  # end of a template for a model that continues texts
-LABELS, LABEL_LENGTH = 12, 40  # values of a column of labels, and characters of one, at most
-LONG = 400  # number of characters from which a text is no id
+LABELS, LABEL_LENGTH = 12, 40  # most values of a column of labels, and most characters of a label
+LONG = 400  # a text with this many characters or more is no id
 DEMO, PLACEHOLDER = "configs/demo/checkpoint", "owner/name@revision"
 SYSTEM = "You do what the user asks, and write nothing else."
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Hold the number of input files, the `input.format` that their names do not say, and sampled values by column."""
+    """A sample of an input. format: `input.format` if file names do not tell it. columns: name -> sampled values."""
 
     files: int
     format: InputFormat | None
@@ -55,7 +55,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Hold keys of section `input`, a sentence about each choice, and labels that the answers may be."""
+    """Proposed keys of the section `input`, and a sentence about each choice."""
 
     keys: dict[str, Any]
     notes: list[str]
@@ -99,7 +99,7 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
 
 
 def first_rows(url: str, size: int, version: str, kind: str, storage: StorageConfig) -> dict[str, list[Any]]:
-    """Return values of the first rows of a file by column. Raise UserError if it has none that can be read."""
+    """Return column name -> values of a file's first rows. Raise UserError if none of these rows can be read."""
     names: list[str] = [""]  # no column's name: the first scan finds the names, the second one their types
     for _ in range(2):
         file, schema = read_layout(url, size, version, storage, kind, TextColumns(names), ROWS)

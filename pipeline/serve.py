@@ -42,7 +42,7 @@ from pipeline.run.ray_session import actor_cpus, ray_session
 from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.signals import Interrupted, interruptible
 
-MAX_WAITING = 256  # answers that wait, at most; above it requests get status 429
+MAX_WAITING = 256  # most answers that wait; further requests get status 429
 MAX_BODY_BYTES = 8 * 2**20  # maximum bytes of a request
 NAME = "skipdecode"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -69,9 +69,9 @@ class PlannedServer:
 
 
 def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardware | None = None) -> PlannedServer:
-    """Check everything that needs no weights. Raises UserError of one line for a mistake.
+    """Check everything that needs no weights, and return the plan. Raises UserError of one line for a mistake.
 
-    on_this_machine: Whether this machine's memory must hold the replica. hardware: Default this process's.
+    on_this_machine: Whether the replica must fit into this machine's memory. hardware: Default: this process's.
     """
     limits = Limits(config.http.timeout_seconds, MAX_BODY_BYTES, key_digest(config.http))
     checkpoint = resolve_checkpoint(config.model, config.storage)
@@ -140,13 +140,13 @@ def render(tokenizer: Any, messages: Any, tools: Sequence[Mapping[str, Any]] = (
 
 
 def build(args: dict[str, str]) -> Application:
-    """Return the Ray Serve application of a file. args: {"config": path of the file}."""
+    """Return the Ray Serve application that a serving file describes. args: {"config": path of the file}."""
     config = load_config(ServeConfig, args["config"])
     return application(plan_server(config, on_this_machine=False, hardware=RayData()))
 
 
 def application(planned: PlannedServer) -> Application:
-    """Return the application of a planned server."""
+    """Return the Ray Serve application that runs the planned server."""
     replicas, max_batch = planned.config.replicas, planned.generator["max_batch"]
     scaling: dict[str, Any] = {"num_replicas": replicas.count or 1}
     if replicas.max is not None:

@@ -40,7 +40,7 @@ class TriedRow:
 
 
 def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] = log.debug) -> list[TriedRow]:
-    """Answer the first `rows` rows of the input; tell `say` about the job, such as the tokens at which answers end.
+    """Answer the first `rows` rows of the input. Pass notes on the job, such as tokens that end an answer, to `say`.
 
     Random numbers, prompts and row errors are those of the job. Batches are smaller and no prefix is shared, so
     that an answer may differ in types other than float32. Raises UserError, or NoRows for an empty input.

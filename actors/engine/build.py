@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    """Raise UserError if an argument is not one of its choices."""
+    """Raise UserError if `value` is not one of `choices`. name: the argument's name, for the message."""
     if value not in choices:
         raise UserError(f"{name} = {value!r}: must be one of {', '.join(choices)}")
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the torch device of a name. Raise UserError for an unknown name or a missing GPU."""
+    """Return the torch device for `name`. Raise UserError for an unknown name or a missing GPU."""
     import torch
 
     if name == "auto":
@@ -46,14 +46,14 @@ def resolve_device(name: str) -> torch.device:
 
 def build_engine(
     checkpoint: Checkpoint,  # checkpoint to load
-    schedule: Schedule,  # schedule of requests without their own
+    schedule: Schedule,  # schedule for requests that set none
     tokenizer: PreTrainedTokenizerBase,  # the checkpoint's tokenizer
     *,
-    dtype: str,  # float32, bfloat16 or float16, of weights, activations and cache
+    dtype: str,  # type of weights, activations and cache: float32, bfloat16 or float16
     device: str,  # auto, cpu, cuda or cuda:N
-    cache_bytes: int,  # bytes of key/value cache, which a GPU must have free beside the weights
-    int8: bool = False,  # whether linear layers and head are rounded to 8 bits; for bfloat16 on a CPU
-    cumulative_logprob: bool = False,  # whether completions carry the sum of their log-probabilities
+    cache_bytes: int,  # bytes of key/value cache; a GPU must have them free in addition to the weights
+    int8: bool = False,  # whether to round linear layers and head to 8 bits; for bfloat16 on a CPU
+    cumulative_logprob: bool = False,  # whether completions carry the sum of their tokens' log-probabilities
 ) -> Engine:
     """Load the checkpoint's weights and build the engine.
 
@@ -61,8 +61,8 @@ def build_engine(
     as 8-bit codes are multiplied in 8 bits if the CPU has the instructions, else they are expanded to `dtype`.
 
     Raises:
-        UserError: Weights are missing, damaged or not the speed adapter's base, the device is not there, a GPU has
-            too little free memory, or `int8` is set on a GPU.
+        UserError: Weights are missing or damaged, the speed adapter was trained for other weights, the device does not
+            exist, a GPU has too little free memory, or `int8` is set on a GPU.
     """
     import torch
 
@@ -95,7 +95,7 @@ def build_engine(
 
 @contextmanager
 def current_device(device: torch.device) -> Iterator[None]:
-    """Make a GPU the current one of this thread: streams, events and kernels without a device belong to it."""
+    """Make a GPU this thread's current device, the default for streams, events and kernels. A CPU changes nothing."""
     if device.type != "cuda":
         yield
         return

@@ -3,8 +3,8 @@
 Because depth never rises, layer l runs for the first n_l generated tokens of a row and never again. Its
 buffer has P + n_l slots (P: the longest prompt), none at all if n_l = 0. A token's slot is its position in the row.
 Buffers are allocated once; nothing is ever concatenated.
-Shapes: R rows of capacity, B rows of a pass, H key/value heads, D head size, S tokens of a pass, K slots attended to, C
-tokens of a prefix.
+Shapes: R rows that fit the cache, B rows of a pass, H key/value heads, D head size, S tokens per row in a pass, K slots
+that a pass attends to, C tokens of a prefix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Buffers = tuple[Tensor, Tensor]  # keys and values
 
 
 class SlotShape(NamedTuple):
-    """The shape of a cache: `rows` rows with at most these numbers of prompt and new tokens under `schedule`."""
+    """The shape of a cache: `rows` rows, each with at most `prompt_tokens` and `max_new_tokens`, under `schedule`."""
 
     schedule: Schedule
     rows: int
@@ -31,16 +31,16 @@ class SlotShape(NamedTuple):
 
     @property
     def slots(self) -> list[int]:
-        """Return the slots of a row in each layer. A layer that no decode step runs needs none after prefill."""
+        """Return the number of slots per row in each layer: 0 if no decode step runs the layer."""
         uses = (self.schedule.uses(layer, self.max_new_tokens) for layer in range(self.schedule.num_layers))
         return [self.prompt_tokens + used if used else 0 for used in uses]
 
     def bytes(self, token_bytes: int) -> int:
-        """Return the exact bytes of all slots. token_bytes: bytes of a token in one layer."""
+        """Return the exact size of all slots in bytes. token_bytes: bytes per token and layer."""
         return self.rows * sum(self.slots) * token_bytes
 
     def holds(self, other: SlotShape) -> bool:
-        """Return whether a cache of this shape holds rows of another."""
+        """Return whether a cache of this shape has room for all rows that a cache of shape `other` holds."""
         return (
             self.rows >= other.rows
             and self.prompt_tokens >= other.prompt_tokens
@@ -50,24 +50,24 @@ class SlotShape(NamedTuple):
 
 
 class PrefixKeys:
-    """Keys and values [1, H, C, D] of a shared prefix, by layer. The pass over the prefix fills them."""
+    """Keys and values [1, H, C, D] of a shared prefix for each layer. The forward pass over the prefix stores them."""
 
     def __init__(self) -> None:
         self.layers: dict[int, Buffers] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Buffers:
-        """Store and return keys and values [1, H, C, D]: the pass attends to nothing else."""
-        self.layers[layer_idx] = (keys.contiguous(), values.contiguous())  # not views that hold the queries too
+        """Store keys and values [1, H, C, D], and return them: the pass attends to nothing else."""
+        self.layers[layer_idx] = (keys.contiguous(), values.contiguous())  # a view would keep the queries too
         return keys, values
 
 
 class SkipCache:
-    """Buffers [R, H, P + n_l, D] of keys and of values for every layer that decode runs.
+    """Key and value buffers [R, H, P + n_l, D] for every layer that a decode step runs.
 
     `begin_prefill` or `begin_step` announces a pass; then the model's attention layers call `update`.
 
-    windows: for each layer the number of keys that a token attends to, with its own; None is all. Older keys stay in
-    their slots, but are not read.
+    windows: for each layer, how many latest keys a token attends to, its own included; None: all keys. Older keys stay
+    in their slots, but are not read.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class SkipCache:
         windows: Sequence[int | None],
     ) -> None:
         self.slots, self.windows = shape.slots, windows
-        # zeros: a slot that is masked but was never written must not hold a NaN, which no weight of 0 removes
+        # zeros: a masked slot that was never written has attention weight 0, but 0 * NaN would be NaN
         self.buffers: list[Buffers | None] = [
             (torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
             if (size := (shape.rows, kv_heads, slots, head_dim))[2]
@@ -89,13 +89,13 @@ class SkipCache:
             for slots in self.slots
         ]
         self._device = device
-        self._width = 0  # slots attended to, in every layer that has so many
-        self._rows = torch.zeros(0, dtype=torch.int64)  # [B], of the announced pass
-        self._sources = self._rows  # the prompt of each of them
+        self._width = 0  # slots that a step attends to, in layers that have this many
+        self._rows = torch.zeros(0, dtype=torch.int64)  # [B], the rows of the announced pass
+        self._sources = self._rows  # [B], for each of these rows the index of its prompt
         self._prefix: PrefixKeys | None = None
-        self._positions: Tensor | None = None  # [B, 1] of the announced step; None: prefill
-        self._shortest = 0  # slots up to the first of the announced step's
-        # by window, for this step: the first slot that any row attends to, and the mask [B, 1, 1, K] from there
+        self._positions: Tensor | None = None  # [B, 1], one per row of the announced step; None: prefill
+        self._shortest = 0  # slots that the shortest row of the announced step attends to
+        # window -> the first slot that any row attends to in this step, and the mask [B, 1, 1, K] from there on
         self._masks: dict[int | None, tuple[int, Tensor | None]] = {}
 
     def begin_prefill(self, rows: Sequence[int], sources: Sequence[int], prefix: PrefixKeys | None = None) -> None:
@@ -103,25 +103,25 @@ class SkipCache:
 
         Args:
             rows: Numbers of the new rows.
-            sources: For each new row the number of its prompt in the pass.
-            prefix: Prefix of all prompts; the pass is over the tokens after it.
+            sources: For each new row the index of its prompt in the pass.
+            prefix: Keys and values of the prefix of all prompts; the pass covers only the tokens after the prefix.
         """
         self._rows, self._sources = (torch.tensor(list(one), device=self._device) for one in (rows, sources))
         self._prefix, self._positions = prefix, None
 
     def begin_step(self, positions: Sequence[int]) -> None:
-        """Announce a pass over one token of each of the first rows, at these positions."""
+        """Announce a decode step with one token for each of the first rows: row i has it at `positions[i]`."""
         self._positions = torch.tensor(positions, device=self._device)[:, None]
         self._rows = torch.arange(len(positions), device=self._device)
         self._shortest, self._width = min(positions) + 1, max(positions) + 1
         self._masks = {}
 
     def _step_mask(self, window: int | None) -> tuple[int, Tensor | None]:
-        """Return the first slot that any row attends to within a window, and the mask [B, 1, 1, K] from there on."""
+        """Return the first slot that any row attends to within `window`, and the mask [B, 1, 1, K] from there on."""
         if window not in self._masks:
             assert self._positions is not None
             first = 0 if window is None else max(0, self._shortest - window)
-            mask = None  # rows of one length attend to every slot from the first up to the width
+            mask = None  # rows of equal length attend to every slot from `first` on
             if self._shortest < self._width:
                 keys, own = torch.arange(first, self._width, device=self._device), self._positions[:, None, :, None]
                 mask = keys <= own
@@ -131,12 +131,12 @@ class SkipCache:
         return self._masks[window]
 
     def mask(self, layer: int, rows: int) -> Tensor | None:
-        """Return the step's mask [rows, 1, 1, K] for the `rows` youngest rows; None: they attend to all of K."""
+        """Return the step's mask [rows, 1, 1, K] for the `rows` youngest rows; None: they attend to all K slots."""
         first, mask = self._step_mask(self.windows[layer])
         return None if mask is None else mask[-rows:, :, :, : self.slots[layer] - first]
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Buffers:
-        """Store keys and values [B, H, S, D] of the announced pass; return those to attend to [B, H, K, D]."""
+        """Store new keys and values [B, H, S, D]; return the keys and values [B, H, K, D] that the pass attends to."""
         if self._positions is None:
             return self._store_prompts(keys, values, layer_idx)
         return self._store_step(keys, values, layer_idx, self._positions)
@@ -167,7 +167,7 @@ class SkipCache:
         return held[0], held[1]
 
     def arrange(self, order: Sequence[int]) -> None:
-        """Give rows a new order, as old row numbers."""
+        """Reorder the rows: new row i is the old row `order[i]`."""
         moved = [(source, target) for target, source in enumerate(order) if source != target]
         if moved:
             sources, targets = torch.tensor(moved, device=self._device).T
@@ -175,7 +175,7 @@ class SkipCache:
                 buffer[targets, :, : self._width] = buffer[sources, :, : self._width]
 
     def copy_rows(self, other: SkipCache, rows: Sequence[int]) -> None:
-        """Take over rows of another cache of the same model, whose tokens all have slots here, as the first rows."""
+        """Copy `rows` of another cache of the same model into the first rows. All their tokens must have slots here."""
         self._width = other._width
         for layer, (new, old) in enumerate(zip(self.buffers, other.buffers, strict=True)):
             if new is not None and old is not None:
@@ -185,10 +185,10 @@ class SkipCache:
 
 
 def compaction(ages: Sequence[object], alive: Sequence[bool]) -> list[int]:
-    """Return a new order of the live rows, as old row numbers: oldest first, with as few moves as possible.
+    """Return the old numbers of the live rows in a new order: oldest first, with as few moves as possible.
 
-    ages: equal for rows of one schedule at one position. Such rows may change their order, so that the last row
-    of a group fills a hole, and only later groups shift.
+    ages: equal for rows with the same schedule and position. Rows of equal age may swap, so that the last of
+    them fills a hole, and only later groups shift.
     """
     order: list[int] = []
     for _, group in groupby(range(len(ages)), ages.__getitem__):

@@ -25,7 +25,7 @@ class KeyValueStore(Protocol):
     """The interface between a cache and transformers' attention layers."""
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store this pass's keys and values [B, H, S, D]; return those to attend to [B, H, K, D]."""
+        """Store new keys and values [B, H, S, D]; return the keys and values [B, H, K, D] that the pass attends to."""
         ...
 
 
@@ -37,7 +37,7 @@ def part(rotary: Rotary, rows: Any = slice(None), columns: Any = slice(None)) ->
 def causal_mask(columns: int, prefix: int, window: int | None, device: torch.device) -> Tensor:
     """Return bool [1, 1, S, prefix + S]: the keys to which tokens at positions prefix ... prefix + S - 1 attend.
 
-    Keys are at their positions. window: number of latest keys, with a token's own; None is all.
+    Key k is at position k. window: how many latest keys a token attends to, its own included; None: all keys.
     """
     keys = torch.arange(prefix + columns, device=device)
     queries = keys[prefix:, None]
@@ -48,7 +48,7 @@ def causal_mask(columns: int, prefix: int, window: int | None, device: torch.dev
 
 
 def _head_of(model: PreTrainedModel, tokens: int) -> nn.Module:
-    """Return the vocabulary head of the first `tokens` tokens; a padded vocabulary has more than the tokenizer."""
+    """Return the vocabulary head cut to the first `tokens` tokens: a padded vocabulary has more than the tokenizer."""
     whole: Any = model.get_output_embeddings()
     if tokens == model.config.vocab_size:
         return whole  # type: ignore[no-any-return]
@@ -62,14 +62,14 @@ def _head_of(model: PreTrainedModel, tokens: int) -> nn.Module:
 
 
 class Decoder:
-    """Runs the parts of a causal language model, one layer at a time, by transformers' modules.
+    """Runs a causal language model one layer at a time, with transformers' modules.
 
     Args:
         model: The model.
-        tokens: Number of tokens whose logits are computed; None: all.
+        tokens: Compute logits for the first `tokens` token ids only; None: for all.
 
     Raises:
-        UserError: A family that is not supported.
+        UserError: The model's family is not supported.
     """
 
     def __init__(self, model: PreTrainedModel, tokens: int | None = None) -> None:
@@ -91,7 +91,7 @@ class Decoder:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of cache of a token in one layer."""
+        """Cache bytes per token and layer."""
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def embed(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Sequence[Rotary]]:
@@ -100,19 +100,18 @@ class Decoder:
         return hidden, self.rotary(hidden, positions)
 
     def rotary(self, hidden: Tensor, positions: Tensor) -> Sequence[Rotary]:
-        """Return the rotary tables as `embed` does. hidden: gives dtype and device only."""
+        """Return each layer's rotary cosines and sines [B, S, R]. hidden: gives dtype and device only."""
         return self.family.rotary(self.model, hidden, positions)
 
     def run_layer(
         self,
         layer: int,  # index of the layer
         hidden: Tensor,  # [B, S, E]
-        rotary: Rotary,  # tables of this layer
-        # bool [B or 1, 1, S, K], true where a query may attend to a key, with the layer's window; None is
-        # causal if K = S, and all keys if S = 1. An `Attendance` if the attention is that of
-        # `packed_attention`
+        rotary: Rotary,  # cosines and sines of this layer
+        # bool [B or 1, 1, S, K]: true where a query may attend to a key, with the layer's window applied.
+        # None: causal if K = S, all keys if S = 1. `Attendance`: a mask for `packed_attention`
         mask: Tensor | Attendance | None,
-        # stores the layer's keys and values, and returns those to attend to; None: the pass's own
+        # stores the layer's keys and values, and returns all to attend to; None: attend to the new ones only
         cache: KeyValueStore | None = None,
     ) -> Tensor:
         """Run one layer over hidden states [B, S, E]."""
@@ -128,14 +127,14 @@ class Decoder:
         return output
 
     def skip_layer(self, layer: int, hidden: Tensor, skipping: Tensor) -> Tensor:
-        """Return hidden states [1, N, E] unchanged, for the tokens `skipping`, bool [N], that bypass a layer.
+        """Return hidden states [1, N, E] unchanged, since the tokens `skipping` (bool [N]) bypass this layer.
 
-        Only `token_tree` calls it, so that a subclass can try another way to bypass a layer.
+        Only `token_tree` calls it. A subclass can override it to try another way to bypass a layer.
         """
         return hidden
 
     def _added_mask(self, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
-        """Return the mask for eager attention: numbers to add to the scores, never None."""
+        """Return the mask for eager attention: numbers to add to the scores. None for one token without a mask."""
         if mask is None:
             if hidden.shape[1] == 1:
                 return None
@@ -143,7 +142,7 @@ class Decoder:
         return torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply final norm and vocabulary head: [N, E] -> [N, V], capped if the family does so."""
+        """Apply final norm and vocabulary head: [N, E] -> [N, V], capped if the config says so."""
         output: Tensor = self.head(self.finish(hidden))
         if self.logit_cap is not None:
             output = torch.tanh(output / self.logit_cap) * self.logit_cap
@@ -162,10 +161,10 @@ class Decoder:
         cache: KeyValueStore,
         prefix_columns: int = 0,
     ) -> Tensor:
-        """Run `layers` over right-padded prompts [B, S]; logits [B, V] at each row's column `last` [B].
+        """Run `layers` over right-padded prompts [B, S]; return logits [B, V] at column `last` [B] of each row.
 
-        prefix_columns: number C of tokens before column 0 of every row; the cache returns their keys first, C + S in
-        all, and positions begin at C. Padding follows a row's own tokens, so that the causal mask hides it from them.
+        prefix_columns: number C of prefix tokens before column 0. The cache returns C + S keys, the prefix's first, and
+        positions begin at C. Padding follows a row's own tokens, so the causal mask hides it from them.
         """
         hidden, rotary = self.embed(ids, positions)
         columns = ids.shape[1]
@@ -184,8 +183,8 @@ class Decoder:
     ) -> Tensor:
         """Run one token of B rows, oldest first; return hidden states [B, E] after the last layer.
 
-        tokens, positions: [B]. rows_per_layer: number of youngest rows for which each layer runs; depth never rises
-        along a row, so they are one contiguous slice.
+        tokens, positions: [B]. rows_per_layer: for each layer, how many of the youngest rows it runs for. Depth never
+        rises along a row, so the rows of a layer are one contiguous slice.
         """
         ids, places = (torch.tensor(column, device=self.device)[:, None] for column in (tokens, positions))
         hidden, rotary = self.embed(ids, places)

@@ -1,14 +1,14 @@
 """The engine's slots: admit rows, generate one token for each in a step, retire ended rows.
 
-    open(...)                            # allocate slots for a number of rows of at most these lengths
+    open(...)                            # allocate slots: how many rows, and their maximum lengths
     admit(requests)                      # prefill, which yields each row's first token
     while rows in flight:
-        step()                           # one token a row, each row at its own depth; ended rows retire
+        step()                           # one token per row, each row at its own depth; ended rows retire
 
 `loop` decides which rows are admitted when.
 Rows are ordered oldest first. Depth never rises along a row, so the rows that a layer runs for are the youngest
-ones, one contiguous slice; in the paper's lock-step batch all rows have the same age. Rows of different speeds share
-steps too: then rows lie by the depth of their next input, and are moved when one falls below another.
+ones, one contiguous slice; in the paper's lock-step batch all rows have the same age. Rows with different
+schedules share steps too: then rows are sorted by the depth of their next input token, the deepest last.
 Knows nothing of Ray, Parquet or text: token ids in, token ids out.
 """
 
@@ -35,16 +35,16 @@ Ended = list[tuple[int, Completion]]  # (ticket, completion) of rows that have e
 
 
 class Engine:
-    """The engine over a cache of slots. Each slot is as long as the longest row of the batch.
+    """Generates tokens for rows in cache slots. Each slot has room for the longest row of the batch.
 
     Args:
         decoder: The model.
-        schedule: Schedule of rows without their own.
+        schedule: Schedule for requests that set none.
         stop_ids: Tokens that end a row.
-        cumulative_logprob: Whether completions carry their log-probability.
+        cumulative_logprob: Whether completions carry the sum of their tokens' log-probabilities.
 
     Raises:
-        UserError: A schedule for another number of layers.
+        UserError: The schedule is for another number of layers than the decoder has.
     """
 
     def __init__(
@@ -65,19 +65,19 @@ class Engine:
         self._shape = SlotShape(schedule, 0, 0, 0)
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> int:
-        """Return the exact cache bytes of a row in a batch with this longest prompt and maximum number of new tokens.
+        """Return the exact cache bytes per row of a batch with these maximum numbers of prompt tokens and new tokens.
 
         schedule: as for `open`.
         """
         lengths = prompt_tokens, max_new_tokens
         if schedule is not None:
             return SlotShape(schedule, 1, *lengths).bytes(self.decoder.token_bytes)
-        if lengths not in self._row_bytes:  # a sum over layers; a job's rows have few lengths
+        if lengths not in self._row_bytes:  # cached: few lengths occur, each a sum over layers
             self._row_bytes[lengths] = SlotShape(self.schedule, 1, *lengths).bytes(self.decoder.token_bytes)
         return self._row_bytes[lengths]
 
     def at(self, schedule: Schedule) -> Engine:
-        """Return a new engine of the same decoder under `schedule`; only one of the two may have rows in flight.
+        """Return a new engine for `schedule` with this decoder. Only one of the two may have rows in flight.
 
         Raises UserError if the schedule is for another number of layers.
         """
@@ -93,7 +93,7 @@ class Engine:
         return stats
 
     def open(self, rows: int, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> None:
-        """Allocate for `rows` rows in flight, none with a longer prompt or more new tokens than given.
+        """Allocate slots for `rows` rows in flight, each with at most `prompt_tokens` and `max_new_tokens`.
 
         schedule: At least as deep as the rows' schedules at every position, in the same keep order; None: the engine's.
         """
@@ -103,7 +103,7 @@ class Engine:
 
     @torch.inference_mode()
     def _resize(self, shape: SlotShape) -> None:
-        """Make slots of another shape, and move the rows in flight to the first ones."""
+        """Replace the slots by slots of `shape`, and move the rows in flight into the first of them."""
         self.executor.open(shape, [row.slot for row in self.rows])
         self._shape, self._free = shape, [*reversed(range(shape.rows))]
         for row in self.rows:
@@ -119,7 +119,7 @@ class Engine:
     ) -> None:
         """Make the slots large enough for `rows` rows of these lengths, while rows are in flight.
 
-        If the slots change, the rows in flight are copied; both caches exist until the copy is done.
+        If the slots are too small, the rows in flight are copied to new ones; both caches exist until that is done.
         """
         shape = SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens)
         assert rows >= len(self.rows)
@@ -140,7 +140,7 @@ class Engine:
         newcomers = [self._begin(request) for request in requests]
         layers = newcomers[0].schedule.prompt_layers
         assert all(row.schedule.prompt_layers == layers for row in newcomers), "prompts of different layers"
-        numbers: dict[tuple[int, ...], int] = {}  # numbers of the different prompts
+        numbers: dict[tuple[int, ...], int] = {}  # each distinct prompt -> its index
         sources = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
         prompts = list(numbers)
         assert max(map(len, prompts)) <= shape.prompt_tokens, "a longer prompt than open() allocated for"
@@ -172,7 +172,7 @@ class Engine:
         return row
 
     def close(self) -> None:
-        """Drop the rows in flight without counting their steps, and the slots."""
+        """Drop the slots and the rows in flight, and subtract the decode steps of these rows from the counts."""
         for row in self.rows:
             self.stats.add_steps(row.schedule, -max(len(row.tokens) - 1, 0))
         self.rows = []
@@ -190,11 +190,11 @@ class Engine:
         ended = self.retire()
         rows = self.rows
         if rows:
-            # a row of another speed may have fallen below one that lies before it; equal depths keep their order
+            # a row with a faster schedule may now be shallower than a row before it; equal depths keep their order
             rows.sort(key=lambda row: row.schedule.depth(row.position))
             depths = [row.schedule.depth(row.position) for row in rows]
             record(rows, self._sampled([len(rows) - bisect_right(depths, rank) for rank in self.schedule.ranks]))
-            stats.decode_steps += len(rows)  # a step that ran out of memory counts nothing
+            stats.decode_steps += len(rows)  # last, so that a step that runs out of memory does not count
             stats.layer_steps += sum(depths)
             stats.full_layer_steps += self.schedule.num_layers * len(rows)
             ended += self.retire()
@@ -202,7 +202,7 @@ class Engine:
         return ended
 
     def _sampled(self, per_layer: Sequence[int]) -> Drawn:
-        """Return the rows' next tokens. per_layer: number of youngest rows for which each layer runs."""
+        """Return the rows' next tokens. per_layer: for each layer, how many of the youngest rows it runs for."""
         rows, samplings = self.rows, [row.sampling for row in self.rows]
         tokens, slots = [row.tokens[-1] for row in rows], [row.slot for row in rows]
         positions = [len(row.request.prompt_ids) + row.position for row in rows]
@@ -211,12 +211,12 @@ class Engine:
         return greedy(found.tolist()) if argmax else sample(found, samplings, logprobs=self.cumulative_logprob)
 
     def retire(self) -> Ended:
-        """Remove the rows that have ended, and close their gaps; returns (ticket, completion) of each."""
+        """Remove the rows that have ended, and close the gaps; return (ticket, completion) of each ended row."""
         ended = self._keep([row.finish is None for row in self.rows])
         return [(row.ticket, row.completion(self.cumulative_logprob)) for row in ended]
 
     def _keep(self, alive: Sequence[bool]) -> list[Row]:
-        """Keep these rows in flight, and return the others."""
+        """Keep the rows in flight that are `alive`, one bool per row; remove and return the others."""
         if all(alive):
             return []
         left = [row for row, kept in zip(self.rows, alive, strict=True) if not kept]

@@ -6,8 +6,8 @@ import difflib
 import gc
 from collections.abc import Iterable
 
-# parts of the message of a RuntimeError, not torch.OutOfMemoryError, that say that memory has run out: of the CPU's
-# allocator, cuBLAS's workspace, the CUDA runtime
+# how the message of a plain RuntimeError (not torch.OutOfMemoryError) says that memory has run out: for the CPU, for
+# cuBLAS's workspace, in the CUDA runtime
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 
 
@@ -27,7 +27,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def suggestion(name: object, known: Iterable[str]) -> str:
-    """Return `nearest`, or the list of known names."""
+    """Return the hint of `nearest`, or the list of known names if there is none."""
     known = list(known)
     return nearest(name, known) or f"known: {', '.join(known)}"
 
@@ -41,7 +41,7 @@ def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
 
 
 def free_memory() -> None:
-    """Free unreferenced memory. The error must no longer exist, because its traceback refers to tensors."""
+    """Free unreferenced GPU memory. An out-of-memory error must no longer be held: its traceback refers to tensors."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -50,7 +50,7 @@ def free_memory() -> None:
 
 
 def alone_error(prompt_tokens: int, max_new_tokens: int) -> str:
-    """Return the error of a row that does not fit into memory even alone."""
+    """Return the error message for a row that does not fit into memory even alone."""
     return (
         f"out of memory: a row of {prompt_tokens} prompt and up to {max_new_tokens} new tokens does not fit alone: "
         "lower max_new_tokens or actors.cache_bytes, or shorten the prompt"

@@ -1,18 +1,18 @@
-"""The loop that answers requests: it admits them to the engine's slots and generates one token a step. Read it first.
+"""Answers requests: admits them to the engine's slots, and generates one token per step. Read this file first.
 
     loop = Loop(engine, budget_bytes=2**30, max_rows=64, scheduler="refill")
-    call = loop.add(requests)             # methods for any thread
+    call = loop.add(requests)             # any thread may call it
     while not call.done.is_set():
         loop.step()                       # open slots, admit prompts, or make a decode step for all rows in flight
-    completions = call.result()           # loop.finish(call) is the last three lines
+    completions = call.result()           # loop.finish(call) does the last three lines
 
 Which rows are in flight together:
 
     lock_step  A batch is admitted and runs until its last row has ended. All its rows have the same depth.
     refill     As rows end, waiting rows take their slots, in groups: continuous batching at ragged depth.
 
-What runs together is a function of a call's requests and their answers alone, so that a retry or a resumed job runs the
-same batches; but for a server, whose next call's rows take the slots that the last rows of a call leave free.
+Which rows run together depends only on a call's requests and their answers, so that a retry or a resumed job runs the
+same batches. A server is different: the next call's rows take the slots that the last rows of a call leave free.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from actors.engine.schedule.schedule import Schedule, envelope
 from actors.engine.scheduler import Prompt, Run, merge, plan_batches, shared_prefixes, smaller
 from actors.engine.types import SCHEDULERS, Completion, EngineStats, FinishReason, Request
 
-REFILL_SHARE = 8  # rows are admitted once 1/8 of the slots is free: a pass of one row costs as much as of a few
+REFILL_SHARE = 8  # rows are admitted once 1/8 of the slots is free: prefill of one row costs as much as of a few
 OnBatch = Callable[[Sequence[int]], None]
 
 
@@ -48,17 +48,17 @@ class Call:
     limits: Sequence[int]  # most new tokens of each request
     runs: list[Run]  # runs that have not begun, the next one last
     on_batch: OnBatch | None = None  # see `Loop.add`
-    # called, by vLLM's engine alone, when rows of another call would find slots
+    # called when slots are free for rows of another call; only vLLM's engine calls it
     on_drain: Callable[[], None] | None = None
     completions: dict[int, Completion] = field(default_factory=dict)  # completions so far, by index of the request
     stats: EngineStats = field(default_factory=EngineStats)  # counts of the call, complete once `done` is set
     error: BaseException | None = None  # the error that ended the call early
     done: threading.Event = field(default_factory=threading.Event)
-    too_large: float = math.inf  # bytes of the smallest cache that ran out of memory; none as large is tried again
+    too_large: float = math.inf  # bytes of the smallest cache that ran out of memory; retries stay below it
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule of all requests; None: the engine's."""
+        """The schedule that all requests set; None: the engine's."""
         return self.requests[0].schedule
 
     def shape(self, rows: Sequence[int]) -> tuple[int, int]:
@@ -78,21 +78,21 @@ class Call:
 
 @dataclass
 class _Flight:
-    """Rows between the engine's `open` and `close`."""
+    """The rows that run or wait for a slot between the engine's `open` and `close`."""
 
     capacity: int  # slots
     shape: tuple[int, int]  # longest prompt and most new tokens that a slot holds
     online: bool = False  # see `Loop`
-    # runs whose rows are here, the one that is admitted last
+    # runs with rows in flight or waiting; the last one is being admitted
     members: list[tuple[Call, Run]] = field(default_factory=list)
     waiting: deque[tuple[Call, int]] = field(default_factory=deque)  # rows that wait for a slot
-    tickets: dict[int, tuple[Call, int]] = field(default_factory=dict)  # rows in flight, by the engine's ticket
-    reported: set[int] = field(default_factory=set)  # rows of the last call of `on_batch`
-    joined: bool = False  # whether rows of several runs were here together
+    tickets: dict[int, tuple[Call, int]] = field(default_factory=dict)  # the engine's ticket -> row in flight
+    reported: set[int] = field(default_factory=set)  # rows given to the latest `on_batch`
+    joined: bool = False  # whether rows of several runs have shared the slots
 
     @property
     def call(self) -> Call:
-        """The call whose rows are admitted."""
+        """The call whose rows are being admitted."""
         return self.members[-1][0]
 
     @property
@@ -122,24 +122,24 @@ class _Flight:
 
 @dataclass(eq=False)
 class Loop:
-    """Answers calls of requests one after the other; if `online`, a call's rows join those of the previous call.
+    """Answers calls of requests one after the other; if `online`, a call's rows join the rows of the previous call.
 
     If memory runs out, the rows that have not ended run again: first without rows of another run, then with half as
     many in flight. A request that runs out of memory alone gets a completion with an error.
     """
 
-    engine: Engine  # engine without rows in flight, which nothing else uses meanwhile
+    engine: Engine  # engine without rows in flight; nothing else may use it
     _: KW_ONLY
-    budget_bytes: int  # bytes of cache of the rows in flight
+    budget_bytes: int  # most cache bytes of all rows in flight
     max_rows: int  # most rows in flight
-    share_prefixes: bool = True  # whether longer beginnings that some prompts share are computed once too
+    share_prefixes: bool = True  # whether beginnings that only some prompts share are computed once too
     scheduler: str = "lock_step"  # scheduler, one of SCHEDULERS
-    # whether calls come one by one, as to a server: rows of a call are in flight with the last ones of the call before,
-    # at ragged depth; slots are made for `max_rows` rows, as far as the budget goes, not for those of the first call;
-    # lengths are rounded up, so that slots are seldom resized
+    # whether calls come one by one, as to a server: a call's rows run together with the last rows of the call before,
+    # at ragged depth. Slots are then allocated for `max_rows` rows as far as the budget allows, and not only for the
+    # first call's rows. Lengths are rounded up, so that slots are seldom resized
     online: bool = False
-    _queue: deque[Call] = field(default_factory=deque, init=False)  # added, not begun
-    _begun: list[Call] = field(default_factory=list, init=False)  # oldest first
+    _queue: deque[Call] = field(default_factory=deque, init=False)  # calls that have not begun
+    _begun: list[Call] = field(default_factory=list, init=False)  # calls that have begun, oldest first
     _flight: _Flight | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -148,17 +148,17 @@ class Loop:
     def add(
         self,
         requests: Sequence[Request],  # the rows
-        # token ids with which most prompts begin; its keys and values are kept until another prefix comes
+        # token ids with which most prompts begin; its keys and values are kept until another prefix is given
         prefix: Sequence[int] = (),
-        # called, before memory is allocated for them, with the indices of all requests that may be in flight
-        # until its next call
+        # called with the indices of all requests that may be in flight until it is called again, before memory is
+        # allocated for them
         on_batch: OnBatch | None = None,
         on_drain: Callable[[], None] | None = None,  # see `Call`
     ) -> Call:
         """Queue requests, from any thread.
 
         Raises:
-            UserError: A request that cannot be run.
+            UserError: A request cannot be run.
         """
         lengths = [len(request.prompt_ids) for request in requests]
         limits = [request.new_tokens_limit(self.engine.decoder.context_length) for request in requests]
@@ -194,7 +194,7 @@ class Loop:
     def step(self) -> list[tuple[Call, int, Completion]]:
         """Open slots for the next run, then admit rows or make a decode step; return the rows that have ended.
 
-        A call with rows must have been added.
+        There must be a call whose rows have not all ended.
         """
         ended: list[tuple[Call, int, Completion]] = []
         failed = False
@@ -215,13 +215,13 @@ class Loop:
             raise
         for call, row, completion in ended:
             call.completions[row] = completion
-        if failed:  # outside of the clause: the error's traceback holds tensors
+        if failed:  # after the except clause: the error's traceback holds tensors
             ended = self._run_again()
         self._end()
         return ended
 
     def _open(self) -> _Flight:
-        """Open the engine for the next run."""
+        """Open the engine's slots for the next run."""
         while True:
             call = self._next_call()
             assert call is not None, "no call has rows left"
@@ -266,7 +266,7 @@ class Loop:
             deepest = envelope([one or self.engine.schedule for one in schedules.values()])
         most, shape = self._slots(shape, deepest, len(flight.tickets) + len(run.rows))
         if most * self.engine.row_bytes(*shape, deepest) >= call.too_large or most <= len(flight.tickets):
-            return  # until rows in flight that need longer slots have ended
+            return  # the run waits until rows that need longer slots have ended
         self.engine.widen(most, *shape, deepest)
         self._begin(call)
         call.runs.pop()
@@ -276,7 +276,7 @@ class Loop:
         call.stats.batches += 1
 
     def _slots(self, shape: tuple[int, int], schedule: Schedule | None, wanted: int) -> tuple[int, tuple[int, int]]:
-        """Return the number of slots that the budget allows, and their lengths, rounded up online if all rows fit."""
+        """Return how many slots the budget allows, and their lengths, rounded up online if `wanted` slots still fit."""
 
         def most(lengths: tuple[int, int]) -> int:
             size = self.engine.row_bytes(*lengths, schedule)
@@ -327,12 +327,12 @@ class Loop:
             call.done.set()
 
     def _admit(self, flight: _Flight, rows: Sequence[tuple[Call, int]]) -> Ended:
-        """Admit the first waiting rows; return those that have ended with their first token."""
+        """Admit `rows`, the first ones waiting; return the rows that have ended with their first token."""
         engine = self.engine
         if flight.call.on_batch is not None and not flight.reported.issuperset(row for _, row in rows):
             flight.report()
         for (_, prefix), members in groupby(rows, lambda one: (id(one[0]), one[0].prefixes[one[1]])):
-            alike = list(members)  # members that one pass computes
+            alike = list(members)  # rows that one prefill pass computes
             call, before = alike[0][0], replace(engine.stats)
             tickets = engine.admit([call.requests[row] for _, row in alike], prefix)
             call.stats.add_prompts(engine.stats, before)
@@ -348,7 +348,7 @@ class Loop:
         return ended
 
     def _run_again(self) -> list[tuple[Call, int, Completion]]:
-        """Queue the rows that have not ended again after memory has run out; return a row that ran out alone."""
+        """After memory has run out, requeue the rows that have not ended; return a row that ran out of memory alone."""
         flight, self._flight = self._flight, None
         self.engine.close()
         free_memory()

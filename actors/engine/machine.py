@@ -12,7 +12,7 @@ GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def process_cpus(groups: Path = GROUPS, own: Path = OWN) -> int:
-    """Return the number of CPUs in the process's affinity, at most the quotas of its control groups."""
+    """Return the number of CPUs that the process may run on, limited by the CPU quotas of its control groups."""
     count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     for folder in _control_groups("cpu", groups, own):
         values = _text(folder / "cpu.max").split()  # version 2
@@ -24,7 +24,7 @@ def process_cpus(groups: Path = GROUPS, own: Path = OWN) -> int:
 
 
 def process_memory(groups: Path = GROUPS, own: Path = OWN) -> int:
-    """Return the bytes of the machine's memory, at most the limits of the process's control groups."""
+    """Return the machine's memory in bytes, or the lowest memory limit of the process's control groups if smaller."""
     limits = [int(psutil.virtual_memory().total)]
     for folder in _control_groups("memory", groups, own):
         texts = (_text(folder / name) for name in ("memory.max", "memory.limit_in_bytes"))  # versions 2 and 1
@@ -33,14 +33,14 @@ def process_memory(groups: Path = GROUPS, own: Path = OWN) -> int:
 
 
 def set_threads(threads: int | None) -> None:
-    """Set the number of torch threads of this process; None keeps its setting, at most one per CPU."""
-    import torch  # late: the driver asks for CPUs before it knows whether the job is right
+    """Set the number of torch threads of this process; None keeps torch's number, but at most one per CPU."""
+    import torch  # late: the driver counts CPUs before it knows whether the job is right
 
     torch.set_num_threads(threads or min(torch.get_num_threads(), process_cpus()))
 
 
 def _control_groups(controller: str, groups: Path, own: Path) -> Iterator[Path]:
-    """Yield the folders of the process's control groups with this controller, innermost first."""
+    """Yield the folders of the process's control groups that have `controller`, innermost first."""
     for line in _text(own).splitlines():
         _, controllers, inside = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

@@ -1,6 +1,7 @@
 """Turns Python's garbage collector off during imports of torch and transformers, which make millions of objects.
 
-A `Generator` of the demo, imports included, took 8.1 and 9.9 s of CPU without collections, 9.4 and 11.0 s with them.
+Making the demo's `Generator`, imports included, took 8.1 and 9.9 s of CPU time without garbage collection, and 9.4 and
+11.0 s with it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Collect no garbage in the block, or in the decorated function."""
+    """Turn garbage collection off in the block or in the decorated function."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

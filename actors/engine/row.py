@@ -14,23 +14,23 @@ from actors.engine.types import NOT_NUMBERS, Completion, FinishReason, Request, 
 
 @dataclass
 class Row:
-    """A request and what has been generated for it."""
+    """A request in flight, and what has been generated for it so far."""
 
     request: Request
-    ticket: int  # number by which the engine names the row to its caller
+    ticket: int  # number of the row for the engine's caller
     limit: int  # most new tokens
     sampling: RowSampling
     stop_ids: frozenset[int]  # tokens that end the row
     schedule: Schedule  # layers that run at each position
-    progress: AllowedTokens | None = None  # place that the tokens have reached in the request's constraint
-    position: int = -1  # t of the token that the next step takes as input, -1 before the first token
+    progress: AllowedTokens | None = None  # state of the request's constraint after the row's tokens
+    position: int = -1  # number t of the generated token that the next step takes as input; -1: there is none
     tokens: list[int] = field(default_factory=list)
     logprob: float = 0.0
     choice_logprob: float = 0.0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None  # why the row has ended; None while it runs
-    slot: int = -1  # number of the row's keys and values in the executor
-    has_no_token: bool = False  # whether it ended as the logits of its next token were not numbers
+    slot: int = -1  # number of the row's cache slot
+    has_no_token: bool = False  # whether it ended because the next token's logits were not numbers
 
     def completion(self, cumulative_logprob: bool) -> Completion:
         """Return the answer of a row that has ended."""
@@ -47,7 +47,7 @@ class Row:
         )
 
     def _error(self) -> str | None:
-        """Return why a row that has ended has no answer, or no whole one in its answer format."""
+        """Return why an ended row has no answer, or no complete one in its format; None if it has one."""
         if self.has_no_token:
             return NOT_NUMBERS
         progress, constraint = self.progress, self.request.constraint
@@ -60,7 +60,7 @@ class Row:
         return f"{constraint.name}: cut off after {len(self.tokens)} tokens, before its end: raise max_new_tokens"
 
     def advance(self) -> FinishReason | None:
-        """Account for the last token; returns why it ends the row, or None."""
+        """Update the row's state after its last token; return why this token ends the row, or None."""
         request, token, count = self.request, self.tokens[-1], len(self.tokens)
         if self.progress is not None:
             return self._advance_constraint(self.progress)
@@ -73,7 +73,7 @@ class Row:
         return FinishReason.LENGTH if count >= self.limit else None
 
     def _advance_constraint(self, progress: AllowedTokens) -> FinishReason | None:
-        """Do as `advance` for a row that only its constraint or its length limit ends."""
+        """Do what `advance` does for a row with a constraint: only the constraint or the length limit ends it."""
         if progress.advance(self.tokens[-1]):
             finish = FinishReason.STOP
         elif progress.error is not None:
@@ -108,7 +108,7 @@ def begin_row(
 
 
 def record(rows: Sequence[Row], sampled: Drawn) -> None:
-    """Add its next token to each row, and end rows that the token ends."""
+    """Append to each row its sampled token, and end the rows that this token ends."""
     for index, row in enumerate(rows):
         row.position += 1
         if row.finish is not None:  # ended, and not yet retired

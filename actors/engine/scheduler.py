@@ -1,4 +1,4 @@
-"""Which rows share the engine's slots, and which beginnings of prompts are computed once.
+"""Decides which rows share the engine's slots, and which beginnings of prompts are computed only once.
 
 Pure functions of prompts, lengths and budget: the same requests give the same runs, so that a resumed job runs the same
 batches.
@@ -14,40 +14,40 @@ from operator import itemgetter
 from actors.engine.errors import UserError
 
 SPREAD = 2  # maximum ratio of longest to shortest prompt in a run; every slot is padded to the longest
-SHORTEST_PREFIX = 16  # tokens; a shorter prefix of all prompts costs more than it saves
-LEAST_TOKENS = 32  # fewest tokens of a beginning that some prompts share, after the prefix of all prompts
-LEAST_SAVED = 512  # tokens that a beginning must save: a pass for few rows costs more
-MOST_NESTED = 50  # depth of the search for beginnings of beginnings
+SHORTEST_PREFIX = 16  # in tokens; sharing a shorter prefix of all prompts costs more than it saves
+LEAST_TOKENS = 32  # fewest tokens, after the prefix of all prompts, in a beginning that some prompts share
+LEAST_SAVED = 512  # fewest tokens that a shared beginning must save: for less, its own pass costs more
+MOST_NESTED = 50  # deepest recursion of the search for shared beginnings
 Prompt = tuple[int, ...]
 Saved = tuple[
     int, list[tuple[Prompt, Sequence[Prompt]]]
-]  # number of tokens saved; shared prefixes with the prompts of each
+]  # number of prompt tokens saved; each shared beginning with its prompts
 
 
 @dataclass(frozen=True)
 class Run:
-    """Rows that share one `open` of the engine."""
+    """Rows that share the slots allocated by one `Engine.open`."""
 
     rows: list[int]  # indices of requests, in the order of their admission
     capacity: int  # most rows in flight
-    apart: bool = False  # whether the run shares the engine with no other run, since memory has run out
+    apart: bool = False  # whether no other run may share the slots, because memory has run out
 
 
 def plan_batches(
     prompt_tokens: Sequence[int],  # tokens of each row's prompt
     max_new_tokens: Sequence[int],  # most new tokens of each row
     *,
-    row_bytes: Callable[[int, int], int],  # (longest prompt, most new tokens) of a batch -> cache bytes a row
+    row_bytes: Callable[[int, int], int],  # (longest prompt, most new tokens) of a batch -> cache bytes per row
     budget_bytes: int,  # bytes of a batch's cache
     max_rows: int,  # most rows of a batch
-    groups: Sequence[int] | None = None,  # group of each row; None: one
+    groups: Sequence[int] | None = None,  # group of each row; None: all rows are one group
 ) -> list[list[int]]:
-    """Return batches of row numbers, longest prompts first, so that a batch that does not fit the memory comes first.
+    """Return batches of row numbers, longest prompts first, so that running out of memory shows early.
 
-    Rows of a group follow each other, the group with the longest prompt first.
+    Rows of a group are next to each other. The group with the longest prompt comes first.
 
     Raises:
-        UserError: A row that does not fit the budget alone.
+        UserError: A row does not fit the budget even alone.
     """
     groups = groups or [0] * len(prompt_tokens)
     longest_of: dict[int, int] = {}
@@ -85,10 +85,10 @@ def merge(
     row_bytes: Callable[[int, int], int],
     budget_bytes: int,
 ) -> list[Run]:
-    """Join batches of similar prompts, longest first, into fewer and longer runs whose slots are refilled.
+    """Join batches with prompts of similar length, longest first, into fewer and longer runs, whose slots are refilled.
 
-    All slots of a run are as large as its longest prompt and its most new tokens require: a batch that would cost
-    the others half of their slots stays apart.
+    Every slot has room for the longest prompt and the most new tokens of its run. A batch is not joined if longer
+    slots would leave the run fewer than half as many slots.
     """
     merged: list[Run] = []
     most_new = 0
@@ -110,7 +110,7 @@ def merge(
 
 
 def smaller(run: Run) -> list[Run]:
-    """Return runs of the same rows with at most half as many in flight; a batch becomes two halves."""
+    """Return runs of the same rows with at most half as many in flight. A run that is one batch becomes two halves."""
     if run.capacity == 1:
         return [replace(run, rows=[row]) for row in run.rows]
     if run.capacity >= len(run.rows):
@@ -121,10 +121,10 @@ def smaller(run: Run) -> list[Run]:
 
 
 def constant_prefix(ids: Sequence[Sequence[int]]) -> list[int]:
-    """Return the tokens with which all prompts begin; every prompt has at least one more.
+    """Return the tokens with which all prompts begin. Every prompt is at least one token longer.
 
-    [] if they are fewer than `SHORTEST_PREFIX`, and for a single prompt. The loop checks each row for the prefix,
-    so it may be used with other prompts too.
+    Return [] if there are fewer than `SHORTEST_PREFIX` tokens or only one prompt. The result may be used with other
+    prompts too, because the loop checks which prompts begin with it.
     """
     if len(ids) < 2:
         return []
@@ -135,7 +135,7 @@ def constant_prefix(ids: Sequence[Sequence[int]]) -> list[int]:
 def common_length(lists: Sequence[Sequence[int]]) -> int:
     """Return the number of equal tokens with which all lists begin."""
     ordered = [list(one) for one in lists]
-    least, greatest = min(ordered), max(ordered)  # the two that differ first
+    least, greatest = min(ordered), max(ordered)  # of all pairs, these two differ earliest
     pairs = enumerate(zip(least, greatest, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(least), len(greatest)))
 
@@ -148,14 +148,14 @@ def begins_with(prompt: Sequence[int], prefix: Sequence[int]) -> bool:
 def shared_prefixes(
     prompts: Sequence[Sequence[int]], prefix: Sequence[int] = (), *, nested: bool = True
 ) -> list[Prompt]:
-    """Return the beginning of each prompt that is computed once for all prompts which have it; () for none.
+    """Return for each prompt its beginning that is computed once for all prompts that share it; () if there is none.
 
-    Every prompt has at least one token more. Of prompts that share a beginning either all take it, or groups of them
-    take longer ones, whichever saves more tokens.
+    Every prompt is at least one token longer. Either all prompts that share a beginning use it, or groups of them use
+    longer beginnings, whichever saves more tokens.
 
     Args:
         prompts: Token ids.
-        prefix: With which most prompts begin.
+        prefix: Token ids with which most prompts begin.
         nested: Whether to search for beginnings besides `prefix`.
     """
     base = tuple(prefix)
@@ -172,7 +172,7 @@ def shared_prefixes(
 
 
 def _whole(members: Sequence[Prompt], length: int, before: int) -> Saved:
-    """Return the savings of one beginning of this length for all members."""
+    """Return what `members` save by sharing `length` tokens, the first `before` of which they share already."""
     saved = (len(members) - 1) * (length - before)
     if length - before < LEAST_TOKENS or saved < LEAST_SAVED:
         return 0, []
@@ -180,18 +180,18 @@ def _whole(members: Sequence[Prompt], length: int, before: int) -> Saved:
 
 
 def _best(ordered: Sequence[Prompt], before: int, nested: int) -> Saved:
-    """Return the choice of beginnings that saves most.
+    """Return the shared beginnings that save the most tokens.
 
     Args:
-        ordered: Distinct prompts in their order, which are equal for `before` tokens.
-        before: Tokens that need no saving.
-        nested: Calls that this one is nested in.
+        ordered: Distinct prompts, sorted. Their first `before` tokens are equal.
+        before: Number of first tokens that are shared already.
+        nested: Depth of this recursive call.
     """
     if len(ordered) < 2:
         return 0, []
     equal = common_length((ordered[0], ordered[-1]))
     whole = _whole(ordered, min(equal, len(ordered[0]) - 1), before)
-    if len(ordered[0]) == equal:  # other prompts may share one token more
+    if len(ordered[0]) == equal:  # without the first prompt, the others can share its last token too
         whole = max(whole, _whole(ordered[1:], equal, before), key=itemgetter(0))
     if nested == MOST_NESTED:
         return whole

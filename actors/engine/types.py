@@ -20,8 +20,8 @@ SCHEDULERS = ("lock_step", "refill")
 
 
 class FinishReason(StrEnum):
-    """Why a row ended: a stop token or string or a settled choice, a length limit (max_new_tokens or the context),
-    or an error."""
+    """Why a row ended: stop (a stop token, a stop string, or a complete constrained answer), length
+    (max_new_tokens, or a full context) or error."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -30,28 +30,28 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of a row. Names and meanings are those of vLLM and transformers.
+    """Sampling parameters of a row. Names and meanings are as in vLLM and transformers.
 
     Raises:
-        UserError: A value outside its range.
+        UserError: A value is outside its range.
     """
 
-    max_new_tokens: int = 64  # most tokens, the stop token counted
-    min_new_tokens: int = 0  # tokens before which nothing ends the row
+    max_new_tokens: int = 64  # most tokens of an answer, the stop token included
+    min_new_tokens: int = 0  # the row cannot end before it has this many tokens
     temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # likeliest tokens that are possible, 0 for all
-    top_p: float = 1.0  # probability mass of the tokens that are possible
-    min_p: float = 0.0  # least probability of a token, as a share of the likeliest token's
+    top_k: int = 0  # sample only from this many likeliest tokens; 0: from all
+    top_p: float = 1.0  # sample only from the likeliest tokens with this total probability
+    min_p: float = 0.0  # least probability of a sampled token, as a fraction of the likeliest token's
     repetition_penalty: float = 1.0  # applies to tokens of prompt and answer; 1: no penalty
     presence_penalty: float = 0.0  # applies to tokens of the answer; 0: no penalty
     frequency_penalty: float = 0.0  # applies to each occurrence in the answer; 0: no penalty
-    stop: tuple[str, ...] = ()  # strings; the text ends before the first of them
+    stop: tuple[str, ...] = ()  # stop strings; the text ends before the first one found
     stop_token_ids: tuple[int, ...] = ()  # further tokens that end the row
     ignore_eos: bool = False  # the model's own stop tokens do not end the row
-    n: int = 1  # answers to the prompt
-    # likeliest tokens that are returned with each token; None for none, and no log-probabilities
+    n: int = 1  # number of answers to the prompt
+    # how many likeliest tokens to return beside each token's log-probability; None: no log-probabilities at all
     logprobs: int | None = None
-    seed: int | None = None  # seed in place of the job's
+    seed: int | None = None  # the row's own seed; None: the job's
 
     def __post_init__(self) -> None:
         for name, fits, rule in (
@@ -78,11 +78,11 @@ class SamplingParams:
         return self.temperature == 0 or LEAST <= self.temperature <= MOST
 
     def merged(self, changes: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters with a row's own values; None keeps a value. Raise UserError for a wrong one."""
+        """Return these parameters with a row's `changes`; None keeps a value. Raise ValueError for a wrong value."""
         return replace(self, **{name: _checked(name, value) for name, value in changes.items() if value is not None})
 
     def all_stop_ids(self, model_stop_ids: frozenset[int]) -> frozenset[int]:
-        """Return tokens that end a row: its own and, unless it ignores them, the model's."""
+        """Return the tokens that end a row: `stop_token_ids` and, unless `ignore_eos` is set, the model's."""
         own = frozenset(self.stop_token_ids)
         return own if self.ignore_eos else own | model_stop_ids
 
@@ -90,17 +90,17 @@ class SamplingParams:
 def check_compatible(name: str, params: SamplingParams) -> None:
     """Raise UserError if another setting would end a constrained answer early, or keep it from ending.
 
-    name: `choices` or `output_format`.
+    name: the setting that constrains the answer, `choices` or `output_format`.
     """
     for conflicting in ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos"):
         if getattr(params, conflicting):
             if name == "choices":
-                raise UserError(f"choices do not go with sampling.{conflicting}: a label ends where it ends")
-            raise UserError(f"{name} does not go with sampling.{conflicting}: an answer ends where its form ends")
+                raise UserError(f"choices do not go with sampling.{conflicting}: the label alone ends the answer")
+            raise UserError(f"{name} does not go with sampling.{conflicting}: the format alone ends the answer")
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Return a user's value, converted to the parameter's type."""
+    """Return a user's value for parameter `name`, converted to its type. Raise ValueError if that is impossible."""
     kinds = {parameter.name: str(parameter.type) for parameter in fields(SamplingParams)}
     if name not in kinds:
         raise UserError(f"unknown key {name}; {suggestion(name, kinds)}")
@@ -122,7 +122,7 @@ def _checked(name: str, value: Any) -> Any:
     raise wrong
 
 
-LEAST, MOST = 0.01, 100.0  # beyond, scaled logits may overflow
+LEAST, MOST = 0.01, 100.0  # outside, scaled logits may overflow
 MOST_LOGPROBS = 20
 MOST_SAMPLES = 1024
 _KINDS = {
@@ -146,16 +146,16 @@ class Request:
 
     prompt_ids: Sequence[int]  # token ids, at least one
     sampling: SamplingParams = SamplingParams()  # sampling parameters
-    key: int = 0  # 64-bit number that determines the row's random numbers, whatever its batch and its position there
+    key: int = 0  # 64-bit number that alone determines the row's random numbers, in any batch
     ending: StopStrings | None = None  # the row's stop strings
-    constraint: Constraint | None = None  # form of the answer: labels, one of which it is, or a grammar
-    schedule: Schedule | None = None  # layers of this row, in the engine's keep order; None: the engine's schedule
+    constraint: Constraint | None = None  # format of the answer: a list of labels, or a grammar
+    schedule: Schedule | None = None  # the row's own, with the engine's keep order; None: the engine's schedule
 
     def new_tokens_limit(self, context_length: int) -> int:
-        """Return the most new tokens: the row's limit or what the context leaves; for choices, the longest one's.
+        """Return the most new tokens: the row's limit, or what the context leaves; for choices, the longest label's.
 
         Raises:
-            UserError: A prompt that is empty or fills the context, or choices that do not fit.
+            UserError: The prompt is empty or fills the context, or the choices do not fit into it.
         """
         length = len(self.prompt_ids)
         if length == 0:
@@ -173,14 +173,14 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token and the likeliest alternatives, likeliest first; nats under the model's own distribution."""
+    """A token and the likeliest tokens in its place; log-probabilities in nats under the model's own distribution."""
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...]
+    top: tuple[tuple[int, float], ...]  # (token, log-probability), likeliest first
 
     def to_dict(self, text: Callable[[int], str]) -> dict[str, Any]:
-        """Return it as in the answers' column `logprobs`. text: of a token."""
+        """Return the entry for the answers' column `logprobs`. text: token -> its text."""
         top = [{"token_id": token, "token": text(token), "logprob": logprob} for token, logprob in self.top]
         return {"token_id": self.token, "token": text(self.token), "logprob": self.logprob, "top": top}
 
@@ -192,20 +192,20 @@ NOT_NUMBERS = "logits are not numbers (NaN or infinite): the weights are damaged
 class Completion:
     """One row's answer."""
 
-    token_ids: tuple[int, ...]  # includes the stop token that ended the row; with an error, the tokens before it
+    token_ids: tuple[int, ...]  # includes the stop token that ended the row; after an error, the tokens before it
     finish_reason: FinishReason  # why the row ended
-    # nats under the model's own distribution, before penalties, temperature and top-*; None if the engine does
-    # not compute it
+    # sum over the tokens, nats under the model's own distribution, before penalties, temperature, top-k and top-p;
+    # None if the engine does not compute it
     cumulative_logprob: float | None
-    logprobs: tuple[TokenLogprob, ...] | None = None  # one for each token, if the row's parameters ask for them
-    choice: int | None = None  # number of the label; None without choices
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if the row's `sampling.logprobs` is set
+    choice: int | None = None  # index of the label; None without choices
     choice_probability: float | None = None  # probability of the label among the labels; None without choices
-    error: str | None = None  # why there is no answer, or no whole one in the form that was asked for
+    error: str | None = None  # why there is no answer, or no complete one in the requested format
 
 
 @dataclass
 class EngineStats:
-    """Counts over everything an engine has run since they were last taken."""
+    """Counts over everything an engine has run since the last `Engine.take_stats`."""
 
     batches: int = field(default=0, metadata={"unit": "batches, or runs of slots that are refilled"})
     prompt_tokens: int = field(default=0, metadata={"unit": "tokens computed in prefill, padding left out"})
@@ -221,17 +221,17 @@ class EngineStats:
     out_of_memory: int = field(default=0, metadata={"unit": "times that memory ran out"})
 
     def plus(self, other: EngineStats) -> EngineStats:
-        """Return sums of the counts; the larger of the bytes."""
+        """Return the sums of both objects' counts; of `cache_bytes`, return the larger value."""
         sums = {item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)}
         return EngineStats(**{**sums, "cache_bytes": max(self.cache_bytes, other.cache_bytes)})
 
     def add_prompts(self, now: EngineStats, before: EngineStats) -> None:
-        """Add the counts of prefill between two states of an engine's counts."""
+        """Add the prefill counts that an engine has gained between its counts `before` and `now`."""
         for name in ("prompt_tokens", "shared_prompt_tokens", "padded_prompt_tokens", "prefill_seconds"):
             setattr(self, name, getattr(self, name) + getattr(now, name) - getattr(before, name))
 
     def add_steps(self, schedule: Schedule, count: int) -> None:
-        """Add the first `count` decode steps of a row; a negative number takes them back."""
+        """Add the first `count` decode steps of a row; a negative number subtracts them."""
         layers = schedule.layer_steps(abs(count))
         self.decode_steps += count
         self.layer_steps += layers if count > 0 else -layers

@@ -1,1 +1,1 @@
-"""OpenAI's HTTP interface over one engine; `loop` first, then `model` and `http`."""
+"""OpenAI's HTTP interface to one engine. Read `loop` first, then `model` and `http`."""

@@ -1,4 +1,4 @@
-"""OpenAI's HTTP interface over one engine: routes, the API key, limits of requests, answers and server-sent events.
+"""OpenAI's HTTP interface to one engine: routes, the API key, limits on requests, answers and server-sent events.
 
 Source: https://platform.openai.com/docs/api-reference. This package knows neither Ray nor the pipeline.
 """
@@ -36,7 +36,7 @@ from actors.openai_requests import CHAT, ENDPOINTS
 from actors.serving.loop import ClientGone, Event, OnlineLoop, QueueFull, Submission, wake
 from actors.serving.model import Call, ServedModel
 
-GONE = 499  # status of a request whose client has gone; nobody reads it
+GONE = 499  # status if the client has closed its connection; only metrics show it
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -50,12 +50,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of requests.
+    """Limits on requests.
 
     Args:
         timeout_seconds: Time after which a request ends with status 504.
-        body_bytes: Largest body; above it status 413.
-        key_sha256: Digest of the API key; None: no key is asked for.
+        body_bytes: Largest body in bytes; a larger one gets status 413.
+        key_sha256: SHA-256 digest of the API key, in hex; None: no key is required.
     """
 
     timeout_seconds: float = 600.0
@@ -64,7 +64,7 @@ class Limits:
 
 
 class ApiError(Exception):
-    """An answer other than 200. message: for people, one line; code: for programs."""
+    """An HTTP response with an error status. message: one line for people. code: error code for programs."""
 
     def __init__(
         self, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
@@ -80,7 +80,7 @@ class ApiError(Exception):
 
 
 def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
-    """Return the application over a model. It starts the model's loop, and closes it at the end."""
+    """Return the ASGI application of a model. It starts the model's loop, and closes the loop when it shuts down."""
     metrics = Metrics(model.loop)
     # long prompts and grammars must not hold up the event loop; one thread, as a model prepares one call at a time
     preparing = ThreadPoolExecutor(1, "prepare")
@@ -139,7 +139,7 @@ def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
 
 
 def _has_key(scope: Scope, key_sha256: str) -> bool:
-    """Compare digests in constant time: neither length nor prefix of the key shows in the time taken."""
+    """Return whether a request has the API key. Digests are compared in constant time: timing reveals nothing."""
     kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
     digest = hashlib.sha256(key.strip()).hexdigest()
     return hmac.compare_digest(digest, key_sha256) and kind.lower() == b"bearer"
@@ -212,7 +212,7 @@ class Completions:
         )
 
     async def _stream(self, call: Call, submission: Submission, send_body: Callable[[bytes], Awaitable[None]]) -> None:
-        """Send the tokens of all rows as they come."""
+        """Send the tokens of all rows as they are generated."""
         chunks = Chunks(self._url, self._model, call)
         while submission.left:
             body = b"".join(chunk for event in await submission.take() for chunk in chunks.of(event))
@@ -224,7 +224,7 @@ class Completions:
             await send_body(chunks.usage())
 
     def _refusal(self, error: Exception) -> ApiError:
-        """Return the answer that an error means; log an error that is not expected."""
+        """Convert an exception to an `ApiError`; log it if it is unexpected."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, TimeoutError):
@@ -241,7 +241,7 @@ class Completions:
 
 
 def finished(model: ServedModel, call: Call, index: int, completion: Completion) -> dict[str, Any]:
-    """Return the answer of a row; raise ApiError if it has none."""
+    """Return the answer of a row that has ended. Raises ApiError if the row has none."""
     error = str(completion.error)
     if error == NOT_NUMBERS:
         raise ApiError(500, error)
@@ -264,11 +264,11 @@ class Chunks:
             **({"usage": None} if call.usage else {}),
         }
         self._texts = [model.answer_stream(call, index) for index in range(len(call.rows))]
-        self._sent: dict[int, int] = {}  # characters of text, by row
+        self._sent: dict[int, int] = {}  # row -> number of characters sent
         self._tokens = 0  # tokens of answers that have ended
 
     def of(self, event: Event) -> Iterator[bytes]:
-        """Yield the chunks of an event. Raises ApiError if the row has no answer."""
+        """Yield the chunks to send for an event of a row. Raises ApiError if the row has no answer."""
         index, done, finish = event.index, None, None
         text, thinking = self._texts[index].push(event.tokens)
         if event.completion is not None:
@@ -296,7 +296,7 @@ class Chunks:
         yield self._chunk(index, content, shown_logprobs(self._url, logprobs, offset), finish)
 
     def usage(self) -> bytes:
-        """Return the chunk that counts tokens."""
+        """Return the last chunk, with the token counts."""
         return _event({**self._frame, "choices": [], "usage": usage(self._call.prompt_tokens, self._tokens)})
 
     def _chunk(
@@ -328,8 +328,8 @@ class Metrics(Collector):
             (CounterMetricFamily, "cancelled", "Rows cancelled.", loop.cancelled),
             (CounterMetricFamily, "failed", "Rows that could not be answered.", loop.failed),
             (CounterMetricFamily, "prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
-            (CounterMetricFamily, "generated_tokens", "Tokens of rows that left.", stats.generated_tokens),
-            (CounterMetricFamily, "layer_steps", "Layers run over decode steps.", stats.layer_steps),
+            (CounterMetricFamily, "generated_tokens", "Tokens generated for ended rows.", stats.generated_tokens),
+            (CounterMetricFamily, "layer_steps", "Layers run, summed over decode steps.", stats.layer_steps),
             (CounterMetricFamily, "full_layer_steps", "Layers that full depth would run.", stats.full_layer_steps),
             (CounterMetricFamily, "out_of_memory", "Times that memory ran out.", stats.out_of_memory),
         ):
@@ -337,7 +337,7 @@ class Metrics(Collector):
 
 
 def parse_json(raw: bytes) -> Any:
-    """Return the values of a JSON body. Raises ApiError if it is none."""
+    """Parse a JSON body. Raises ApiError if it is not JSON."""
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -345,7 +345,7 @@ def parse_json(raw: bytes) -> Any:
 
 
 async def _read_body(request: Request, most_bytes: int) -> bytes:
-    """Return the body. Raises ApiError for one that is too large."""
+    """Return a request's body. Raises ApiError if it is larger than `most_bytes`."""
     body = bytearray()
     async for part in request.stream():
         body += part

@@ -1,7 +1,7 @@
 """Requests of many clients, answered by the engine's loop in a thread of its own: rows in, tokens out after each step.
 
-    submit(requests)    from any thread: rows wait in a bounded queue
-    turn()              in the loop's thread: cancelled rows leave, waiting rows are added to the engine's loop, a step
+    submit(requests)    called in any thread: puts rows into a bounded queue
+    turn()              called in the loop's thread: drops cancelled rows, adds waiting rows to the engine's loop, steps
 
 A row's tokens depend neither on its neighbours, nor on when it was admitted, nor on rows that leave.
 """
@@ -23,10 +23,10 @@ from actors.engine.errors import UserError
 from actors.engine.loop import REFILL_SHARE, Call, Loop
 from actors.engine.types import Completion, FinishReason, Request, TokenLogprob
 
-PASS_TOKENS = 2048  # prompt tokens computed between two steps; rows in flight wait meanwhile
-PATIENCE = 4  # steps that waiting rows let pass, so that more rows share their prefill
-SWITCH_SECONDS = 1e-4  # interval after which a thread of Python makes room for another
-MAX_FAILURES = 3  # failed turns without an answered row between them, after which the loop counts as broken
+PASS_TOKENS = 2048  # most prompt tokens of rows added at once; rows in flight wait for their prefill
+PATIENCE = 4  # most decode steps for which waiting rows are held back, so that more rows share a prefill
+SWITCH_SECONDS = 1e-4  # Python's switch interval between threads, see `OnlineLoop.start`
+MAX_FAILURES = 3  # the loop counts as broken after so many failed turns with no row answered between them
 log = logging.getLogger(__name__)
 
 
@@ -40,13 +40,13 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True)
 class Event:
-    """What is new of one row.
+    """New output of one row.
 
     Args:
         index: Number of the request in its submission.
         tokens: Tokens sampled since the row's last event; without streaming, all of them at the end.
-        logprobs: Their log-probabilities, if the request asks for them.
-        completion: The answer, in the last event. An error without tokens: the row could not be answered.
+        logprobs: Log-probabilities of `tokens`, if the request asks for them.
+        completion: The answer, in the row's last event only. If it is an error without tokens, there is no answer.
     """
 
     index: int
@@ -57,17 +57,17 @@ class Event:
 
 @dataclass(eq=False)
 class ServedRow:
-    """A request, its tokens so far, written by the loop's thread, and how many of them its reader has taken."""
+    """A request with its tokens so far, which the loop's thread writes, and how many of them the reader has taken."""
 
     request: Request
     submission: Submission
     index: int
-    tokens: Sequence[int] = ()  # the engine's own list, which grows: its first `count` tokens are whole
+    tokens: Sequence[int] = ()  # the engine's own list, which grows; the first `count` tokens may be read
     logprobs: Sequence[TokenLogprob] = ()
     count: int = 0
-    completion: Completion | None = None  # set after all else
-    taken: int = 0
-    has_ended: bool = False  # the completion has been taken
+    completion: Completion | None = None  # set last, after the other fields
+    taken: int = 0  # number of tokens that the reader has taken
+    has_ended: bool = False  # whether the reader has taken the completion
 
     def put(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> None:
         """Set the tokens so far."""
@@ -76,7 +76,7 @@ class ServedRow:
     def take(self) -> Event | None:
         """Return what is new since the last call; None if nothing is."""
         completion, first = self.completion, self.taken
-        self.taken = max(first, self.count)  # a row that runs again after memory has run out begins anew
+        self.taken = max(first, self.count)  # if memory runs out, a row starts again from `count` 0
         if self.has_ended or (completion is None and first == self.taken):
             return None
         self.has_ended = completion is not None
@@ -110,7 +110,7 @@ class Submission:
         self.ready.set()
 
     async def take(self) -> list[Event]:
-        """Wait for news; return at most one event of each row. Raises ClientGone."""
+        """Wait for new output; return at most one event of each row. Raises ClientGone after a call of `leave`."""
         await self.ready.wait()
         self.ready.clear()
         if self._client_gone:
@@ -119,7 +119,7 @@ class Submission:
 
 
 def wake(submissions: Iterable[Submission]) -> None:
-    """Let the readers of submissions go on; called in their thread."""
+    """Wake the readers that wait for these submissions. Must be called in the readers' thread."""
     for submission in submissions:
         submission.ready.set()
 
@@ -128,15 +128,15 @@ class OnlineLoop:
     """Answers requests as they come.
 
     Args:
-        engine: Has no rows in flight and is used by nobody else.
-        cache_bytes: Bytes of key/value cache of the rows in flight.
-        max_rows: Largest number of rows in flight.
-        max_waiting: Largest number of rows in the queue.
+        engine: An engine without rows in flight, which nothing else uses.
+        cache_bytes: Bytes of key/value cache for the rows in flight.
+        max_rows: Maximum number of rows in flight.
+        max_waiting: Maximum number of rows in the queue.
     """
 
     def __init__(self, engine: Engine, *, cache_bytes: int, max_rows: int, max_waiting: int) -> None:
         self.engine, self.max_rows, self.max_waiting, self.cache_bytes = engine, max_rows, max_waiting, cache_bytes
-        self.ended = self.cancelled = self.failed = 0  # rows
+        self.ended = self.cancelled = self.failed = 0  # numbers of rows
         self.failures = 0  # failed turns since a row ended
         self._loop = Loop(
             engine,
@@ -148,11 +148,11 @@ class OnlineLoop:
         )
         self._wake: Callable[[set[Submission]], object] = wake
         self._waiting: deque[ServedRow] = deque()
-        self._rows: dict[tuple[Call, int], ServedRow] = {}  # rows in the loop, by call and number in the call
+        self._rows: dict[tuple[Call, int], ServedRow] = {}  # rows in `_loop`, by call and index in the call
         self._changed = threading.Condition()  # guards _waiting, _closed and the submissions' `cancelled`
         self._closed = self._has_cancelled = False
         self._step_first = False  # whether a decode step comes before the next prefill
-        self._waited = 0  # steps that waiting rows have let pass
+        self._waited = 0  # steps for which waiting rows have been held back
         self._thread: threading.Thread | None = None
 
     # methods for any thread
@@ -184,19 +184,19 @@ class OnlineLoop:
         return submission
 
     def cancel(self, submission: Submission) -> None:
-        """Let the submission's rows leave with the next turn."""
+        """Drop the submission's rows at the next turn."""
         with self._changed:
             submission.cancelled = self._has_cancelled = True
             self._changed.notify()
 
     @property
     def waiting(self) -> int:
-        """Rows that are not in flight yet."""
+        """Number of rows that are not in flight yet."""
         return len(self._waiting) + max(0, len(self._rows) - len(self.engine.rows))
 
     @property
     def in_flight(self) -> int:
-        """Rows in flight."""
+        """Number of rows in flight."""
         return len(self.engine.rows)
 
     @property
@@ -205,13 +205,13 @@ class OnlineLoop:
         return self.failures < MAX_FAILURES and (self._thread is None or self._thread.is_alive())
 
     def start(self, wake: Callable[[set[Submission]], object]) -> None:
-        """Answer in a thread of its own until `close`.
+        """Answer requests in a new thread until `close`.
 
-        The thread gives Python's lock back in each kernel; with the default interval it would wait 5 ms for it behind
-        the threads that serve clients.
+        The thread releases Python's global lock in each kernel. With Python's default switch interval it would then
+        wait 5 ms for the lock, behind the threads that serve clients.
 
         Args:
-            wake: Has the function `wake` called in the readers' thread; called in the loop's thread, once a turn.
+            wake: Called in the new thread once a turn; it must let the readers' thread call the module's `wake`.
         """
         sys.setswitchinterval(SWITCH_SECONDS)
         self._wake = wake
@@ -240,7 +240,7 @@ class OnlineLoop:
                         self._changed.wait_for(lambda: self._closed or self._waiting)
 
     def turn(self) -> bool:
-        """Let cancelled rows leave, admit waiting rows, or make a step; return whether there were rows."""
+        """Drop cancelled rows, add waiting rows, and step the engine's loop; return whether there were rows."""
         self._drop_cancelled()
         self._add()
         if not self._rows:
@@ -270,10 +270,10 @@ class OnlineLoop:
         self.cancelled += before - len(self._waiting) - len(self._rows)
 
     def _add(self) -> None:
-        """Make a call of the first waiting rows, of one speed and with at most `PASS_TOKENS` prompt tokens.
+        """Add the first waiting rows of one schedule, with at most `PASS_TOKENS` prompt tokens, to the engine's loop.
 
-        A prefill of one row costs as much as one of a few: beside many rows in flight, few waiting rows wait for
-        others, `PATIENCE` steps at most. Between two prefills the rows in flight make a step.
+        A prefill of one row costs as much as a prefill of a few. While many rows are in flight, a few waiting rows are
+        held back until more come, for `PATIENCE` steps at most. Between two prefills the rows in flight make a step.
         """
         busy = len(self.engine.rows)
         if not self._waiting or self._loop.has_waiting:
@@ -284,7 +284,8 @@ class OnlineLoop:
         if len(self._waiting) < math.ceil(busy / REFILL_SHARE) and self._waited < PATIENCE:
             self._waited += 1
             return
-        rows, tokens = [self._waiting.popleft()], 0
+        rows = [self._waiting.popleft()]
+        tokens = len(rows[0].request.prompt_ids)
         with self._changed:
             while self._waiting and len(rows) < self.max_rows:
                 request = self._waiting[0].request
@@ -314,7 +315,7 @@ class OnlineLoop:
         self._wake(news)
 
     def _fail(self, rows: Sequence[ServedRow], error: str) -> None:
-        """Send an error in place of answers."""
+        """Send `error` to the readers of these rows in place of answers."""
         self.failed += len(rows)
         for row in rows:
             row.completion = Completion((), FinishReason.ERROR, None, error=error)

@@ -23,7 +23,7 @@ from actors.serving.texts import AnswerStream
 from actors.tool_calls import checked_tools, form_of
 
 MAX_PROMPTS = 256  # most prompts of one request
-# (tokenizer, a body's messages, checked tools) -> `ControlTokens.prompt`
+# (tokenizer, a body's messages, checked tools) -> text and number of marked control tokens, see `ControlTokens.prompt`
 Render = Callable[[Any, Any, Sequence[Mapping[str, Any]]], tuple[str, int]]
 
 
@@ -38,7 +38,7 @@ class _StructuredOutputs(BaseModel):
 
 
 class _ServerKeys(BaseModel):
-    """Keys of a body that batch files do not have, with vLLM's names for `choices`."""
+    """Keys of a body that batch files do not have. The last two keys are vLLM's names for `choices`."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     stream: bool = False
@@ -49,7 +49,7 @@ class _ServerKeys(BaseModel):
     structured_outputs: _StructuredOutputs | None = None
 
     def labels(self) -> list[str] | None:
-        """Return the labels for the answer. Raises UserError if several lists are given."""
+        """Return the labels, one of which must be the answer. Raises UserError if several lists are given."""
         structured = None if self.structured_outputs is None else self.structured_outputs.choice
         given = [labels for labels in (self.choices, self.guided_choice, structured) if labels is not None]
         if len(given) > 1:
@@ -59,11 +59,11 @@ class _ServerKeys(BaseModel):
 
 @dataclass(frozen=True)
 class Call:
-    """A request's body as rows of the engine, one for each answer. Rows of a prompt follow each other."""
+    """A request's body, converted to rows of the engine, one for each answer. Rows of one prompt are adjacent."""
 
     model: str | None  # the name that the body gives
     stream: bool  # whether tokens are sent as they are sampled
-    usage: bool  # whether the counts of tokens are sent after the last of them
+    usage: bool  # whether token counts are sent after the last token
     rows: Sequence[Request]
     prompts: Sequence[Prompt]
 
@@ -73,7 +73,7 @@ class Call:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(len(prompt.ids) for prompt in self.prompts)
 
 
@@ -82,12 +82,12 @@ class ServedModel:
 
     Args:
         name: The model's name in requests.
-        generator: Arguments of `Generator`; its `sampling` holds the defaults of a body's keys.
+        generator: Arguments of `Generator`; `sampling` holds the defaults for keys that a body leaves out.
         max_waiting: Maximum number of answers in the queue; further requests are refused with status 429.
         render: Writes a chat's messages as a prompt, or raises UserError; None: transformers' chat template.
 
     Raises:
-        UserError: Settings, checkpoint or device do not fit; one line.
+        UserError: Settings, checkpoint or device cannot be used; the message is one line.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ServedModel:
         self._schedule_at = lru_cache(64)(self.generator.schedule_at)
 
     def call(self, url: str, body: Any) -> Call:
-        """Return the call of a body. Raises UserError that names an unknown, unsupported or wrong key."""
+        """Convert a request's body to a `Call`. Raises UserError that names an unknown, unsupported or wrong key."""
         if not isinstance(body, Mapping):
             raise UserError("the body must be a JSON object")
         rest = {name: value for name, value in body.items() if value is not None}
@@ -153,12 +153,12 @@ class ServedModel:
             prompt = self._builder.prompt(request.messages, tools=tools)
         else:
             prompt = self._builder.prompt(value)
-        # with a seed, equal requests have equal answers; without a seed, each has other random numbers
+        # with a seed, equal requests have equal answers; without a seed, each request has its own random numbers
         source = "seed" if "seed" in request.sampling else f"{uuid.uuid4()}-{secrets.randbits(64)}"
         return replace(prompt, source=source, row=number, sampling=request.sampling, output_format=form, choices=labels)
 
     def answer_stream(self, call: Call, index: int) -> AnswerStream:
-        """Return the stream of a row's answer."""
+        """Return the object that streams the answer of row `index`."""
         row, builder, prompt = call.rows[index], self._builder, call.prompt_of(index)
         thinks_first, constraint = isinstance(row.constraint, AfterReasoning), row.constraint
         has_label = prompt.choices is not None or (builder.choices is not None and prompt.output_format is None)
@@ -191,6 +191,6 @@ def _prompts(value: Any) -> list[Any]:
 
 
 def _as_in_bodies(error: str) -> str:
-    """Return a message about sampling parameters with the names that bodies have for them."""
+    """Replace the names of sampling parameters in an error message by the names that request bodies use."""
     renamed = error.replace("max_new_tokens", "max_tokens").replace("min_new_tokens", "min_tokens")
     return renamed.removeprefix("sampling: ")

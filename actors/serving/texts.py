@@ -1,4 +1,4 @@
-"""Streams the text of an answer while its tokens come, and separates thinking and tool calls."""
+"""Streams the text of an answer while its tokens are generated, and separates thinking and tool calls from it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from actors.tool_calls import BEGIN, PYTHON_TAG, ToolFormat
 class AnswerStream:
     """Cuts an answer into parts (text, thinking) that, joined, are its text and its thinking.
 
-    A part holds back what may change: bytes of an incomplete character, text that may become a stop string or
-    delimiter, and whatever may be a tool call, until the answer ends. White space around calls may have been sent.
-    Thinking that only its end delimiter reveals has been sent as text.
+    A part leaves out what may still change: bytes of an incomplete character, and text that may become a stop string or
+    a delimiter. What may be a tool call is held back until the answer ends, but white space around it may be sent.
+    Thinking that has no start delimiter is sent as text, since only its end delimiter reveals it.
 
     Args:
         decode: Token ids -> text.
         stop: Stop strings.
         stop_ids: Tokens that end the answer and have no text.
-        answer_start: See `StopStrings`.
+        answer_start: Text -> index at which the answer begins, see `StopStrings`.
         marks: Delimiters of thinking; None: nothing is split.
         begun: Whether the prompt ends inside thinking.
-        text_at_end: Whether to send the text whole: a label, or a format that may begin within a token after thinking.
+        text_at_end: Whether to send text only at the end: a label, or a format after thinking, which may share a token.
         calls: Format of tool calls; None: no tools are offered.
     """
 
@@ -42,12 +42,12 @@ class AnswerStream:
         self._decode, self._stop, self._stop_ids, self._answer_start = decode, tuple(stop), stop_ids, answer_start
         self._marks, self._begun, self._text_at_end, self._calls = marks, begun, text_at_end, calls
         self._ids: list[int] = []
-        self._first = self._read = 0  # tokens decoded for their neighbours' sake, and tokens whose text is known
+        self._first = self._read = 0  # the text of tokens before `_read` is known; decoding begins at `_first`
         self._decoded = self._sent_text = self._sent_thinking = ""
         self._is_plain = False  # the text so far does not begin with thinking
 
     def push(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Return the text and thinking that become certain by these tokens."""
+        """Add tokens; return the text and the thinking that have become certain."""
         self._ids += [token for token in tokens if token not in self._stop_ids]
         known, text = self._decode(self._ids[self._first : self._read]), self._decode(self._ids[self._first :])
         if len(text) > len(known) and not text.endswith(REPLACEMENT):
@@ -62,10 +62,10 @@ class AnswerStream:
         return self._part(text, thinking, len(self._sent_text))
 
     def finish(self, text: str, thinking: str | None = None, *, has_calls: bool = False) -> tuple[str, str]:
-        """Return the last part.
+        """Return the last part of text and thinking.
 
         Args:
-            text: The whole answer's text; with calls, the text beside them.
+            text: The whole answer's text; with tool calls, the text without them.
             thinking: The whole answer's thinking.
             has_calls: Whether the answer calls tools.
         """
@@ -80,14 +80,14 @@ class AnswerStream:
         return part
 
     def _certain(self) -> int:
-        """Return the number of characters that are not, and cannot become, part of a stop string."""
+        """Return how many characters from the start are not, and cannot become, part of a stop string."""
         text, answer = self._decoded, self._answer_start(self._decoded)
         found = [] if answer is None else [text.find(string, answer) for string in self._stop]
         found = [place for place in found if place >= 0]
         return min(found) if found else len(text) - max((_overlap(text, string) for string in self._stop), default=0)
 
     def _split(self, raw: str, marks: Reasoning) -> tuple[str, str]:
-        """Return text and thinking of the raw text, without an end that may become a delimiter."""
+        """Split raw text into text and thinking; leave out an end that may become a delimiter."""
         head = raw.lstrip()
         begins = head.startswith(marks.start)
         if not begins and marks.start.startswith(head):
@@ -100,7 +100,7 @@ class AnswerStream:
 
 
 def _before_calls(text: str, form: ToolFormat) -> int:
-    """Return the number of characters that are not, and cannot become, part of a call."""
+    """Return how many characters from the start are not, and cannot become, part of a tool call."""
     if form == "hermes":
         found = text.find(BEGIN)
         return len(text) - _overlap(text, BEGIN) if found < 0 else found
@@ -109,6 +109,6 @@ def _before_calls(text: str, form: ToolFormat) -> int:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Return the number of characters at the end of the text with which the delimiter may begin."""
+    """Return the length of the longest end of `text`, shorter than `mark`, with which `mark` begins."""
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((length for length in lengths if mark.startswith(text[-length:])), 0)

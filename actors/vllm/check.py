@@ -1,9 +1,9 @@
 """Checks each attention layer when a worker starts, against plain attention without a cache, batch or metadata.
 
 Some prompts are answered alone and together. In every forward pass, each attention layer's output for a token is
-compared with attention by torch in float32 over the keys and values that the layer received for the earlier
-tokens of the same sequence; and each layer must have run for the schedule's tokens. The comparison uses
-the layer's own inputs, so that rounding in earlier layers does not matter.
+compared with attention that torch computes in float32 from the keys and values that the layer received for the earlier
+tokens of the same sequence. Each layer must also have run for exactly the tokens that the schedule says. The comparison
+uses the layer's own inputs, so that rounding in earlier layers does not matter.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from actors.engine.errors import UserError
 from actors.vllm.layers import LayerSkipper
 
 LONGEST_PROMPT, NEW_TOKENS = 200, 24
-# limits of an output's error, as a share of the mean length of the values that it averages: rounding leaves 0.000001
-# in float32 and 0.01 in 16 bits, a wrong key about 1
+# limits of an attention output's error, divided by the mean norm of the values that it averages: rounding causes
+# 0.000001 in float32 and 0.01 in 16 bits, a wrong key about 1
 LIMITS = {torch.float32: 0.001, torch.bfloat16: 0.05, torch.float16: 0.05}
 LIMIT_OF_8_BITS = 0.5  # limit for a cache with 8 bits
 log = logging.getLogger(__name__)
 
-# prompt length of a sequence -> position -> key and value
+# prompt length, which identifies a sequence because all lengths differ -> position -> key and value
 Seen = dict[int, dict[int, tuple[Tensor, Tensor]]]
 
 
 @torch.inference_mode()
 def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None:
-    """Answer up to three prompts, alone and together. Raises UserError if an attention layer's output differs
-    from plain attention, or a layer runs for other tokens than the schedule's.
+    """Answer up to three prompts, each alone and then all together. Raises UserError if an attention layer's output
+    differs from plain attention, or if a layer runs for other tokens than the schedule says.
     """
     config = worker.vllm_config
     longest = min(LONGEST_PROMPT, config.model_config.max_model_len - NEW_TOKENS)
@@ -52,7 +52,7 @@ def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None
     prompts = [[chance.randrange(vocabulary) for _ in range(length)] for length in lengths]
     attention = [(index, layer) for index, layers in skipper.attention.items() for layer in layers.values()]
     depths = skipper.depths
-    # a curve through the same depths within the tokens of an answer
+    # the depth curve, compressed to the length of an answer
     skipper.depths = depths[np.linspace(0, len(depths) - 1, NEW_TOKENS - 1).round().astype(int)]
     errors, problem = [0.0], None
     try:
@@ -72,7 +72,7 @@ def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None
     worst, limit = float(np.max(errors)), LIMITS[config.model_config.dtype]
     if config.cache_config.cache_dtype.startswith("fp8"):
         limit = LIMIT_OF_8_BITS
-    if not worst <= limit:  # NaN too
+    if not worst <= limit:  # also true for NaN
         problem = f"attention differs from its definition by {worst:.3g} of its values, by rounding at most {limit}"
     if problem is not None:
         raise UserError(
@@ -89,7 +89,7 @@ def _positions(skipper: LayerSkipper, index: int, prompt_tokens: int) -> list[in
 
 
 def _answer(worker: Any, cache_config: Any, prompts: Sequence[Sequence[int]]) -> None:
-    """Answer prompts as the engine does, by its scheduler class. Each prompt begins one step after the previous one."""
+    """Answer prompts with vLLM's configured scheduler class. Each prompt begins one step after the previous one."""
     config = copy.copy(worker.vllm_config)
     config.kv_events_config = None
     config.cache_config = copy.copy(config.cache_config)
@@ -155,7 +155,8 @@ def _watched(layer: Any, index: int, skipper: LayerSkipper, seen: Seen, errors: 
             wanted = torch.einsum("hgqk,khd->qhgd", weights, values)
             size = torch.einsum("hgqk,kh->qhg", weights, values.norm(dim=-1))
             got = out.view(len(out), -1)[own].float().view(wanted.shape)
-            error = ((got - wanted).norm(dim=-1) / size)[wanted.isfinite().all(-1)]  # damaged weights are row errors
+            # damaged weights give outputs that are not finite; they count as errors of rows, not of attention
+            error = ((got - wanted).norm(dim=-1) / size)[wanted.isfinite().all(-1)]
             errors.append(float(error.max()) if len(error) else 0.0)
         return out
 

@@ -1,7 +1,7 @@
-"""vLLM as an engine of `Generator`: calls in by `add`, completions out by `step`.
+"""Runs vLLM as an engine of `Generator`: `add` takes calls, `step` returns completions.
 
-vLLM schedules and samples. `Row` decides, as in the library engine, where an answer ends and its error. So stop
-strings, labels and formats mean the same everywhere, and a row that has ended is aborted in vLLM.
+vLLM schedules and samples. As in the library engine, `Row` decides where an answer ends and which error it has, so that
+stop strings, labels and formats mean the same in both. A row that has ended is aborted in vLLM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # otherwise the en
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # Ray decides which CPUs an actor has
-os.environ.setdefault("VLLM_COMPUTE_NANS_IN_LOGITS", "1")  # counted on the device, and copied with the tokens
+os.environ.setdefault("VLLM_COMPUTE_NANS_IN_LOGITS", "1")  # NaNs are counted on the device and copied with the tokens
 import torch
 from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VllmParams
@@ -42,7 +42,7 @@ from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import Completion, EngineStats, FinishReason, Request, TokenLogprob
 
 HIGHEST_TEMPERATURE = 2.0  # highest temperature that vLLM accepts
-SET_BY_KEYS = {  # arguments of vLLM, by the keys of a job that set them
+SET_BY_KEYS = {  # argument of vLLM -> key of a job that sets it
     "model": "model.path",
     "tokenizer": "model.path",
     "dtype": "model.dtype",
@@ -59,7 +59,7 @@ SAME_NAMES = (
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise UserError for engine arguments that vLLM does not know, or that a job sets by other keys."""
+    """Raise UserError for engine arguments that vLLM does not know, or that a job sets with other keys."""
     known = {item.name for item in dataclasses.fields(EngineArgs)}
     for name in options:
         if name in SET_BY_KEYS:
@@ -69,9 +69,9 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 class VllmEngine:
-    """An engine of vLLM in this process, with the add-on and the methods of `Loop`. Rows of all calls share steps.
+    """A vLLM engine in this process, with the SkipDecode add-on and the methods of `Loop`. All calls' rows share steps.
 
-    Its statistics count rows that have ended. vLLM mixes prompts and decode steps: the time of both is decode_seconds.
+    The statistics count only rows that have ended. As vLLM mixes prompts and decode steps, decode_seconds covers both.
 
     Args:
         cache_bytes: bytes of key/value cache of all workers; 0: as much as `gpu_memory_utilization` allows.
@@ -102,7 +102,7 @@ class VllmEngine:
         self.stop_ids = frozenset(end_tokens(checkpoint.path, tokenizer, self.vocab_size))
         self.cumulative_logprob = cumulative_logprob
         settings = {key: value for key, value in schedule.to_dict().items() if key != "num_layers"}
-        settings["unadapted"] = True  # the caller has checked it
+        settings["unadapted"] = True  # the caller has checked the schedule
         if checkpoint.adapter is not None and not schedule.is_full_depth:
             settings["speed_adapter"] = str(checkpoint.adapter.path)
         workers = options.get("tensor_parallel_size", 1)
@@ -131,7 +131,7 @@ class VllmEngine:
             raise UserError(f"vLLM cannot run {folder}: {flat(error)}") from None
         self._core: Any = self.vllm.engine_core
         self._take_output, self._core.get_output = self._core.get_output, self._noting_output
-        self._has_nans: set[int] = set()  # tickets
+        self._has_nans: set[int] = set()  # tickets of rows whose logits held NaN in the last step
         config = self.vllm.vllm_config
         self.context_length = int(config.model_config.max_model_len)
         self.max_rows, self.cache_bytes = int(config.scheduler_config.max_num_seqs), cache_bytes
@@ -144,12 +144,12 @@ class VllmEngine:
         self.rows: dict[
             int, tuple[Row, Call, int]
         ] = {}  # rows in flight, with their call and the number of the request in it
-        self._queue: deque[Call] = deque()  # added, not begun
+        self._queue: deque[Call] = deque()  # calls that have been added but not begun
 
     def at(self, schedule: Schedule) -> VllmEngine:
         """Return an engine with the same weights under another schedule; only one of the two may have rows in flight.
 
-        Neither may be full depth, for which vLLM has captured graphs of the whole model.
+        Neither schedule may be full depth, for which vLLM captures graphs of the whole model.
         """
         other = copy.copy(self)
         other._begin_at(schedule)
@@ -187,7 +187,7 @@ class VllmEngine:
         return call
 
     def finish(self, call: Call) -> None:
-        """Step until a call has ended, together with the rows of all calls that are added meanwhile."""
+        """Step until `call` has ended. Rows of calls that are added meanwhile run along."""
         while len(call.completions) < len(call.requests) and call.error is None:
             try:
                 self.step()
@@ -233,9 +233,9 @@ class VllmEngine:
         return ended
 
     def _noting_output(self) -> Any:
-        """Return the next output of vLLM's core, and note its counts of NaN, which `RequestOutput` lacks."""
+        """Return the next output of vLLM's core, and note which rows had NaN logits: `RequestOutput` does not tell."""
         outputs = self._take_output()
-        # vLLM adds a random part to a request's name
+        # vLLM appends a random part to a request's id
         self._has_nans |= {int(one.request_id.partition("-")[0]) for one in outputs.outputs if one.num_nans_in_logits}
         return outputs
 
@@ -249,7 +249,7 @@ class VllmEngine:
             call.on_batch(range(len(call.requests)))
         for number, request in enumerate(call.requests):
             ticket = next(self._tickets)
-            # a greedy row computes no mask of its own
+            # vLLM samples; as a greedy row, `Row` computes no mask of allowed tokens itself
             greedy = replace(request, sampling=replace(request.sampling, temperature=0.0, n=1))
             try:
                 row = begin_row(
@@ -292,7 +292,7 @@ class VllmEngine:
         )
 
     def _record(self, row: Row, token: int, logprobs: Mapping[int, Any], *, has_nans: bool) -> None:
-        """Add a token to a row, and end the row if it ends there."""
+        """Add a token to a row, and set `row.finish` if the answer ends with the token."""
         if has_nans or (logprobs and not math.isfinite(logprobs[token].logprob)):
             row.finish, row.has_no_token = FinishReason.ERROR, True
             return
@@ -301,7 +301,7 @@ class VllmEngine:
         if logprobs:
             own = logprobs[token].logprob
             row.logprob += own
-            row.choice_logprob += own  # vLLM masks the other labels' tokens before
+            row.choice_logprob += own  # vLLM has masked the tokens of other labels before
             count = row.request.sampling.logprobs
             if count is not None:
                 ranked = sorted(logprobs.items(), key=lambda item: item[1].rank)[:count]
@@ -309,7 +309,7 @@ class VllmEngine:
         row.finish = row.advance()
 
     def _end(self, row: Row, call: Call, cached: int) -> Completion:
-        """Return the answer of a row, and count its cost. cached: prompt tokens that were in the prefix cache."""
+        """Return a row's answer, and count the row. cached: prompt tokens that were in the prefix cache."""
         for stats in (self.stats, call.stats):
             stats.prompt_tokens += len(row.request.prompt_ids) - cached
             stats.padded_prompt_tokens += len(row.request.prompt_ids) - cached
@@ -332,7 +332,7 @@ def grammar(constraint: Constraint) -> str:
 
 
 def trie_grammar(trie: ChoiceTrie) -> str:
-    """Return a grammar of the labels' tokens, up to the token that decides the label."""
+    """Return a grammar of the labels' tokens, in which a label ends with the token that decides for it."""
     rules, nodes = [], [trie.root]
     for number, node in enumerate(nodes):  # the list grows in the loop
         ways = []

@@ -1,8 +1,8 @@
-"""Runs each decoder layer of a model in vLLM only for the tokens that the schedule says.
+"""Runs each decoder layer of a model in vLLM only for the tokens that the schedule assigns to the layer.
 
 The layers' `forward` is replaced on the instances, so the tree of modules, and with it quantization and loading, stays
-as it is. The first layer of a forward pass makes the plan, and puts the attention metadata of each layer's subset where
-vLLM's attention looks for it: in the forward context, under the layer's name.
+as it is. The first layer of a forward pass plans which tokens run which layer. It also puts the attention metadata of
+each layer's tokens where vLLM's attention looks for it: in the forward context, under the layer's name.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from actors.engine.schedule.schedule import Schedule
 from actors.vllm.plan import PassPlan, cut_metadata
 
 CONTEXT_KEY = "skipdecode_plan"
-POISON, POISONED = 1e36, 1e18  # value in the cache, and limit of a layer's output
-# arguments of layers that hold one value of each token: of vLLM's own layers, and of those of transformers
+POISON, POISONED = 1e36, 1e18  # value written to the cache, and limit above which a layer's output shows it
+# arguments of a layer with one value per token, in vLLM's own layers and in layers of transformers
 TOKEN_ARGUMENTS = ("hidden_states", "residual", "positions", "position_ids", "position_embeddings")
 
 
 class LayerSkipper:
-    """The hooks in one worker's model.
+    """Replaces the layers' `forward` in one worker's model, so that tokens can skip layers.
 
     Args:
-        attention: the attention layers of each decoder layer, by name.
-        prompt_lengths: returns the prompt length of each request of a CommonAttentionMetadata.
+        attention: index of a decoder layer -> name -> attention layer.
+        prompt_lengths: CommonAttentionMetadata -> prompt length of each of its requests.
         poison: whether to write huge values into the cache where tokens skip a layer, and fail if an output shows one.
     """
 
@@ -53,16 +53,16 @@ class LayerSkipper:
         self._prompt_lengths = prompt_lengths
         self._common: Any = None  # CommonAttentionMetadata from which metadata was built last
         self._built: dict[str, tuple[Any, Any]] = {}  # attention layer -> builder, CommonAttentionMetadata of this pass
-        self._spare: dict[int, list[Any]] = {}  # builders for subsets of tokens, by the id of vLLM's own
+        self._spare: dict[int, list[Any]] = {}  # id of vLLM's builder -> further builders, for subsets of tokens
 
     def set_schedule(self, schedule: Schedule) -> None:
-        """Run another schedule, and begin to count anew."""
+        """Run another schedule, and reset the counts."""
         self.ranks = schedule.ranks
         self.depths, self.prompt_depth = np.asarray(schedule.depths), len(schedule.prompt_layers)
         self.counts: Counter[str] = Counter()
 
     def watch(self, builder: Any) -> None:
-        """Store the CommonAttentionMetadata of each call of one of the runner's builders."""
+        """Store the CommonAttentionMetadata from which a builder of the runner builds attention metadata."""
         if builder.requires_block_table_width:
             raise UserError(f"skipdecode: attention by {type(builder).__name__} is not supported")
         build, update = builder.build, builder.update_block_table
@@ -88,7 +88,7 @@ class LayerSkipper:
             layer.forward = self._skipping(index, layer.forward)
 
     def _skipping(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `forward` that runs a layer for its tokens. Most layers return hidden states and a residual."""
+        """Return a `forward` that runs a layer only for its tokens. Most layers return hidden states and a residual."""
         parameters = inspect.signature(forward).parameters
         required = {
             name
@@ -116,7 +116,7 @@ class LayerSkipper:
                 return hidden.index_copy(axis, subset.tokens, out)
             if out[1] is None:
                 return hidden.index_copy(axis, subset.tokens, out[0]), residual
-            if residual is None:  # only in the lowest layer; a token that skips it has the sum hidden + 0
+            if residual is None:  # only in the lowest layer; a skipping token keeps the sum of the two
                 residual, hidden = hidden.clone(), torch.zeros_like(hidden)
             hidden.index_copy_(axis, subset.tokens, out[0])
             residual.index_copy_(axis, subset.tokens, out[1])
@@ -132,7 +132,7 @@ class LayerSkipper:
         return checked if self.poison else run
 
     def plan(self) -> PassPlan | None:
-        """Return the plan of this pass, made by its first layer; None for passes without attention, e.g. profiling."""
+        """Return the plan of this pass, made by the first layer; None in a pass without attention, e.g. profiling."""
         context = get_forward_context()
         if CONTEXT_KEY not in context.additional_kwargs:
             context.additional_kwargs[CONTEXT_KEY] = self._prepare(context) if context.attn_metadata else None
@@ -140,15 +140,15 @@ class LayerSkipper:
         return plan
 
     def _prepare(self, context: Any) -> PassPlan:
-        """Make the plan, and for each layer that some tokens skip the attention metadata of the tokens that run it."""
+        """Make the plan. If some tokens skip a layer, also build the attention metadata of the tokens that run it."""
         common, built, self._built = self._common, self._built, {}
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy().astype(np.int64)
         # these lengths are exact, because speculative decoding is refused
         ends = common.seq_lens_cpu_upper_bound[: common.num_reqs].numpy().astype(np.int64)
         device = common.seq_lens.device
         plan = PassPlan(self.depths, self.prompt_depth, starts, ends, self._prompt_lengths(common), device)
-        made: dict[tuple[int, int], tuple[Any, Any]] = {}  # metadata by builder and subset
-        builds: Counter[int] = Counter()  # number of builds by builder
+        made: dict[tuple[int, int], tuple[Any, Any]] = {}  # (builder, subset) -> metadata, slots
+        builds: Counter[int] = Counter()  # builder -> number of its builds in this pass
         for index, layers in self.attention.items():
             if plan.runs_all(self.ranks[index]):
                 continue
@@ -172,7 +172,7 @@ class LayerSkipper:
         return plan
 
     def _spare_builder(self, builder: Any, number: int) -> Any:
-        """Return a builder that no other subset of the pass uses: builders of FlashInfer and MLA keep their result."""
+        """Return a builder for one subset of a pass only: builders of FlashInfer and MLA hold their last result."""
         spare = self._spare.setdefault(id(builder), [])
         if len(spare) == number:
             with set_current_vllm_config(builder.vllm_config):
@@ -184,7 +184,7 @@ class LayerSkipper:
 
 
 def _cut(name: str, value: Any, tokens: Tensor, axis: int) -> Any:
-    """Return the values of some tokens in an argument of a layer. axis: the dimension of tokens."""
+    """Return a layer's argument `name` for some tokens only. tokens: their indices. axis: the dimension of tokens."""
     if isinstance(value, tuple):  # cosines and sines
         return tuple(_cut(name, part, tokens, axis) for part in value)
     if not isinstance(value, Tensor):
@@ -197,7 +197,7 @@ def _cut(name: str, value: Any, tokens: Tensor, axis: int) -> Any:
 def _poison(layer: Any, slots: Tensor) -> None:
     """Write key 0 and a huge value into slots of an attention layer's cache.
 
-    Not NaN: kernels multiply the values of masked slots by a weight of 0, which NaN survives.
+    The value is not NaN, because kernels multiply the values of masked slots by 0, and NaN * 0 is NaN.
     """
     shape = len(slots), layer.num_kv_heads
     key = torch.zeros((*shape, layer.head_size), dtype=layer.dtype, device=slots.device)

@@ -21,7 +21,7 @@ FOLDER, BASE_FORMAT = "speed_adapter", "base_format"  # keys of model_loader_ext
 
 
 def use_adapter(load_config: Any, folder: str) -> None:
-    """Set a LoadConfig to this loader."""
+    """Make a LoadConfig use `AdapterLoader` with the adapter in `folder`."""
     if load_config.load_format not in FORMATS:
         raise UserError(f"skipdecode: load_format {load_config.load_format} cannot be combined with speed_adapter")
     extra = {FOLDER: folder, BASE_FORMAT: load_config.load_format}
@@ -31,7 +31,7 @@ def use_adapter(load_config: Any, folder: str) -> None:
 
 @register_model_loader(LOAD_FORMAT)
 class AdapterLoader(DefaultModelLoader):  # type: ignore[misc]
-    """Reads safetensors, and adds an adapter's product to each weight that has one."""
+    """Reads safetensors, and adds the speed adapter's update to each weight for which it has one."""
 
     def __init__(self, load_config: Any) -> None:
         extra = dict(load_config.model_loader_extra_config)
@@ -40,7 +40,7 @@ class AdapterLoader(DefaultModelLoader):  # type: ignore[misc]
         super().__init__(base)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the base's weights, merged in float32 and rounded to the model's dtype, as `merge` does."""
+        """Yield the base's weights plus adapter, merged in float32 and rounded to the model's dtype, as in `merge`."""
         path, dtype = self.adapter.path / WEIGHTS, model_config.dtype
         with safe_open(path, framework="pt") as file:
             left = set(layers_in(file.keys()))

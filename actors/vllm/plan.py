@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# fields of CommonAttentionMetadata with one value for each request, or for each token
+# fields of CommonAttentionMetadata with one value for each request (the first two sets) or for each token
 PER_REQUEST = {"block_table_tensor", "is_prefilling", "rswa_prefix_lens", "req_idx"}
 LENGTHS = {"seq_lens", "seq_lens_cpu_upper_bound"}  # fields that hold the length of each request's sequence
 PER_TOKEN = {"slot_mapping", "positions"}
@@ -25,11 +25,11 @@ class Subset:
     """The tokens of a pass that run a layer, if not all of them do.
 
     Args:
-        tokens: indices of the tokens in the pass, ascending; on the device, like `on_device`.
-        requests: indices of the requests that have such tokens.
+        tokens: indices in the pass of the tokens that run the layer, ascending; a tensor on the device.
+        requests: indices of the requests that have tokens which run the layer.
         on_device: `requests` on the device.
-        counts: number of such tokens of each of these requests, which are its first tokens in the pass.
-        dropped: number of each request's other tokens in the pass.
+        counts: for each of `requests`, how many tokens run the layer; they are its first tokens in the pass.
+        dropped: for each of `requests`, how many of its tokens in the pass skip the layer.
     """
 
     tokens: Tensor
@@ -40,11 +40,11 @@ class Subset:
 
 
 class PassPlan:
-    """The subset of tokens for each rank of the keep order, of one forward pass.
+    """Tells which tokens of one forward pass run the layer of each rank in the keep order.
 
     Args:
-        depths: d(0), d(1), ...
-        prompt_depth: layers that a prompt token runs.
+        depths: d(0), d(1), ...: number of layers that each generated token runs.
+        prompt_depth: number of layers that a prompt token runs.
         starts: index of the first token of each request, and the number of all tokens: ``query_start_loc``.
         ends: length of each request's sequence after the pass.
         prompts: length of each request's prompt.
@@ -72,7 +72,7 @@ class PassPlan:
         return rank < int(self.levels[0])
 
     def subset(self, rank: int) -> Subset | None:
-        """Return the tokens that run the layer of this rank, if not all of them do; None if there are none."""
+        """Return the tokens that run the layer of this rank, None if none does. `runs_all(rank)` must be false."""
         level = int(np.searchsorted(self.levels, rank, side="right"))
         if level == len(self.levels):
             return None
@@ -92,10 +92,10 @@ def cut_metadata(common: Any, subset: Subset, ends: np.ndarray) -> Any:
     """Return the CommonAttentionMetadata of a subset of the tokens.
 
     Args:
-        common: that of all tokens.
+        common: the metadata of all tokens.
         ends: see `PassPlan`.
 
-    Raises NotImplementedError that names an unknown field that holds a value.
+    Raises NotImplementedError that names a field which is set but not known here.
     """
     if not isinstance(common.causal, bool):
         raise NotImplementedError("CommonAttentionMetadata.causal is set by request, which SkipDecode does not support")

@@ -22,7 +22,7 @@ class PromptCache:
             store(request, min(num_computed_tokens, request.num_prompt_tokens), *args, **options)
 
         def get_computed_blocks(request: Any, *args: Any, **options: Any) -> Any:
-            """Ignore generated tokens of a preempted request: as another request's prompt they ran other layers."""
+            """Find blocks of the prompt only: if another prompt contains the answer, it ran other layers there."""
             hashes = request.block_hashes
             request.block_hashes = hashes[: request.num_prompt_tokens // manager.block_pool.hash_block_size]
             try:
@@ -33,15 +33,15 @@ class PromptCache:
         manager.coordinator.cache_blocks, manager.get_computed_blocks = cache_blocks, get_computed_blocks
 
     def add_request(self, request: Any) -> None:
-        """Queue a request. Raises UserError if input streams into it: its answers would become part of the prompt."""
+        """Queue a request. Raises UserError for streaming input, which would make its answers part of the prompt."""
         if request.resumable:
             raise UserError("skipdecode: input that streams into a request is not supported")
         super().add_request(request)  # type: ignore[misc]
 
 
 class SkipScheduler(PromptCache, Scheduler):  # type: ignore[misc]
-    """For ``async_scheduling=False``."""
+    """vLLM's scheduler for ``async_scheduling=False``."""
 
 
 class SkipAsyncScheduler(PromptCache, AsyncScheduler):  # type: ignore[misc]
-    """For vLLM's default, async scheduling."""
+    """vLLM's scheduler for its default, async scheduling."""

@@ -1,4 +1,4 @@
-"""The add-on's settings: the key ``skipdecode`` of vLLM's `additional_config`, on top of the checkpoint's own file."""
+"""The add-on's settings: key ``skipdecode`` in vLLM's `additional_config`, which overrides ``skipdecode.json``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = "skipdecode"
 OWN: dict[str, Any] = {  # keys beside those of a schedule
     "speed_adapter": str | None,  # folder of an adapter to merge
     "unadapted": bool,  # run a schedule that the model was not trained for
-    "self_check": bool,  # compare attention with a slow definition before the first request
+    "self_check": bool,  # compare attention with a slow reference before the first request
     "poison": bool,  # for debugging: write huge values where a token skips a layer, and fail if a layer reads one
 }
 
@@ -30,10 +30,10 @@ class Settings:
 
 
 def read_settings(additional_config: Any, model: str, num_layers: int) -> Settings:
-    """Return the settings of a model in a folder.
+    """Return the add-on's settings for the model in the folder `model`.
 
-    Keys are those of a job's `schedule` section and `OWN`. Keys that are not set come from
-    ``skipdecode.json`` in the speed adapter, else in the model's folder.
+    Keys are those of a job's `schedule` section and `OWN`. Schedule keys that are not set come from
+    ``skipdecode.json`` in the folder of the speed adapter, or of the model if there is no adapter.
 
     Raises UserError for an unknown key, a wrong value, or a schedule for which the model was not trained.
     """

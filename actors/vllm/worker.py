@@ -1,4 +1,4 @@
-"""`worker_cls` for vLLM: the platform's worker, with each decoder layer run for the tokens that need it."""
+"""`worker_cls` for vLLM: the platform's worker, with decoder layers that run only for the schedule's tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class SkipWorker(PlatformWorker):  # type: ignore[misc]
-    """A worker of vLLM. At full depth it replaces nothing of the platform's worker."""
+    """A vLLM worker that runs a schedule. At full depth it works as the platform's worker."""
 
     skipper: LayerSkipper | None = None
 
@@ -108,7 +108,7 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Raise UserError that names all settings of a VllmConfig which cannot be combined with skipped layers."""
+    """Raise UserError if any settings of a VllmConfig cannot be combined with skipped layers; name all of them."""
     version = vllm.__version__
     if version.split(".")[:2] != TESTED.split("."):
         raise UserError(
@@ -146,7 +146,7 @@ def decoder_layers(model: Any, count: int) -> ModuleList:
 
 
 def attention_layers(by_name: Mapping[str, Any]) -> dict[int, dict[str, Attention]]:
-    """Return the attention layers of each decoder layer, by name. by_name: all layers that vLLM registers by name."""
+    """Return attention layers: decoder layer index -> name -> layer. by_name: all layers that vLLM registers."""
     found: dict[int, dict[str, Attention]] = {}
     for name, layer in by_name.items():
         if not isinstance(layer, AttentionLayerBase):

@@ -21,7 +21,7 @@ from pipeline.cli.serve import serve
 
 
 def demo(
-    folder: Annotated[Path, typer.Argument(help="A folder for prompts, job file and answers.")] = Path("demo"),
+    folder: Annotated[Path, typer.Argument(help="Folder for the demo's prompts, job file and answers.")] = Path("demo"),
     rows: Annotated[int, typer.Option(min=1, help="Prompts.")] = 2000,
 ) -> None:
     """Answer prompts about restaurants with the included toy model, on a local Ray."""
@@ -34,7 +34,7 @@ def demo(
 def keys(
     section: Annotated[str | None, typer.Argument(help="A section such as input, or a key; default all.")] = None,
 ) -> None:
-    """Print every key of the configuration files with type, default and meaning, or those of a section."""
+    """Print the keys of the configuration files, all or those of one section, with type, default and meaning."""
     with command(verbose=False):
         from pipeline.config.reference import described
 

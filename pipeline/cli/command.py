@@ -33,17 +33,17 @@ EXTRAS = {  # package -> extra
     "sacrebleu": "eval",
     "sqlalchemy": "tables",
 }
-USER_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "  # beginning of a traceback's last line
+USER_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "  # so begins the last line of a UserError's traceback
 UNTYPED = ("actors", "botocore", "pipeline", "ray")  # errors of these packages are clear without their type's name
 
 
 @dataclass
 class Advice:
-    """What a command's last line adds to an error."""
+    """Texts that the last line of a failed command adds to the error."""
 
     file: str = ""  # file that a UserError is about; set once it is loaded, because loading names the file itself
     output: str = ""  # the folder whose lease another run may hold
-    failed: str = ""  # what the user should do next, as a clause
+    failed: str = ""  # what the user should do after an error, as a clause
     interrupted: str = "run the same command again"
     out_of_memory: str = ""  # what the user should lower after torch has run out of memory, as a clause
     verbose: bool = False  # print the traceback too
@@ -68,8 +68,8 @@ def stop(code: int, message: str) -> typer.Exit:
 def command(verbose: bool = False, log_json: bool = False, **clauses: str) -> Iterator[Advice]:
     """Set the process up, and end the command with one line and an exit status after any exception in the block.
 
-    2: a `UserError`, also one raised in a Ray task, or a missing optional package. 4: a signal. 5: another run holds
-    the output. 1: everything else; its traceback goes to a log file, which the line names. clauses: fields of `Advice`.
+    Exit status 2: a `UserError`, also one raised in a Ray task, or a missing optional package. 4: a signal. 5: another
+    run holds the output. 1: any other error; the line names a log file with its traceback. clauses: fields of `Advice`.
     """
     setup(verbose, log_json)
     advice = Advice(**clauses, verbose=verbose)

@@ -1,4 +1,4 @@
-"""`skipdecode init` and `convert`: a job file from an input's columns, a checkpoint from a GGUF file."""
+"""`skipdecode init` and `convert`: write a job file for an input, and convert a GGUF file to a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.cli.command import Verbose, command
 def init(
     path: Annotated[str, typer.Argument(metavar="INPUT", help="File, folder or glob of prompts; local or s3://.")],
     output: Annotated[Path, typer.Option(help="The job file to write; it must not exist.")] = Path("job.yaml"),
-    model: Annotated[str | None, typer.Option(help="Checkpoint; default the demo's, where it is found.")] = None,
+    model: Annotated[str | None, typer.Option(help="Checkpoint; default: the demo's, if it exists.")] = None,
     verbose: Verbose = False,
 ) -> None:
     """Look at an input's columns and write a commented job file. Replaces no file."""

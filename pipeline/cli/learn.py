@@ -17,7 +17,7 @@ def adapt(
     job: JobFile,
     changes: Changes = None,
     probe_only: Annotated[
-        bool, typer.Option("--probe", help="Train nothing: say in minutes what an adaptation could give, and its cost.")
+        bool, typer.Option("--probe", help="Train nothing; estimate in minutes what an adaptation could gain and cost.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
     verbose: Verbose = False,
@@ -29,7 +29,7 @@ def adapt(
     with command(
         verbose,
         output="the adaptation",
-        failed="the same command goes on from the last stage",
+        failed="the same command resumes from the last stage",
         interrupted="the same command finishes the job",
         out_of_memory="lower adapt.training.batch_size or actors.max_batch",
     ) as advice:
@@ -64,12 +64,12 @@ def adapt(
 
 
 def tune(
-    recipe: Annotated[Path, typer.Argument(metavar="TUNE.yaml", help="The recipe.")],
+    recipe: Annotated[Path, typer.Argument(metavar="TUNE.yaml", help="The training file.")],
     changes: Changes = None,
     verbose: Verbose = False,
 ) -> None:
     """Train a checkpoint for a schedule or for any speed; the same command continues an interrupted training."""
-    again = "the same command goes on from the last saved step"
+    again = "the same command resumes from the last saved step"
     with command(verbose, failed=again, interrupted=again, out_of_memory="lower training.micro_batch_tokens") as advice:
         from pipeline.config.tune import TuneConfig
 
@@ -87,7 +87,7 @@ def tune(
 
 
 def evaluate(
-    recipe: Annotated[Path, typer.Argument(metavar="EVAL.yaml", help="The recipe.")],
+    recipe: Annotated[Path, typer.Argument(metavar="EVAL.yaml", help="The evaluation file.")],
     changes: Changes = None,
     verbose: Verbose = False,
 ) -> None:

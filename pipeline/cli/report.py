@@ -23,27 +23,27 @@ def report(
             metavar="OUTPUT", help="A job's output folder, the root of incremental runs, or a job file (.yaml)."
         ),
     ],
-    endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint; default that of the job file.")] = None,
+    endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint; default: the job file's.")] = None,
     check: Annotated[
         bool,
         typer.Option(
             "--verify",
-            help="Instead: read every part, and print a line for each that is not what was committed "
-            "(digest, rows, job); exit 1 if any.",
+            help="Print no statistics; read every part (a shard's output file), and print a line for each part whose "
+            "digest, rows or job differ from its commit record. Exit status 1 if there is one.",
         ),
     ] = False,
     write: Annotated[
-        bool, typer.Option("--write", help="Also write _job/stats.parquet and _job/summary.json; not while a job runs.")
+        bool, typer.Option("--write", help="Also write _job/stats.parquet, _job/summary.json. Not for a running job.")
     ] = False,
     html: Annotated[
         bool,
-        typer.Option("--html", help="Instead: write _job/report.html."),
+        typer.Option("--html", help="Print no statistics; write _job/report.html."),
     ] = False,
-    to: Annotated[Path | None, typer.Option("--to", help="With --html: the local file to write instead.")] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="With --html: write the page to this local file.")] = None,
 ) -> None:
-    """Print a job's statistics from its commit records, finished or not. Only reads, unless --write or --html is given.
+    """Print the statistics of a job, finished or not, from its commit records. Only --write and --html write files.
 
-    For a root of incremental runs: print the ledger of its runs.
+    For the root of incremental runs, print the ledger (the list of runs).
     """
     with command(False) as advice:
         if to is not None and not html:

@@ -21,10 +21,10 @@ def run(
     changes: Changes = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Answer only the first rows of the input.")] = None,
     overwrite: Annotated[
-        bool, typer.Option(help="Replace another job's output; input.since: abandon an unfinished run.")
+        bool, typer.Option(help="Replace another job's output; with input.since: abandon an unfinished run.")
     ] = False,
     verify: Annotated[
-        bool, typer.Option(help="Read all parts of earlier runs in a store; on a local disk this is always done.")
+        bool, typer.Option(help="Read and check all parts of earlier runs; always done on a local disk.")
     ] = False,
     repair: Annotated[
         bool, typer.Option(help="Keep damaged parts of earlier runs in _job/damaged, and answer their rows again.")
@@ -34,13 +34,13 @@ def run(
     log_json: LogJson = False,
     metrics_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Port of 127.0.0.1 for Prometheus, where the job starts its own Ray."),
+        typer.Option(min=1, max=65535, help="Port of 127.0.0.1 for Prometheus, if the job starts its own Ray."),
     ] = None,
     verbose: Verbose = False,
 ) -> None:
     """Run or resume a bulk job; with input.since, answer the new files."""
     again = "the same command without --overwrite" if overwrite else "the same command"
-    going_on = {"failed": f"{again} goes on from the committed shards", "interrupted": f"{again} finishes the job"}
+    going_on = {"failed": f"{again} resumes from the committed shards", "interrupted": f"{again} finishes the job"}
     with command(verbose, log_json, **going_on) as advice:
         from pipeline.config.job import JobConfig
 
@@ -114,7 +114,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
 def try_rows(
     job: JobFile,
     changes: Changes = None,
-    rows: Annotated[int, typer.Option(min=1, help="How many rows, from the first on.")] = 5,
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows, counted from the first.")] = 5,
     verbose: Verbose = False,
 ) -> None:
     """Answer a few rows in this process and print prompts and answers. Writes nothing and starts no Ray."""
@@ -159,7 +159,7 @@ def plan(
     job: JobFile,
     changes: Changes = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Plan only the first rows of the input.")] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="Time for the sample, all speeds together.")] = 120,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds for the sample, all speeds together.")] = 120,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: Verbose = False,
 ) -> None:

@@ -11,16 +11,16 @@ import typer
 from actors.engine.errors import UserError
 from pipeline.cli.command import Changes, Verbose, command
 
-# by default a proxy that does not answer within 5 or 10 s is killed, as it may on a busy machine while it starts
+# Ray Serve's limits of 5 and 10 s are too short for a proxy that starts on a busy machine: it would be killed
 PATIENT = ("READY_CHECK", "HEALTH_CHECK")
 
 
 def serve(
     file: Annotated[
-        Path | None, typer.Argument(metavar="[SERVE.yaml]", help="Settings; --model alone will do instead.")
+        Path | None, typer.Argument(metavar="[SERVE.yaml]", help="File of settings; not needed with --model.")
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="CHECKPOINT", help="Sets model.path.")] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Sets http.port; default 8000.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="CHECKPOINT", help="The model to serve: model.path.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port, http.port; default 8000.")] = None,
     changes: Changes = None,
     verbose: Verbose = False,
 ) -> None:

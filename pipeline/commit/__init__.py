@@ -1,1 +1,1 @@
-"""Why nothing is lost: parts, records, the lease, the end of a job. Read sink.py, records.py, finalize.py."""
+"""Commits answers so that none is lost: parts, records, lease, final checks. Read sink.py, records.py, finalize.py."""

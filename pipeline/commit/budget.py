@@ -1,7 +1,7 @@
 """Budget of a job: sums the use of all runs and stops the job at a limit.
 
-Tokens come from the commit records. Device time is the wall clock of each session, kept in `_job/spent.json`. A killed
-driver does not write that file; the actors' seconds in the commit records are then the lower bound.
+Tokens come from the commit records. Device time is the wall-clock time of all runs times the number of devices, kept in
+`_job/spent.json`. A killed driver does not write that file, so at least the actors' seconds in the records are counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLL_SECONDS = 0.25
 class BudgetSpent(Interrupted):
     """A limit of the job's budget is reached. With a higher limit the same command resumes the job."""
 
-    advice = "what is answered is kept; raise the limit, and the same command goes on"
+    advice = "all answers so far are kept; raise the limit and run the same command to resume"
 
 
 class Budget:
@@ -39,7 +39,7 @@ class Budget:
         self.began = time.monotonic()
 
     def spent(self, seconds: float, tokens: int) -> str | None:
-        """Return a line that names the limit that this run's wall clock and tokens have reached; None below all."""
+        """Return a line that names a limit reached by earlier runs plus `seconds` and `tokens` of this run, or None."""
         limits = self.config.budget
         if limits is None:
             return None
@@ -52,9 +52,9 @@ class Budget:
 
     @contextmanager
     def spending(self, coordinator: Coordinator, shards: int) -> Iterator[None]:
-        """Watch the run in the block; interrupt it at a limit, unless all of its `shards` have begun.
+        """Watch the budget while the block runs, and interrupt the run at a limit. shards: number of the run's shards.
 
-        Raises BudgetSpent, which replaces the interrupt.
+        A run whose shards have all begun is not interrupted. Raises BudgetSpent in place of the interrupt.
         """
         if self.config.budget is None:
             yield

@@ -23,10 +23,10 @@ LEDGER = "_ledger"  # folder with the records of incremental runs
 
 
 def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
-    """Return the job that the folder holds; None if it holds none, or if the job will be replaced.
+    """Return the manifest of the job in the folder; None if there is no job, or if `overwrite` is set.
 
-    Raises UserError for a folder that holds incremental runs, a file that a job would replace and that no job wrote,
-    Parquet files without a job, or data files of a table that would be replaced.
+    Raises UserError if the folder holds incremental runs, Parquet files but no job, or a file that the new job would
+    replace although no job wrote it. With `overwrite`, raises it also if a table uses the parts as data files.
     """
     if folder.names(LEDGER):
         raise UserError(
@@ -47,7 +47,7 @@ def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
 
 
 def _check_success(folder: Folder) -> None:
-    """Raise UserError for a `_SUCCESS` that no job of this program wrote: other programs leave an empty one."""
+    """Raise UserError if another program wrote `_SUCCESS`. Only this program writes a fingerprint into the file."""
     with suppress(FileNotFoundError):
         if b'"fingerprint"' not in folder.read(SUCCESS):
             raise _strange(folder, SUCCESS)
@@ -89,7 +89,7 @@ def _strange(folder: Folder, name: str) -> UserError:
 
 
 def check_same_job(folder: Folder, stored: Manifest | None, planned: Manifest) -> None:
-    """Raise UserError that names the differing keys if the folder's stored job is not the planned one."""
+    """Raise UserError if the stored job is not the planned job. The message names the keys that differ."""
     if stored is not None and stored.fingerprint != planned.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, planned.identity))
         raise UserError(f"{folder.url}: holds another job, which differs in {names}; --overwrite replaces it")
@@ -98,8 +98,8 @@ def check_same_job(folder: Folder, stored: Manifest | None, planned: Manifest) -
 def claim(folder: Folder, stored: Manifest | None, planned: Manifest, *, overwrite: bool) -> None:
     """Claim the folder for the planned job, and save its manifest. The caller holds the lease.
 
-    Raises UserError if another run began a job here since `stored` was read, or overwriting would touch files of
-    no job.
+    Raises UserError if another run began a job here since `stored` was read, or if `overwrite` would replace files
+    that no job wrote.
     """
     clear_temporaries(folder)
     now = stored_job(folder, overwrite=overwrite)

@@ -1,7 +1,7 @@
-"""Counts ids that repeat within a job: a join by a repeated id would double rows.
+"""Counts repeated ids in a job, because a join on a repeated id would duplicate rows.
 
-Each row is a 64-bit hash of its id and its place, 16 bytes. They go to temporary files, so that equal hashes meet in
-one file; each file is sorted in memory, one after the other.
+For each row, a 64-bit hash of its id and the row's position go to a temporary file, 16 bytes in all. The hash selects
+the file, so that equal hashes are in the same file. The files are sorted in memory, one at a time.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, read_json, write_json
 
 DUPLICATES = "_job/duplicates.json"
-ROWS_AT_ONCE = 2**22  # about so many rows of a temporary file: they are sorted in memory
+ROWS_AT_ONCE = 2**22  # approximate rows of a temporary file, which is sorted in memory
 EXAMPLES = 3
-NULL = -(2**62) - 7919  # stands for an id that is null among integers
+NULL = -(2**62) - 7919  # replaces a null in a column of integer ids
 
 
 def count_repeated(
     columns: Iterable[pa.ChunkedArray], shards: Sequence[Shard], ids_of: Callable[[Shard], pa.ChunkedArray]
 ) -> tuple[int, list[str]]:
-    """Return the number of rows whose id an earlier row of the job has, and examples.
+    """Return the number of rows whose id an earlier row of the job has, and up to `EXAMPLES` examples.
 
-    columns: ids of each shard; `ids_of` reads those of one shard again.
+    columns: the ids of each shard, in order. ids_of: reads the ids of one shard again, for the examples.
     """
     rows = sum(shard.rows for shard in shards)
     found, places = 0, list[tuple[int, int]]()
@@ -73,7 +73,7 @@ def count_repeated(
 
 
 def record_duplicates(folder: Folder, manifest: Manifest) -> None:
-    """Count the repeated ids of the committed parts, and write the figure and examples beside the statistics."""
+    """Count the repeated ids in the committed parts, and write the count and examples to `DUPLICATES`."""
 
     def ids_of(shard: Shard) -> pa.ChunkedArray:
         return _ids(folder, part_name(shard.index))
@@ -83,7 +83,7 @@ def record_duplicates(folder: Folder, manifest: Manifest) -> None:
 
 
 def with_duplicates(folder: Folder, totals: Totals) -> Totals:
-    """Return the totals, with the repeated ids of the whole job if they were counted."""
+    """Return the totals with count and examples of the job's repeated ids; unchanged if they were not counted."""
     values = read_json(folder, DUPLICATES)
     if not isinstance(values, dict):
         return totals
@@ -91,23 +91,23 @@ def with_duplicates(folder: Folder, totals: Totals) -> Totals:
 
 
 def repeated_error(found: int, examples: Sequence[str]) -> UserError:
-    """Return the error of a job that refuses repeated ids."""
+    """Return the error for a job that refuses repeated ids (`input.duplicate_ids: error`)."""
     listed = "; ".join(examples)
     return UserError(f"input.id: {found:,} rows have the id of an earlier row, such as {listed} (input.duplicate_ids)")
 
 
 def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
-    """Return a hash of each id [N], the same for equal ids within this process; an integer is its own hash."""
+    """Return a hash of each id [N]. Equal ids have equal hashes within this process. An integer is its own hash."""
     if pa.types.is_integer(ids.type):
         return np.asarray(ids.cast(pa.int64(), safe=False).fill_null(NULL).to_numpy())
     if not (pa.types.is_nested(ids.type) or pa.types.is_binary(ids.type) or pa.types.is_large_binary(ids.type)):
-        ids = ids.cast(pa.large_string())  # text also for dates that Python cannot hold
+        ids = ids.cast(pa.large_string())  # as text, because Python cannot represent all dates
     values = ids.to_pylist()
     return np.fromiter(map(hash, map(repr, values) if pa.types.is_nested(ids.type) else values), np.int64, len(ids))
 
 
 def _ids(folder: Folder, name: str) -> pa.ChunkedArray:
-    """Return the ids of a part's input rows; only the bytes of these columns are read."""
+    """Return the id of each input row in a part (output file of one shard). Reads only the columns that this needs."""
     with folder.open(name) as opened:
         file = pq.ParquetFile(opened)
         names = [one for one in ("id", "sample_index") if one in file.schema_arrow.names]

@@ -27,9 +27,10 @@ class RowsMissing(Exception):
 def finalize(folder: Folder, manifest: Manifest, duplicate_ids: str | None = None) -> Totals:
     """Check that every planned row is committed once, then write statistics and summary.
 
-    duplicate_ids: `input.duplicate_ids` of a job whose ids are an input column, and are counted, else None. Raises
-    RowsMissing with the remedy; `_SUCCESS` is then removed. A part that is not the committed one keeps its record, so
-    that no later run accepts it; the record of a part that is gone is dropped, so that its shard is run again.
+    duplicate_ids: the job's `input.duplicate_ids` if its ids come from an input column and are counted, else None.
+
+    If the check fails, removes `_SUCCESS` and raises RowsMissing with the remedy. A part that differs from its record
+    keeps the record, so that no later run accepts it. The record of a missing part is removed: its shard is run again.
     """
     records, parts = load_records(folder, manifest.shards, manifest.fingerprint)
     try:
@@ -54,7 +55,7 @@ def write_success(folder: Folder, manifest: Manifest, totals: Totals) -> None:
 
 
 def finished_totals(folder: Folder, manifest: Manifest, check: Check = "quick") -> Totals | None:
-    """Return the totals of a finished job; None if `_SUCCESS`, a record or a part is missing or differs. Only reads."""
+    """Return the totals of a finished job; None if `_SUCCESS`, a record or a part is missing or damaged. Only reads."""
     if not folder.exists(SUCCESS):
         return None
     records, damaged = read_all(folder, manifest.fingerprint)
@@ -69,7 +70,7 @@ def finished_totals(folder: Folder, manifest: Manifest, check: Check = "quick") 
 
 
 def check_rows(records: pa.Table, parts: Mapping[int, FileInfo], shards: Sequence[Shard]) -> None:
-    """Compare records and parts, as from `load_records`, with the plan. Raises RowsMissing for the first difference."""
+    """Raise RowsMissing at the first difference between the planned `shards` and the results of `load_records`."""
     planned = {shard.index: shard.rows for shard in shards}
     recorded = {row["shard"]: row for row in records.select(["shard", "rows", "bytes"]).to_pylist()}
     for name, known in ((part_name, parts.keys()), (record_name, recorded.keys())):
@@ -90,7 +91,7 @@ def check_rows(records: pa.Table, parts: Mapping[int, FileInfo], shards: Sequenc
 
 
 def write_statistics(folder: Folder, manifest: Manifest, records: pa.Table) -> Totals:
-    """Write statistics and summary of these records, of a job that may be unfinished."""
+    """Write statistics and summary of `records`, and return their totals. The job may be unfinished."""
     totals = with_duplicates(folder, totals_of(records))
     sink = pa.BufferOutputStream()
     pq.write_table(records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA), sink)
@@ -100,7 +101,7 @@ def write_statistics(folder: Folder, manifest: Manifest, records: pa.Table) -> T
 
 
 def summary(folder: Folder, manifest: Manifest, totals: Totals) -> dict[str, Any]:
-    """Return the totals, and the job and plan that they belong to."""
+    """Return the content of summary and `_SUCCESS`: the totals, and values that identify the job and its plan."""
     return {
         "output": folder.url,
         "fingerprint": manifest.fingerprint,
@@ -113,5 +114,5 @@ def summary(folder: Folder, manifest: Manifest, totals: Totals) -> dict[str, Any
 
 
 def totals_of(records: pa.Table) -> Totals:
-    """Return the totals over the records' shards."""
+    """Return the sums over all shards in `records`."""
     return add_up(records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA))

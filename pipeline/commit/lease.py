@@ -1,12 +1,12 @@
-"""One run at a time on one output: epochs, numbered files in `_job/lease`, each kept alive by a counter.
+"""The lease lets one run at a time work on an output. Each holder has an epoch: a numbered file in `_job/lease`.
 
     000001.json  released                         ──> create 000002.json: the highest number holds the lease
     000002.json  no heartbeat for 60 s, or dead   ──> create 000003.json
     000003.json  heartbeat every 10 s             ──> sees a higher number: the lease is lost
 
-A file is written by its own holder alone and the highest is never removed, so a holder that sleeps through its
-replacement changes nothing for its successor. The lease saves work; correctness rests on the conditional creation of
-parts. Heartbeats are timed by the watcher's monotonic clock: clocks that differ or are set do not matter.
+Only its holder writes a file, and the file with the highest number is never removed. A holder that was suspended while
+another run took over therefore does not disturb that run. The lease only avoids duplicate work; correctness rests on
+the conditional creation of parts. A waiting run times heartbeats by its own monotonic clock; clocks need not agree.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Holder:
     namespace: str = ""  # host, boot and process id namespace, within which `pid` names one process; "" if unknown
     pid: int = 0
     started: float = 0.0  # seconds after boot
-    nonce: str = ""  # a random name of this lease
+    nonce: str = ""  # random id of this lease
     since: float = 0.0  # seconds since 1970, shown to people
     counter: int = 0  # heartbeats so far
     released: bool = False
@@ -63,7 +63,7 @@ class Holder:
 
 
 def this_process() -> Holder:
-    try:  # the file exists on Linux only
+    try:  # these paths exist on Linux only
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -78,7 +78,7 @@ def _seconds_after_boot(process: psutil.Process) -> float:
 
 
 def is_dead(holder: Holder, here: Holder) -> bool:
-    """Tell whether a holder has certainly ended: only a process in the same namespaces can know. here: this process."""
+    """Tell whether the holder has certainly ended. here: this process, which knows only holders in its namespace."""
     if not holder.namespace or holder.namespace != here.namespace:
         return False
     try:
@@ -138,7 +138,7 @@ class Lease:
             self._write(replace(self.holder, released=True))
 
     def _write(self, holder: Holder) -> bool:
-        """Write the file of our epoch, if another run has not created a higher one."""
+        """Write the file of our epoch; return False and write nothing if another run has created a higher epoch."""
         if max(self._epochs(), default=0) != self.epoch or not self._holds(self.epoch):
             return False
         self.holder = holder
@@ -146,12 +146,12 @@ class Lease:
         return True
 
     def _create(self, epoch: int) -> bool:
-        """Create an epoch. It is ours if its file says so and it is the highest, whatever the store answered."""
+        """Create an epoch; True if its file names this holder and no epoch is higher, whatever the store answered."""
         self.folder.create(_name(epoch), _encode(self.holder))
         if not self._holds(epoch):
             return False
         epochs = self._epochs()
-        if max(epochs, default=0) != epoch:  # lower numbers had been removed while this process slept
+        if max(epochs, default=0) != epoch:  # while this process slept, another run took over and removed lower epochs
             self.folder.remove(_name(epoch))
             return False
         self.epoch = epoch
@@ -196,7 +196,7 @@ class Lease:
         return [int(match[1]) for match in matches if match]
 
     def _read(self, name: str) -> Holder | None:
-        """Return the holder that a file names. Of a damaged file it is unknown, and watched like any other."""
+        """Return the holder that a file names; None if the file is gone, an unknown holder if it is damaged."""
         try:
             holder = Holder(**json.loads(self.folder.read(name)))
             holder.describe()
@@ -209,7 +209,7 @@ class Lease:
 
 @contextmanager
 def leased(folder: Folder) -> Iterator[None]:
-    """Hold the lease of a folder. Raises LeaseHeld at the start, LeaseLost if another run takes over meanwhile."""
+    """Hold the lease of a folder in the block. Raises LeaseHeld at the start, LeaseLost if another run takes over."""
     lost, interrupt = False, interrupter()
 
     def on_lost() -> None:
@@ -228,7 +228,7 @@ def leased(folder: Folder) -> Iterator[None]:
             raise LeaseLost(f"{folder.url}: another run has taken over") from None
         raise
     finally:
-        with suppress(Interrupted), shielded():  # too late to stop
+        with suppress(Interrupted), shielded():  # the block has ended: nothing is left to interrupt
             try:
                 lease.release()
             except STORE_ERRORS as error:  # for example a full disk, which the job reports itself

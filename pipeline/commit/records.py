@@ -3,9 +3,9 @@
     _job/commits/000123.json          the record of a shard, written by the actor that committed it
     _job/segments/<sha256>.parquet    many records, named after the file's digest; their small files are then removed
 
-All records are the union of both. A crash before the small files are removed leaves duplicates, and two runs that
-compact at the same time write the same rows; both are harmless. The part is the commit: a lost record is rebuilt
-from its part. Without segments, a job of 250,000 shards would read its records for several minutes at its end.
+All records are the union of small files and segments. A crash before the small files are removed leaves duplicates,
+and two runs that compact at the same time write the same rows; both are harmless. A lost record is rebuilt from the
+shard's output file (part). Without segments, reading the records of 250,000 shards would take several minutes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
 COMMITS, SEGMENTS = "_job/commits", "_job/segments"
-COMPACT_AT = 1000  # number of separate record files at which they are compacted
+COMPACT_AT = 1000  # number of separate record files that triggers a compaction
 COMPACT_SECONDS = 30.0  # seconds between two compactions
 SEGMENT_ROWS = 10_000  # maximum rows of a segment
 RECORD, DIGEST = re.compile(r"(\d{6,})\.json"), re.compile(r"[0-9a-f]{64}")
-Record = dict[str, Any]  # a row of `RECORDS_SCHEMA`: a shard's statistics; digest, size and store's tag of its part
+Record = dict[str, Any]  # a row of `RECORDS_SCHEMA`: a shard's statistics, and digest, size and tag of its part
 RECORDS_SCHEMA = pa.schema([*STATS_SCHEMA, ("sha256", pa.string()), ("bytes", pa.int64()), ("tag", pa.string())])
 
 
@@ -45,12 +45,12 @@ def record_name(shard: int) -> str:
 
 
 def commit_record(part: bytes, stats: ShardStats, tag: str = "") -> Record:
-    """Return the record of a part with these bytes. tag: see `Folder.tag`."""
+    """Return the record of a part. part: its bytes. tag: see `Folder.tag`."""
     return {**asdict(stats), "sha256": hashlib.sha256(part).hexdigest(), "bytes": len(part), "tag": tag}
 
 
 def encode_record(record: Record, fingerprint: str) -> bytes:
-    """Return the file of a record."""
+    """Return a record as the bytes of its JSON file."""
     values = {
         **{name: record[name] for name in ("shard", "sha256", "bytes", "rows")},
         **({"tag": record["tag"]} if record["tag"] else {}),
@@ -86,17 +86,17 @@ def _check(values: Mapping[str, object]) -> str:
 
 
 def records_table(records: Sequence[Record]) -> pa.Table:
-    """Return one row per record, in their order."""
+    """Return a table with one row per record, in the order of `records`."""
     return pa.Table.from_pylist(list(records), schema=RECORDS_SCHEMA)
 
 
 def loose_shards(folder: Folder) -> list[int]:
-    """Return the shards with a record file of their own."""
+    """Return the sorted indices of the shards whose record is in a separate file, not in a segment."""
     return sorted(int(match[1]) for name in folder.names(COMMITS) if (match := RECORD.fullmatch(name)))
 
 
 def _read_loose(folder: Folder, shards: Sequence[int], fingerprint: str) -> tuple[list[Record], list[str]]:
-    """Return the records in these files, and the names of damaged files. Skips files that no longer exist."""
+    """Return the records of `shards` from their separate files, and the names of damaged files. Skips missing files."""
 
     def read(shard: int) -> Record | str | None:
         try:
@@ -114,7 +114,7 @@ def _read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table
     def read(name: str) -> pa.Table | None:
         try:
             data = folder.read(name)
-        except FileNotFoundError:  # replaced by another since it was listed
+        except FileNotFoundError:  # replaced by another segment since the listing
             return RECORDS_SCHEMA.empty_table()
         if name != _segment_name(data):
             return None
@@ -147,14 +147,14 @@ def read_all(folder: Folder, fingerprint: str) -> tuple[pa.Table, list[str]]:
 
 
 def merge(tables: Sequence[pa.Table]) -> pa.Table:
-    """Return one row per shard, sorted by shard. An original record precedes one that was rebuilt from the part."""
+    """Return one row per shard, sorted by shard. Prefers an original record to one rebuilt from the part."""
     table = pa.concat_tables(tables).sort_by([("shard", "ascending"), ("rebuilt", "ascending")])
     shards = table["shard"].to_numpy()
     return table.filter(pa.array(np.append(True, shards[1:] != shards[:-1])[: len(shards)]))
 
 
 def read_records(folder: Folder, fingerprint: str) -> pa.Table:
-    """Return all records as `read_all` does. Raises UserError that names a damaged file."""
+    """Return all records as `read_all` does. Raises UserError if a record file is damaged."""
     records, damaged = read_all(folder, fingerprint)
     if damaged:
         raise UserError(damaged_record(folder, damaged[0]))
@@ -174,9 +174,9 @@ def write_segment(folder: Folder, table: pa.Table, fingerprint: str) -> None:
 
 
 def compact(folder: Folder, fingerprint: str, least: int = COMPACT_AT) -> int:
-    """Move records into segments if at least `least` have a file of their own; return the number moved.
+    """Move separate record files into segments if there are at least `least`; return the number of moved records.
 
-    Damaged ones stay: the end of the job rebuilds them.
+    Damaged files stay: the end of the job rebuilds these records.
     """
     shards, moved = loose_shards(folder), 0
     for first in range(0, len(shards) if len(shards) >= least else 0, SEGMENT_ROWS):
@@ -189,7 +189,7 @@ def compact(folder: Folder, fingerprint: str, least: int = COMPACT_AT) -> int:
 
 
 def drop_records(folder: Folder, shards: Sequence[int], fingerprint: str) -> None:
-    """Remove the records of shards whose parts are gone, so that the shards are open again."""
+    """Remove the records of `shards`, whose parts are gone or set aside, so that the next run answers the shards."""
     for name, table in _read_segments(folder, fingerprint)[0].items() if shards else ():
         kept = table.filter(pc.invert(pc.is_in(table["shard"], pa.array(shards, pa.int64()))))
         if kept.num_rows < table.num_rows:

@@ -1,8 +1,8 @@
-"""The answers as JSON Lines in the folder of the parts, once every row is committed: `output.format`.
+"""Writes the answers as JSON Lines beside the parts once every row is committed, if `output.format` asks for it.
 
-The files are a function of the committed parts and the plan, so that a run which was killed between two of them writes
-the others. Each is created whole and never replaces a file. `_job/results.json`, written before the file, holds its
-digest: only files with a recorded digest are removed by --overwrite.
+The files depend only on the committed parts and the plan. If a run is killed between two files, the next run writes the
+missing ones. Each file is created whole and never replaces another program's file. `_job/results.json` gets the file's
+digest before the file is written: --overwrite removes only files with a recorded digest.
 
 Source of batch files: https://platform.openai.com/docs/guides/batch
 """
@@ -35,18 +35,18 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, read_json, write_json
 from pipeline.storage.parquet import read_parquet
 
-Line = tuple[str, bytes]  # name of the result without suffix; a line with its line end
+Line = tuple[str, bytes]  # kind of file (`ANSWERS`, `RESULTS` or `ERRORS`); a line with its line end
 ANSWERS, RESULTS, ERRORS = RESULT_NAMES
 RECORD = "_job/results.json"
 FILE_BYTES = 256 * 2**20  # maximum bytes of a file, which is written in one put
-KINDS: dict[str, tuple[str, ...]] = {"jsonl": (ANSWERS,), "openai_batch": (RESULTS, ERRORS)}  # by output.format
-NAME = re.compile(rf"({ANSWERS}|{RESULTS}|{ERRORS})(-\d{{4,}})?\.jsonl")  # only files of these names are changed
+KINDS: dict[str, tuple[str, ...]] = {"jsonl": (ANSWERS,), "openai_batch": (RESULTS, ERRORS)}  # format -> kinds of files
+NAME = re.compile(rf"({ANSWERS}|{RESULTS}|{ERRORS})(-\d{{4,}})?\.jsonl")  # only such files are written or removed
 
 
 def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
     """Write the files that `output.format` asks for, from the parts of a job whose rows are all committed.
 
-    Raises UserError for a file of the same name that is not this job's.
+    Raises UserError if a file of the same name exists that this job did not write.
     """
     kinds = KINDS.get(config.result_format, ())
     if not kinds:
@@ -65,7 +65,7 @@ def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None
                 if found != digest and found not in known.get(name, []):
                     _record(folder, known, done=False)
                     raise _taken(folder, name)
-                if found != digest:  # the parts were gone and have been answered again
+                if found != digest:  # lost parts were answered again with other bytes
                     folder.replace(name, data)
             known[name] = [digest]
             written.add(name)
@@ -75,7 +75,7 @@ def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None
 
 
 def check_free(folder: Folder, config: JobConfig) -> None:
-    """Raise UserError before a new job runs if a file that no job wrote has the name of one of its results."""
+    """Raise UserError, before a new job runs, if a file that no job wrote has the name of a result file."""
     kinds, known = KINDS.get(config.result_format, ()), recorded(folder)
     for name in folder.names() if kinds else ():
         if _kind(name) in kinds and _sha256(folder.read(name)) not in known.get(name, []):
@@ -93,7 +93,7 @@ def has_results(folder: Folder, config: JobConfig) -> bool:
 
 
 def recorded(folder: Folder) -> dict[str, list[str]]:
-    """Return the digests of each recorded file; two during a replacement, of the old and of the new file."""
+    """Return the digests of each recorded file: one, or the old and the new one while the file is being replaced."""
     return _read(folder)[0]
 
 
@@ -123,7 +123,7 @@ def _lines(folder: Folder, manifest: Manifest, to_lines: Callable[[bytes, Shard]
 
 
 def _read(folder: Folder) -> tuple[dict[str, list[str]], bool]:
-    """Digests by file, and whether all files were written; nothing from a missing or damaged record."""
+    """Return name -> digests of recorded files, and whether all were written. Without a valid record: empty, False."""
     try:
         values = read_json(folder, RECORD)
         files = {str(name): [str(digest) for digest in digests] for name, digests in values["files"].items()}
@@ -156,14 +156,14 @@ def _taken(folder: Folder, name: str) -> UserError:
 
 
 def answer_lines(part: bytes, _: Shard) -> list[Line]:
-    """Yield each output row as a JSON object with the part's columns."""
+    """Return each row of a part as one line of JSON with the part's columns."""
     return [(ANSWERS, _line(row)) for row in _rows(part)]
 
 
 def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model: str) -> list[Line]:
-    """Return the lines of a batch file's answers: a request's samples are the choices of one response.
+    """Return an OpenAI batch result line for each request. The choices of its response are the request's samples.
 
-    fingerprint: the job's; ids are made of it, the file and the row. created: seconds since 1970.
+    fingerprint: of the job; response ids are derived from it, the file and the row. created: seconds since 1970.
     """
     requests: list[list[dict[str, Any]]] = []
     for row in _rows(part):
@@ -174,11 +174,11 @@ def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model
     for row_number, samples in enumerate(requests, shard.first_row):
         first, key = samples[0], hashlib.sha256(f"{fingerprint}\0{shard.url}\0{row_number}".encode()).hexdigest()[:24]
         body: Mapping[str, Any]
-        if first["generated_text"] is not None:  # cut off before the end of its form, it has an error too
+        if first["generated_text"] is not None:  # an answer that was cut off has an error too
             name, status, job = RESULTS, 200, f"fp_{fingerprint[:10]}"
             body = completion_body(first["url"], samples, key=key, created=created, model=model, job=job)
         else:
-            is_request = not first["prompt_tokens"]  # a request that became a prompt has prompt tokens
+            is_request = not first["prompt_tokens"]  # an invalid request has no prompt tokens
             name, status = ERRORS, 400 if is_request else 500
             where = f"row {row_number} of {shard.url}: " if first["id"] is None else ""
             body = error_body(f"{where}{first['error']}", is_request=is_request)
@@ -196,7 +196,7 @@ def _rows(part: bytes) -> list[dict[str, Any]]:
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
-    """Return the type with text for times and decimals, at any depth: Python cannot hold all that Arrow does."""
+    """Return the type with times and decimals, at any depth, as text: Python cannot represent all Arrow values."""
     if types.is_decimal(kind) or (types.is_temporal(kind) and not types.is_interval(kind)):
         return pa.string()
     return rebuilt(kind, _as_text)
@@ -207,7 +207,7 @@ def _line(values: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: bytes as base64, no number as null, anything else that JSON lacks as its text."""
+    """Return a value as JSON can hold it: bytes as base64, NaN and infinity as null, other types as their text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -220,7 +220,7 @@ def _plain(value: Any) -> Any:
 
 
 def cut(lines: Iterator[Line], size: int) -> Iterator[tuple[str, bytes]]:
-    """Yield names and bytes of files of at most `size` bytes or one line: `results.jsonl`, `results-0001.jsonl`."""
+    """Yield name (`results.jsonl`, `results-0001.jsonl`) and bytes of each file: `size` bytes at most, or one line."""
     files, counts = dict[str, bytearray](), Counter[str]()
 
     def finish_file(kind: str) -> tuple[str, bytes]:

@@ -1,4 +1,4 @@
-"""`_job/runs.json`: each run that answered shards, when it began and ended, with which settings and versions.
+"""Records in `_job/runs.json` each run that answered shards: its start and end, settings and versions.
 
 Only reports read it: a job is complete without it. The holder of the lease writes it.
 """
@@ -37,8 +37,8 @@ class JobRun:
     began: float  # s since 1970
     answering: float  # time when planning was over, s since 1970
     rows: int  # rows left when the run began
-    devices: float  # maximum number of GPUs of all actors, or of actors on CPUs
-    ended: float | None = None  # s since 1970; None if the run is at work or was killed
+    devices: float  # maximum number of GPUs that all actors use; on CPUs, of actors
+    ended: float | None = None  # s since 1970; None if the run has not ended or was killed
     price_per_hour: float | None = None
     config: dict[str, Any] = field(default_factory=dict)  # keys of the job file that differ from their defaults
     versions: dict[str, str] = field(default_factory=dict)  # versions of Python and of packages on the driver
@@ -47,7 +47,7 @@ class JobRun:
 
 @contextmanager
 def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> Iterator[None]:
-    """Record the block as a run of `rows` rows that are left, when it begins and when it ends, however it ends."""
+    """Record the block as a run, once when it begins and once when it ends or fails. rows: rows left at its start."""
     values = in_texts(config.model_dump(mode="json", exclude_defaults=True), without_secrets)
     price, host = config.price_per_hour, socket.gethostname()
     run = JobRun(began, time.time(), rows, config.devices, None, price, values, versions(), host)
@@ -82,7 +82,7 @@ def versions() -> dict[str, str]:
 
 
 def _compiler() -> str:
-    """Return the C++ compiler of the CPU kernels; "none" if the kernels are not used."""
+    """Return the version of the C++ compiler that builds the CPU kernels; "none" if there is no compiler."""
     command = [*(shlex.split(os.environ.get("CXX", "")) or ["g++"]), "--version"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
@@ -97,7 +97,7 @@ def _warn_of_other_versions(before: Mapping[str, str], now: Mapping[str, str]) -
     names = [name for name in known if before.get(name) != now.get(name)]
     changed = [f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names]
     if before and changed:
-        log.warning("this job goes on under other versions than it was begun with: %s", ", ".join(changed))
+        log.warning("this job resumes with other versions than its last run: %s", ", ".join(changed))
 
 
 def _write(folder: Folder, runs: Sequence[JobRun]) -> None:

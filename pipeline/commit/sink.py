@@ -1,4 +1,4 @@
-"""The commit protocol. A part file, created once and whole, *is* the commit of its shard; its record follows.
+"""The commit protocol: creating a shard's part file, once and whole, commits the shard. Its record follows.
 
 The first attempt wins; a later attempt discards its part. A part without a record (the process died between the two)
 is validated and its record rebuilt. Readers that glob ``*.parquet`` see only whole, committed parts.
@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 SUCCESS = "_SUCCESS"
 DAMAGED = "_job/damaged"  # folder of parts that --repair has set aside
 REPAIR = "run again with --repair, which keeps the file in _job/damaged and answers its shard again"
-# how the parts of earlier runs are checked: quick reads local files, and lists a store; digests reads all files;
-# repair does so and sets damaged parts aside
+# how the parts of earlier runs are checked. quick: digests of local files, sizes and tags in a store. digests: digests
+# of all files. repair: as digests, and damaged parts are set aside
 Check = Literal["quick", "digests", "repair"]
 PARTS_AT_ONCE = 8  # number of whole parts in memory at the same time
 PART = re.compile(r"part-\d{6,}\.parquet")
@@ -70,7 +70,7 @@ def part_name(shard: int) -> str:
 def commit(folder: Folder, shard: Shard, part: bytes, stats: ShardStats, fingerprint: str) -> bool:
     """Commit a shard: create its part, then its record. False if an earlier attempt has committed it.
 
-    Raises UserError if the existing part is damaged or another job's.
+    Raises UserError if the existing part is damaged or belongs to another job.
     """
     began = time.perf_counter()
     if not folder.create(part_name(shard.index), part):
@@ -106,8 +106,8 @@ def _rebuild_record(folder: Folder, shard: Shard, fingerprint: str) -> Record:
 def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> ShardStats:
     """Validate the bytes of a part, and return the statistics that they hold.
 
-    A part holds no times, memory and device: they are 0 or empty. folder: used in errors only. Raises
-    UserError if the part is damaged, belongs to another job, or does not hold the rows of `shard`.
+    Times, memory and device are not in a part: these statistics are 0 or empty. folder: used only in error messages.
+    Raises UserError if the part is damaged, belongs to another job, or does not hold the rows of `shard`.
     """
     name = f"{folder.url}/{part_name(shard.index)}"
     try:
@@ -133,8 +133,8 @@ def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> S
 def committed_shards(folder: Folder, shards: Sequence[Shard], fingerprint: str, check: Check = "quick") -> set[int]:
     """Return the indices of the committed shards at the start of a run, after a check of their parts.
 
-    Rebuilds the records of parts that have none, and drops the records of parts that are gone. Raises UserError if a
-    part is damaged or another job's.
+    Rebuilds missing records from the parts, and removes the records of parts that are gone. Raises UserError if a part
+    is damaged or belongs to another job.
     """
     records, parts = load_records(folder, shards, fingerprint, check)
     recorded = set(records["shard"].to_pylist()) & {shard.index for shard in shards}
@@ -154,10 +154,10 @@ def committed_shards(folder: Folder, shards: Sequence[Shard], fingerprint: str, 
 def load_records(
     folder: Folder, shards: Iterable[Shard], fingerprint: str, check: Check = "quick"
 ) -> tuple[pa.Table, dict[int, FileInfo]]:
-    """Return the records of all shards as `read_all` does, and size and tag of every part by shard.
+    """Return the records of all shards as `read_all` does, and shard -> size and tag of each part.
 
-    Rebuilds records that are damaged or missing from their parts. With check = "repair", a part that cannot be read
-    is set aside. Raises UserError if a part is damaged or another job's.
+    Rebuilds damaged and missing records from the parts. With check = "repair", sets a part aside that cannot be read.
+    Otherwise raises UserError if a part is damaged, and always if it belongs to another job.
     """
     planned = {shard.index: shard for shard in shards}
     records, damaged = read_all(folder, fingerprint)  # read before the parts, because a part precedes its record
@@ -186,7 +186,7 @@ def load_records(
 
 
 def part_files(folder: Folder, shards: Iterable[int]) -> dict[int, FileInfo]:
-    """Return size and tag of all parts, by shard. Parts of `shards` and of later shards are listed in parallel."""
+    """Return shard -> size and tag of each part. Parallel requests list the parts of `shards` and of later shards."""
     shards = set(shards)
     stems = {part_name(index)[: -len("000.parquet")] for index in shards}
     found = folder.listed(stems, after=part_name(max(shards)) if shards else "")
@@ -196,10 +196,10 @@ def part_files(folder: Folder, shards: Iterable[int]) -> dict[int, FileInfo]:
 def damaged_parts(
     folder: Folder, records: pa.Table, parts: Mapping[int, FileInfo], check: Check = "quick"
 ) -> dict[int, str]:
-    """Return, by shard, how parts in `parts` differ from their records.
+    """Return shard -> how its part in `parts` differs from its record.
 
-    Compares digests on a local disk, or unless check = "quick"; in a store sizes, and tags if a record
-    has one.
+    Compares sizes, and the store's tags if the record has one. Also compares digests, unless the parts are in a store
+    and check = "quick".
     """
     damaged, same, untagged = dict[int, str](), dict[int, str](), 0
     for record in records.select(["shard", "bytes", "sha256", "tag"]).to_pylist():
@@ -210,7 +210,7 @@ def damaged_parts(
         if found.size != size:
             damaged[shard] = f"damaged ({found.size:,} bytes, {size:,} were committed)"
         elif tag and found.tag and tag != found.tag:
-            damaged[shard] = "damaged (the store's checksum is not the one of the commit)"
+            damaged[shard] = "damaged (the store's checksum differs from the commit's)"
         else:
             same[shard] = record["sha256"]
             untagged += not tag
@@ -258,7 +258,7 @@ def clear_temporaries(folder: Folder) -> None:
 
 
 def check_output(folder: Folder, fingerprint: str) -> None:
-    """Raise UserError unless this process sees the job in its output: a local path may be another folder on a node."""
+    """Raise UserError unless `folder` holds the job here: on another node a local path may be another folder."""
     job = read_json(folder, JOB)
     if not isinstance(job, dict) or job.get("fingerprint") != fingerprint:
         raise UserError(

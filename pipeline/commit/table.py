@@ -1,8 +1,8 @@
-"""The parts of a finished job as one snapshot of a table: `output.format: iceberg` or `delta`.
+"""Adds the parts of a finished job to a table as one snapshot: `output.format: iceberg` or `delta`.
 
-The table refers to the parts where they lie. Its snapshot bears the job's fingerprint, so that a run which was killed
-after the table's commit finds it and adds nothing. `_job/tables.json`, written before the table's commit and after it,
-tells which tables hold the parts: from then on --overwrite leaves them.
+The table refers to the part files without a copy. The snapshot holds the job's fingerprint: if a run is killed after
+the table's commit, the next run finds the snapshot and adds nothing. `_job/tables.json` is written before and after the
+table's commit. It lists the tables that may hold the parts, and --overwrite refuses to remove these parts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pipeline.runtime.announce import announced
 from pipeline.storage.folder import Folder, write_json
 
 RECORD = "_job/tables.json"
-TRIES = 20  # tries of a commit that other writers overtake
+TRIES = 20  # maximum tries of a commit while other writers are faster
 
 
 @dataclass(frozen=True)
 class TableRecord:
-    """A table in `_job/tables.json`."""
+    """Entry of `_job/tables.json`: a table that may hold the job's parts."""
 
     table: str  # the table's name or folder
     parts: str  # digest of the parts that it holds
@@ -38,7 +38,7 @@ class TableRecord:
 
 
 def check_table(config: JobConfig, schema: pa.Schema) -> None:
-    """Refuse, during planning, an output table that cannot hold the job's parts. schema: schema of the parts."""
+    """Raise UserError if the output table cannot hold the job's parts. Called during planning. schema: of the parts."""
     if not config.output.is_table:
         return
     if config.output.format == "delta":
@@ -52,9 +52,9 @@ def check_table(config: JobConfig, schema: pa.Schema) -> None:
 
 
 def commit_table(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
-    """Add the parts of a complete job to its table; do nothing if the table has them.
+    """Add the parts of a complete job to its output table; do nothing if the table already holds them.
 
-    Raises UserError for a table that cannot hold them, or holds other bytes under their names.
+    Raises UserError if the table cannot hold the parts, or holds earlier parts of the job with other bytes.
     """
     if not config.output.is_table:
         return
@@ -84,7 +84,7 @@ def commit_table(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
 
 
 def has_table(folder: Folder, config: JobConfig) -> bool:
-    """Tell whether the job's output table is recorded to hold its parts; true without an output table."""
+    """Tell whether `_job/tables.json` says that the output table holds the job's parts; true without such a table."""
     if not config.output.is_table:
         return True
     record = recorded(folder).get(_key(config))
@@ -105,7 +105,7 @@ def recorded(folder: Folder) -> dict[str, TableRecord]:
 
 
 def check_no_table(folder: Folder) -> None:
-    """Raise UserError if a table may hold the folder's parts: without them it could not be read."""
+    """Raise UserError if a table may hold the folder's parts, because the table cannot be read without the parts."""
     for record in recorded(folder).values():
         raise UserError(
             f"{folder.url}: its parts are data files of table {record.table}, which --overwrite would break; choose "

@@ -1,4 +1,4 @@
-"""Read every part of an output again; compare parts with records and plan, and the plan with the input's footers."""
+"""Reads every part of an output again, compares parts with records and plan, and the plan with the input files."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def verify(folder: Folder, manifest: Manifest, storage: StorageConfig) -> Iterat
 
 
 def plan_problems(manifest: Manifest, storage: StorageConfig) -> list[str]:
-    """One line for each row range that does not cover its file, and for each file with other rows than the plan.
+    """Return one line for each gap or overlap of the plan's shards, and for each file with other rows than planned.
 
-    Skips input files that are gone or have changed: the parts answer the pinned files.
+    Skips input files that are gone or have changed, because the parts answer the files as they were planned.
     """
 
     def problem(file: InputFile) -> str | None:

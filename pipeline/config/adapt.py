@@ -1,4 +1,4 @@
-"""The `adapt` section of a job file: every key, its unit and its default. `skipdecode adapt` alone reads it."""
+"""Defines the `adapt` section of job files: every key, its unit and its default. Only `skipdecode adapt` reads it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pipeline.config.base import Place, Section
 Metric = Literal["fidelity", "agreement_rouge_l", "agreement_exact", "token_kl", "bleu", "rouge_l", "exact_match"]
 OF_TEXTS = ("bleu", "rouge_l")  # metrics of texts, not of labels
 OF_REFERENCES = (*OF_TEXTS, "exact_match")
-SHORT = 8  # tokens; answers up to this median length are compared with full depth's as a whole
-# default tolerances: points of 100, token_kl in nats
+SHORT = 8  # tokens; without references, answers up to this length are judged by agreement_exact, else by fidelity
+# default of `tolerance` for each metric: points of 100, for token_kl nats
 TOLERANCES = {
     "fidelity": 10.0,
     "agreement_rouge_l": 10.0,
@@ -24,18 +24,18 @@ TOLERANCES = {
     "exact_match": 2.0,
 }
 MEANINGS = {
-    "fidelity": "probability of the answers' tokens under full depth against the tokens that it would choose there, "
-    "times their length against its own answers', times the share of their 4-grams that are no repeats; its own "
-    "answers have 100, less their repeats",
-    "agreement_rouge_l": "ROUGE-L of the answers with full depth's own, of which an equally good paraphrase lacks much",
-    "agreement_exact": "share of the answers that are full depth's own, character by character",
-    "token_kl": "distance of the next-token distributions from full depth's, over full depth's own answers",
-    "bleu": "BLEU of the answers with the references",
-    "rouge_l": "ROUGE-L of the answers with the references",
-    "exact_match": "share of the answers that are among the references",
+    "fidelity": "how likely full depth finds the answers' tokens, relative to its own choice at each token, times the "
+    "ratio of the answers' length to that of full depth's answers, times the share of their 4-grams that are not "
+    "repeated; full depth's own answers score 100, less their repeated 4-grams",
+    "agreement_rouge_l": "ROUGE-L of the answers against full depth's; low even for an equally good paraphrase",
+    "agreement_exact": "share of the answers that equal full depth's answer, character by character",
+    "token_kl": "KL divergence of the next-token distributions from full depth's, per token of full depth's answers",
+    "bleu": "BLEU of the answers against the references",
+    "rouge_l": "ROUGE-L of the answers against the references",
+    "exact_match": "share of the answers that equal a reference of their row",
 }
 LOSS = {"references": 0.0, "distillation": 1.0}
-# full: small steps, because the model knows its task; an adapter begins at zero
+# full weights take small steps, because the model knows its task; an adapter starts from zero
 LEARNING_RATE = {"adapter": 1e-3, "full": 1e-4}
 # defaults for a few thousand rows
 TRAINING = {
@@ -50,59 +50,64 @@ TRAINING = {
 class AdaptConfig(Section):
     """Settings of an adaptation.
 
-    It keeps the job's horizon, decay, warmup and keep_order, and chooses depths and prompt.
+    An adaptation keeps the schedule's horizon, decay, warmup and keep_order, and chooses its depths and prompt.
     """
 
     removed: ClassVar[dict[str, tuple[Any, str]]] = {"seed": (0, "the draw of rows is fixed; leave it out")}
     renamed: ClassVar[dict[str, str]] = {"lora": "adapter, which is trained unless weights: full is set"}
 
-    rows: int = Field(2000, ge=3, description="input rows answered at full depth, held-out ones included")
-    held_out: int = Field(200, ge=2, description="rows of the sample that are evaluated and not trained on")
+    rows: int = Field(2000, ge=3, description="input rows to draw and answer at full depth, including held-out rows")
+    held_out: int = Field(200, ge=2, description="drawn rows to evaluate on, which are not trained on")
     output: Place | None = Field(
         None,
-        description="local folder; default output.path followed by -adapt; required on a cluster, on a file "
-        "system that all nodes share",
+        description="local folder for the adaptation's files; default: output.path followed by -adapt; on a cluster "
+        "it must be set, to a folder on a file system that all nodes share",
     )
-    speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal, each trained and evaluated")
+    speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal speed-ups to train and evaluate")
     prompt: Literal["auto", "full", "first"] = Field(
         "auto",
-        description="prompt policies trained and evaluated: full, first, or auto: that of the job's schedule; if it "
-        "sets none, full, and first too where prompts take a third of the job's time at full depth",
+        description="prompt policies (schedule.prompt) to train and evaluate: full, first, or auto. auto: the "
+        "schedule's policy; if the job sets none, first too where prompts take a third of the time at full depth",
     )
     metric: Metric | None = Field(
         None,
-        description="metric of the tolerance; default with references: exact_match of labels, bleu where a row has "
-        "several, else rouge_l; without: agreement_exact with choices and for answers of at most 8 tokens in the "
-        "median, else fidelity, the likelihood, length and freedom from repetition of the answers in the eyes of full "
-        "depth",
+        description="metric that tolerance limits. Default with references: exact_match for labels, bleu if a row has "
+        "several references, else rouge_l. Default without references: agreement_exact with choices or if the median "
+        "answer has at most 8 tokens, else fidelity (the answers' likelihood under full depth, their length and their "
+        "freedom from repetition)",
     )
     tolerance: float | None = Field(
         None,
         gt=0,
-        description="largest loss against full depth, points of 100, or nats of token_kl, by the upper end of its "
-        "interval; default 10 of fidelity and agreement_rouge_l, 5 of agreement_exact, 2 of others, 0.1 nats",
+        description="largest loss against full depth (upper end of its interval), in points of 100, for token_kl in "
+        "nats; default: fidelity and agreement_rouge_l 10, agreement_exact 5, token_kl 0.1, others 2",
     )
-    references: str | None = Field(None, description="input column with right answers, a string or a list of strings")
+    references: str | None = Field(None, description="input column with right answers: a string, or a list of strings")
     max_tokens: int | None = Field(
-        None, ge=4, description="tokens of a pair that is trained on, at most; default no limit"
+        None, ge=4, description="most tokens of prompt and answer together in a training row; default: no limit"
     )
-    loss: dict[str, Any] = Field(default_factory=dict, description="keys of tune's loss; default distillation: 1 alone")
+    loss: dict[str, Any] = Field(
+        default_factory=dict, description="keys of the section loss of tune files; default: distillation: 1 alone"
+    )
     weights: Literal["adapter", "full"] = Field(
         "adapter",
-        description="adapter: train a speed adapter, and the job keeps its checkpoint, at 1x unchanged; full: train "
-        "all weights, into a checkpoint of the job's own",
+        description="adapter: train a speed adapter for the job's checkpoint, which stays unchanged and runs alone at "
+        "1x; full: train all weights, and write a new checkpoint",
     )
-    adapter: dict[str, Any] = Field(default_factory=dict, description="keys of tune's adapter; default rank 32")
+    adapter: dict[str, Any] = Field(
+        default_factory=dict, description="keys of the section adapter of tune files; default: rank: 32"
+    )
     training: dict[str, Any] = Field(
         default_factory=dict,
-        description="keys of tune's training; default 3 epochs, 16 rows and all speeds a step, learning rate 1e-3, of "
-        "all weights 1e-4, 20 warm-up steps, bf16 unless model.dtype is float32",
+        description="keys of the section training of tune files; default: 3 epochs, 16 rows and all speeds per "
+        "step, learning rate 1e-3 (1e-4 with weights: full), 20 warm-up steps, bf16 unless model.dtype is float32",
     )
     workers: dict[str, Any] = Field(
         default_factory=dict,
-        description="keys of tune's workers: processes that train, such as count: 2 on two cores; default one",
+        description="keys of the section workers of tune files; count: 2, for example, trains in two processes; "
+        "default: one process",
     )
-    runs: int = Field(2, ge=1, description="timed runs of each speed of the tuned checkpoint; the median counts")
+    runs: int = Field(2, ge=1, description="how often each speed of the tuned model is timed; the median counts")
 
     @model_validator(mode="after")
     def _fits_together(self) -> AdaptConfig:

@@ -1,4 +1,4 @@
-"""The base of every section of every file: a pydantic model that refuses unknown keys."""
+"""The base class of all sections of configuration files: a pydantic model that refuses unknown keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Section(BaseModel):
-    """A part of a file. Unknown keys and values of another type are refused; a whole number is a float too."""
+    """A section of a file. It refuses unknown keys and values of a wrong type; a whole number counts as a float too."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     renamed: ClassVar[dict[str, str]] = {}  # former key -> what to write instead
@@ -41,9 +41,9 @@ class Section(BaseModel):
 
 
 def without_removed(stored: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
-    """Return a section's values as an earlier version recorded them, without removed keys that hold their default.
+    """Return `stored`, values that an earlier version recorded, without removed keys that hold their default.
 
-    So a job whose identity holds removed keys can be resumed.
+    A job whose recorded identity holds removed keys can then be resumed.
     """
     kept: dict[str, Any] = {}
     for key, value in stored.items():

@@ -1,4 +1,4 @@
-"""Evaluate files as pydantic models: every key, its unit and its default."""
+"""Defines evaluation files (`skipdecode evaluate`): every key, its unit and its default."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")
 
 class EvalDataConfig(Section):
     path: Paths = Field(description="files, folders or globs with prompts, and references if there are any")
-    prompt: str = Field("prompt", description="column of text, or of lists of token ids")
-    references: str | None = Field("references", description="column of right answers; null: agreement with full depth")
-    id: str = Field("id", description="column carried into the answers, if the data has it")
+    prompt: str = Field("prompt", description="column with the prompts: text, or lists of token ids")
+    references: str | None = Field(
+        "references", description="column with right answers; null: compare with full depth only"
+    )
+    id: str = Field("id", description="column copied to the files of answers, if the data has it")
     limit: int | None = Field(None, ge=1, description="rows")
 
 
@@ -29,32 +31,36 @@ class EvalConfig(Section):
 
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
         "exact": (False, "leave it out"),
-        "compare": (None, "evaluate each keep order or decay by a recipe with its schedule"),
+        "compare": (None, "evaluate every keep order or decay with an evaluation file of its own"),
         "learned_order": (None, "set schedule.keep_order"),
-        "bootstrap": ({}, "intervals are of 95%, from 1,000 resampled data sets"),
+        "bootstrap": ({}, "intervals are always 95%, from 1,000 resampled data sets"),
     }
 
     data: EvalDataConfig
     model: ModelConfig
     reference_model: Place | None = Field(
-        None, description="checkpoint that all lines are compared with; null: model at 1x"
+        None, description="checkpoint whose answers at full depth all others are compared with; null: model at 1x"
     )
-    baselines: dict[str, str] = Field(default_factory=dict, description="checkpoints of the same tokenizer by name")
+    baselines: dict[str, str] = Field(
+        default_factory=dict, description="name: path of further checkpoints to evaluate; they need model's tokenizer"
+    )
     output: Place = Field(description="folder for the tables and the answers")
-    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="keys other than the depths")
-    speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal; 1 is always evaluated too")
+    schedule: ScheduleConfig = Field(
+        default_factory=ScheduleConfig, description="schedule without the keys that set depths"
+    )
+    speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal speed-ups; 1 is always included")
     prompts: list[Literal["full", "first"]] = Field(
         default_factory=list,
-        description="prompt policies that are evaluated at every speed, in addition to the schedule's own",
+        description="further prompt policies (schedule.prompt) to evaluate at every speed above 1x",
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    choices: Labels | None = Field(None, description="labels, or a .json file of them; one is a row's answer")
-    max_batch: int = Field(64, ge=1, description="rows a batch at most")
+    choices: Labels | None = Field(None, description="labels, or a .json file of them; every answer is a label")
+    max_batch: int = Field(64, ge=1, description="most rows in a batch")
     cache_bytes: int | None = Field(
-        None, ge=1, description="bytes of key/value cache; default 1 GiB on CPU, 8 GiB a GPU"
+        None, ge=1, description="bytes of the KV cache; default 1 GiB on a CPU, 8 GiB on a GPU"
     )
     threads: int | None = Field(None, ge=1, description="torch threads; default all cores")
-    runs: int = Field(1, ge=1, description="times each line is timed; the median is shown")
+    runs: int = Field(1, ge=1, description="how often each speed is timed; the table shows the median")
     storage: StorageConfig = Field(default_factory=StorageConfig)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Answer formats of a job file or a row: labels, JSON Schema, regex or grammar. Needs no tokenizer."""
+"""Reads and checks answer formats of job files and rows: labels, JSON Schema, regex or grammar. Needs no tokenizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _text_of(file: str) -> str:
 
 
 def labels_given(value: Any) -> Any:
-    """Return the value of a key `choices` as a tuple: labels, or the name of a JSON file with a list of labels.
+    """Return the labels of a key `choices` as a tuple. value: labels, or the name of a .json file with a list of them.
 
     Raises UserError for a label that is not text, or a file that holds something else.
     """
@@ -72,7 +72,7 @@ def check_labels(labels: Sequence[str | None], least: int = 1) -> None:
 
 
 def _form(value: Any) -> Any:
-    """Return the format of `{json_schema: …}`, `{regex: …}` or `{grammar: …}`: text, or a .json or .lark file."""
+    """Check and return the format {json_schema: …}, {regex: …} or {grammar: …}; .json and .lark files are read."""
     if not isinstance(value, dict):
         return value
     read = dict(value)

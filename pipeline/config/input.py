@@ -41,13 +41,13 @@ Paths = Annotated[list[Place], BeforeValidator(one_or_many), Field(min_length=1)
 
 class ExampleConfig(Section):
     user: str = Field(min_length=1, description="what the user says")
-    assistant: str = Field(min_length=1, description="the answer to it")
+    assistant: str = Field(min_length=1, description="what the assistant answers")
 
 
 class InputConfig(Section):
     """Prompts come from a column of text or token ids, from a template, or from a column of messages.
 
-    `chat`, `system` and `examples` make a text the last user message of a chat.
+    With `chat`, `system` or `examples` the prompt's text becomes the last user message of a chat.
     """
 
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
@@ -55,91 +55,98 @@ class InputConfig(Section):
     }
 
     path: Paths = Field(
-        description="input file, folder or glob, or a list of them, local or s3://; or a table: its name "
-        "(namespace.table) in storage.catalog, of Delta its folder"
+        description="input file, folder or glob, or a list of them, local or s3://; or one table: an Iceberg table's "
+        "name (namespace.table) in storage.catalog, a Delta table's folder"
     )
     format: InputFormat | None = Field(
         None,
-        description="jsonl: an object a line; csv: names of columns in the first line; openai_batch: JSON lines of "
-        "requests; each may be gzipped (.gz); iceberg, delta: a table; default by suffix (.jsonl, .csv), else parquet; "
-        "of a folder: .parquet",
+        description="jsonl: one object per line; csv: column names in the first line; openai_batch: one request per "
+        "line, as JSON; all three may be gzipped (.gz). iceberg, delta: a table. Default: as the suffix says (.jsonl, "
+        ".csv), else parquet; in a folder the .parquet files",
     )
     snapshot: int | None = Field(
-        None, ge=0, description="Iceberg's snapshot id, Delta's version; default: the newest at planning"
+        None, ge=0, description="Iceberg snapshot id, or Delta version, to read; default: the newest when planning"
     )
     csv_field_bytes: int = Field(
         2**20,
         ge=1,
         le=LONGEST_RECORD,
-        description="of a CSV file, bytes of a quoted field, at most: a longer one is taken for a quote never closed",
+        description="most bytes of a quoted field in a CSV file; a longer field is taken for a quote never closed",
     )
-    id: str | None = Field(None, description="column copied to `id`; default: the file's path below the input, and row")
-    prompt: str | None = Field(None, description="column of text, or of lists of token ids; default 'prompt'")
+    id: str | None = Field(
+        None, description="column copied to the output's `id`; default: the file's path below the input, and row number"
+    )
+    prompt: str | None = Field(None, description="column with prompts: text, or lists of token ids; default 'prompt'")
     template: str | None = Field(
-        None, description="Jinja2 template over the row's columns, such as meta.question, tags[0]"
+        None, description="Jinja2 template that makes the prompt from the row's columns, such as meta.question, tags[0]"
     )
     messages: str | None = Field(
-        None, description="column of chats: structs with role and content (text or parts), or JSON"
+        None, description="column with chats: lists of structs with role and content (text or parts), or JSON"
     )
-    chat: bool = Field(False, description="make the text a user message; implied by system and examples")
+    chat: bool = Field(False, description="make the prompt a chat's user message; implied by system and examples")
     system: str | None = Field(
         None,
         min_length=1,
-        description="system message of every chat whose messages have none; may be a template over the row's columns",
+        description="system message for every chat without one; may be a Jinja2 template over the row's columns",
     )
     examples: list[ExampleConfig] = Field(
         default_factory=list,
-        description="exchanges between the system message and each row's messages; may be templates like system",
+        description="exchanges to insert between system message and the row's messages; may be Jinja2 templates",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="values for the checkpoint's chat template, such as enable_thinking"
     )
     sampling: Annotated[str | dict[str, str] | None, BeforeValidator(_sampling_columns)] = Field(
         None,
-        description="sampling per row: a struct, map or JSON column, or {parameter: column}; null: the job's",
+        description="columns with sampling parameters per row: a struct, map or JSON column, or {parameter: column}; "
+        "null in a row: the job's value",
     )
     choices: str | None = Field(
-        None, description="column of lists of labels for the row's answer; null: the job's choices"
+        None, description="column with a list of labels for each row's answer; null in a row: the job's choices"
     )
     output_format: FormColumn | None = Field(
         None,
-        description="{json_schema: column}, {regex: column} or {grammar: column}: text columns with the form of each "
-        "row's answer; null: the job's output_format",
+        description="{json_schema: column}, {regex: column} or {grammar: column}: a text column with the form of each "
+        "row's answer; null in a row: the job's output_format",
     )
     tools: str | None = Field(
         None,
-        description="column of tools for the chat template, a list or JSON: [{type: function, function: {name, "
-        "description, parameters}}]; null: none. Calls become the column tool_calls",
+        description="column with tools for the chat template, a list or JSON: [{type: function, function: {name, "
+        "description, parameters}}]; null in a row: no tools. The model's calls go to a column tool_calls",
     )
-    continue_final: bool = Field(False, description="answers continue the assistant's last message, if it is the last")
+    continue_final: bool = Field(
+        False, description="if a chat ends with an assistant's message, the answer continues that message"
+    )
     special_tokens: Literal["text", "parse"] | None = Field(
         None,
-        description="control tokens such as <|im_end|> that the input spells: text, or parse them; default: text in "
-        "the contents of chats and in columns that a template prints, parse in a prompt column",
+        description="how to read control tokens such as <|im_end|> in the input: as plain text, or as tokens (parse). "
+        "Default: text in chat contents and in columns that a template prints, parse in a prompt column",
     )
     too_long: Literal["error", "truncate_left"] = Field(
-        "error", description="a prompt that fills the context: a row error, or keep its last tokens"
+        "error", description="a prompt that fills the context gets an error, or only its last tokens are kept"
     )
     since: Literal["last_success"] | None = Field(
         None,
-        description="incremental runs: each answers the files that no successful run has answered, in a folder by date",
+        description="last_success: each run answers only files that no successful run has answered, in a dated folder",
     )
     duplicate_ids: Literal["warn", "error"] = Field(
         "warn",
-        description="ids that repeat, of a column: counted over all rows at the end; error: refused, before the start "
-        "where the input is Parquet, else at the end without _SUCCESS",
+        description="what happens if values of the id column repeat. warn: they are counted at the end; error: the "
+        "job fails, before the start if the input is Parquet, else at the end without _SUCCESS",
     )
     changed: Literal["error", "reprocess", "ignore"] = Field(
         "error",
-        description="with since, a file that changed after it was answered: stop, answer it again, or keep its answers",
+        description="with since, what happens to a file that changed after it was answered. error: the run stops; "
+        "reprocess: it is answered again; ignore: its answers stay",
     )
     unreadable: Literal["error", "later"] = Field(
         "error",
-        description="with since, a new file that cannot be read or lacks a column: stop, or leave it for a later run",
+        description="with since, what happens to a new file that cannot be read or lacks a column. error: the run "
+        "stops; later: it is left for a later run",
     )
     retry: Literal["errors"] | None = Field(
         None,
-        description="with since, rows whose answer has an error are answered again, in a dated folder of their own; "
+        description="errors: with since, rows that got an error are answered again, in a dated folder of their own; "
         "default: never",
     )
 

@@ -1,4 +1,4 @@
-"""Job files as pydantic models: every key, its unit and its default. No input is read, no model loaded."""
+"""Defines job files: every key, its unit and its default. Reads no input and loads no model."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from pipeline.config.input import InputConfig, TableFormat, one_or_many
 
 
 class BudgetConfig(Section):
-    """Limits of a job over all of its runs; the job stops at the first one that is reached."""
+    """Limits for all runs of a job together; the job stops when it reaches one of them."""
 
-    hours: float | None = Field(None, gt=0, description="device-hours: hours of a run × GPUs, or × actors on CPUs")
-    money: float | None = Field(None, gt=0, description="device-hours × price_per_hour")
-    tokens: int | None = Field(None, ge=1, description="tokens generated")
+    hours: float | None = Field(None, gt=0, description="most device-hours: hours × GPUs, or hours × actors on CPUs")
+    money: float | None = Field(None, gt=0, description="most money: device-hours × price_per_hour")
+    tokens: int | None = Field(None, ge=1, description="most generated tokens")
 
 
 class CatalogConfig(Section):
     """An Iceberg catalog.
 
-    pyiceberg's own settings for `name` are read too (PYICEBERG_CATALOG__NAME__URI and so on, .pyiceberg.yaml): the
-    place for credentials and for properties that are no key here. A key that is set here overrides them.
+    pyiceberg's own settings for `name` are read too (.pyiceberg.yaml, and variables such as
+    PYICEBERG_CATALOG__NAME__URI). Put credentials and other properties there. A key that is set here overrides them.
     """
 
     name: str = Field("default", min_length=1, description="the catalog's name in pyiceberg's settings")
     type: Literal["sql", "rest", "glue", "hive"] | None = Field(
-        None, description="kind of catalog; default: pyiceberg's setting, else by the scheme of uri"
+        None, description="kind of catalog; default: pyiceberg's setting, else the kind that the scheme of uri implies"
     )
     uri: Endpoint | None = Field(
-        None, description="of the catalog, such as sqlite:////data/catalog.db; one with a password: in the environment"
+        None, description="URI, such as sqlite:////data/catalog.db; one with a password belongs in the environment"
     )
-    warehouse: Place | None = Field(None, description="where new tables are kept: local or s3:// folder, or its name")
+    warehouse: Place | None = Field(
+        None, description="where new tables are stored: a local or s3:// folder, or the catalog's name for a place"
+    )
 
     def properties(self) -> dict[str, str]:
         """Return the keys that the file sets, under pyiceberg's names."""
@@ -56,29 +58,29 @@ def _many(value: Any) -> Any:
 
 class ReasoningConfig(Section):
     start: str = Field("<think>", min_length=1, description="text that begins thinking, in the answer or the prompt")
-    end: str = Field("</think>", min_length=1, description="text that ends it")
+    end: str = Field("</think>", min_length=1, description="text that ends thinking")
 
 
 class OutputConfig(Section):
     path: Place = Field(description="folder for the answers; local or s3://")
     format: OutputFormat | None = Field(
         None,
-        description="written at the end, besides the Parquet parts; jsonl: answers.jsonl; openai_batch: results.jsonl "
-        "and errors.jsonl, the default for such input; iceberg, delta: one snapshot of output.table, which holds the "
-        "parts as its data files",
+        description="what a finished job writes besides its Parquet parts. jsonl: answers.jsonl; openai_batch: "
+        "results.jsonl and errors.jsonl (default if input.format is openai_batch); iceberg, delta: a snapshot of "
+        "output.table, whose data files are the parts",
     )
     table: Place | None = Field(
         None,
-        description="table of format iceberg: its name (namespace.table) in storage.catalog; of delta: its folder, "
-        "which must hold path, default path itself; it is created if it does not exist",
+        description="table to write with format iceberg or delta; created if it does not exist. iceberg: its name "
+        "(namespace.table) in storage.catalog; delta: its folder, which must contain output.path (the default)",
     )
     keep: list[str] = Field(default_factory=list, description="input columns to copy to the output, besides id")
-    strip: bool = Field(True, description="remove white space at both ends of the text")
+    strip: bool = Field(True, description="remove white space at both ends of each answer")
     parse: bool = Field(
-        False, description="write a column `parsed`: the answers as structs of output_format.json_schema"
+        False, description="write a column `parsed` with each answer as a struct, as output_format.json_schema says"
     )
     token_ids: bool = Field(False, description="write a column with the generated token ids")
-    cumulative_logprob: bool = Field(False, description="write the sum of the tokens' log-probabilities, nats")
+    cumulative_logprob: bool = Field(False, description="write a column: the tokens' summed log-probability, nats")
 
     @model_validator(mode="after")
     def _table_fits(self) -> OutputConfig:
@@ -90,7 +92,7 @@ class OutputConfig(Section):
 
     @property
     def is_table(self) -> bool:
-        """The parts become a snapshot of a table."""
+        """Whether the parts become a snapshot of a table."""
         return self.format in get_args(TableFormat)
 
 
@@ -105,27 +107,29 @@ class ModelConfig(Section):
     path: Place = Field(description="checkpoint: local folder, s3:// folder, or owner/name@revision on the hub")
     speed_adapter: Place | None = Field(
         None,
-        description="low-rank weights for speeds above 1x, which skipdecode adapt writes: local or s3:// folder, made "
-        "for the weights of path; at 1x they are not loaded",
+        description="local or s3:// folder with low-rank weights for speeds above 1x, which `skipdecode adapt` made "
+        "for the checkpoint at model.path; at 1x they are not loaded",
     )
-    cache: Place | None = Field(None, description="for downloads; default $SKIPDECODE_CACHE, else ~/.cache/skipdecode")
-    dtype: Dtype = Field("bfloat16", description="weights, activations and cache")
+    cache: Place | None = Field(
+        None, description="folder for downloads; default $SKIPDECODE_CACHE, else ~/.cache/skipdecode"
+    )
+    dtype: Dtype = Field("bfloat16", description="type of weights, activations and KV cache")
     weights: Literal["int8"] | None = Field(
         None,
-        description="linear layers and head with 8 bits, one scale for each output of a weight; needs dtype bfloat16, "
-        "is for CPUs, and is fast with AVX512-VNNI; default: weights in dtype, or the 8 bits of the checkpoint",
+        description="int8: linear layers and head in 8 bits, with one scale for each output of a weight; only on CPUs "
+        "and with dtype bfloat16; fast with AVX512-VNNI; default: weights in dtype, or in the checkpoint's own 8 bits",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where an actor has a GPU")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if the actor has a GPU, else cpu")
     engine: EngineName = Field(
         "auto",
-        description="library: the layers of transformers, on a CPU with kernels of this package; vllm: vLLM with this "
-        "package's add-on, which promises every row once, but not the same answer in each run; auto: vllm on a GPU "
-        "where it is installed (pip install 'skipdecode[vllm]'), else library",
+        description="what runs the model. library: the layers of transformers, with this package's kernels on a CPU; "
+        "vllm: vLLM with this package's add-on, which answers every row once, but not the same in every run; auto: "
+        "vllm on a GPU if it is installed (pip install 'skipdecode[vllm]'), else library",
     )
     vllm: dict[str, Any] | None = Field(
         None,
-        description="engine arguments of vLLM by their names in Python, for example tensor_parallel_size: 4 (an actor "
-        "then asks for as many GPUs), quantization, max_model_len; sets engine: vllm",
+        description="engine arguments of vLLM under their Python names, such as max_model_len, quantization, or "
+        "tensor_parallel_size: 4 (an actor then asks for 4 GPUs); implies engine: vllm",
     )
 
     @model_validator(mode="before")
@@ -155,38 +159,42 @@ class ModelConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """A missing key comes from the checkpoint's skipdecode.json, or has the default of `ScheduleSpec`."""
+    """Layers to run for each token. A missing key comes from the checkpoint's skipdecode.json or `ScheduleSpec`."""
 
-    speedup: float | None = Field(None, description="nominal, layers per token at full depth ÷ mean over the horizon")
-    max_depth: int | None = Field(None, description="layers at position 0")
-    min_depth: int | None = Field(None, description="layers from the horizon on")
-    depths: list[int] | None = Field(None, description="layers at positions 0, 1, ...; the last holds from there on")
-    horizon: int | None = Field(None, description="generated tokens over which depth falls")
-    decay: Decay | None = Field(None, description="shape of the fall")
-    power: float | None = Field(None, description="exponent of decay power")
-    steps: int | None = Field(None, description="stairs of decay step")
-    warmup: int | None = Field(None, description="lowest layers that always run")
-    keep_order: KeepOrder | list[int] | None = Field(
-        None, description="layers, most needed first; measured: adapt, tune and evaluate measure it on their own rows"
+    speedup: float | None = Field(None, description="nominal speed-up: all layers ÷ mean layers run over the horizon")
+    max_depth: int | None = Field(None, description="layers for generated token 0")
+    min_depth: int | None = Field(None, description="layers for each generated token from the horizon on")
+    depths: list[int] | None = Field(
+        None, description="layers for generated tokens 0, 1, ...; the last number is for all further tokens too"
     )
-    prompt: Literal["full", "first"] | None = Field(None, description="layers run over the prompt: all, or of d(0)")
+    horizon: int | None = Field(None, description="number of generated tokens over which depth falls")
+    decay: Decay | None = Field(None, description="shape of the curve by which depth falls over the horizon")
+    power: float | None = Field(None, description="exponent of the curve for decay: power")
+    steps: int | None = Field(None, description="number of stairs for decay: step")
+    warmup: int | None = Field(None, description="number of lowest layers that always run")
+    keep_order: KeepOrder | list[int] | None = Field(
+        None, description="layers, the most needed first; measured: adapt, tune and evaluate measure the order"
+    )
+    prompt: Literal["full", "first"] | None = Field(
+        None, description="layers that run over the prompt; full: all; first: those of generated token 0"
+    )
 
     def changes(self) -> dict[str, Any]:
-        """Return the keys of this class that the file sets, lists as tuples. They determine the layers that run."""
+        """Return the keys of `ScheduleConfig` that the file sets, with lists as tuples. They determine the layers."""
         given = self.model_dump(exclude_none=True, include=set(ScheduleConfig.model_fields))
         return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
 
 class RunScheduleConfig(ScheduleConfig):
-    """A schedule to run, such as the schedule of requests that name no `speed`."""
+    """The schedule of a job, or of a server's requests that name no `speed`."""
 
     unadapted: bool = Field(
-        False, description="run a schedule that the checkpoint was not trained for; its text may be ruined"
+        False, description="allow a schedule that the checkpoint was not trained for; the answers may be ruined"
     )
 
 
 class JobScheduleConfig(RunScheduleConfig):
-    """A job's schedule, and the checks against one that ruins the text."""
+    """A job's schedule, and checks that stop the job if the schedule ruins the text."""
 
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
         "exact": (False, "leave it out; schedule.speedup: 1 gives full depth's answers")
@@ -196,33 +204,39 @@ class JobScheduleConfig(RunScheduleConfig):
         0.6,
         ge=0,
         le=1,
-        description="least share of tokens in which the schedule agrees with full depth; below it a new job stops",
+        description="least share of tokens on which the schedule must agree with full depth; below it a new job stops",
     )
-    agreement_rows: int = Field(16, ge=0, description="rows on which a new job measures that agreement; 0: none")
+    agreement_rows: int = Field(
+        16, ge=0, description="rows on which a new job measures its agreement with full depth; 0: no measurement"
+    )
 
 
 class SamplingConfig(Section):
-    """The names and defaults of `SamplingParams`; `input.sampling` overrides them per row."""
+    """How tokens are chosen, with names and defaults of `SamplingParams`; `input.sampling` overrides them per row."""
 
-    max_new_tokens: int = Field(64, ge=1, lt=2**31, description="tokens, including the stop token")
-    min_new_tokens: int = Field(0, ge=0, lt=2**31, description="tokens before the row may end")
+    max_new_tokens: int = Field(64, ge=1, lt=2**31, description="most tokens of an answer, including the stop token")
+    min_new_tokens: int = Field(0, ge=0, lt=2**31, description="tokens that an answer has before it may end")
     temperature: float = Field(0.0, ge=0, description="0 is greedy, otherwise at least 0.01")
-    top_k: int = Field(0, ge=0, lt=2**31, description="most likely tokens to sample from; 0: all")
-    top_p: float = Field(1.0, gt=0, le=1, description="probability mass to sample from")
-    min_p: float = Field(0.0, ge=0, le=1, description="least probability, as a share of the likeliest token's")
-    repetition_penalty: float = Field(1.0, gt=0, description="factor for tokens of prompt and answer; 1: none")
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description="logits, for tokens in the answer; 0: none")
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="logits, per occurrence in the answer; 0: none")
+    top_k: int = Field(0, ge=0, lt=2**31, description="number of likeliest tokens to sample from; 0: all")
+    top_p: float = Field(1.0, gt=0, le=1, description="probability mass of the likeliest tokens to sample from")
+    min_p: float = Field(0.0, ge=0, le=1, description="least probability to sample, as a share of the largest")
+    repetition_penalty: float = Field(1.0, gt=0, description="penalty factor of tokens in prompt or answer; 1: none")
+    presence_penalty: float = Field(
+        0.0, ge=-2, le=2, description="subtracted from the logits of tokens that occur in the answer; 0: none"
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, description="subtracted from a token's logit for each occurrence in the answer; 0: none"
+    )
     stop: Annotated[tuple[str, ...], BeforeValidator(_many)] = Field(
-        (), description="string or list of strings; the text ends before the first occurrence"
+        (), description="string or list of strings; the answer's text ends before the first of them"
     )
     stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_many)] = Field(
-        (), description="token ids that end a row"
+        (), description="token ids that end an answer"
     )
-    ignore_eos: bool = Field(False, description="do not end a row at the model's own stop tokens")
+    ignore_eos: bool = Field(False, description="do not end an answer at the model's own stop tokens")
     n: int = Field(1, ge=1, lt=2**31, description="answers per prompt, at most 1024")
     logprobs: int | None = Field(
-        None, ge=0, description="alternatives to each token in a column logprobs; default: no column"
+        None, ge=0, description="write a column logprobs with this many alternatives to each token; default: no column"
     )
     seed: int = Field(0, ge=0, lt=2**63, description="seed of the job's random numbers")
 
@@ -232,32 +246,36 @@ class SamplingConfig(Section):
         return self
 
     def params(self) -> SamplingParams:
-        """Return the sampling of rows without own settings, without the seed. Raises UserError if values conflict."""
+        """Return the parameters, without the seed, of rows that set none. Raises UserError if values conflict."""
         return SamplingParams(**self.model_dump(exclude={"seed"}))
 
 
 class ActorsConfig(Section):
-    count: int | None = Field(None, ge=1, description="number; default 1 without min and max")
-    min: int | None = Field(None, ge=1, description="least number, autoscaling")
-    max: int | None = Field(None, ge=1, description="largest number, autoscaling")
+    count: int | None = Field(None, ge=1, description="number of actors; default 1 unless min and max are set")
+    min: int | None = Field(None, ge=1, description="least number of actors, with autoscaling")
+    max: int | None = Field(None, ge=1, description="largest number of actors, with autoscaling")
     gpus: float = Field(0, ge=0, description="GPUs per actor")
-    cpus: float | None = Field(None, gt=0, description="logical CPUs per actor; default its threads")
-    wait_seconds: float = Field(600, ge=0, description="seconds in which a cluster may grow for the least number")
+    cpus: float | None = Field(None, gt=0, description="logical CPUs per actor; default: its number of threads")
+    wait_seconds: float = Field(
+        600, ge=0, description="seconds to wait for a cluster to fit the least number of actors"
+    )
     threads: int | None = Field(
-        None, ge=1, description="torch threads; default CPUs of its node ÷ actors there, on CPU"
+        None, ge=1, description="torch threads per actor; default on a CPU: CPUs of the node ÷ actors on the node"
     )
     cache_bytes: int | None = Field(
         None,
         ge=1,
-        description="bytes of key/value cache of the rows in flight; default 1 GiB on CPU, 8 GiB a GPU, on a GPU with "
-        "engine vllm what its gpu_memory_utilization leaves",
+        description="bytes of an actor's KV cache for all rows in flight; default 1 GiB on a CPU, 8 GiB on a GPU; with "
+        "engine vllm on a GPU the memory that gpu_memory_utilization leaves",
     )
-    max_batch: int | None = Field(None, ge=1, description="rows in flight at most; default 64, with engine vllm 256")
+    max_batch: int | None = Field(
+        None, ge=1, description="most rows in flight in an actor; default 64, with engine vllm 256"
+    )
     scheduler: Literal["lock_step", "refill"] | None = Field(
         None,
-        description="lock_step: all rows of a batch begin together; refill: a row that has ended is replaced at once, "
-        "for answers some of which are many times as long as most; default as the job's limits suggest: lock_step "
-        "for choices or ignore_eos, and where max_new_tokens is at most 3 horizons and max_batch above 16; else refill",
+        description="lock_step: all rows of a batch begin together; refill: a row that has ended is replaced at "
+        "once, which pays if a few answers are many times as long as most. Default: lock_step with choices or "
+        "ignore_eos, or if max_new_tokens is at most 3 × horizon and max_batch is above 16; else refill",
     )
 
     @model_validator(mode="after")
@@ -281,13 +299,13 @@ class StorageConfig(Section):
     region: str | None = Field(None, description="S3 region")
     retry_seconds: float = Field(300, ge=0, description="seconds for which a failing S3 call is retried; 0: one try")
     contact_seconds: float = Field(
-        20, ge=0, description="the same while planning, for an endpoint that has never answered"
+        20, ge=0, description="seconds for which planning retries an S3 call if the endpoint has never answered"
     )
 
-    catalog: CatalogConfig = Field(default_factory=CatalogConfig, description="of Iceberg tables")
+    catalog: CatalogConfig = Field(default_factory=CatalogConfig, description="catalog of Iceberg tables")
 
     def after_planning(self) -> StorageConfig:
-        """Return these settings for a running job, which retries longer: its driver has reached the endpoint."""
+        """Return the settings of a running job, which retries longer because its driver has reached the endpoint."""
         return self.model_copy(update={"contact_seconds": self.retry_seconds})
 
 
@@ -305,35 +323,48 @@ class JobConfig(Section):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     choices: Labels | None = Field(
         None,
-        description="two or more labels, or a .json file of them; one is a row's answer; input.choices: per row",
+        description="two or more labels, or a .json file of them; every answer is one of them. For labels per "
+        "row see input.choices",
     )
     output_format: Form | None = Field(
         None,
-        description="form of every answer: {json_schema: object or .json file}, {regex: text} or {grammar: Lark, or a "
-        ".lark file}; check: after beside json_schema: what no grammar holds of it is checked after generation, the "
-        "row's error; input.output_format: per row",
+        description="form of every answer: {json_schema: object or .json file}, {regex: text} or {grammar: Lark text "
+        "or .lark file}. With check: after beside json_schema, parts of the schema that no grammar can express are "
+        "checked after generation, and a row that breaks them gets an error. For a form per row see "
+        "input.output_format",
     )
     reasoning: ReasoningConfig | Literal["auto"] | None = Field(
         None,
-        description="split thinking from the answer, into a column `reasoning`; choices and output_format hold for the "
-        "text after it; {}: <think> and </think>; auto: the marks that the chat template writes, if any",
+        description="move thinking from the answer to a column `reasoning`; choices and output_format then apply to "
+        "the text after it. {}: thinking between <think> and </think>; auto: between the chat template's own marks, "
+        "if any",
     )
     shared_prefix: bool = Field(
         True,
-        description="compute beginnings that prompts share once: that of all prompts once an actor, those of some "
-        "rows, such as the examples of a category, once a shard",
+        description="compute shared beginnings of prompts only once: what all prompts share, once per actor; what some "
+        "rows share, such as the examples of a category, once per shard",
     )
     actors: ActorsConfig = Field(default_factory=ActorsConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
     shard_rows: int | None = Field(None, ge=1, description="rows a shard; default min(4096, ceil(rows ÷ (4 × actors)))")
     shard_bytes: int = Field(64 * 2**20, ge=1, description="uncompressed input bytes per shard")
-    max_error_rate: float = Field(0.01, ge=0, le=1, description="largest share of row errors; above it exit status 3")
-    grace_seconds: float = Field(20, ge=0, description="seconds after a signal for shards at work; 0 drops them")
-    attempts: int = Field(3, ge=1, description="deaths of a worker that make a lone row an error, or loading fail")
-    price_per_hour: float | None = Field(
-        None, gt=0, description="money for an hour of one device: a GPU, or an actor on CPUs; for `plan` and the budget"
+    max_error_rate: float = Field(
+        0.01, ge=0, le=1, description="largest share of rows with an error; above it `run` ends with exit status 3"
     )
-    budget: BudgetConfig | None = Field(None, description="what the job may use; `run` stops there, exit status 4")
+    grace_seconds: float = Field(
+        20, ge=0, description="seconds that shards at work get to finish after a signal; 0: they are dropped"
+    )
+    attempts: int = Field(
+        3, ge=1, description="worker deaths after which a row that ran alone gets an error, or loading the model fails"
+    )
+    price_per_hour: float | None = Field(
+        None,
+        gt=0,
+        description="price of a device (a GPU, or an actor on CPUs) for an hour, for `plan` and budget.money",
+    )
+    budget: BudgetConfig | None = Field(
+        None, description="what all runs of the job may use; when it is used up, `run` stops with exit status 4"
+    )
     adapt: AdaptConfig | None = Field(None, description="settings of `skipdecode adapt`; `run` ignores them")
 
     @property
@@ -343,12 +374,12 @@ class JobConfig(Section):
 
     @property
     def rows_in_flight(self) -> int:
-        """Return the largest number of rows in flight in an actor."""
+        """Largest number of rows in flight in one actor."""
         return self.actors.max_batch or (256 if self.model.engine == "vllm" else 64)
 
     @property
     def devices(self) -> float:
-        """Maximum number of GPUs of all actors, or of actors on CPUs."""
+        """Largest number of devices: GPUs of all actors together, or actors on CPUs."""
         return self.actors.most * (self.actors.gpus or 1)
 
     @model_validator(mode="after")

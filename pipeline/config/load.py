@@ -132,7 +132,7 @@ def _apply(values: dict[str, Any], change: str) -> None:
 def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
     problems = error.errors()
     problem = next((entry for entry in problems if entry["type"] == "extra_forbidden"), problems[0])
-    inner = ("function-", "list[", "literal[")  # pydantic's names of a union's types, and of sections among them
+    inner = ("function-", "list[", "literal[")  # beginnings of pydantic's names for types in a union: no keys
     where = [str(part) for part in problem["loc"] if not str(part).startswith(inner)]
     where = [part for part in where[:-1] if not part.endswith("Config")] + where[-1:]
     key = ".".join(part if part.isprintable() else repr(part) for part in where)

@@ -1,4 +1,4 @@
-"""Every key of every configuration file in words: for `skipdecode keys`, and for configs/README.md."""
+"""Describes every key of every configuration file, for `skipdecode keys` and for configs/README.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORDS = {
 
 
 def described(section: str | None = None) -> str:
-    """Return the keys of all files, or of one section such as `input`, or one key. Raise UserError if there is none."""
+    """Return text about all keys, the keys of a section such as `input`, or one key. Raise UserError if none fits."""
     found: dict[str, str] = {}  # a key that several files have is listed once
     for model in FILES.values():
         for key, field in leaves(model):
@@ -63,14 +63,14 @@ def in_list(field: FieldInfo) -> bool:
 
 
 def parts(annotation: Any) -> tuple[Any, ...]:
-    """Return the alternatives of a union, None left out; a type alone is one."""
+    """Return the types in a union, without None; for any other type, that type alone."""
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(entry for entry in get_args(annotation) if entry is not type(None))
     return (annotation,)
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """Return the section that a field holds, alone or in a list."""
+    """Return the section that a field holds, alone or in a list; None if it holds none."""
     for part in parts(annotation):
         for kind in (part, *get_args(part)):
             if isinstance(kind, type) and issubclass(kind, Section):
@@ -99,7 +99,7 @@ def kind_of(annotation: Any) -> str:
 
 
 def default_of(field: FieldInfo) -> str:
-    """Return a default as YAML would hold it; `required` without one, `-` for none."""
+    """Return a key's default as YAML writes it; `required` if the key must be given, `-` if the default is None."""
     if field.is_required():
         return "required"
     value = field.default if field.default is not PydanticUndefined else field.get_default(call_default_factory=True)

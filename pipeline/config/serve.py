@@ -1,4 +1,4 @@
-"""The file of `skipdecode serve`: every key, its unit and its default."""
+"""Defines serving files (`skipdecode serve`): every key, its unit and its default."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pipeline.config.job import (
 
 
 class ServeSamplingConfig(SamplingConfig):
-    """Values of the parameters that a request leaves out."""
+    """Sampling parameters for requests that do not give them."""
 
-    max_new_tokens: int = Field(256, ge=1, lt=2**31, description="tokens, including the stop token")
+    max_new_tokens: int = Field(256, ge=1, lt=2**31, description="most tokens of an answer, including the stop token")
     temperature: float = Field(1.0, ge=0, description="0 is greedy, otherwise at least 0.01")
 
 
 class ReplicasConfig(ActorsConfig):
-    """A replica is an actor that answers requests. 256 more requests wait; further requests get status 429."""
+    """A replica is an actor that answers requests. Up to 256 more requests wait; all others get status 429."""
 
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
         "events_per_second": (1000, "each step's tokens are sent at once; a slow client gets fewer events"),
@@ -47,7 +47,7 @@ class HttpConfig(Section):
     api_key_env: str | None = Field(
         None, min_length=1, description="environment variable with the API key; default: no key"
     )
-    timeout_seconds: float = Field(600, gt=0, description="after which a request ends with status 504")
+    timeout_seconds: float = Field(600, gt=0, description="seconds after which a request ends with status 504")
 
 
 class ServeConfig(Section):
@@ -63,8 +63,8 @@ class ServeConfig(Section):
     sampling: ServeSamplingConfig = Field(default_factory=ServeSamplingConfig)
     reasoning: ReasoningConfig | Literal["auto"] | None = Field(
         None,
-        description="give thinking apart from the answer, as reasoning_content; {}: <think> and </think>; auto: the "
-        "marks that the chat template writes, if any",
+        description="return thinking apart from the answer, as reasoning_content. {}: thinking between <think> and "
+        "</think>; auto: between the chat template's own marks, if any",
     )
     replicas: ReplicasConfig = Field(default_factory=ReplicasConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)

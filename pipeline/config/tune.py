@@ -1,4 +1,4 @@
-"""Tune files as pydantic models: every key, its unit and its default."""
+"""Defines training files (`skipdecode tune`): every key, its unit and its default."""
 
 from __future__ import annotations
 
@@ -25,18 +25,22 @@ class TuneModelConfig(Section):
 
 
 class TuneDataConfig(Section):
-    train: Paths = Field(description="files, folders or globs as of input.path, with prompts and references")
-    dev: Paths = Field(description="the same for the dev-set loss")
-    prompt: str = Field("prompt", description="prompt column")
-    train_reference: str = Field("reference", description="column: a string, or a list of strings")
-    dev_reference: str = Field("references", description="column: a string, or a list of strings")
+    train: Paths = Field(description="files, folders or globs (see input.path) with prompts and responses")
+    dev: Paths = Field(description="files, folders or globs (see input.path) for the dev-set loss")
+    prompt: str = Field("prompt", description="column with the prompts")
+    train_reference: str = Field(
+        "reference", description="column with the responses of data.train: a string, or a list of strings"
+    )
+    dev_reference: str = Field(
+        "references", description="column with the responses of data.dev: a string, or a list of strings"
+    )
     ended: str | None = Field(
-        None, description="column of booleans: false for a response that was cut off: no end is learned from it"
+        None, description="column of booleans; false marks a response that was cut off, so that its end is not learned"
     )
     collapse_whitespace: bool = Field(False, description="replace each run of white space in a response by one space")
-    choices: Labels | None = Field(None, description="labels, or a .json file of them; every response is one")
-    dev_rows: int = Field(256, ge=2, description="pairs of the dev set, evenly spaced over its files")
-    max_tokens: int = Field(256, ge=4, description="tokens of prompt and response; longer pairs are left out")
+    choices: Labels | None = Field(None, description="labels, or a .json file of them; every response is a label")
+    dev_rows: int = Field(256, ge=2, description="pairs in the dev set, evenly spaced over the files of data.dev")
+    max_tokens: int = Field(256, ge=4, description="most tokens of prompt and response; longer pairs are left out")
 
 
 class TuneScheduleConfig(Section):
@@ -45,28 +49,40 @@ class TuneScheduleConfig(Section):
         "learned_order": (None, "set schedule.keep_order, or list the order in schedule.also"),
     }
 
-    speedups: list[float] = Field([1.0], min_length=1, description="nominal; one is drawn for each batch")
+    speedups: list[float] = Field(
+        [1.0], min_length=1, description="nominal speed-ups to train; each step draws one or more of them"
+    )
     also: list[ScheduleConfig] = Field(
-        default_factory=list, description="further schedules: keys on top of this section's"
+        default_factory=list, description="further schedules to train: keys that replace those of this section"
     )
-    default: float | None = Field(None, description="nominal speed-up of jobs without one; default the last")
-    horizon: int | None = Field(None, ge=2, description="tokens; default the median response of the training data")
-    decay: Decay = Field("linear", description="shape of the depth curve; default, as below: the start checkpoint's")
-    warmup: int = Field(1, ge=0, description="lowest layers that always run; default with measured: by the order")
+    default: float | None = Field(None, description="nominal speed-up of jobs that set none; default: last of speedups")
+    horizon: int | None = Field(
+        None, ge=2, description="generated tokens over which depth falls; default: median length of the responses"
+    )
+    decay: Decay = Field("linear", description="shape of the depth curve; default: the start checkpoint's")
+    warmup: int = Field(
+        1, ge=0, description="lowest layers that always run; default: the start checkpoint's, or the measured order's"
+    )
     keep_order: KeepOrder | list[int] = Field(
-        "paper", description="layers, most needed first; measured: on the start weights and training pairs"
+        "paper",
+        description="layers, the most needed first; measured: the order is measured on start weights and training "
+        "pairs; default: the start checkpoint's",
     )
-    prompt: Literal["full", "first"] = Field("full", description="layers that run over the prompt")
+    prompt: Literal["full", "first"] = Field(
+        "full",
+        description="layers to run over prompts; full: all; first: those of generated token 0; default: the start "
+        "checkpoint's",
+    )
 
 
 class LossConfig(Section):
-    """Weights of the terms of the objective, which is summed over response tokens."""
+    """The training objective, summed over response tokens, with a weight for each of its terms."""
 
-    references: float = Field(1.0, ge=0, description="cross-entropy on the data's responses")
-    distillation: float = Field(0.0, ge=0, description="KL divergence from the teacher at full depth")
-    temperature: float = Field(1.0, gt=0, description="of both distributions in the divergence")
-    teacher: Place | None = Field(None, description="checkpoint with the same tokenizer; default the start weights")
-    teacher_top_k: int = Field(64, ge=1, description="likeliest tokens of the teacher; all others count as one")
+    references: float = Field(1.0, ge=0, description="weight of the cross-entropy on the data's responses")
+    distillation: float = Field(0.0, ge=0, description="weight of the KL divergence from the teacher at full depth")
+    temperature: float = Field(1.0, gt=0, description="temperature of teacher and student in the KL divergence")
+    teacher: Place | None = Field(None, description="checkpoint with the same tokenizer; default: the start weights")
+    teacher_top_k: int = Field(64, ge=1, description="likeliest tokens of the teacher to keep; all others count as one")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="probability spread over the vocabulary")
 
     @model_validator(mode="after")
@@ -81,16 +97,17 @@ class LossConfig(Section):
 
 
 class AdapterConfig(Section):
-    """A speed adapter: low-rank weights beside the frozen model, for speeds above 1x, which are all trained at once."""
+    """A speed adapter: low-rank weights beside the frozen model. One adapter is trained for all speeds above 1x."""
 
-    start: Place | None = Field(None, description="speed adapter to go on from, with its rank, alpha and targets")
+    start: Place | None = Field(None, description="speed adapter to train further; it sets rank, alpha and targets")
     rank: int | None = Field(None, ge=1, description=f"columns of each low-rank matrix; default {RANK}")
-    alpha: int | None = Field(None, ge=1, description="its product is scaled by alpha / rank; default twice the rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="on an adapter's input, while training")
+    alpha: int | None = Field(None, ge=1, description="adapter outputs are scaled by alpha / rank; default 2 × rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapter's input while training")
     targets: list[str] | None = Field(
         None,
         min_length=1,
-        description="linear layers by their last name, such as q_proj; default all of the decoder layers",
+        description="linear layers that get an adapter, by the end of their name, such as q_proj; default: all linear "
+        "layers of the decoder layers",
     )
 
     @model_validator(mode="after")
@@ -105,33 +122,35 @@ class TrainingConfig(Section):
     removed: ClassVar[dict[str, tuple[Any, str]]] = {"compile": (False, "leave it out")}
 
     epochs: float = Field(1.0, gt=0, description="passes over the training pairs")
-    max_steps: int = Field(-1, description="optimizer steps; -1: by epochs")
-    batch_size: int = Field(64, ge=1, description="pairs a step, over all workers and micro-batches")
-    speeds_per_step: int = Field(1, ge=1, description="schedules drawn for a step that share their passes over prompts")
+    max_steps: int = Field(-1, description="number of optimizer steps; -1: as many as epochs needs")
+    batch_size: int = Field(64, ge=1, description="pairs per step, over all workers and micro-batches together")
+    speeds_per_step: int = Field(
+        1, ge=1, description="number of schedules drawn for each step, which share their passes over the prompts"
+    )
     prompt_gradient: bool = Field(
         True,
-        description="learn from the prompts' part in each loss; false: from prompts' last tokens and responses alone",
+        description="whether gradients flow through all prompt tokens; false: only through each prompt's last token",
     )
     micro_batch_tokens: int | None = Field(
         None,
         ge=1,
-        description="most tokens computed at once, by each worker; default as many as 3 GiB of activations allow, "
-        "shared by the workers, on a GPU a quarter of its memory",
+        description="most tokens that a worker computes at once; default: as many as fit 3 GiB of activations, divided "
+        "by the number of workers, or on a GPU a quarter of its memory",
     )
     checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
-    learning_rate: float = Field(1e-3, gt=0, description="peak; cosine to zero after the warm-up")
-    warmup_steps: int = Field(50, ge=0, description="optimizer steps over which the rate rises")
+    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate; a cosine to zero after the warm-up")
+    warmup_steps: int = Field(50, ge=0, description="optimizer steps over which the learning rate rises")
     weight_decay: float = Field(0.01, ge=0, description="AdamW")
     bf16: bool = Field(
         True,
         description="save bfloat16 weights, and compute in bfloat16 (autocast) where the device has instructions for "
         "it; false: float32 for both",
     )
-    seed: int = Field(0, ge=0, description="initial weights, order of pairs, drawn speeds")
+    seed: int = Field(0, ge=0, description="seed of initial weights, order of pairs, and drawn speeds")
     eval_steps: int = Field(200, ge=1, description="optimizer steps between dev-set losses; at most a tenth of all")
     save_steps: int = Field(200, ge=1, description="optimizer steps between checkpoints to resume from")
     early_stopping: int | None = Field(
-        None, ge=1, description="dev-set losses without improvement before training stops"
+        None, ge=1, description="stop after this many dev-set losses in a row without improvement; default: never"
     )
     threads: int | None = Field(None, ge=1, description="torch threads; default all cores, or workers.cpus")
 
@@ -144,8 +163,8 @@ class WorkersConfig(Section):
     }
 
     count: int = Field(ge=1, description="processes")
-    gpus: Literal[0, 1] = Field(0, description="GPUs a worker")
-    cpus: float = Field(1, gt=0, description="CPUs a worker")
+    gpus: Literal[0, 1] = Field(0, description="GPUs per worker")
+    cpus: float = Field(1, gt=0, description="CPUs per worker")
 
 
 class TuneConfig(Section):
@@ -153,7 +172,7 @@ class TuneConfig(Section):
 
     model: TuneModelConfig
     data: TuneDataConfig
-    output: Place = Field(description="folder for the checkpoint or speed adapter; resumable state in its _training")
+    output: Place = Field(description="folder for the checkpoint or speed adapter, and the state to resume (_training)")
     schedule: TuneScheduleConfig = Field(default_factory=TuneScheduleConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     adapter: AdapterConfig | None = Field(None, description="train a speed adapter instead of all weights")

@@ -1,1 +1,1 @@
-"""How a job answers a growing table: runs over the files that no run has answered, and the ledger of them."""
+"""Answers growing input: each run answers the files that no earlier run has answered. A ledger lists the runs."""

@@ -1,12 +1,12 @@
 """The ledger of incremental runs: which input files each run has claimed, and how the run ended.
 
     _ledger/000007.json          run 7 claims these files; written before anything else of the run
-    _ledger/000007.end.json      its end, success or abandoned; final
+    _ledger/000007.end.json      how run 7 ended: success or abandoned; never changed
     _ledger/through-000050.json  copy of runs 1 to 50 in one file, so that reading stays cheap
 
-Each record is created once, and a run begins only after the previous run has ended: of two runs that begin at the
-same moment one gets the number; of two that end the same run the first decides. This needs no lock and no clock. A
-file is answered if a successful run holds it, whatever becomes of the run's folder; every other file is new.
+Each record is created once, and a run begins only after the previous run has ended. If two commands begin a run at the
+same time, one gets the number. If two commands end the same run, the first end counts. This needs no lock and no clock.
+A file is answered if a successful run has claimed it, even if that run's folder is removed. Every other file is new.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from pipeline.storage.parquet import read_parquet
 log = logging.getLogger(__name__)
 FORMAT = 2
 SHOWN_RUNS = 20
-SHOWN_FILES = 3  # number of names shown of files left for a later run
+SHOWN_FILES = 3  # number of names shown if files are left for a later run
 COMPACT_EVERY = 50  # number of ended runs after which they are compacted
 CLAIM, COMPACTED = re.compile(r"(\d{6,})\.json"), re.compile(r"through-(\d{6,})\.json")
-Rows = dict[str, set[int]]  # failed rows of each input file, by its URL
+Rows = dict[str, set[int]]  # URL of an input file -> its rows with an error
 State = Literal["unfinished", "success", "abandoned"]
 
 
@@ -72,7 +72,7 @@ class LedgerRun:
     """A run of the ledger. Its times are UTC."""
 
     number: int
-    folder: str  # name of its output folder in the root
+    folder: str  # name of the run's output folder, which is in the root folder
     fingerprint: str  # fingerprint of its job
     began: str
     by: str  # process that began the run
@@ -81,13 +81,13 @@ class LedgerRun:
     ended: str = ""
     why: str = ""  # reason of an abandoned run
     table: str = ""  # id of an input table
-    snapshot: int | None = None  # snapshot of the input table up to which the files reach
-    root: str | None = None  # folder to which file names in made-up ids are relative, in all runs; see `PartSpec`
-    left: tuple[str, ...] = ()  # URLs of new files that it could not read and left for a later run
+    snapshot: int | None = None  # newest snapshot of the input table that the run covers
+    root: str | None = None  # folder to which file names in generated ids are relative, in all runs; see `PartSpec`
+    left: tuple[str, ...] = ()  # URLs of new files that this run could not read and left for a later run
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> LedgerRun:
-        """Return the run of a record. Raises KeyError or TypeError for something else."""
+        """Return the run that a record describes. Raises KeyError or TypeError if `values` is not a record of a run."""
         known = {key: values[key] for key in cls.__dataclass_fields__ if key in values}
         files = tuple(ClaimedFile(**file) for file in values["files"])
         return cls(**{**known, "files": files, "left": tuple(known.get("left", ()))})
@@ -117,7 +117,7 @@ class Ledger:
         return self.succeeded[-1] if self.succeeded else None
 
     def answered_snapshot(self, table: str) -> int | None:
-        """Return the snapshot up to which successful runs have answered a table; None for none."""
+        """Return the newest snapshot of a table that a successful run has answered; None if there is none."""
         runs = (run for run in reversed(self.succeeded) if run.table == table)
         return next((run.snapshot for run in runs), None)
 
@@ -176,7 +176,7 @@ def claim(
     """Begin the next run, over the files of its manifest.
 
     pin: the snapshot of an input table. left: URLs of new files left for a later run. Raises ConcurrentRun if another
-    process has begun it since the ledger was read.
+    process has begun this run since `ledger` was read.
     """
     assert ledger.last is None or ledger.last.state != "unfinished", "the previous run must have ended"
     number, began = ledger.last.number + 1 if ledger.last else 1, _now()
@@ -199,7 +199,7 @@ def claim(
     if pin is not None:
         run = replace(run, table=pin.table, snapshot=pin.snapshot)
     claimed = {key: value for key, value in asdict(run).items() if key not in ("state", "ended", "why")}
-    # a put repeated after its answer was lost finds our own record: the nonce identifies it
+    # a put that is repeated because its answer was lost finds our own record, which the nonce identifies
     data = _encode({**claimed, "nonce": uuid.uuid4().hex})
     if not root.create(claim_name(number), data) and root.read(claim_name(number)) != data:
         raise ConcurrentRun(f"run {number} was begun meanwhile; check it, then run again")
@@ -207,7 +207,7 @@ def claim(
 
 
 def end(root: Folder, run: LedgerRun, state: State, why: str = "") -> LedgerRun:
-    """End a run; the first end is final. Returns the run with the end that counts."""
+    """End a run, unless it has ended already. Returns the run with its first end, which is final."""
     values: dict[str, Any] = {"state": state, "ended": _now(), "why": why}
     if not root.create(end_name(run.number), _encode({"number": run.number, **values})):
         first = _record(root, end_name(run.number))
@@ -217,7 +217,7 @@ def end(root: Folder, run: LedgerRun, state: State, why: str = "") -> LedgerRun:
 
 
 def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[int, str]]:
-    """Return the listed files that no successful run holds. A file uploaded again with the same content is not new.
+    """Return the listed files that no successful run has answered. The same content uploaded again is not new.
 
     changed: `input.changed`, the rule for an answered file that has other content now; "error" raises UserError.
     """
@@ -250,7 +250,7 @@ def compact(root: Folder, ledger: Ledger) -> None:
 
 
 def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageConfig) -> Rows:
-    """Return the rows whose last answer in a successful run has an error, of listed files that are as they were."""
+    """Return the rows whose last answer in a successful run has an error. Skips files that are gone or have changed."""
     failed: Rows = {}
     versions: dict[str, tuple[int, str]] = {}
     for run in ledger.runs:
@@ -281,7 +281,7 @@ def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageCon
 
 
 def shards_of(failed: Mapping[str, set[int]], shards: Sequence[Shard]) -> list[Shard]:
-    """Return shards of the failed rows: one for each sequence of neighbouring rows, with new indices."""
+    """Return shards of only the failed rows: one for each sequence of consecutive rows, with new indices."""
     kept: list[Shard] = []
     for shard in shards:
         rows = sorted(failed[shard.url] & set(range(shard.first_row, shard.first_row + shard.rows)))
@@ -310,7 +310,7 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
 
 
 def some(urls: Sequence[str]) -> str:
-    """Return the first of some URLs, and the number of others."""
+    """Return a text with the first `SHOWN_FILES` URLs, and the number of the other URLs."""
     more = len(urls) - SHOWN_FILES
     return ", ".join(urls[:SHOWN_FILES]) + (f" and {counted(more, 'other')}" if more > 0 else "")
 

@@ -4,11 +4,11 @@ A run takes these steps, on the ledger and in its dated folder, and may die afte
 
     claim the files ─> save the plan in the folder ─> answer, shard by shard ─> check every row ─> end ─> _SUCCESS
 
-Between the end and `_SUCCESS` the parts become a snapshot of the output table, if there is one: only a run that counts
-gets into it. The next command continues after the last step, or abandons the run and claims its files again.
-Overlapping commands may both work on one folder, which wastes time but is harmless; `end` decides once whether a run
-counts. A run with more row errors than `max_error_rate` is not ended. The next command ends it if its own limit is
-higher, else abandons it and answers its files again.
+If the job has an output table, the parts are added to it between end and `_SUCCESS`, so that it holds only successful
+runs. The next command resumes after the last step, or abandons the run and claims its files again. Overlapping commands
+may both work on one folder, which wastes time but is harmless; `end` decides once whether a run counts. A run with more
+row errors than `max_error_rate` is not ended. The next command ends it if the command's own limit is high enough, else
+it abandons the run and answers the files again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class IncrementalResult:
-    """Runs that one command finished: an unfinished one, a retry of rows with an error, and a new one.
+    """Runs that one command finished: an earlier unfinished run, a retry of rows with an error, and a new run.
 
     last: the last successful run. left: URLs of new files that are left for a later run.
     """
@@ -84,8 +84,8 @@ def run(
 ) -> IncrementalResult:
     """Finish an unfinished run, then answer the input files that no successful run has answered.
 
-    Arguments as for `job.run`; overwrite abandons an unfinished run, and a limit is refused. Raises as `job.run`, and
-    ConcurrentRun.
+    Takes the arguments of `job.run`, but `overwrite` abandons an unfinished run, and `limit` raises UserError. Raises
+    the errors of `job.run`, and ConcurrentRun.
     """
     assert config.input.since == "last_success"
     if limit is not None:
@@ -112,7 +112,7 @@ def run(
 def run_in(
     root: Folder, config: JobConfig, backend: Backend, overwrite: bool, check: Check = "quick"
 ) -> IncrementalResult:
-    """Do as `run` in an open root. Correct without a lease too: of two commands the ledger lets one win."""
+    """Do the work of `run` in the opened folder `root`. Needs no lease: the ledger lets one of two commands win."""
     finished: list[FinishedRun] = []
     ledger = ledgers.read(root)
     if not ledger.runs:
@@ -140,7 +140,7 @@ def run_in(
         log.warning("%d new files have no rows that can be read, and are left for a later run", len(new.files))
     if job is not None:
         left = sorted(new.files.keys() - {file.url for file in job.manifest.files})
-        if ledger.last is not None:  # ids of all runs are relative to the same folder
+        if ledger.last is not None:  # generated ids of all runs are relative to the same folder
             job = with_batching(job, root=ledger.last.root)
         # checked before the claim: a job that does not fit must not be saved
         check_table(job.config, part_schema(job))
@@ -154,7 +154,7 @@ def run_in(
 
 
 def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
-    """Return the result if every run has ended and every input file is answered. Needs read-only rights."""
+    """Return a result without runs if all runs have ended and all input is answered, else None. Only reads."""
     ledger = ledgers.read(root)
     last = ledger.last
     if last is None or last.state == "unfinished":
@@ -167,7 +167,7 @@ def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
 
 
 def _to_retry(root: Folder, config: JobConfig, ledger: Ledger) -> tuple[Rows, Files]:
-    """Return the rows that `input.retry` asks to answer again, by file, and the present input files."""
+    """Return file -> rows that `input.retry` asks to answer again, and the present input files."""
     if config.input.retry is None or not ledger.runs:
         return {}, {}
     listed = list_input(config.input, config.storage, may_be_empty=True)
@@ -177,7 +177,7 @@ def _to_retry(root: Folder, config: JobConfig, ledger: Ledger) -> tuple[Rows, Fi
 def _retry(
     root: Folder, ledger: Ledger, config: JobConfig, backend: Backend, failed: Rows, listed: Files
 ) -> FinishedRun:
-    """Answer rows with an error again, in a separate run, which counts as a success whatever the answers are."""
+    """Answer rows with an error again, in a separate run, which is a success even if rows have an error again."""
     job = plan(config, None, backend, files={url: listed[url] for url in sorted(failed)})
     job = with_batching(job, root=ledger.runs[-1].root, retries=True)
     job = replace(job, manifest=replace(job.manifest, shards=shards_of(failed, job.manifest.shards)))
@@ -188,13 +188,13 @@ def _retry(
 
 
 def with_batching(job: PlannedJob, **changes: Any) -> PlannedJob:
-    """Return the job with changes of its batching."""
+    """Return the job with these fields of its manifest's `batching` replaced."""
     return replace(job, manifest=replace(job.manifest, batching=replace(job.manifest.batching, **changes)))
 
 
 @dataclass(frozen=True)
 class NewInput:
-    """Input that no successful run has answered. config: the job; for a table with the snapshot of the files."""
+    """Input that no successful run has answered. config: the job's; for a table, `input.snapshot` is set to the pin."""
 
     config: JobConfig
     files: Files
@@ -202,7 +202,7 @@ class NewInput:
 
 
 def new_input(config: JobConfig, ledger: Ledger) -> NewInput:
-    """Return the files that the next run answers; for a table those appended since the last success. Writes nothing."""
+    """Return the files that the next run answers. For a table: files appended since the last success. Only reads."""
     pin = newest(config)
     after = None if pin is None else ledger.answered_snapshot(pin.table)
     pinned = config if pin is None else with_snapshot(config, pin.snapshot)
@@ -230,7 +230,7 @@ def print_runs(console: Console, result: IncrementalResult) -> None:
         last = result.last
         lines.append(f"nothing new since run {last.number} of {last.began} ({last.folder})")
     elif not result.finished:
-        lines.append("nothing new: no run has been, and no file has rows")
+        lines.append("nothing new: there was no run yet, and no file has rows")
     for line in lines:
         console.print(line, highlight=False)
 
@@ -251,7 +251,7 @@ def runs_summary(root: str, result: IncrementalResult, runs: Sequence[Mapping[st
 
 
 def _read_again(root: Folder, number: int) -> Ledger:
-    """Return the ledger after a run has ended; ConcurrentRun if another one has begun since."""
+    """Return the ledger after run `number` has ended. Raises ConcurrentRun if another run has begun since."""
     ledger = ledgers.read(root)
     if ledger.last is not None and ledger.last.state == "unfinished":
         raise ConcurrentRun(f"run {ledger.last.number} was begun by {ledger.last.by} after run {number}")
@@ -261,7 +261,7 @@ def _read_again(root: Folder, number: int) -> Ledger:
 def _resume(
     root: Folder, run: LedgerRun, config: JobConfig, backend: Backend, overwrite: bool, check: Check
 ) -> FinishedRun | None:
-    """Finish a run over its pinned files; None if the run is abandoned, because the job differs or by --overwrite."""
+    """Finish an unfinished run over its pinned files; None if it is abandoned, for example because the job differs."""
     folder = _folder(root, run, config)
     if overwrite:
         _abandon(root, run, folder, config, "--overwrite")
@@ -298,7 +298,7 @@ def _resume(
 
 
 def _abandon(root: Folder, run: LedgerRun, folder: Folder, config: JobConfig, why: str) -> None:
-    """Abandon a run, unless it succeeds at this moment."""
+    """Abandon a run, unless another command has just ended it as a success."""
     ended = ledgers.end(root, run, "abandoned", why)
     if ended.state == "success":
         _write_missing_success(folder, config)
@@ -332,7 +332,7 @@ def _answer(
 
 
 def _write_missing_success(folder: Folder, config: JobConfig) -> None:
-    """Write the `_SUCCESS` of a run that died after its end, unless its folder has been removed."""
+    """Write the missing `_SUCCESS` of a successful run that was killed, unless its folder has been removed."""
     if folder.exists(SUCCESS) or (manifest := plan_files.load(folder)) is None:
         return
     totals = totals_of(read_records(folder, manifest.fingerprint))

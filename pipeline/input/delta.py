@@ -31,7 +31,7 @@ from pipeline.storage.folder import open_folder
 MAPPING = "delta.columnMapping.mode"
 COMPACT = "rewrite it (OPTIMIZE, or REORG TABLE ... APPLY (PURGE)) and read the new version"
 FINGERPRINT = "skipdecode.fingerprint"  # key of the job's fingerprint in a commit's metadata
-RULES = ("delta.constraints.", "delta.invariants")  # configuration by which writers must check each row
+RULES = ("delta.constraints.", "delta.invariants")  # keys of table rules that writers must check on each row
 
 
 def store_options(url: str, storage: StorageConfig) -> dict[str, str]:
@@ -50,13 +50,13 @@ def store_options(url: str, storage: StorageConfig) -> dict[str, str]:
 def read_commit(url: str, storage: StorageConfig, version: int) -> bytes:
     """Return the log of one version: one action in JSON on each line. Raises FileNotFoundError if the log is gone.
 
-    deltalake's own history holds the interpreter's lock while it waits for the store, so that no lease is renewed.
+    deltalake's own history call holds the GIL while it waits for the store, so that the lease would not be renewed.
     """
     return open_folder(f"{url}/_delta_log", storage).read(f"{version:020}.json")
 
 
 def find_table(url: str, storage: StorageConfig, version: int | None = None) -> DeltaTable | None:
-    """Return the table in a folder, by default its newest version; None without a table. UserError if unreadable."""
+    """Return the table in a folder, by default its newest version, or None. Raises UserError if it is not readable."""
     try:
         table = DeltaTable(url, version=version, storage_options=store_options(url, storage))
     except TableNotFoundError:
@@ -71,7 +71,7 @@ def find_table(url: str, storage: StorageConfig, version: int | None = None) -> 
 
 
 class DeltaInput:
-    """See `InputTable`; a snapshot is a version. Only planning reads the log."""
+    """A Delta table as input, see `InputTable`. A snapshot is a Delta version. Only planning reads the log."""
 
     def __init__(self, path: str, storage: StorageConfig) -> None:
         self.root = real_url(path)
@@ -150,7 +150,7 @@ class DeltaInput:
 
 
 class DeltaOutput:
-    """See `OutputTable`. Delta's own transaction ids tell which job has committed: they outlive the log's files."""
+    """A Delta table as output, see `OutputTable`. Its transaction ids, which outlive its log, show a job's commit."""
 
     def __init__(self, path: str, storage: StorageConfig) -> None:
         self.url = real_url(path)
@@ -167,7 +167,7 @@ class DeltaOutput:
         base = None if table is None else table.transaction_version(f"skipdecode-{fingerprint}")
         if table is None or base is None:
             return None
-        for version in range(base + 1, table.version() + 1):  # the version is later if other writers were faster
+        for version in range(base + 1, table.version() + 1):  # commits after `base` by faster writers come first
             with suppress(FileNotFoundError):  # the log of an old commit may be gone
                 if fingerprint.encode() in read_commit(self.url, self.storage, version):
                     return version
@@ -176,7 +176,7 @@ class DeltaOutput:
     def append(self, parts: Sequence[PartFile], schema: pa.Schema, fingerprint: str) -> int:
         table = find_table(self.url, self.storage) or self._created(schema)
         self._check_table(table, schema)
-        # deltalake compares later commits only
+        # deltalake looks for conflicts only in commits later than the version of `table`, so check that version here
         if table.transaction_version(f"skipdecode-{fingerprint}") is not None:
             raise CommitConflict(f"{self.url} has this job's commit by now")
         application = Transaction(f"skipdecode-{fingerprint}", table.version())
@@ -208,11 +208,11 @@ class DeltaOutput:
             raise UserError(f"output.table: {self.url} is partitioned by {names}; parts are not: choose another table")
         rule = next((key for key in metadata.configuration if key.startswith(RULES)), None)
         if rule is not None:
-            raise UserError(f"output.table: {self.url} checks rows by {rule}, which parts are not held to")
+            raise UserError(f"output.table: {self.url} checks rows by {rule}, but parts are added without a check")
         fields = table.schema().fields
         required = next((field.name for field in fields if not field.nullable), None)
         if required is not None:
-            raise UserError(f"output.table: {self.url} does not allow null in {required!r}, which an answer may be")
+            raise UserError(f"output.table: {self.url} does not allow null in {required!r}, and an answer may be null")
         there, ours = (
             {field.name: field.type.to_json().strip('"') for field in some}
             for some in (fields, Schema.from_arrow(schema).fields)

@@ -78,11 +78,11 @@ def list_files(
     Links are followed. In folders and globs, names that begin with `_` or `.` are left out, with what they hold.
 
     Args:
-        paths: files, folders or globs, local or s3://. A file or folder whose name looks like a glob is preferred.
-        given: `input.format`; only files with a suffix of this format are listed in a folder; Parquet by default.
+        paths: files, folders or globs, local or s3://. A path that exists is not a glob, even if it looks like one.
+        given: `input.format`, default Parquet. In a folder, only files with a suffix of this format are listed.
         may_be_empty: accept folders and globs without files; a folder of a bucket disappears with its last file.
 
-    Raises UserError if a path matches nothing, is not readable, a broken link or a table without its format.
+    Raises UserError if a path matches nothing, cannot be read, is a broken link, or is a table while `given` is None.
     """
     files: dict[str, tuple[int, str]] = {}
     for path in paths:
@@ -115,12 +115,12 @@ def _named(
     if isinstance(fs, LocalFileSystem) and os.path.islink(inside) and not os.path.exists(inside):
         raise _broken_link(inside)
     is_glob = glob.has_magic(inside)
-    with suppress(PermissionError):  # stores refuse a missing name to users who may not list names
+    with suppress(PermissionError):  # stores deny access to a missing name if the user may not list names
         is_glob = is_glob and not fs.exists(inside)
     is_folder = not is_glob and fs.isdir(inside)
     folder = inside if is_folder else fixed_part(inside) if is_glob else os.path.dirname(inside)
     if given is None:
-        with suppress(PermissionError):  # a job need not see the folders above
+        with suppress(PermissionError):  # the user may lack access to the folders above
             _check_no_table(fs, folder)
     if is_glob:
         nothing = f"{path}: matches no file{where_sought(path)}; names that begin with _ or . are no input"
@@ -165,7 +165,7 @@ def _files_below(
 def _local_files(
     fs: LocalFileSystem, folder: str, pattern: str | None, given: InputFormat | None
 ) -> dict[str, tuple[int, str]]:
-    """See `_files_below`. Links to files and folders are followed, but for those to a folder above the link."""
+    """See `_files_below`. Follows links to files and folders, except links to a folder above the link."""
     matches = re.compile(".*" if pattern is None else glob_translate(pattern)).match
     depth = None if pattern is None or "**" in pattern else pattern[len(folder.rstrip("/")) :].count("/")
     found: dict[str, tuple[int, str]] = {}
@@ -198,7 +198,7 @@ def _broken_link(path: str) -> UserError:
 
 
 def _check_no_table(fs: fsspec.AbstractFileSystem, folder: str) -> None:
-    """Raise UserError if a folder is a table or its partition: files may hold rows that the table has no longer."""
+    """Raise UserError for a folder of a table or partition: its files may hold rows that the table no longer has."""
     while "=" in os.path.basename(folder):
         folder = os.path.dirname(folder)
     if fs.isdir(f"{folder}/{DELTA_LOG}"):
@@ -211,7 +211,7 @@ def _check_no_table(fs: fsspec.AbstractFileSystem, folder: str) -> None:
 
 
 def _refuse_table(name: str, fs: fsspec.AbstractFileSystem) -> None:
-    """Raise UserError if a name is that of a table's metadata."""
+    """Raise UserError if `name` is a metadata file or folder of a Delta or Iceberg table."""
     if not (table := _TABLE_FILE.match(name)):
         return
     url = table["folder"] if isinstance(fs, LocalFileSystem) else f"s3://{table['folder']}"
@@ -228,7 +228,7 @@ def _version(entry: dict[str, Any], fs: fsspec.AbstractFileSystem, name: str) ->
 
 
 def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tuple[InputFile, pa.Schema]:
-    """Return the pinned file and its schema. Raises UserError if it is not Parquet or damaged."""
+    """Read the footer; return the pinned file and its schema. Raises UserError if it is damaged or not Parquet."""
     fs, path = filesystem(url, storage)
     with fs.open(path, "rb") as file:
         try:
@@ -275,7 +275,7 @@ def check_unchanged(file: InputFile, storage: StorageConfig) -> None:
 
 
 def stat(url: str, storage: StorageConfig) -> tuple[int, str] | None:
-    """Return bytes and version of a file; None if there is none."""
+    """Return size in bytes and version of a file; None if the file does not exist."""
     fs, path = filesystem(url, storage)
     try:
         entry = fs.info(path)
@@ -291,7 +291,7 @@ def list_input(
 
     after: a snapshot; only data files that were appended after it are listed.
 
-    Raises UserError as `list_files`, and for a table whose rows are not those of its data files.
+    Raises UserError as `list_files` does, and if a table's data file is missing, changed or has deleted rows.
     """
     if not section.is_table:
         return list_files(section.path, storage, section.format, may_be_empty=may_be_empty)
@@ -313,7 +313,7 @@ def list_input(
 
 
 def input_root(section: InputConfig, storage: StorageConfig, urls: Collection[str]) -> str:
-    """Return the folder to which file names in made-up ids are relative: it holds all paths, or a table's files."""
+    """Return the folder to which file names in generated ids are relative: it holds all paths or a table's files."""
     if section.is_table:
         return input_table(section, storage).root
     folders = []
@@ -327,7 +327,7 @@ def input_root(section: InputConfig, storage: StorageConfig, urls: Collection[st
 def list_pinned(
     section: InputConfig, storage: StorageConfig, pinned: Sequence[InputFile], *, may_be_empty: bool = False
 ) -> Files:
-    """List the input of a job whose files are pinned again; for a table the data files that still exist."""
+    """List again the input of a job with pinned files. For a table: those of the files `pinned` that still exist."""
     if section.is_table:
         return _present((file.url for file in pinned), storage)
     return list_files(section.path, storage, section.format, may_be_empty=may_be_empty)

@@ -42,10 +42,10 @@ from pipeline.storage.folder import filesystem
 
 STORAGE = "skipdecode.storage"  # property of a catalog: the job's storage section as JSON, without its catalog
 FINGERPRINT = "skipdecode.fingerprint"  # key of the job's fingerprint in a snapshot's summary
-HELD = (pa.time64("us"),)  # types that Iceberg holds besides those of every table
+HELD = (pa.time64("us"),)  # types that Iceberg holds, but Delta does not
 WRITABLE = (1, 2)  # versions of Iceberg's format that can be written
 COMPACT = "compact the table (rewrite_data_files) and read the new snapshot"
-KEEPS_ROWS = (Operation.APPEND, Operation.REPLACE)  # replace: a compaction
+KEEPS_ROWS = (Operation.APPEND, Operation.REPLACE)  # operations that keep all rows; replace is a compaction
 log = logging.getLogger(__name__)
 
 
@@ -73,7 +73,7 @@ class StoreFileIO(FileIO):
 
 
 def open_catalog(storage: StorageConfig, *, create: bool) -> Catalog:
-    """Return the job's catalog. create: whether to make the tables of a new SQL catalog.
+    """Return the job's catalog. create: whether to create the catalog's own tables in a new SQL database.
 
     Raises UserError if its settings are wrong, StoreFailed if it does not answer.
     """
@@ -85,7 +85,7 @@ def open_catalog(storage: StorageConfig, *, create: bool) -> Catalog:
     }
     place = storage.catalog.warehouse
     is_folder = storage.catalog.type != "rest" and not str(storage.catalog.uri).startswith("http")
-    if place is not None and "://" not in place and is_folder:  # the metadata of new tables holds this path
+    if place is not None and "://" not in place and is_folder:  # absolute, as new tables store it
         properties["warehouse"] = os.path.abspath(place)
     with _one_line(storage):
         return load_catalog(storage.catalog.name, **properties)
@@ -117,7 +117,7 @@ def _one_line(storage: StorageConfig) -> Iterator[None]:
 
 
 class IcebergInput:
-    """See `InputTable`. Its catalog answers while the job is planned; the data files are read without it."""
+    """An Iceberg table as input, see `InputTable`. Only planning needs the catalog; data files are read without it."""
 
     def __init__(self, name: str, storage: StorageConfig) -> None:
         self.name = name
@@ -190,8 +190,8 @@ class IcebergInput:
         return schema
 
     def _field_ids(self, url: str, schema: pa.Schema) -> dict[str, int]:
-        """Return dotted name -> field id of a file's columns and nested fields; for a file without ids, those of the
-        table's name mapping, or none."""
+        """Return dotted name -> field id of a file's columns and nested fields. A file without ids gets those of
+        the table's name mapping; without a mapping the result is empty."""
         mapping = self.table.name_mapping()
         try:
             held = pyarrow_to_schema(schema, mapping, downcast_ns_timestamp_to_us=True)
@@ -208,7 +208,7 @@ class IcebergInput:
         return found
 
     def _schema(self, snapshot: int) -> Schema:
-        """Return the columns at a snapshot; at the newest one the table's present columns, which may be newer."""
+        """Return the schema at a snapshot; for the newest one the table's present schema, which may be newer."""
         found = self._snapshot(snapshot)
         if found.schema_id is None or found == self.table.current_snapshot():
             return self.table.schema()
@@ -232,7 +232,7 @@ class IcebergInput:
 
 
 class IcebergOutput:
-    """See `OutputTable`."""
+    """An Iceberg table as output, see `OutputTable`."""
 
     def __init__(self, name: str, storage: StorageConfig) -> None:
         self.name = name
@@ -256,7 +256,7 @@ class IcebergOutput:
         self._check_table(table, schema)
         if _snapshot_of(table, fingerprint) is not None:
             raise CommitConflict(f"{self.name} has this job's snapshot by now")
-        # the library would repeat a commit that lost against another without looking for this job's snapshot
+        # after a conflict pyiceberg would retry the commit without looking for this job's snapshot
         table.properties[TableProperties.COMMIT_NUM_RETRIES] = "0"
         urls = [part.url if "://" in part.url else f"file://{part.url}" for part in parts]
         try:
@@ -275,7 +275,7 @@ class IcebergOutput:
         return find_table(self.catalog, self.name, self.storage)
 
     def _location_of_new(self) -> str | None:
-        """Return the location of a new table; None if neither table nor catalog determines it."""
+        """Return the location for a new table; None if neither catalog nor namespace sets it."""
         try:
             namespace = self.catalog.load_namespace_properties(self.name.rpartition(".")[0])
         except NoSuchNamespaceError:
@@ -287,7 +287,7 @@ class IcebergOutput:
         try:
             try:
                 self.catalog.create_namespace_if_not_exists(namespace)
-            except Exception:  # a SQL catalog raises its database's error if another run makes it in this moment
+            except Exception:  # a SQL catalog raises a database error if another run creates the namespace now
                 if not self.catalog.namespace_exists(namespace):
                     raise
             return self.catalog.create_table(self.name, schema)
@@ -317,7 +317,7 @@ def _snapshot_of(table: Table, fingerprint: str) -> int | None:
 
 
 def _type_in(table: Table, field: pa.Field) -> str:
-    """Return a column's Iceberg type with the table's field ids; the Arrow type if the table lacks a field."""
+    """Return a column's Iceberg type with the table's field ids; its Arrow type if the table lacks a field."""
     try:
         mapped = pyarrow_to_schema(pa.schema([field]), name_mapping=table.schema().name_mapping)
     except ValueError:

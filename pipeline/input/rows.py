@@ -1,6 +1,6 @@
-"""Rows of input files of any format, in the schema of the job.
+"""Reads rows of input files of any format in the schema of the job.
 
-Folders `name=value` of a file's path, as Hive writes partitions, are text columns with one value for the file.
+A folder `name=value` in a file's path, as in Hive partitions, is a text column with this value in all the file's rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.input.text_files import TextColumns, read_text, scan_text
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import STORE_ERRORS
 
-OF_PATH = {b"skipdecode.path": b"1"}  # metadata of a column whose value stands in the paths of some files
+OF_PATH = {b"skipdecode.path": b"1"}  # marks a column whose value comes from the path of some files
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 COLUMN_ROWS, COLUMN_BYTES = 2**14, 2**26  # limits of one read of whole columns
 
@@ -35,7 +35,7 @@ def read_layout(
     columns: TextColumns | None = None,
     limit: int | None = None,
 ) -> tuple[InputFile, pa.Schema]:
-    """Return the pinned file and its schema, from a Parquet footer or by `scan_text`. Raises as `scan_text`."""
+    """Return the pinned file and its schema, from a Parquet footer or from `scan_text`. Raises as `scan_text` does."""
     try:
         if kind == "parquet":
             return read_footer(url, size, version, storage)
@@ -49,12 +49,11 @@ def read_layout(
 def read_shards(
     files: Sequence[InputFile], shards: Iterable[Shard], schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[tuple[Shard, pa.Table]]:
-    """Yield each shard with its rows in the job's schema and the column `ERROR`; neighbours of one file are read in one
-    go.
+    """Yield each shard with its rows, in the job's schema and with the column `ERROR`.
 
-    files: pinned files, which include those of the shards.
+    Consecutive shards of one file are read together. files: pinned files, which include those of the shards.
 
-    Raises UserError before the first table that a changed file would yield, else as `read_groups` and `read_text`.
+    Raises UserError before it yields rows of a changed file, and the errors of `read_groups` and `read_text`.
     """
     by_url = {file.url: file for file in files}
     for url, neighbours in groupby(shards, key=lambda shard: shard.url):
@@ -64,14 +63,14 @@ def read_shards(
                 check_unchanged(file, storage)
                 yield shard, table
         except (*STORE_ERRORS, pa.ArrowException, AssertionError, RuntimeError):
-            check_unchanged(file, storage)  # a changed file is the cause
+            check_unchanged(file, storage)  # if the file has changed, this is the cause
             raise
 
 
 def read_rows(
     shards: Sequence[Shard], file: InputFile, schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[pa.Table]:
-    """Yield tables of shards of one file, in order, with the column `ERROR`."""
+    """Yield a table for each shard, in order, with the column `ERROR`. All shards are of `file`."""
     values = path_values(file.url)
     of_path = [field for field in schema if field.name in values and field.metadata == OF_PATH]
     own = pa.schema([field for field in schema if field not in of_path])
@@ -88,7 +87,7 @@ def read_rows(
 
 
 def path_values(url: str) -> dict[str, str | None]:
-    """Return the values of the folders `name=value` in a path."""
+    """Return name -> value of the folders `name=value` in a path; None for the null value of Hive."""
     pairs = [folder.split("=", 1) for folder in url.split("/")[:-1] if "=" in folder[1:]]
     return {unquote(name): None if value == HIVE_NULL else unquote(value) for name, value in pairs}
 
@@ -96,7 +95,7 @@ def path_values(url: str) -> dict[str, str | None]:
 def common_schema(
     footers: Sequence[tuple[InputFile, pa.Schema]], names: Sequence[str], storage: StorageConfig
 ) -> pa.Schema:
-    """Return `one_schema` of files outside tables. A column that a file lacks may come from its path.
+    """Return `one_schema` of files that belong to no table. A column that a file lacks may come from the file's path.
 
     Raises UserError also if a column's value differs from the value in the file's path.
     """
@@ -137,11 +136,11 @@ def _check_path_value(file: InputFile, field: pa.Field, storage: StorageConfig) 
 def read_columns(
     path: str, columns: Sequence[str], storage: StorageConfig, limit: int | None = None, optional: Sequence[str] = ()
 ) -> dict[str, list[Any]]:
-    """Return the values of columns of a file, folder or glob, by name, for the first `limit` rows.
+    """Return column name -> values in the first `limit` rows of a file, folder or glob.
 
-    optional: columns that the files may lack, which are then left out.
+    optional: further columns; one that any file lacks is left out.
 
-    Raises UserError that names the file, `MissingColumn` for a column that it lacks.
+    Raises UserError that names the file; it is a `MissingColumn` if the file lacks one of `columns`.
     """
     wanted = list(dict.fromkeys([*columns, *optional]))
     listed = list_files([path], storage)
@@ -178,8 +177,8 @@ def read_columns(
 def read_blocks(
     files: Sequence[InputFile], shards: Iterable[Shard], schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[pa.Table]:
-    """Yield a table of one row for each shard: `shard` (its index), `url`, `first_row`, and `rows`, the shard's rows as
-    IPC bytes in the job's schema. One row, so that no splitting of blocks tears the unit of commit apart."""
+    """Yield a one-row table for each shard: `shard` (index), `url`, `first_row`, and `rows` (Arrow IPC bytes of all its
+    rows in the job's schema). A shard is a single row, so that it stays whole if blocks are split."""
     for shard, table in read_shards(files, shards, schema, storage):
         rows = pa.array([to_ipc(table)], pa.large_binary())
         yield pa.table({"shard": [shard.index], "url": [shard.url], "first_row": [shard.first_row], "rows": rows})

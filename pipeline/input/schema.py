@@ -22,8 +22,8 @@ ERROR = "__error"  # column of row errors, null for good rows; planning refuses 
 def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Schema:
     """Return the common type of each column over all files (URL -> schema), nullable and without metadata.
 
-    A column, or a nested field, that is null in every file becomes a string. Raises UserError that names file, column
-    and types that have no common type.
+    A column, or a nested field, that is null in every file becomes a string. Raises UserError if types
+    have no common type; the message names file, column and types.
     """
     fields = []
     for name in columns:
@@ -72,7 +72,7 @@ def _holds(here: pa.DataType, field: pa.Field) -> bool:
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """Return the logical type, without dictionaries, views, extensions, names and metadata of nested types."""
+    """Return the logical type: no dictionaries, views or extensions, no metadata or names of items in nested types."""
     if isinstance(kind, pa.BaseExtensionType):
         return plain(kind.storage_type)
     if types.is_dictionary(kind):
@@ -85,12 +85,12 @@ def plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _settled(kind: pa.DataType) -> pa.DataType:
-    """Return a plain type with string for null, at any depth: Arrow's casts between lists of nulls are unreliable."""
+    """Return a plain type with string for null at any depth, because Arrow's casts of lists of nulls are unreliable."""
     return pa.string() if types.is_null(kind) else rebuilt(kind, _settled)
 
 
 def rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """Return a nested type with changed children, without their names and metadata; any other type unchanged."""
+    """Return a nested type with `change` applied to its child types, without metadata; any other type unchanged."""
     if types.is_list(kind):
         return pa.list_(change(kind.value_type))
     if types.is_large_list(kind):
@@ -107,8 +107,8 @@ def rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> 
 def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
     """Return the narrowest plain type that holds the values of both plain types, or None.
 
-    Two results may not hold every value, so each row is checked: integers with floats become doubles, uint64 with
-    signed integers becomes int64. Times of several zones become UTC. The same holds at any depth of a nested type.
+    Integers and floats become double, and uint64 and signed integers become int64. These two types cannot hold every
+    value, so each row is checked later. Times in different zones become UTC. Nested types follow these rules too.
     """
     if first == second or types.is_null(second):
         return first
@@ -116,10 +116,10 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
         return second
     if types.is_nested(first) or types.is_nested(second):
         return _common_nested(first, second)
-    for one, other in ((first, second), (second, first)):  # Arrow would round the one, and take the other for bytes
+    for one, other in ((first, second), (second, first)):  # Arrow would round decimals, and take text for bytes
         if (types.is_decimal(one) and types.is_floating(other)) or (is_text(one) and _is_binary(other)):
             return None
-    if types.is_decimal(first) != types.is_decimal(second):  # Arrow's decimals of integers hold fewer digits than these
+    if types.is_decimal(first) != types.is_decimal(second):  # Arrow gives integers too few digits
         first, second = (
             pa.decimal128({8: 3, 16: 5, 32: 10, 64: 20}[kind.bit_width], 0) if types.is_integer(kind) else kind
             for kind in (first, second)
@@ -166,7 +166,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def with_all(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the table with nulls for each column of the schema that it lacks, as an older data file of a table may."""
+    """Return the table with a column of nulls for each column of `schema` that it lacks, as old data files may."""
     for field in schema:
         if field.name not in table.column_names:
             table = table.append_column(field.name, pa.nulls(table.num_rows, field.type))
@@ -174,7 +174,7 @@ def with_all(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the columns cast to the schema, and a column `ERROR` for rows with a value that does not fit.
+    """Return the columns cast to the schema, and a column `ERROR` that describes a value which does not fit, else null.
 
     Checks that text is UTF-8, which Arrow does not do on reading. Invalid bytes of text become U+FFFD; any other value
     that does not fit becomes null.
@@ -227,7 +227,7 @@ def _storage(value: pa.Array) -> pa.Array:
 
 
 def split_errors(table: pa.Table) -> tuple[pa.Table, list[str | None]]:
-    """Return a table without its column of errors, and the errors; none for a table that `conform` has not made."""
+    """Return a table without its column `ERROR`, and the errors; all None if the table has no such column."""
     if ERROR not in table.column_names:
         return table, [None] * table.num_rows
     return table.drop_columns(ERROR), table[ERROR].to_pylist()

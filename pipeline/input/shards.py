@@ -1,4 +1,4 @@
-"""Shards are stable row ranges of input files: cuts them, groups them into read tasks, and reads Parquet shards."""
+"""Cuts input files into shards (stable row ranges), groups shards into read tasks, and reads Parquet shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.storage.folder import filesystem
 
 STREAM_BYTES = 128 * 2**20  # uncompressed bytes above which a row group is fetched page by page
 FETCH_BYTES = 8 * 2**20  # read-ahead of each column of a large row group
-BATCH_ROWS, BATCH_BYTES = 1024, 8 * 2**20  # decoded per batch; repeated texts decode to more than the footer states
+BATCH_ROWS, BATCH_BYTES = 1024, 8 * 2**20  # limits of a batch; decoded texts may be larger than the footer states
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def _even_cuts(file: InputFile, shard_rows: int, shard_bytes: int) -> Iterator[t
 
 
 def read_groups(shards: Sequence[Shard], columns: Sequence[str], storage: StorageConfig) -> Iterator[pa.Table]:
-    """Yield tables of shards of one file, in order. A row group is read once, in batches, and no further than needed.
+    """Yield a table for each shard, in order. All shards are of one file, and a row group is read once, in batches.
 
     Raises OSError of one line that names the file, if it is damaged or has fewer rows than planned.
     """
@@ -133,8 +133,8 @@ def group_shards(
 ) -> list[list[Shard]]:
     """Return the shards of each read task: consecutive shards of one file, within both limits.
 
-    All shards of one row group stay together, even above the limits: the row group is read once. So do all of a
-    gzip file, which can only be read from its start.
+    All shards of one row group stay together, even above the limits: the row group is read once. So do all
+    shards of a gzip file, which can only be read from its start.
     """
     layout = {file.url: (file, list(accumulate(file.group_rows, initial=0))) for file in files}
     located = [(shard, *_locate(shard, *layout[shard.url])) for shard in shards]
@@ -153,7 +153,7 @@ def group_shards(
 
 
 def _locate(shard: Shard, file: InputFile, starts: Sequence[int]) -> tuple[int | None, float]:
-    """Return the row group that contains the shard, None if the shard holds whole row groups; and the shard's bytes."""
+    """Return the row group of which the shard is a part (None if it holds whole row groups), and the shard's bytes."""
     end = shard.first_row + shard.rows
     number = bisect_right(starts, shard.first_row) - 1
     size = 0.0
@@ -164,11 +164,11 @@ def _locate(shard: Shard, file: InputFile, starts: Sequence[int]) -> tuple[int |
     return (number if is_part else None), size
 
 
-SCANNED_ROWS, SCANNED_BYTES = 4096, 16 * 2**20  # maximum of a row group that is read to reach one row
+SCANNED_ROWS, SCANNED_BYTES = 4096, 16 * 2**20  # maximum part of a row group that is read to reach one row
 
 
 def spread_rows(files: Sequence[InputFile], shards: Sequence[Shard], count: int) -> list[Shard]:
-    """Return at most `count` rows of the shards, as shards of one row, in order and evenly spaced.
+    """Return at most `count` evenly spaced rows of the shards, in order, each as a shard of one row.
 
     Only rows near the beginning of a row group are taken.
     """

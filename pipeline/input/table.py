@@ -1,4 +1,4 @@
-"""Tables as input and output, whatever their format. The libraries are imported when a job names a table."""
+"""Iceberg and Delta tables as input and output. Their libraries are imported only when a job names a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.messages import printable
 
 @dataclass(frozen=True)
 class PartFile:
-    """A part that becomes a data file: absolute path or s3:// URL, size in bytes, output rows."""
+    """A shard's output file, to add to a table. url: absolute path or s3:// URL. size: bytes. rows: output rows."""
 
     url: str
     size: int
@@ -28,7 +28,7 @@ class PartFile:
 
 @dataclass(frozen=True)
 class TablePin:
-    """A snapshot of a table. table: the table's id, which differs from that of another table of the same name."""
+    """A snapshot of a table. table: the table's id; another table of the same name has another id."""
 
     table: str
     snapshot: int
@@ -39,7 +39,7 @@ class CommitConflict(Exception):
 
 
 class InputTable(Protocol):
-    """A table as input. Refusals are UserErrors of one line that name the table.
+    """A table as input. A method that refuses raises a UserError of one line that names the table.
 
     root: the folder that holds its data files, or most of them.
     """
@@ -50,27 +50,27 @@ class InputTable(Protocol):
         """Return the newest snapshot; None if the table has none yet."""
 
     def data_files(self, snapshot: int) -> dict[str, int]:
-        """Return the size of a snapshot's data files by URL.
+        """Return URL -> bytes of each data file in a snapshot.
 
         Refuses tables with deleted rows or files other than Parquet.
         """
 
     def appended(self, after: int, until: int) -> dict[str, int]:
-        """Return the size, by URL, of data files that were appended after one snapshot and up to another.
+        """Return URL -> bytes of each data file that was appended after snapshot `after`, up to and including `until`.
 
-        Passes over compactions. Refuses if a snapshot between changed or deleted rows, or the second is no successor.
+        Skips compactions. Refuses if a snapshot between them changed or deleted rows, or `until` is no successor.
         """
 
     def as_shown(self, snapshot: int, url: str, schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
-        """Return a data file's schema with the table's columns `names` at a snapshot.
+        """Return `schema`, of data file `url`, with a column for each of the table's columns `names` at a snapshot.
 
-        A column added to the table after the file was written has the type null. Refuses a column that the table has
-        not, and one that the file holds under another name or as a partition.
+        A column added to the table after the file was written has the type null. Refuses a column that the table
+        lacks, that the file holds under another name, or that is a partition column which the file lacks.
         """
 
 
 class OutputTable(Protocol):
-    """A table as output, which need not exist. Refusals are UserErrors of one line that name the table."""
+    """A table as output, which need not exist. A method that refuses raises a one-line UserError naming the table."""
 
     def check(self, schema: pa.Schema) -> None:
         """Refuse a table that cannot hold files of this schema: it has other columns or partitions, or lacks a type."""
@@ -79,14 +79,14 @@ class OutputTable(Protocol):
         """Return the snapshot committed by the job with this fingerprint; None if there is none."""
 
     def append(self, parts: Sequence[PartFile], schema: pa.Schema, fingerprint: str) -> int:
-        """Add the parts as one snapshot with the fingerprint in its metadata, and return it; create a missing table.
+        """Add the parts as one snapshot with the fingerprint in its metadata, and return it. Creates a missing table.
 
-        Raises CommitConflict, with nothing added, if another writer was faster, perhaps one with this fingerprint.
+        Raises CommitConflict and adds nothing if another writer, perhaps another run of this job, was faster.
         """
 
 
 def input_table(section: InputConfig, storage: StorageConfig) -> InputTable:
-    """Return the table of `input`. Raises UserError if it does not exist or cannot be read."""
+    """Return the table that the `input` section names. Raises UserError if it does not exist or cannot be read."""
     assert section.is_table
     if section.format == "iceberg":
         from pipeline.input.iceberg import IcebergInput
@@ -98,7 +98,7 @@ def input_table(section: InputConfig, storage: StorageConfig) -> InputTable:
 
 
 def output_table(section: OutputConfig, storage: StorageConfig) -> OutputTable:
-    """Return the table of `output`, which need not exist. Raises UserError if its catalog cannot be opened."""
+    """Return the table that the `output` section names. Raises UserError if its catalog cannot be opened."""
     assert section.is_table
     if section.format == "iceberg":
         from pipeline.input.iceberg import IcebergOutput
@@ -127,14 +127,14 @@ def real_url(location: str) -> str:
     return url if "://" in url else os.path.realpath(url)
 
 
-_HELD = {  # types that tables hold as Parquet stores them
+_HELD = {  # types that both table formats hold as Parquet stores them
     *(pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.date32()),
     *(pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.timestamp("us"), pa.timestamp("us", "UTC")),
 }
 
 
 def check_types(table: str, schema: pa.Schema, more: Collection[pa.DataType]) -> None:
-    """Raise UserError that names a column whose type the table cannot hold unchanged. more: further types it holds."""
+    """Raise UserError that names a column whose type the table cannot hold unchanged. more: types besides `_HELD`."""
     for field in schema:
         wrong = _unheld(field.type, more)
         if wrong is not None:

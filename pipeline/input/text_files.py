@@ -1,7 +1,7 @@
-"""JSON Lines and CSV files as input: one pass when the job is planned, then shards read by byte offset.
+"""Reads JSON Lines and CSV files: each whole file once when the job is planned, then shards from their byte offsets.
 
-The pass counts rows and bytes in groups, which are pinned like a Parquet file's row groups, and takes the
-types of columns from some of the rows. A line that cannot be read, or does not fit the types, is its row's error.
+The first pass counts rows and bytes in groups, which are pinned like a Parquet file's row groups, and finds the types
+of columns from some of the rows. A row that cannot be read, or does not fit the types, gets an error.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from pipeline.input.text_lines import (
 )
 from pipeline.messages import counted, is_unicode, one_line, printable
 
-AS_JSON = {b"skipdecode.json": b"1"}  # metadata of a string field that holds the JSON of values other than strings
+AS_JSON = {b"skipdecode.json": b"1"}  # metadata of a string field that holds values other than strings as JSON
 _NAMES = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 _NOT_ARROW = (pa.ArrowException, ValueError, OverflowError)  # errors of values that Arrow cannot hold
 GROUP_ROWS, GROUP_BYTES = 1024, 4 * 2**20  # maximum rows and bytes of a group, unless one row is longer
 TYPED_ROWS = 10_000  # rows at the beginning of a file from which types are read
-TYPED_BLOCKS = 64  # types are read from one of 64 later blocks too
+TYPED_BLOCKS = 64  # after these rows, types are read from one block in 64
 
 Row = TypeVar("Row", bytes, CsvRow)
 
@@ -69,7 +69,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_
 
 
 def parsed(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the object in a line, or an error."""
+    """Return the JSON object in a line and None, or None and an error."""
     try:
         value = _DECODER.decode(line.decode())
     except UnicodeDecodeError as error:
@@ -82,10 +82,10 @@ def parsed(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
 
 
 class JsonTypes:
-    """Finds the type of each column from the rows added: the type of most rows.
+    """Finds the type of each column: the type of its values in most of the added rows.
 
-    Nothing is converted: a value has a column's type, or is its row's error. Integers and floats are one kind, numbers.
-    Among lists or objects without a common type, the first ones decide.
+    Nothing is converted: a value without its column's type is an error of its row. Integers and floats count as one
+    type, numbers. If the lists or objects of a column have no common type, the first ones decide.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -105,7 +105,7 @@ class JsonTypes:
                 kinds[_NAMES[type(value)]] = count + 1, common(known, _type_of(value)) or known
 
     def lack(self, block: bytes) -> bool:
-        """Tell whether some lines may hold a value of a column without a type."""
+        """Tell whether `block` may hold a value for a column that has no type yet."""
         for column, kinds in self._columns.items():
             if all(types.is_null(kind) for _, kind in kinds.values()):
                 for key in {json.dumps(column, ensure_ascii=ascii).encode() for ascii in (True, False)}:
@@ -114,7 +114,7 @@ class JsonTypes:
         return False
 
     def schema(self, as_json: frozenset[str]) -> pa.Schema:
-        """Return all columns seen; null for types not asked for. Raises Unreadable if no row was a JSON object."""
+        """Return all columns seen, of type null if not asked for. Raises Unreadable if no row was a JSON object."""
         if self._columns and self._lines and not self._seen:
             raise Unreadable(f"{counted(self._lines, 'line')} read, and none holds a JSON object")
         fields = []
@@ -140,7 +140,7 @@ def _without_empty(kind: pa.DataType) -> pa.DataType:
 
 
 def _fits(value: Any, kind: pa.DataType) -> bool:
-    """Tell whether a value has exactly a type: Arrow would read true as 1, 1.5 as 1, and drop unknown fields."""
+    """Tell whether a value has exactly this type. Arrow would turn true and 1.5 into 1, and drop unknown fields."""
     if value is None or (value == {} and types.is_null(kind)):
         return True
     if types.is_struct(kind):
@@ -182,7 +182,7 @@ def json_array(values: Sequence[Any], field: pa.Field) -> tuple[pa.Array, dict[i
         if all(_fits(value, kind) for value in values):
             return pa.array(values, kind), {}
     except _NOT_ARROW:
-        pass  # the rows are read below
+        pass  # the values are converted one by one below
     for position, value in enumerate(values):
         if value == {} and not types.is_struct(kind):  # an object without fields is null
             value = None
@@ -201,7 +201,7 @@ class TextColumns:
 
     Args:
         names: names of the columns.
-        as_json: columns whose lists and objects stay JSON, as text.
+        as_json: columns whose lists and objects are kept as JSON text.
         numbers: types of the CSV columns that are not text.
         field_bytes: maximum length of a quoted field of CSV.
     """
@@ -226,8 +226,8 @@ def scan_text(
     Args:
         url, size, version: as `list_files` returns them.
         kind: jsonl or csv.
-        columns: columns to type. For JSON Lines the schema has those that a parsed row has, or all if there is no
-            row.
+        columns: columns that need types. The schema of JSON Lines has all columns of the parsed rows; without rows,
+            it has these.
         limit: number of rows to read; None is all.
 
     Raises UserError if the file is not of this kind, and errors of the store and the disk.
@@ -252,7 +252,7 @@ def scan_text(
 
 
 def _row_ends(stream: BinaryIO, kind: str, field_bytes: int, limit: int | None, types: JsonTypes) -> Iterator[Offsets]:
-    """Return the offsets at which the first `limit` rows end; `types` sees some rows of JSON Lines."""
+    """Yield the offsets at which the first `limit` rows end, and add some rows of JSON Lines to `types`."""
     offset, total, has_header = 0, 0, kind == "csv"
     for number, (block, starts, ends) in enumerate(records(stream, kind, field_bytes)):
         if has_header and len(ends):
@@ -268,7 +268,7 @@ def _row_ends(stream: BinaryIO, kind: str, field_bytes: int, limit: int | None, 
 
 
 def _groups(row_ends: Iterable[Offsets]) -> Iterator[tuple[int, int]]:
-    """Return rows and bytes of each group, in order."""
+    """Yield the number of rows and bytes of each group, in order."""
     start, ends = 0, np.array([], np.int64)
     for more in chain(row_ends, [None]):
         ends = ends if more is None else np.concatenate([ends, more])
@@ -290,14 +290,14 @@ def _check_text(url: str, stream: BinaryIO, kind: str) -> None:
     if kind == "jsonl" and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         try:
             json.loads(head.split(b"\n", 1)[0])
-        except ValueError:  # the record does not end with a line end
+        except ValueError:  # the array does not end in its first line
             raise UserError(f"{url}: the file is one JSON array; write one object a line (JSON Lines)") from None
 
 
 def read_text(
     shards: Sequence[Shard], file: InputFile, schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[pa.Table]:
-    """Yield tables of shards of one text file, in order, in the job's schema and with the column `ERROR`.
+    """Yield a table for each shard of one text file, in order, in the job's schema and with the column `ERROR`.
 
     Raises:
         OSError: the file is damaged or has other rows than planned; one line that names the file.
@@ -319,7 +319,7 @@ def read_text(
 def _rows(
     shards: Sequence[Shard], file: InputFile, stream: BinaryIO, parse: Callable[[bytes], list[Row]]
 ) -> Iterator[list[Row]]:
-    """Return the rows of each shard; a group is read and parsed once for consecutive shards."""
+    """Yield the rows of each shard. A group is read and parsed only once for consecutive shards."""
     first_rows = list(accumulate(file.group_rows, initial=0))
     offsets = list(accumulate(file.group_bytes, initial=0))
     number, group = -1, []
@@ -377,5 +377,5 @@ def _with_errors(table: pa.Table, errors: Mapping[int, str]) -> pa.Table:
 
 
 def with_json_fields(schema: pa.Schema, names: frozenset[str]) -> pa.Schema:
-    """Return the schema with these fields marked as text that may hold JSON."""
+    """Return the schema with the fields `names` marked as text that may hold JSON."""
     return pa.schema([column.with_metadata(AS_JSON) if column.name in names else column for column in schema])

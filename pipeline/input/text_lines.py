@@ -1,8 +1,8 @@
-"""Records of JSON Lines and CSV files, gzipped or not: where each ends, and its values.
+"""Finds the ends of the records in JSON Lines and CSV files, gzipped or not, and parses the records.
 
 A record of JSON Lines is a line that is not blank. A record of CSV ends where Python's strict csv reader ends it,
-since a quoted field may hold line ends; where that reader meets an error, the record is its first line, so that a quote
-which is not closed takes no further line with it. Offsets count uncompressed bytes.
+since a quoted field may hold line ends. If that reader meets an error, the record is only its first line, so that an
+unclosed quote spoils no further line. Offsets count uncompressed bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BOM = b"\xef\xbb\xbf"
 GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 CR, NEWLINE, SPACE, COMMA, QUOTE = b'\r\n ,"'
 _BLANK = {"jsonl": b" \t\r\n", "csv": b"\r\n"}  # bytes that a blank line may hold
-# a CSV field, empty if its quote is not closed; a CSV record, with a group for text after a closing quote
+# _FIELD: a CSV field, empty if its quote is not closed. _RECORD: a CSV record; its group is text after a closing quote
 _FIELD = re.compile(rb'(?:"(?:[^"]++|"")*+"|[^",\r\n][^,\r\n]*+)?+')
 _RECORD = re.compile(rb'(?:%b)?+%b(?:,%b)*+(?!")(\r*+[^\r\n])?+[^\n]*+\n' % (BOM, _FIELD.pattern, _FIELD.pattern))
 
@@ -56,7 +56,7 @@ def open_text(url: str, storage: StorageConfig) -> Iterator[BinaryIO]:
 
 
 def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> Iterator[tuple[bytes, Offsets, Offsets]]:
-    """Yield blocks of bytes that follow each other, and the start and end of each record in the block.
+    """Yield consecutive blocks of bytes, each with the start and the end of every record in it.
 
     Blank lines are in the block, but in no record. numpy, which releases the interpreter's lock, finds the ends.
 
@@ -75,7 +75,7 @@ def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> I
         ends = np.minimum(_ends(block + b"\n" * (is_last and block != b""), kind), len(block))
         bounds = np.concatenate([[0], ends, [len(block)]])  # bounds of the records, and of the rest
         sizes = np.diff(bounds)
-        is_open = is_last and int(sizes[-1]) > 0  # an open quote alone keeps the last line from being a record
+        is_open = is_last and int(sizes[-1]) > 0  # only an open quote keeps the last line from being a record
         long = np.flatnonzero(sizes > (0 if is_open else field_bytes))
         for start, end in [(int(bounds[place]), int(bounds[place + 1])) for place in (long if kind == "csv" else ())]:
             _check_quotes(block, start, end, field_bytes, line, is_open and end == len(block))
@@ -120,7 +120,7 @@ def _ends(block: bytes, kind: str, *, is_whole: bool = False) -> Offsets:
 
 
 def _check_quotes(block: bytes, place: int, end: int, field_bytes: int, line: int, is_last: bool) -> None:
-    """Raise Unreadable for a quoted field between two places that is too long, or not closed in the last record."""
+    """Raise Unreadable if a quoted field from `place` to `end` is too long, or is not closed in the last record."""
     place += len(BOM) if block.startswith(BOM, place) else 0
     while place < end and (field := _FIELD.match(block, place)):
         stop = field.end()
@@ -139,14 +139,14 @@ def _check_quotes(block: bytes, place: int, end: int, field_bytes: int, line: in
 
 
 def json_lines(data: bytes) -> list[bytes]:
-    """Return the records of whole lines of JSON."""
+    """Return the lines of JSON that are not blank. data: whole lines."""
     lines = (line.removeprefix(BOM).strip(_BLANK["jsonl"]) for line in data.split(b"\n"))
     return [line for line in lines if line]
 
 
 def csv_rows(data: bytes) -> list[CsvRow]:
-    """Return the fields of whole records of CSV, and why a row cannot be read."""
-    csv.field_size_limit(LONGEST_RECORD)  # the module's own limit, 128 KiB, is one for the whole process
+    """Return the fields of each CSV record, and the error if it cannot be read. data: whole records."""
+    csv.field_size_limit(LONGEST_RECORD)  # for the whole process; the default is 128 KiB
     try:
         if BOM not in data:
             whole = csv.reader(io.StringIO(data.decode(), newline="\n"), strict=True)
@@ -169,7 +169,7 @@ def csv_rows(data: bytes) -> list[CsvRow]:
 
 
 def csv_header(stream: BinaryIO) -> list[str]:
-    """Return the names in the first record of a stream. Raises Unreadable if it has none that can be read."""
+    """Return the column names in the first record of a stream. Raises Unreadable if there is no readable record."""
     for block, _, ends in records(stream, "csv"):
         if len(ends):
             ((names, error),) = csv_rows(block[: ends[0]])

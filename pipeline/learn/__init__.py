@@ -1,1 +1,1 @@
-"""Train checkpoints along the inference path, measure their speeds, and adapt a job's checkpoint to its own rows."""
+"""Train checkpoints with the layers that inference runs, measure their speeds, adapt a checkpoint to a job's rows."""

@@ -1,12 +1,12 @@
-"""`keep_order: measured`: layers ranked by the loss of agreement with full depth without them, kept in the cache.
+"""Measures `keep_order`: ranks layers by how much agreement with full depth is lost without them. Caches the result.
 
 Two rankings from the literature are combined. Influence (ShortGPT: Men et al., 2024, arXiv 2403.03853) is
-1 - cos(input, output) of a layer, and one pass gives it for all layers; it does not detect that of two layers which
-replace each other one must stay. Greedy elimination (SLEB: Song et al., 2024, arXiv 2402.09025) does, at one pass for
-each layer and step. Here each step tries the layers of least influence only, and its measure is the KL divergence of
-the next-token distribution from full depth's. Where that is so large that nothing of full depth's text is left,
-differences between layers say nothing, and those that remain are ranked by their influence at full depth. As in
-generation, layers are bypassed for response tokens only.
+1 - cos(input, output) of a layer, and one pass gives it for all layers; but if two layers can replace each other, it
+does not show that one of them must stay. Greedy elimination (SLEB: Song et al., 2024, arXiv 2402.09025) shows that, at
+the cost of one pass for each layer and step. Here each step tries only the layers of least influence, and measures the
+KL divergence of the next-token distribution from full depth's. Once the divergence is so large that nothing of full
+depth's text is left, differences between layers say nothing: the remaining layers are ranked by their influence at full
+depth. As in generation, layers are bypassed for response tokens only.
 
 Shapes: N response tokens of a batch, E hidden size, V vocabulary size.
 """
@@ -35,8 +35,8 @@ from pipeline.runtime.announce import announce
 
 log = logging.getLogger(__name__)
 Row = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response
-ROWS = 32  # prompts and responses that an order is measured on, at most
-VERSION = 1  # version of the algorithm; another one measures again
+ROWS = 32  # most rows (a prompt and its response) on which an order is measured
+VERSION = 1  # version of the algorithm; orders that another version has cached are measured again
 ROWS_PER_PASS = 8  # small, so that a pass over a bad candidate ends early
 CANDIDATES = 6  # layers of least influence that a step tries
 LOST = 3.0  # nats per token beyond which the text is lost: full depth's token has a probability of about 5%
@@ -51,14 +51,14 @@ def measured_order(
     warmup: int | None,
     cache: str | None,
 ) -> tuple[tuple[int, ...], int]:
-    """Return keep order and warm-up of a checkpoint, measured on prompts and full-depth responses by `rank_layers`.
+    """Return a checkpoint's keep order and warm-up, which `rank_layers` measures on prompts and full-depth responses.
 
     Args:
         identity: Digests or versions of the checkpoint's files.
         load: The checkpoint's model; not called if the order is in the cache.
         rows: Prompts and responses; `ROWS` evenly spaced ones are used.
-        warmup: Number of lowest layers that always run; None: those that begin the order, at most an eighth.
-        cache: Folder of `model.cache`; None is the default one.
+        warmup: Number of lowest layers that always run; None: as many as begin the order, at most an eighth of all.
+        cache: Folder that `model.cache` names; None is the default folder.
     """
     kept = min(ROWS, len(rows))
     chosen = [(list(prompt), list(response)) for prompt, response in (rows[n * len(rows) // kept] for n in range(kept))]
@@ -77,7 +77,7 @@ def measured_order(
 
 
 def _read(record: Path) -> tuple[tuple[int, ...], int] | None:
-    """Return order and warm-up of a record; None if it does not exist or is damaged."""
+    """Return keep order and warm-up from the file `record`; None if it does not exist or is damaged."""
     try:
         values = json.loads(record.read_text())
         order, warmup = tuple(values["keep_order"]), values["warmup"]
@@ -115,9 +115,9 @@ def rank_layers(decoder: Decoder, rows: Sequence[Row], *, warmup: int = 0) -> La
 
     Args:
         decoder: The model.
-        rows: Prompts and responses. Rows without either, and rows beyond the bounds on memory, are ignored. With a
-            response of one token the prompt's last token is taken for a response token too.
-        warmup: Lowest layers that are kept before all others.
+        rows: Prompts and responses. A row without a prompt or response, or beyond the bounds on memory, is ignored. If
+            a response has one token, the prompt's last token counts as a response token too.
+        warmup: Number of lowest layers that are kept before all others.
 
     Raises:
         UserError: No row has a prompt and a response.
@@ -163,7 +163,7 @@ def _eliminate(batches: Sequence[ResponsePasses], layers: range) -> LayerRanking
 
 
 def _work_left(layers: int) -> int:
-    """Return how many layers run until one is left: for each candidate about half of the remaining layers."""
+    """Return a measure of the work until one layer is left: candidates times remaining layers, summed over steps."""
     return sum(min(CANDIDATES, left) * left for left in range(2, layers + 1))
 
 
@@ -172,7 +172,7 @@ def _influence(batches: Sequence[ResponsePasses], layers: Sequence[int]) -> dict
 
 
 def _divergence(batches: Sequence[ResponsePasses], layer: int, limit: float) -> float:
-    """Return the summed divergence without `layer` too; inf once it exceeds `limit`: no batch lowers the sum."""
+    """Return the summed divergence if `layer` is bypassed too; inf once it exceeds `limit`: no batch lowers the sum."""
     total = 0.0
     for batch in batches:
         total += batch.divergence_without(layer)
@@ -184,8 +184,8 @@ def _divergence(batches: Sequence[ResponsePasses], layer: int, limit: float) -> 
 class ResponsePasses:
     """Runs a batch's response tokens repeatedly without some layers; the prompts run once, at full depth.
 
-    The hidden states before every layer are kept, so that a pass without one layer begins behind it. The decoder's
-    attention is that of `packed_attention`, here and in each call.
+    The hidden states before every layer are kept, so that a pass without one layer begins behind that layer. The
+    decoder must run with `packed_attention`, both here and in each call.
     """
 
     def __init__(self, decoder: Decoder, pairs: Sequence[Row]) -> None:

@@ -1,4 +1,4 @@
-"""Prompts and responses of tune and evaluate: text, or its token ids."""
+"""Checks and tokenizes prompts and responses of tune and evaluate, which are text or token ids."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_text(value: Any) -> bool:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, values: Sequence[Text], *, special: bool = True) -> list[list[int]]:
-    """Return token ids of each value. special: whether texts get the tokenizer's special tokens."""
+    """Return the token ids of each value. special: whether texts get the tokenizer's special tokens."""
     texts = [value for value in values if isinstance(value, str)]
     encoded = iter(tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else [])
     return [next(encoded) if isinstance(value, str) else value for value in values]

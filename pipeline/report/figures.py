@@ -20,7 +20,7 @@ SHOWN_KINDS = 20
 
 
 def error_kinds(shards: pa.Table) -> list[dict[str, Any]]:
-    """Return the most frequent kinds of errors: `kind`, number of `answers`, and `row_id`, `example`, `shard` of one.
+    """Return the commonest kinds of errors: `kind`, number of `answers`, and one answer's `row_id`, `example`, `shard`.
 
     The last entry, with an empty kind, counts the answers of all other kinds.
     """
@@ -37,7 +37,7 @@ def error_kinds(shards: pa.Table) -> list[dict[str, Any]]:
 
 
 def run_spans(runs: Sequence[JobRun], shards: pa.Table) -> list[tuple[float, float]]:
-    """Return begin and end of each run, s since 1970; of unrecorded ones, and the end of killed ones, their shards'."""
+    """Return begin and end of each run, s since 1970. Times that a run has not recorded are taken from its shards."""
     started, finished = (shards[name].to_numpy() for name in ("started", "finished"))
     timed = started > 0
     started, finished = started[timed], finished[timed]
@@ -62,7 +62,7 @@ def held_seconds(runs: Sequence[JobRun], shards: pa.Table) -> float | None:
 def clock_speedups(
     agreement: Agreement | None, totals: Totals, held: float | None
 ) -> tuple[float | None, float | None]:
-    """Return the speed-ups of the whole run and of decode alone over full depth; None if no sampled row was timed."""
+    """Return two speed-ups over full depth: of the whole job, and of decode alone. None if no sampled row was timed."""
     decode = None if agreement is None else agreement.decode_ratio
     if agreement is None or not held or not totals.generate_seconds or (totals.decode_steps and decode is None):
         return None, None
@@ -73,7 +73,7 @@ def clock_speedups(
 
 
 def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shards: pa.Table) -> Iterator[str]:
-    """Yield lines that say what a job has done and cost. runs: as far as recorded. shards: as in `STATS_SCHEMA`."""
+    """Yield lines that say what a job has done and cost. runs: recorded runs. shards: a table with `STATS_SCHEMA`."""
     answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
     yield (
         f"{counted(totals.rows, 'row')}{answers} in {counted(totals.shards, 'shard')}, {totals.errors:,} with an "
@@ -134,7 +134,7 @@ def _nominal(manifest: Manifest, totals: Totals) -> str:
 
 
 def _cost(totals: Totals, held: float | None) -> Iterator[str]:
-    """Yield device-seconds and money, total and for a million tokens or answers. held: includes start-up and idle."""
+    """Yield device-seconds and money, in total and per million tokens or answers. held: see `held_seconds`."""
     if not totals.generated_tokens:
         return
     price = totals.money / totals.device_seconds if totals.device_seconds else 0.0

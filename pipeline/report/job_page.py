@@ -1,4 +1,4 @@
-"""`_job/report.html`: what a job did, in one file without network. Written before `_SUCCESS`; never fails a job."""
+"""Writes `_job/report.html`, a page on what a job did, before `_SUCCESS`. It loads nothing, and fails no job."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ HERE = files("pipeline.report")
 MOST_CHARS = 400  # maximum characters of a value of the configuration
 SHOWN_SHARDS, SHOWN_RUNS, SHOWN_LABELS, SHOWN_ANSWERS = 10, 20, 100, 10
 LABEL_CHARS, ANSWER_CHARS = 200, 1000
-HEAD_CHARS, TAIL_CHARS = 120, 280  # of a long prompt: its beginning and its end are shown
+HEAD_CHARS, TAIL_CHARS = 120, 280  # characters shown of a long prompt's beginning and of its end
 
 
 def write_report(folder: Folder, manifest: Manifest, storage: StorageConfig) -> None:
-    """Write the report of a job whose statistics are written.
+    """Write the report of a job. The job's statistics must be written already.
 
-    An error is a warning, with its traceback in a log: a report is not worth a failed job.
+    An error is logged as a warning that names a file with the traceback: a report is not worth a failed job.
     """
     try:
         folder.replace(REPORT, job_page(folder, manifest, read_parquet(folder.read(STATS)), storage))
@@ -83,7 +83,7 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
 
 
 def _labels(totals: Totals, known: Iterable[str]) -> list[tuple[str, int]]:
-    """Return labels with numbers of answers: the most frequent ones, `known` ones without an answer, all others."""
+    """Return pairs (label, number of answers): the commonest labels, `known` labels without answers, all others."""
     counts = dict(totals.labels)
     if counts:
         counts |= {label: 0 for label in known if label not in counts}
@@ -115,7 +115,7 @@ def _answers(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
 
 
 def _prompts(manifest: Manifest, index: int, storage: StorageConfig) -> list[str]:
-    """Return the prompt's columns of a shard's first rows; empty texts if the input cannot be read."""
+    """Return the prompt columns of a shard's first rows as texts; empty texts if the input cannot be read."""
     shard, section = manifest.shards[index], manifest.identity.get("input", {})
     shard = replace(shard, rows=min(shard.rows, SHOWN_ANSWERS))
     try:
@@ -133,7 +133,7 @@ def _prompts(manifest: Manifest, index: int, storage: StorageConfig) -> list[str
 
 
 def _text(value: Any) -> str:
-    """Return a value of a prompt's column as text, the middle of a long one left out; for a chat its last message."""
+    """Return a value of a prompt column as text: of a chat the last message, of a long text beginning and end."""
     if isinstance(value, list) and value and isinstance(value[0], dict) and "content" in value[0]:
         before = f"… {counted(len(value) - 1, 'message')} before\n" if len(value) > 1 else ""
         return f"{before}{value[-1].get('role')}: {_text(value[-1]['content'])}"

@@ -34,8 +34,8 @@ STARVED_SECONDS = 20.0  # seconds after which a line says that actors wait for r
 def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload) -> dict[str, float]:
     """Return the rates over `seen`, and the time left at these rates, if they are known.
 
-    seen: times in s with counts, in order. The first entry is when rows began to be answered, or an early
-    commit; each other one is a later commit.
+    seen: pairs of a time in s and the counts at that time, in order. The first pair is from the start of answering
+    or an early commit, every other pair from a later commit.
     """
     if len(seen) < 2:
         return {}
@@ -66,7 +66,7 @@ def progress_line(run: RunProgress, found: Mapping[str, float], seconds: float, 
 
 
 def _waits_for(run: RunProgress) -> tuple[str, str]:
-    """Tell what a run without a commit waits for: once without numbers, and once for its line."""
+    """Return what a run without commits waits for: as a word, and as text with numbers for the progress line."""
     if run.at_work:
         return "answering", f"answering {counted(run.at_work, 'shard')}"
     if run.download:
@@ -77,7 +77,7 @@ def _waits_for(run: RunProgress) -> tuple[str, str]:
 
 
 def actors_wait(run: RunProgress, work: Workload) -> bool:
-    """Tell whether shards are left that no idle actor has, or no actor has started yet."""
+    """Tell whether actors wait for rows: shards are left, and an actor is idle or none has started yet."""
     left = work.shards - work.done_shards - run.shards - run.at_work
     return left > 0 and not run.loading and run.at_work < max(run.actors, 1)
 
@@ -89,7 +89,7 @@ def _clock(seconds: float) -> str:
 
 
 class Progress:
-    """Shows progress from `with` to its end."""
+    """Shows progress until the `with` block ends."""
 
     def __init__(self, coordinator: Coordinator, work: Workload) -> None:
         self.coordinator = coordinator
@@ -142,7 +142,7 @@ class Progress:
         return progress_line(run, found, seconds, work) + self._starved(run, now), fields
 
     def _starved(self, run: RunProgress, now: float) -> str:
-        """Return the end of a line that says for how many CPUs actors have waited; "" if they have not waited long."""
+        """Return text about actors that have waited long for rows, and about free CPUs; "" if none has waited long."""
         if not actors_wait(run, self.work):
             self.starved_since = None
         elif self.starved_since is None:

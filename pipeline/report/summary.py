@@ -63,7 +63,7 @@ def print_report(
 
 
 def _columns(totals: Totals) -> dict[str, Callable[[ShardStats], str]]:
-    """Return titles and cells of the shards' columns; those of decode steps only if there were any."""
+    """Return column title -> function that makes a shard's cell. Without decode steps, their columns are left out."""
     columns: dict[str, Callable[[ShardStats], str]] = {
         "shard": lambda shard: str(shard.shard),
         "rows": lambda shard: f"{shard.rows:,}",
@@ -120,14 +120,14 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
 
 
 def last_errors(folder: Folder) -> list[tuple[int, int]]:
-    """Return errors and rows of a finished job from `_SUCCESS`; empty if it is gone, or the job retried rows."""
+    """Return [(errors, rows)] of a finished job; [] if its `_SUCCESS` is gone, or if the job only retried rows."""
     manifest, values = plan_files.load(folder), read_json(folder, SUCCESS)
     retries = manifest is not None and manifest.batching.retries
     return [] if retries or values is None else [(values["errors"], values["rows"])]
 
 
 def shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[dict[str, Any], str | None]]:
-    """Return rows with full depth's answers if agreement was measured on some, else the first rows."""
+    """Return rows on which agreement was measured, with full depth's answers; without such rows, the first rows."""
     urls = {file.digest or file.version: file.url for file in manifest.files}
     shown: list[tuple[dict[str, Any], str | None]] = []
     for example in () if manifest.agreement is None else manifest.agreement.examples:

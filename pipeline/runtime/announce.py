@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 INTERVAL = 10.0  # seconds between two lines of a `RowProgress`
-QUIET_SECONDS = 2.0  # seconds after which an `announced` phase is named
-EVENT = "event"  # field of a log record: its kind
+QUIET_SECONDS = 2.0  # an `announced` phase is named on a line if it takes longer than this
+EVENT = "event"  # field of a log record that says which kind of event it is
 
 
 class _Lines(logging.Handler):
-    """Prints to the present standard error."""
+    """Prints records to what `sys.stderr` is at that moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
@@ -30,18 +30,18 @@ _LINES = list(_log.handlers)
 
 
 def announce_to_log(to_log: bool) -> None:
-    """Send announcements to the handlers of the root logger if asked, else print them."""
+    """Send announcements to the root logger's handlers if `to_log`, else print them to standard error."""
     _log.propagate = to_log
     _log.handlers = [] if to_log else list(_LINES)
 
 
 def goes_to_log() -> bool:
-    """Tell whether announcements are log records."""
+    """Tell whether announcements go to the root logger's handlers."""
     return _log.propagate
 
 
 def announce(text: str, event: str = "announcement", level: int = logging.INFO, **fields: Any) -> None:
-    """Print a line, such as the stage that begins; in a log of JSON lines an event with these fields."""
+    """Print a line such as the name of a stage; in a log of JSON lines write an event with `fields`."""
     _log.log(level, "%s", text, extra={EVENT: event, **fields})
 
 
@@ -78,7 +78,7 @@ class Timer:
 
 
 class RowProgress:
-    """Announces how many of the rows of a stage are done."""
+    """Announces how many rows of a stage are done."""
 
     def __init__(self, stage: str, rows: int) -> None:
         self.stage, self.rows = stage, rows
@@ -91,6 +91,6 @@ class RowProgress:
         self.at(len(self._started) - len(running))
 
     def at(self, done: int) -> None:
-        """Announce the rows that are done, if it is time."""
+        """Announce that `done` rows are done, unless the last announcement is less than `INTERVAL` seconds old."""
         if self._timer.is_due():
             announce(f"{self.stage}: {done:,} of {self.rows:,} rows")

@@ -26,11 +26,11 @@ class Died(Exception):
 def call_isolated(
     function: Callable[..., Result], *arguments: Any, seconds: float, memory_bytes: int | None = None
 ) -> Result:
-    """Call a function of a module in a new Python process; it, its arguments and its result must be picklable.
+    """Call a module-level function in a new Python process. Function, arguments and result must be picklable.
 
-    seconds: time after which the process is killed. memory_bytes: memory that it may allocate; None is unlimited. If
-    memory runs out the kernel kills this process before others. Raises Died if the process died, was killed, or
-    exceeded a limit, and what the function raises.
+    seconds: time after which the process is killed. memory_bytes: memory that the process may allocate; None is
+    unlimited. If the machine's memory runs out, the kernel kills the new process first. Raises what the function
+    raises, and Died if the process died, was killed, or exceeded a limit.
     """
     paths = [ROOT, *sys.path]  # a worker of Ray has its working directory first, which may hold a folder `pipeline`
     question = pickle.dumps((paths, memory_bytes)) + pickle.dumps((function, arguments))

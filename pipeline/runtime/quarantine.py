@@ -4,8 +4,8 @@
           └─> a marker of this run: an attempt has died. From here on rows run in recorded groups of at most 32
 
 The rows of a group that died run one by one; a row that dies `attempts` times alone is quarantined and ends with an
-error. A shard that dies `attempts` times outside of any group fails the job. The deaths of a run are therefore at most
-1 + x + p (1 + attempts), with p rows that always kill and x deaths that no row has caused: nothing repeats for ever.
+error. A shard that dies `attempts` times outside of any group fails the job. So a run cannot repeat for ever: with p
+rows that always kill and x deaths that no row has caused, it has at most 1 + x + p (1 + attempts) deaths.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Marker:
     """The state of one shard in one stage."""
 
     run: str  # run that wrote the marker
-    alone: dict[int, int] = field(default_factory=dict)  # rows that were running at a death -> deaths while alone
+    alone: dict[int, int] = field(default_factory=dict)  # row that ran when its process died -> deaths while alone
     running: tuple[int, ...] | None = None  # rows of the present group; None while groups are not recorded
     outside: int = 0  # deaths of workers while no group ran
 
@@ -69,7 +69,7 @@ class Quarantine:
 
     folder: Folder
     run: str  # markers of another run count no death: its processes ended with it
-    attempts: int  # deaths allowed to a row alone, and to a shard outside of groups
+    attempts: int  # number of deaths that quarantine a row that ran alone, or lose a shard that ran without groups
     stage: str  # stage, one of `STAGE_NAMES`
 
     def knows(self, shard: int) -> bool:
@@ -108,7 +108,7 @@ class ShardAttempt:
     """One attempt at one shard.
 
     Attributes:
-        isolated: whether an attempt has died: then groups are recorded, and quarantined rows left out.
+        isolated: whether an earlier attempt died. Groups are then recorded, and quarantined rows are left out.
         errors: quarantined rows and their errors.
         groups: rows that must not run together with those of another group.
     """
@@ -130,7 +130,7 @@ class ShardAttempt:
         ]
 
     def enter(self, rows: Collection[int]) -> None:
-        """Record the rows that are about to run; no rows if the group is over."""
+        """Record `rows`, which are about to run; call it without rows when the group has ended."""
         if self.isolated:
             self.marker = replace(self.marker, running=tuple(sorted(rows)))
             self.quarantine.folder.replace(marker_name(self.shard, self.quarantine.stage), self.marker.encode())

@@ -86,8 +86,8 @@ class Grace:
     Once `signal` is set, a background thread calls `stop` once, then `at_work` every 0.2 s. When either returns an
     empty set, or `seconds` have passed, it interrupts a job in the main thread.
 
-    stop: lets no further shard begin, and returns the indices of the shards at work, as `at_work` does later. `signal`:
-    name of the first signal, SIGTERM also for a lost lease; None before.
+    stop: lets no further shard begin. stop, at_work: return the indices of the shards at work. `signal`: name of the
+    first signal (SIGTERM also for a lost lease); None before a signal comes.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def graceful(seconds: float, stop: Callable[[], set[int]], at_work: Callable[[], set[int]]) -> Iterator[Grace]:
-    """Begin a `Grace` at the first signal. The work may end by itself after a signal: check `Grace.signal`."""
+    """Begin a `Grace` when the first signal comes. Work may still end normally after it: check `Grace.signal`."""
     job = _jobs.current or _Job()
     grace = Grace(seconds, stop, at_work, job)
     try:
@@ -171,9 +171,9 @@ def shielded() -> Iterator[None]:
 
 
 def interrupter(*, with_grace: bool = False) -> Callable[[], None]:
-    """Return a function for other threads that interrupts the job of this thread; outside of `interruptible` nothing.
+    """Return a function with which another thread interrupts this thread's job; outside of `interruptible` a no-op.
 
-    with_grace: whether shards at work get time, as after a first signal.
+    with_grace: whether shards at work get time to end, as after a first signal.
     """
     job = _jobs.current
     return partial(job.interrupt, with_grace=with_grace) if job is not None else lambda: None

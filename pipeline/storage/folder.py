@@ -53,7 +53,7 @@ def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSys
         retry_seconds=storage.retry_seconds,
         contact_seconds=storage.contact_seconds,
         client_kwargs={name: value for name, value in client.items() if value},
-        use_listings_cache=False,  # another process may have written since
+        use_listings_cache=False,  # another process may have changed the folder
     )
     return fs, url.removeprefix("s3://").rstrip("/")
 
@@ -135,7 +135,7 @@ class LocalFolder:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:  # no half file may fill the disk; the error names no file
+        except OSError as error:  # remove the incomplete file, and name the file in the error
             temporary.unlink(missing_ok=True)
             raise OSError(error.errno, error.strerror, str(self.path / name)) from error
         return temporary
@@ -190,7 +190,7 @@ class ObjectFolder:
         self._put(name, data)
 
     def _put(self, name: str, data: bytes, **options: str) -> None:
-        # one put of any size: a multipart completion may ignore the condition, and a killed run leaves its parts
+        # one put of any size: a multipart upload may ignore the condition, and leaves pieces if the run is killed
         self.fs.pipe_file(f"{self.path}/{name}", data, chunksize=max(len(data), 2**20), **options)
 
     def remove(self, name: str) -> None:
@@ -203,7 +203,7 @@ class ObjectFolder:
         for first in range(0, len(keys), BULK):
             objects = [{"Key": key} for key in keys[first : first + BULK]]
             response = self.fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
-            for error in response.get("Errors", []):  # the call itself is not retried for these
+            for error in response.get("Errors", []):  # the call as a whole succeeded, so it was not retried
                 self.remove(error["Key"].removeprefix(f"{prefix}/"))
 
     def exists(self, name: str) -> bool:
@@ -214,7 +214,7 @@ class ObjectFolder:
 
     def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
         requests = [{"stem": stem} for stem in stems] + [{"after": after}]
-        # in parallel, because each listing is a chain of requests for a thousand names
+        # in parallel, because each listing is a sequence of requests for 1000 names each
         pages = in_parallel(lambda request: list(self._pages(**request)), requests)
         return {name: info for page in pages for name, info in page}
 
@@ -266,9 +266,9 @@ def write_json(folder: Folder, name: str, values: Any, indent: int = 1) -> None:
 
 
 def probe_create(folder: Folder) -> Folder:
-    """Test whether `create` never replaces a file.
+    """Test whether `create` never replaces a file, and return the folder.
 
-    Returns the folder; after a warning, a folder that looks for an existing file before it writes.
+    If the test fails, logs a warning; `create` of the returned folder then looks for an existing file first.
     """
     name = f"_job/probe-{uuid.uuid4().hex}"
     create = folder.put_if_absent if isinstance(folder, ObjectFolder) else folder.create
@@ -283,7 +283,7 @@ def probe_create(folder: Folder) -> Folder:
 
 
 def check_location(folder: Folder) -> None:
-    """Raise UserError if a file lies where a local folder should be, or the user may not make it. Writes nothing."""
+    """Raise UserError if a local folder's path is a file, or the user may not make the folder. Writes nothing."""
     if not isinstance(folder, LocalFolder):
         return
     path = folder.path

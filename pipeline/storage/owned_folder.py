@@ -19,7 +19,7 @@ FILES = "files"
 
 
 class OwnedFolder:
-    """An output folder, which need not exist, with the name of its record and the config key of the folder."""
+    """An output folder, which need not exist. record: name of its record file. key: config key of the folder."""
 
     def __init__(self, path: Path, record: str, key: str) -> None:
         self.path, self.record, self.key = path, path / record, key
@@ -62,7 +62,7 @@ class OwnedFolder:
                 )
 
     def claim(self, names: Iterable[str]) -> None:
-        """Check `names`, make the folder, and list them in the record; call it before they are written."""
+        """Check `names`, make the folder, and list `names` in the record. Call it before these files are written."""
         names = set(names)
         self.check(names)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ class OwnedFolder:
             self._write(self.values(), names | self.files())
 
     def discard(self, names: Iterable[str]) -> None:
-        """Remove the files of `names` that the record lists, and their entries."""
+        """Remove those of the files `names` that the record lists, and take them off its list."""
         listed = self.files()
         for name in listed & set(names):
             (self.path / name).unlink(missing_ok=True)
@@ -88,7 +88,7 @@ class OwnedFolder:
 
 
 def check_apart(key: str, folder: Path, others: Mapping[str, Iterable[Path | str]]) -> None:
-    """Raise UserError if the output `folder` is, holds or lies in one of `others`, symbolic links resolved.
+    """Raise UserError if the output `folder` equals, contains or is inside one of `others`. Resolves symbolic links.
 
     Args:
         key: the config key that names the folder.

@@ -1,7 +1,7 @@
-"""S3 through s3fs with one layer of retries, complete reads, and errors of one line.
+"""Access to S3 through s3fs with one layer of retries, complete reads, and errors of one line.
 
-Every call of s3fs goes through `_call_s3`, which does all of this; botocore and s3fs try each call once. s3fs's own
-hooks count tries, apply once more around each read, and see neither the call nor a body that is short.
+Every call of s3fs goes through `_call_s3`, which does all of this, so botocore and s3fs try each call only once. s3fs's
+own retry hooks do not suffice: they count tries, retry reads a second time, and see no call and no truncated body.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WARNING_SECONDS = 60.0  # seconds between two warnings of one client
 
 
 class _Temporary(Exception):
-    """A temporary failure. limit: seconds of the budget that such failures may use."""
+    """A temporary failure. limit: maximum seconds of the retry budget to spend on the failure."""
 
     def __init__(self, error: Exception, limit: float = math.inf) -> None:
         super().__init__(str(error))
@@ -58,7 +58,7 @@ class _Temporary(Exception):
 
 @dataclass(frozen=True)
 class _Budget:
-    """Seconds for which one call, and the calls that it makes, are retried; 0 if an earlier call used the budget up."""
+    """Retry budget of a call, shared with its inner calls. seconds: 0 if an earlier call has used its budget up."""
 
     seconds: float
     began: float = field(default_factory=time.monotonic)
@@ -67,16 +67,16 @@ class _Budget:
 class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
     """s3fs that retries a call until its budget is spent, and never returns a truncated read.
 
-    The wait before a retry is drawn between 0 and a bound that doubles from 1/600 of the budget up to 1/15 of it (0.5 s
-    to 20 s of 300 s). One try ends after 5 s without a connection or 15 s without a byte, so that a call may outlast
-    its budget by as much. After a spent budget each call gets one try until the store answers: an outage costs one
-    budget, not one a call.
+    The wait before a retry is random, between 0 and a bound that doubles from 1/600 to 1/15 of the budget (for 300 s:
+    from 0.5 s to 20 s). One try ends after 5 s without a connection or 15 s without a byte, so that a call may exceed
+    its budget by this time. Once a budget is spent, each call gets only one try until the store answers again: an
+    outage costs one budget, not one per call.
 
-    retry_seconds: budget of one call. contact_seconds: part of the budget for connecting to an endpoint that has never
-    answered: it may be mistyped.
+    retry_seconds: budget of one call. contact_seconds: maximum part of the budget for an endpoint that has never
+    answered, because its URL may be mistyped.
 
     All failures are OSErrors of one line that names the URL: PermissionError if access is refused or there are no
-    credentials, FileNotFoundError, FileExistsError of a conditional put, ConditionRefused if the store does not
+    credentials, FileNotFoundError, FileExistsError from a conditional put, ConditionRefused if the store does not
     support conditional puts, StoreFailed for any other.
     """
 
@@ -100,7 +100,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
     call_s3 = sync_wrapper(_call_s3)
 
     async def _retried(self, budget: _Budget, method: str, *settings: Any, **kwargs: Any) -> Any:
-        """Return the response to a call within a budget, which its inner calls share."""
+        """Retry a call within `budget`, which the inner calls share, and return the response."""
         url = "s3://" + "/".join(filter(None, (kwargs.get("Bucket"), kwargs.get("Key") or kwargs.get("Prefix"))))
         if "IfNoneMatch" in kwargs:
             kwargs["Metadata"] = {WRITER: uuid.uuid4().hex}
@@ -139,7 +139,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             raise no_credentials(url, error) from None
         except MISSING_CREDENTIALS as error:
             self._lacking = self._s3
-            # while a job is planned, it must be the user who forgot them; later they have been found before
+            # while a job is planned, the user must have forgotten them; during the job they have been found before
             forgotten = isinstance(error, boto.NoCredentialsError) and self.contact_seconds < self.retry_seconds
             raise _Temporary(error, 0.0 if forgotten else CREDENTIALS_SECONDS) from None
         except STORE_FAILURES as error:
@@ -164,7 +164,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             raise final_error(url, method, error) from None
 
     async def _renew_credentials(self) -> None:
-        """Make a new client, which looks for credentials again. All calls of the same old client share it."""
+        """Make a new client, which looks for credentials again. All calls that failed with the old client share it."""
         async with self._renewing:
             if self._s3 is self._lacking:
                 await self.set_session(refresh=True)
@@ -193,7 +193,7 @@ class _ReadBody:
 
 
 async def _whole_body(response: Mapping[str, Any], requested: str | None) -> bytes:
-    """Return a response's body, or the requested range. Raises OSError if it is incomplete or wrong."""
+    """Return a response's body. Raises OSError if it is incomplete, or not the range `requested`."""
     body, size = response["Body"], int(response["ContentLength"])
     try:
         data: bytes = await body.read()

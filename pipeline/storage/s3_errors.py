@@ -14,11 +14,11 @@ from actors.engine.errors import flat
 from pipeline.storage.errors import NoSuchBucket, StoreFailed
 
 TEMPORARY_STATUS = {408, 409, 429, 500, 502, 503, 504}  # 409: two requests conflict, S3 asks for another try
-# error codes of status 400
+# error codes that come with status 400
 TEMPORARY_CODES = {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"}
 THROTTLED = re.compile("SlowDown|Throttl|LimitExceeded|TooManyRequests|ThroughputExceeded|PriorRequestNotComplete")
 REFUSED_CODES = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
-EXPLAINED_CODES = {"AccessDenied", "InvalidObjectState"}  # error codes whose messages name the missing right
+EXPLAINED_CODES = {"AccessDenied", "InvalidObjectState"}  # error codes whose messages name the missing permission
 CONDITION_CODES = {"NotImplemented", "InvalidArgument", "InvalidRequest"}  # codes of stores without conditional puts
 MISSING_CREDENTIALS = (boto.NoCredentialsError, boto.CredentialRetrievalError, boto.MetadataRetrievalError)
 WRONG_CREDENTIALS = (boto.PartialCredentialsError, boto.TokenRetrievalError, boto.ProfileNotFound, boto.SSOError)

@@ -246,8 +246,8 @@ def test_a_tokenizer_of_words_and_bytes() -> None:
             {"json_schema": {"properties": {"p": {"oneOf": [CAT, {"$ref": "#/properties/p/oneOf/0"}]}}}},
             "#/properties/p: ",
         ),
-        ({"json_schema": {}, "check": "before"}, "check = 'before': may be after, beside json_schema"),
-        ({"regex": "a", "check": "after"}, "check = 'after': may be after, beside json_schema"),
+        ({"json_schema": {}, "check": "before"}, "check = 'before': must be 'after', and only for json_schema"),
+        ({"regex": "a", "check": "after"}, "check = 'after': must be 'after', and only for json_schema"),
         (
             {"json_schema": {"type": "nothing"}, "check": "after"},
             r"json_schema: not a JSON Schema: \$\.type: 'nothing' is",
@@ -346,7 +346,7 @@ def test_settings_that_do_not_go_with_a_form(checkpoint: Path, pair: list[Genera
     rows.append(Prompt(rows[0].ids, "f", 9, output_format=OutputFormat("json_schema", '{"not": {}}')))
     errors = [answer.error for answer in pair[0].answer(rows)]
     for error, one in zip(errors, given, strict=False):
-        assert error == f"output_format does not go with sampling.{next(iter(one))}: an answer ends where its form ends"
+        assert error == f"output_format does not go with sampling.{next(iter(one))}: the format alone ends the answer"
     assert str(errors[4]).startswith(
         'json_schema: Unimplemented keys: ["not"]: no grammar holds this; leave it out, or'
     )

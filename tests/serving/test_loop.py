@@ -186,6 +186,16 @@ def test_a_row_is_admitted_while_a_slot_is_free_and_a_long_one_waits_for_space(l
     assert len(reader.done) == 5 and (long, 0) in reader.done and (first[0], 0) in reader.done
 
 
+def test_rows_of_one_prefill_have_a_bounded_number_of_prompt_tokens(
+    llama: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.serving.loop.PASS_TOKENS", 7)
+    loop, _ = loop_of(Engine(llama, SCHEDULE, STOP))
+    loop.submit([row_of([5] * length) for length in (4, 3, 1)], streams=False)
+    loop.turn()
+    assert (loop.in_flight, loop.waiting) == (2, 1)
+
+
 def test_a_cancelled_row_leaves_within_a_turn(llama: Decoder) -> None:
     engine = Engine(llama, SCHEDULE, ())
     loop, _ = loop_of(engine)

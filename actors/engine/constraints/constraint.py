@@ -1,7 +1,7 @@
 """The interface between an answer format (labels, a grammar) and the sampling of tokens.
 
-A constraint is compiled once and shared by rows; each row follows it by its own `AllowedTokens`. Sampling asks which
-tokens may come next and excludes all others from the logits, whatever layers computed them.
+A constraint is compiled once and shared by rows; each row follows it with its own `AllowedTokens`. Sampling asks which
+tokens may come next and excludes all others from the logits, no matter which layers computed the logits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def words_of(vocabulary: int) -> int:
 
 
 class AllowedTokens(Protocol):
-    """The place that one row's tokens have reached in its constraint.
+    """How far one row's tokens have got in its constraint.
 
-    scored: whether log-probabilities among the allowed tokens are needed. label: number of the label that the
-    answer is, once it is decided; None for a grammar. error: why no token is allowed any more.
+    scored: whether log-probabilities among the allowed tokens are needed. label: index of the label that
+    the answer is; None until it is decided, and for a grammar. error: why no further token is allowed, or None.
     """
 
     @property
@@ -44,7 +44,7 @@ class AllowedTokens(Protocol):
         """Set the mask's bits of the tokens that may come next, and clear all others."""
 
     def advance(self, token: int) -> bool:
-        """Follow an allowed token; return whether the answer ends with it, because all that follows is certain."""
+        """Record an allowed token; return whether the answer ends with it, because everything after it is certain."""
 
     def is_complete(self) -> bool:
         """Return whether the tokens so far are a whole answer."""
@@ -53,7 +53,7 @@ class AllowedTokens(Protocol):
 class Constraint(Protocol):
     """A compiled answer format, shared by all rows that have it.
 
-    name: key of a job file that sets it. most_tokens: tokens of the longest answer; None if there is no limit.
+    name: the job file's key that sets the format. most_tokens: tokens of the longest answer; None if unlimited.
     """
 
     @property

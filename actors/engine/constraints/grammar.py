@@ -1,8 +1,8 @@
 """Restricts answers to a JSON Schema, a regular expression or a grammar: llguidance gives the allowed tokens.
 
 https://github.com/guidance-ai/llguidance. A format is compiled once; each row follows it with its own matcher, a
-copy of the compiled one. A row ends as soon as nothing can follow. If its answer may end or go on, the tokens that
-end an answer are among the allowed ones.
+copy of the compiled one. A row ends as soon as nothing can follow. Where its answer may either end or continue, the
+tokens that end an answer are allowed too.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class GrammarCompiler:
     """Compiles answer formats for one tokenizer.
 
     Args:
-        tokenizer: The model's.
-        vocab_size: Token ids of the model are below it.
+        tokenizer: The model's tokenizer.
+        vocab_size: Number of the model's token ids.
         stop_ids: Tokens that end an answer, at least one.
 
     Raises:
@@ -53,7 +53,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         form.check()
-        limits = LLParserLimits(verbose_errors=False)  # otherwise a row's error holds the parser's state
+        limits = LLParserLimits(verbose_errors=False)  # otherwise a row's error message contains the parser's state
         matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(form.lark()), log_level=0, limits=limits)
         if matcher.is_error():
             raise UserError(f"{form.kind}: {flat(matcher.get_error())}")
@@ -71,11 +71,11 @@ class Grammar:
         self._tokenizer, self._matcher = compiler.tokenizer, matcher
 
     def begin(self) -> GrammarProgress:
-        """Return a row before its first token."""
+        """Return the state of a row before its first token."""
         return GrammarProgress(self._matcher.deep_copy(), self.stop_ids)
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:
-        """Return the text that the grammar has read; bytes of a character that was cut off become U+FFFD."""
+        """Return the text of `tokens`; bytes of a character that was cut off become U+FFFD."""
         return bytes(self._tokenizer.decode_bytes(list(tokens))).decode(errors="replace")
 
 

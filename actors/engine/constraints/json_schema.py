@@ -1,7 +1,7 @@
 """Turns JSON Schemas into schemas that llguidance supports, and checks the rest after generation.
 
-llguidance refuses keys that no grammar can hold, and most `oneOf`. A `oneOf` whose branches exclude each other, by the
-value of a property (a discriminator) or by their types, is an `anyOf`.
+llguidance refuses keys that no grammar can express, and most uses of `oneOf`. A `oneOf` whose branches exclude each
+other, by the value of a property (a discriminator) or by their types, is replaced by an `anyOf`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NOT_IN_GRAMMARS = (
     *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "not", "if", "then", "else"),
     *("$dynamicRef", "$recursiveRef"),
 )
-OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # objects of schemas
+OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # hold objects of schemas
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SCHEMAS = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
 TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
@@ -35,7 +35,7 @@ def for_grammar(schema: Schema, *, after: bool) -> Schema:
             and branches of `oneOf` may overlap.
 
     Raises:
-        UserError: branches that do not exclude each other, with the place of the `oneOf`.
+        UserError: the branches of a `oneOf` do not exclude each other; the message says where it is.
     """
     no_patterns = after and overlap(schema) is not None
     held: Schema = _mapped(
@@ -61,7 +61,7 @@ def _mapped(schema: Any, change: Callable[[Schema, str], Schema], place: str) ->
 
 
 def _held(schema: Schema, root: Schema, place: str, *, after: bool, no_patterns: bool) -> Schema:
-    """Return a schema, whose inner schemas are done, in a form that llguidance supports."""
+    """Return a schema in a form that llguidance supports. Its inner schemas are in such a form already."""
     branches = schema.get("oneOf")
     if isinstance(branches, list):
         tag = _tag(branches, root)
@@ -89,7 +89,7 @@ def _required(schema: Any, root: Schema) -> list[str]:
 
 
 def _tag(branches: list[Any], root: Schema) -> str | None:
-    """Return a property whose values differ in all branches; None if there is none."""
+    """Return a property whose possible values are different in every branch; None if there is none."""
     values = [
         {
             name: {json.dumps(value) for value in (one["enum"] if "enum" in one else [one["const"]])}
@@ -122,7 +122,7 @@ def _types_differ(branches: list[Any], root: Schema) -> bool:
 
 
 def _resolved(schema: Any, root: Schema) -> Schema:
-    """Follow a schema's references within the root; return the schema found, with the keys beside each reference.
+    """Follow a schema's `$ref`s within `root`; return the schema found, joined with the keys beside each `$ref`.
 
     Return {} for a value that is no schema.
     """
@@ -141,9 +141,9 @@ def _resolved(schema: Any, root: Schema) -> Schema:
 
 
 def overlap(schema: Schema) -> str | None:
-    """Return a property of a schema that a pattern of its `patternProperties` matches too; None if there is none.
+    """Return a message if a pattern in `patternProperties` matches a property that has another schema; else None.
 
-    llguidance would begin the property's name, allow no end of it, and the model would write white space.
+    For such a property llguidance would begin the name but allow no end of it, and the model would write white space.
     """
     found: list[str] = []
 
@@ -175,7 +175,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def problem(text: str, schema: str) -> str | None:
-    """Return why a text is not JSON that is valid under a schema (as JSON); None if it is."""
+    """Return why `text` is not JSON that is valid under `schema` (JSON text); None if it is."""
     try:
         error = next(iter(validator(schema).iter_errors(json.loads(text))), None)
     except ValueError as wrong:
@@ -185,7 +185,7 @@ def problem(text: str, schema: str) -> str | None:
 
 @lru_cache(256)
 def validator(schema: str) -> Any:
-    """Return the validator of a schema (as JSON). Raises UserError if it is not a schema."""
+    """Return the validator for `schema` (JSON text). Raises UserError if it is not a schema."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
 

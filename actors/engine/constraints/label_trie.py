@@ -1,4 +1,4 @@
-"""Answers restricted to a list of labels: the trie of their tokens gives the tokens that are allowed next.
+"""Restricts answers to a list of labels: a trie of the labels' tokens says which tokens are allowed next.
 
 A row ends as soon as a single label is left: its remaining tokens are certain and are not computed. If a label is
 a prefix of another, the model's end token means the shorter one.
@@ -18,12 +18,12 @@ class Node:
     """A node of the trie."""
 
     children: dict[int, Node] = field(default_factory=dict)  # token -> node
-    label: int | None = None  # number of the label whose tokens end here
-    only: int | None = None  # number of the label at or below this node, if it is the only one
+    label: int | None = None  # index of the label whose tokens end here
+    only: int | None = None  # index of the only label at or below this node; None if there are several
 
 
 class ChoiceTrie:
-    """The labels of a row.
+    """A trie of the labels that a row may answer.
 
     Args:
         labels: Token ids of each label, at least one.
@@ -31,7 +31,7 @@ class ChoiceTrie:
         texts: The labels' texts, for `text`.
 
     Raises:
-        UserError: Labels that cannot be distinguished, named by their numbers.
+        UserError: Labels are missing, or cannot be told apart. The message gives their indices.
     """
 
     name = "choices"
@@ -55,7 +55,7 @@ class ChoiceTrie:
         self.most_tokens = max(1, self._settle())
 
     def _settle(self) -> int:
-        """Set `only` of every node, and return the maximum number of generated tokens."""
+        """Set `only` of every node, and return the most tokens that an answer can have."""
         order = [self.root]
         for node in order:  # parents before children; no recursion, since a label may be long
             order += node.children.values()
@@ -72,7 +72,7 @@ class ChoiceTrie:
         return deepest[id(self.root)]
 
     def begin(self) -> LabelProgress:
-        """Return a row before its first token."""
+        """Return the state of a row before its first token."""
         return LabelProgress(self)
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:

@@ -12,8 +12,8 @@ from actors.engine.constraints.json_schema import CHECKED, for_grammar, overlap,
 from actors.engine.errors import UserError, flat
 
 KINDS = ("json_schema", "regex", "grammar")
-CHECK, AFTER = "check", "after"  # a key beside json_schema, and its value
-# JSON as Python writes it; with free white space, a model may write nothing else until its length limit
+CHECK, AFTER = "check", "after"  # an optional key beside json_schema, and its only value
+# white space in JSON as Python writes it; if it were free, a model might write only white space up to its length limit
 ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -23,11 +23,11 @@ class OutputFormat:
 
     kind: str  # kind of the format, one of KINDS
     text: str  # the schema as JSON, a regular expression, or a grammar in llguidance's dialect of Lark
-    after: bool = False  # whether `problem` checks schema keys that no grammar holds after generation
+    after: bool = False  # whether `problem` checks finished answers for keys that no grammar can express
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> OutputFormat:
-        """Return the format of a mapping with one of KINDS; a schema is an object or its JSON. Else UserError."""
+        """Return the format in a mapping with one key of KINDS; a schema is an object or JSON. Raises UserError."""
         given = [kind for kind in KINDS if value.get(kind) is not None]
         unknown = [name for name in value if name not in (*KINDS, CHECK)]
         if unknown or len(given) != 1:
@@ -44,7 +44,7 @@ class OutputFormat:
         check = value.get(CHECK)
         if check not in (None, AFTER) or (check is not None and kind != "json_schema"):
             raise UserError(
-                f"{CHECK} = {check!r}: may be {AFTER}, beside json_schema: what no grammar holds of a schema"
+                f"{CHECK} = {check!r}: must be '{AFTER}', and only for json_schema: checks what no grammar can express"
             )
         return cls(kind, text, check == AFTER)
 
@@ -53,27 +53,27 @@ class OutputFormat:
         return {self.kind: self.text, **({CHECK: AFTER} if self.after else {})}
 
     def problem(self, text: str) -> str | None:
-        """Return why an answer breaks the format, by schema keys that the grammar cannot hold; None if it does not."""
+        """Return how an answer breaks keys that no grammar can express; None if it does not, or `after` is false."""
         if not self.after or (found := problem(text, self.text)) is None:
             return None
         return f"{self.kind}: {found}"
 
     def check(self) -> None:
-        """Raise UserError of one line if the format is wrong, or the grammar library does not support it."""
+        """Raise UserError with a one-line message if the format is wrong or the grammar library does not support it."""
         error = _library_grammar(self)[1]
         if error is not None:
             raise UserError(f"{self.kind}: {error}")
 
     def json_rule(self) -> str:
-        """Return a schema as the right-hand side of a grammar rule, with references within the schema."""
+        """Return the schema as the right-hand side of a grammar rule; its `$ref`s refer to this schema alone."""
         [grammar] = json.loads(_library_grammar(self)[0])["grammars"]
         return f"%json {json.dumps(grammar['json_schema'])}"
 
     def lark(self) -> str:
         """Return the format in llguidance's dialect of Lark. Raises ValueError if a schema is not a JSON object.
 
-        By default the library forces the tokenizer's tokens for text that is certain; here all tokens for this text
-        are allowed: a tokenizer that puts a space before words would force the space.
+        By default, the library forces the tokenizer's own tokens where the text is certain. Here all tokens that give
+        this text are allowed, since a tokenizer that puts a space before words would force the space.
         """
         lark = self.text
         if self.kind == "json_schema":
@@ -85,7 +85,7 @@ class OutputFormat:
 
 @lru_cache(1024)
 def _library_grammar(form: OutputFormat) -> tuple[str, str | None]:
-    """Return llguidance's grammar of a format, and an error if there is none."""
+    """Return llguidance's grammar for a format, and why the format cannot be used (None if it can)."""
     if not form.text.strip():
         return "", "is empty"
     if form.kind != "json_schema":

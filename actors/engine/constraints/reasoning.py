@@ -9,7 +9,7 @@ from actors.engine.constraints.constraint import AllowedTokens, Bits, Constraint
 from actors.engine.errors import UserError
 from actors.engine.sampling.stopping import StopStrings
 
-# marks of thinking that chat templates write
+# delimiters around thinking that chat templates write
 _KNOWN = (
     ("<think>", "</think>"),
     ("<thinking>", "</thinking>"),
@@ -25,10 +25,10 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class Reasoning:
-    """The delimiters of thinking."""
+    """The delimiters around a model's thinking."""
 
-    start: str = "<think>"  # begins it; the chat template may have written it into the prompt
-    end: str = "</think>"  # ends it
+    start: str = "<think>"  # begins the thinking; the chat template may have written it into the prompt
+    end: str = "</think>"  # ends the thinking
 
     def __post_init__(self) -> None:
         for name in ("start", "end"):
@@ -47,9 +47,9 @@ class Reasoning:
                 raise UserError(f"reasoning: {mark!r} is a special token, which has no text: leave reasoning out")
 
     def split(self, text: str, *, begun: bool) -> tuple[str | None, str]:
-        """Return the thinking without delimiters, None if there was none, and the answer.
+        """Return the thinking without delimiters (None if there is none) and the answer.
 
-        begun: Whether the prompt ends inside thinking. Thinking that does not end has no answer.
+        begun: Whether the prompt ends inside thinking. After thinking that does not end, the answer is empty.
         """
         begins = text.lstrip().startswith(self.start)
         thinking, end, answer = text.partition(self.end)
@@ -79,9 +79,9 @@ class Reasoning:
 
 @dataclass(eq=False)
 class AfterReasoning:
-    """A constraint on the tokens after the thinking; until then all tokens but stop tokens are allowed."""
+    """Constrains the tokens after the thinking. During the thinking, all tokens but stop tokens are allowed."""
 
-    inner: Constraint  # on the answer
+    inner: Constraint  # constraint on the answer
     reasoning: Reasoning
     decode: Callable[[list[int]], str]  # token ids -> text
     stop_ids: Collection[int]  # tokens that end an answer
@@ -96,11 +96,11 @@ class AfterReasoning:
         return self.inner.name
 
     def begin(self) -> ReasoningProgress:
-        """Return a row before its first token."""
+        """Return the state of a row before its first token."""
         return ReasoningProgress(self)
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last of `tokens` completes the end delimiter. Most tokens need no decoding for it."""
+        """Return whether the last of `tokens` completes the end delimiter. Most tokens are not decoded for this."""
         return self._end.ended(tokens)
 
     def split(self, tokens: Sequence[int], label: int | None) -> tuple[str, str]:
@@ -111,12 +111,12 @@ class AfterReasoning:
         return thinking or "", self.inner.text(answer, label) if answer or label is not None else ""
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:
-        """Return the answer of `split`."""
+        """Return the text of the answer after the thinking."""
         return self.split(tokens, label)[1]
 
 
 class ReasoningProgress:
-    """The state of a row while it thinks, and then in its answer; see `AllowedTokens`."""
+    """The state of a row during its thinking and during its answer; see `AllowedTokens`."""
 
     def __init__(self, constraint: AfterReasoning) -> None:
         self._constraint = constraint

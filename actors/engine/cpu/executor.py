@@ -35,8 +35,8 @@ from actors.engine.model.families import Rotary, context_length, family_of, has_
 from actors.engine.model.layer_weights import NormWeights
 from actors.engine.sampling.sampler import argmax
 
-PANELS_AT_ONCE = 64  # whose numbers exist in float64
-UNDECIDED = 8  # a row with more candidates than 1/8 of the vocabulary takes the whole head
+PANELS_AT_ONCE = 64  # panels of the head that are in float64 at the same time
+UNDECIDED = 8  # the whole head is computed for a row if over 1/8 of the vocabulary are candidates
 
 _Screen = structure("norm norm_bias weight packed norms", "inputs outputs most", "epsilon")
 
@@ -46,9 +46,9 @@ def fastest_decoder(model: PreTrainedModel, tokens: int | None = None, *, int8: 
 
     Args:
         model: The model, whose layers and head may be replaced.
-        tokens: See `Decoder`.
-        int8: Whether linear layers and head have 8 bits, see `cpu.products`; requires bfloat16 on a CPU, as layers
-            with codes (`compressed.codes_of`) do, which always have 8 bits.
+        tokens: Number of tokens whose logits are computed; None: all.
+        int8: Whether linear layers and head have 8 bits, see `cpu.products`; requires bfloat16 on a CPU. Layers stored
+            as 8-bit codes (`compressed.codes_of`) always have 8 bits, and require the same.
     """
     weight = next(model.parameters())
     assert not int8 or (weight.device.type == "cpu" and weight.dtype == torch.bfloat16)
@@ -67,7 +67,7 @@ def fastest_decoder(model: PreTrainedModel, tokens: int | None = None, *, int8: 
 
 
 def _pack_head(decoder: Decoder, int8: bool) -> Tensor:
-    """Pack a decoder's head; return its own weight [V, E], which is freed unless the embedding shares it."""
+    """Pack a decoder's head; return its former weight [V, E], which the model keeps only if the embedding shares it."""
     weight: Tensor = decoder.head.weight.detach()  # type: ignore[operator]
     shared = decoder.head.weight is decoder.model.get_input_embeddings().weight
     decoder.head = packed_linear(decoder.head, int8=int8)
@@ -79,13 +79,13 @@ def _pack_head(decoder: Decoder, int8: bool) -> Tensor:
 class Screen:
     """Finds the likeliest tokens of hidden states without computing all logits.
 
-    A product in 8 bits, which takes half as long, bounds every logit. Only those that may be the highest are computed
-    in bfloat16, to the same bits as the whole product has: screen.h. For 64 rows of SmolLM2-135M it takes 3.2 ms,
-    and the whole head 5.3 ms (two cores of a Zen 5), which saves 4% of a whole greedy job at 1x and 10% at 3x.
+    A product in 8 bits, which takes half as long, bounds every logit. Only logits that may be the highest are computed
+    in bfloat16, bit for bit as in the whole product, see screen.h. For 64 rows of SmolLM2-135M this takes 3.2 ms
+    instead of 5.3 ms (two cores of a Zen 5), which saves 4% of a whole greedy job at 1x and 10% at 3x.
     """
 
     def __init__(self, weight: Tensor, norm: NormWeights) -> None:
-        """weight: the head's [V, E] bfloat16, not copied. norm: before the head. Requires `can_screen`."""
+        """weight: the head's weight [V, E], bfloat16, not copied. norm: the norm before it. Requires `can_screen`."""
         weight = weight.detach()
         packed, norms = zip(*map(_bounded, weight.split(PANEL * PANELS_AT_ONCE)), strict=True)
         panels = [torch.cat(packed)]
@@ -96,7 +96,7 @@ class Screen:
         self._fields = _Screen(*addresses, weight.shape[1], len(weight), len(weight) // UNDECIDED, norm.eps)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return tokens [N] of hidden states [N, E] before the norm: the first of equal ones, -1 if undecided."""
+        """Return the likeliest tokens [N]: the first of equal ones, -1 if undecided. hidden: [N, E] before the norm."""
         hidden = hidden.contiguous()
         rows, size = hidden.shape
         assert hidden.dtype == torch.bfloat16 and size == self._fields.inputs
@@ -106,7 +106,7 @@ class Screen:
 
 
 def _bounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the packed panels of weight [v, E], and upper bounds of |w| and |w - w'| [panels, 2, 48] in float32."""
+    """Return panels of weight [v, E] in 8 bits, and upper bounds [panels, 2, 48] of |w| and |w - w in 8 bits|."""
     codes, scales = quantize_weight(weight)
     whole = weight.double()
     rounded = codes[:, : weight.shape[1]].double() * scales.double()[:, None]
@@ -116,7 +116,7 @@ def _bounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def can_screen(weight: Tensor) -> bool:
-    """Return whether the CPU has the kernel for a head's weight [V, E]: finite and contiguous."""
+    """Return whether the kernel of `Screen` exists, and a head's weight [V, E] is contiguous, finite, with even E."""
     return (
         quantizes(weight.dtype, weight.device)
         and weight.is_contiguous()
@@ -126,7 +126,7 @@ def can_screen(weight: Tensor) -> bool:
 
 
 class StackDecoder(Decoder):
-    """A decoder whose layers and final norm are the CPU's kernels."""
+    """A decoder whose layers and final norm run as CPU kernels."""
 
     def __init__(self, model: PreTrainedModel, tokens: int | None = None, *, int8: bool = False) -> None:
         family, describe = family_of(model.config), functools.partial(layer_weights, model.config)
@@ -139,13 +139,13 @@ class StackDecoder(Decoder):
         self._last_norm = family.last_norm(model)
         plain = self.logit_cap is None and self.head.bias is None
         weight = _pack_head(self, int8)
-        # the screen's bound holds for the kernel's product
+        # the bounds of `Screen` are valid for logits from the kernel of `PanelProduct` only
         own = isinstance(self.head, PackedLinear) and type(self.head.product) is PanelProduct
         self._screened = weight if plain and own and self._last_norm is not None and can_screen(weight) else None
 
     @functools.cached_property
     def screen(self) -> Screen | None:
-        """Finds likeliest tokens without all logits; None if the CPU cannot. The first greedy step makes it."""
+        """The `Screen` of the head, made at the first greedy step; None if the model or the CPU does not allow it."""
         if self._screened is None or self._last_norm is None:
             return None
         return Screen(self._screened, self._last_norm)
@@ -167,7 +167,7 @@ class StackDecoder(Decoder):
         return super().finish(hidden) if self._last_norm is None else normalize(hidden, self._last_norm)
 
     def likeliest(self, hidden: Tensor) -> Tensor:
-        """Return the tokens [N] with the highest logits of hidden states [N, E]; of equal ones the first."""
+        """Return for each hidden state [N, E] the token with the highest logit, [N]; the first if several are equal."""
         if self.screen is None:
             return argmax(self.logits(hidden))
         tokens = self.screen(hidden)
@@ -178,7 +178,7 @@ class StackDecoder(Decoder):
 
 
 class _Slots:
-    """Keys and values of all layers in `memory`, not cleared: kernels read only slots that were written."""
+    """Keys and values of all layers in `memory`, which is not cleared: kernels read only slots that were written."""
 
     def __init__(self, shape: SlotShape, decoder: Decoder, memory: Tensor) -> None:
         sizes = [(2, shape.rows, decoder.kv_heads, slots, decoder.head_dim) for slots in shape.slots]
@@ -188,7 +188,7 @@ class _Slots:
         self.table = buffer_table(self.layers)
 
     def copy_rows(self, other: _Slots, rows: Sequence[int]) -> None:
-        """Take over rows of another cache of the same model as the first rows."""
+        """Copy `rows` of another cache of the same model to the first rows of this cache."""
         for new, old in zip(self.layers, other.layers, strict=True):
             if new is not None and old is not None:
                 width = min(new.shape[3], old.shape[3])
@@ -196,10 +196,10 @@ class _Slots:
 
 
 class CpuExecutor(LibraryExecutor):
-    """Runs a decoder's stack over slots in one allocation.
+    """Runs a decoder's stack; all slots for keys and values are in one allocation.
 
-    The allocation is used again if it is neither too small nor twice too large: the system clears a new one page by
-    page, which takes 5% of the time of a job with the demo's model.
+    The allocation is reused if it is large enough but less than twice as large as needed: the system clears a new one
+    page by page, which takes 5% of the time of a job with the demo's model.
     """
 
     decoder: StackDecoder
@@ -237,14 +237,14 @@ class CpuExecutor(LibraryExecutor):
     def _prompts(
         self,
         prompts: Sequence[tuple[int, ...]],
-        begins: int,  # position of each prompt's first token, behind the prefix
-        sources: Sequence[int],  # each row's prompt
-        slots: Sequence[int],  # each row's place in the buffers
+        begins: int,  # position of each prompt's first token after the prefix
+        sources: Sequence[int],  # index of each row's prompt
+        slots: Sequence[int],  # index of each row in the buffers
         layers: Sequence[int],
         buffers: Sequence[Tensor | None],  # each layer's keys and values [2, R, H, K, D]
         prefix: dict[int, PackedPrefix] | None,
     ) -> Tensor:
-        """Run `layers` over concatenated prompts; return logits [P, V] at their last tokens."""
+        """Run `layers` over concatenated prompts; return logits [P, V] at each prompt's last token."""
         starts = torch.tensor([0, *itertools.accumulate(map(len, prompts))])
         ids = torch.tensor([list(itertools.chain.from_iterable(prompts))])
         positions = torch.cat([torch.arange(begins, begins + len(prompt)) for prompt in prompts])[None]

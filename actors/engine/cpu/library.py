@@ -32,10 +32,10 @@ FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
 )
 BUILD_SECONDS = 900
-PANEL = 48  # outputs of a product that lie together in its packed weight
-LARGEST_HEAD = 256  # numbers
+PANEL = 48  # outputs whose weights lie together in a packed weight
+LARGEST_HEAD = 256  # largest head size that the kernels support
 _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-# for each kernel its numbers of pointers, 64-bit integers and floats, in this order
+# kernel -> number of its pointer, 64-bit integer and float arguments, which come in this order
 _SIGNATURES = {
     "sample": (1, 0, 0),
     "step": (5, 1, 0),
@@ -51,7 +51,7 @@ _OUTSIDE, _NO_MEMORY = 1, 2  # `Status` of kernels.cpp
 
 
 def structure(pointers: str, integers: str, floats: str = "") -> Any:
-    """Return a ctypes structure with these fields, in this order."""
+    """Return a ctypes structure of pointers, 64-bit integers and floats, each given as names between spaces."""
     fields: list[tuple[str, Any]] = [(name, ctypes.c_void_p) for name in pointers.split()]
     fields += [(name, ctypes.c_int64) for name in integers.split()]
     fields += [(name, ctypes.c_float) for name in floats.split()]
@@ -64,13 +64,13 @@ def library() -> ctypes.CDLL | None:
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     try:
         loaded = ctypes.CDLL(str(_built(compiler)))
-        if torch.get_num_threads() == loaded.threads():  # torch first: its first call fixes the number
+        if torch.get_num_threads() == loaded.threads():  # torch is asked first: this fixes the number
             return loaded
         problem = f"{' '.join(compiler)} links another OpenMP library than torch's"
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.splitlines() if "error" in line] or [f"status {error.returncode}"]
         problem = f"{' '.join(compiler)}: {lines[0]}"
-    # no compiler, no home folder, a read-only one, a library of other contents
+    # no compiler, no home folder, a read-only home folder, or a library file without the expected functions
     except (OSError, RuntimeError, AttributeError, subprocess.TimeoutExpired) as error:
         problem = f"{' '.join(compiler)}: {flat(error)}"
     log.warning("this CPU is two to six times as fast with a C++ compiler (g++, or $CXX): %s", problem)
@@ -78,7 +78,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `sample` exists for `dtype`; the first call may take seconds, to build the kernels."""
+    """Return whether the kernel `sample` exists for `dtype`. The first call may build the kernels for seconds."""
     return device.type == "cpu" and dtype in _NAMES and library() is not None
 
 
@@ -92,7 +92,7 @@ def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def quantizes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `multiply_int8` and `likeliest` exist: if the CPU has AVX512-BF16 and AVX512-VNNI but no AMX."""
+    """Return whether `multiply_int8` and `likeliest` exist: they need AVX512-BF16 and AVX512-VNNI, without AMX."""
     loaded = library() if dtype == torch.bfloat16 and multiplies(dtype, device) else None
     return loaded is not None and bool(loaded.can_quantize())
 
@@ -128,9 +128,10 @@ def _processor() -> str:
 
 @functools.cache
 def kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a native function; requires `available`, `multiplies` or `quantizes`.
+    """Return a native function, which raises MemoryError if there is no memory for its intermediate results.
 
-    The function raises MemoryError if there is no memory for its intermediate results.
+    Requires `available` for the kernel `sample`, `quantizes` for `multiply_int8` and `likeliest`, and `multiplies`
+    for every other kernel.
     """
     loaded = library()
     assert loaded is not None

@@ -1,9 +1,9 @@
 """Linear layers with packed weights, in float32, bfloat16 or 8 bits.
 
 torch's linear layer reorders its weight at every call, which in bfloat16 takes a quarter of its time at 32 rows
-and nearly half at 8. Here weights are reordered once. 8-bit weights have one scale per output. Activations are then
-rounded to 8 bits too, each token's by one scale for every `GROUP` of its numbers (the groups of ZeroQuant, Yao et al.,
-2022, https://arxiv.org/abs/2206.01861); one scale a token would lose three times as much. Nothing is calibrated.
+and nearly half at 8. Here weights are reordered once. 8-bit weights have one scale per output. With them, activations
+are rounded to 8 bits too, with one scale for every `GROUP` numbers of a token (the groups of ZeroQuant, Yao et al.,
+2022, https://arxiv.org/abs/2206.01861); one scale per token would lose three times as much. Nothing is calibrated.
 Shapes: N rows, I inputs, G groups of inputs (the last one filled with zeros), O outputs.
 """
 
@@ -20,28 +20,28 @@ from transformers.pytorch_utils import Conv1D
 from actors.engine.cpu.library import PANEL, kernel, multiplies, quantizes
 from actors.engine.model.compressed import Codes, codes_of, largest_scales
 
-ROWS = 32  # the library chooses the order for so many rows; other numbers of rows are about as fast with it
-GROUP = 64  # GROUP of products.h
-PAGE = 2**21  # bytes of a huge page; other sizes only waste space
-ALIGNED = 64  # bytes, for the kernels
+ROWS = 32  # oneDNN orders a weight for so many rows; products with more or fewer rows are about as fast
+GROUP = 64  # inputs that share a scale; GROUP in products.h
+PAGE = 2**21  # bytes of a huge page; a system with another size only wastes space
+ALIGNED = 64  # alignment in bytes that the kernels need
 GIVEN_BACK = 2**24  # bytes freed before the C library is asked to give them back
 LIMIT = 127  # codes are -127 ... 127
 
 
 class PanelProduct:
-    """Computes x W^T + b [..., O] of x [..., I] by a kernel, in float32 or bfloat16."""
+    """Computes x W^T + b [..., O] from x [..., I] with a CPU kernel, in float32 or bfloat16."""
 
     kernel = "multiply"
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight [O, I], I even in bfloat16; it is copied, and may be freed."""
+        """weight: [O, I], with even I if bfloat16. It is copied, so the caller may free it."""
         self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.detach().contiguous()
         self.packed = self.pack(weight)
 
     @staticmethod
     def pack(weight: Tensor) -> Tensor:
-        """[O, I] -> [O / 48 rounded up, I / F, 48, F], F numbers of 4 bytes together."""
+        """Reorder [O, I] -> [O / 48 rounded up, I / F, 48, F], where F numbers take 4 bytes."""
         outputs, inputs = weight.shape
         factors = 4 // weight.dtype.itemsize
         packed = torch.zeros(-(-outputs // PANEL), inputs // factors, PANEL, factors, dtype=weight.dtype)
@@ -69,13 +69,13 @@ class PanelProduct:
 class QuantizedProduct(PanelProduct):
     """`PanelProduct` in bfloat16 with W and x rounded to 8 bits.
 
-    By a kernel if the CPU has AVX512-VNNI; else by torch, several times slower than bfloat16.
+    A kernel computes it if `quantizes` is true; else torch does, several times slower than in bfloat16.
     """
 
     kernel = "multiply_int8"
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> None:
-        """weight [O, I], bfloat16; it is copied, and may be freed. scales: see `quantize_weight`."""
+        """weight: [O, I], bfloat16, copied, so the caller may free it. scales: see `quantize_weight`."""
         self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.detach().contiguous()
         codes, scales = quantize_weight(weight, scales)
@@ -94,10 +94,10 @@ class QuantizedProduct(PanelProduct):
 
 
 class LibraryProduct:
-    """`PanelProduct` in bfloat16 by oneDNN, for CPUs on which the kernel is slower or does not run."""
+    """Replaces `PanelProduct` in bfloat16, with oneDNN, on CPUs whose kernel is slower or does not run."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight [O, I]; it is copied, and may be freed."""
+        """weight: [O, I]. It is copied, so the caller may free it."""
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
         self.bias = bias
 
@@ -116,7 +116,7 @@ def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False, codes: C
     Args:
         weight, bias: W [O, I] and b.
         int8: Whether weight and x are rounded to 8 bits.
-        codes: Scales of the 8-bit codes from which the weight was expanded; then x is rounded to 8 bits too.
+        codes: Scales of the 8-bit codes from which the weight was expanded. If given, x is rounded to 8 bits too.
     """
     if int8 or codes is not None:
         assert codes is None or codes.kind == "int8"
@@ -127,7 +127,7 @@ def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False, codes: C
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernels multiply packed weights of this kind."""
+    """Return whether oneDNN multiplies packed weights of this dtype on this device."""
     return (
         device.type == "cpu"
         and dtype == torch.bfloat16
@@ -137,7 +137,7 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with a packed weight. It computes x W^T + b [..., O] of x [..., I]."""
+    """A linear layer with a packed weight: x [..., I] -> x W^T + b [..., O]."""
 
     def __init__(self, product: Product, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -177,21 +177,21 @@ def give_memory_back() -> None:
 def to_huge_pages(tensors: list[Tensor]) -> None:
     """Replace tensors by copies in one region of huge pages, if the system has them.
 
-    A step reads every weight once. With pages of 4 KiB the processor looks up thousands of addresses, and a step of one
-    row takes a fifth to a third longer. Each tensor is freed as soon as it is copied, so that two copies of all
+    A decode step reads every weight once. With pages of 4 KiB the processor looks up thousands of addresses, and a step
+    of one row takes a fifth to a third longer. Each tensor is freed as soon as it is copied, so that two copies of all
     weights never exist.
 
     Raises:
         MemoryError: The system has no memory for the copies.
     """
     sizes = [-(-one.nbytes // ALIGNED) * ALIGNED for one in tensors]
-    size = sum(sizes) + 2 * PAGE  # a page more at both ends, which nothing touches and so takes no memory
+    size = sum(sizes) + 2 * PAGE  # one more page at each end, which takes no memory because nothing touches it
     try:
         region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"the system has no {size} bytes for weights: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a system without huge pages
             region.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(region, dtype=torch.uint8)  # keeps the region alive
     first, freed = -memory.data_ptr() % PAGE, 0
@@ -208,7 +208,7 @@ def to_huge_pages(tensors: list[Tensor]) -> None:
 def quantize_weight(weight: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """weight [O, I] -> int8 codes [O, G * 64] and scales [O] in float32; weight ≈ codes * scales.
 
-    scales: scales of the codes, -128 ... 127, from which the weight was expanded. The codes are recovered exactly: the
+    scales: scales of the int8 codes from which the weight was expanded. The codes are then recovered exactly: the
     weight's rounding to bfloat16 is at most a quarter of its scale. None: the largest code of an output is 127.
     """
     weight = weight.detach().float()
@@ -223,17 +223,17 @@ def rounded(hidden: Tensor) -> Tensor:
     finite becomes NaN."""
     groups = nn.functional.pad(hidden.float(), (0, -hidden.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     highest = groups.abs().amax(dim=2, keepdim=True)
-    inverse = torch.where(highest > 0, torch.tensor(float(LIMIT)) / highest, 0.0)  # a number / x is number * (1 / x)
+    inverse = torch.where(highest > 0, torch.tensor(float(LIMIT)) / highest, 0.0)  # torch rounds `float / x` twice
     scales = torch.where(highest.isfinite(), highest / LIMIT, torch.nan)
     found: Tensor = ((groups * inverse).round() * scales).flatten(1)
     return found
 
 
 def pack_codes(codes: Tensor, scales: Tensor) -> Tensor:
-    """Pack codes [O, G * 64] and scales [O] -> uint8 [O / 48 rounded up, bytes], the panels of products.h.
+    """Pack codes [O, G * 64] and scales [O] into the panels of products.h, uint8 [O / 48 rounded up, bytes].
 
-    A panel is its 48 scales, then for each group 48 corrections and the codes [16, 48, 4]. x is shifted by 128 in the
-    kernel, whose products are of unsigned with signed bytes; a correction is -128 times an output's codes.
+    A panel holds 48 scales, then for each group 48 corrections and the codes [16, 48, 4]. The kernel adds 128 to x,
+    because it multiplies unsigned by signed bytes. A correction is -128 times the sum of an output's codes in a group.
     """
     outputs, columns = codes.shape
     panels, groups = -(-outputs // PANEL), columns // GROUP

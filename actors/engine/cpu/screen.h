@@ -12,7 +12,7 @@
 
 namespace {
 
-// The layout of `_Screen` in screen.py.
+// The layout of `_Screen` in executor.py.
 struct Screen {
     const float *norm, *norm_bias;     // before the head; no bias: RMSNorm
     const BFloat16* weight;            // [outputs, inputs], as the model has it

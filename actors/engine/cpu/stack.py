@@ -1,7 +1,7 @@
-"""Runs all layers of a decode step, or one layer over whole prompts, in one native call: layer.h.
+"""Runs all layers of a decode step, or one layer over whole prompts, in one native call, see layer.h.
 
-Between two products of a small model, finding the next one takes longer than running it; and memory that is allocated
-for every product is cleared page by page before it is written.
+With one call per product, a small model spends more time on dispatch than on the products. Memory that is allocated
+for every product costs time too: it is cleared page by page before it is written.
 Shapes: B rows of a call, R rows of the buffers, P prompts, N tokens of all prompts, L layers, E hidden size, Q query
 heads, H key/value heads, K slots, C tokens of a prefix, D head size, and of rotary tables R numbers.
 """
@@ -26,7 +26,7 @@ from actors.engine.model.layer_weights import GELU, LayerWeights, NormWeights, P
 Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
 
 
-# the structures of layer.h, in the order of its fields
+# the structures of layer.h, with their fields in the same order
 _Layer = structure(
     "attention_norm attention_norm_bias mlp_norm mlp_norm_bias query_norm key_norm attention_after mlp_after"
     " qkv qkv_bias output output_bias up up_bias down down_bias",
@@ -48,7 +48,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def buffer_table(buffers: Sequence[Tensor | None]) -> Any:
-    """Return a table of the addresses of each layer's keys and values [2, R, H, K, D]. They must outlive the table."""
+    """Return a table of the addresses of each layer's keys and values [2, R, H, K, D]. `buffers` must outlive it."""
     table = (_Buffers * len(buffers))()
     for number, both in enumerate(buffers):
         if both is not None:
@@ -58,7 +58,7 @@ def buffer_table(buffers: Sequence[Tensor | None]) -> Any:
 
 
 def normalize(hidden: Tensor, norm: NormWeights) -> Tensor:
-    """Return LayerNorm of hidden states [N, E], or RMSNorm if there is no bias."""
+    """Return LayerNorm of hidden states [N, E], or RMSNorm if `norm` has no bias."""
     hidden, output = hidden.contiguous(), torch.empty(hidden.shape, dtype=hidden.dtype)
     assert norm.weight.dtype == torch.float32
     addresses = map(_address, (hidden, norm.weight, norm.bias, output))
@@ -67,18 +67,18 @@ def normalize(hidden: Tensor, norm: NormWeights) -> Tensor:
 
 
 class Embedding(NamedTuple):
-    """Makes the first layer's input of a token."""
+    """What the first layer's input is made of."""
 
-    tokens: Tensor  # [V, E], by token
-    learned: Tensor | None  # [positions, E], added by position, or None
-    scale: float  # factor of the first
-    # number of positions -> of each layer cosines and sines [1, positions, R], the same object where they are equal
+    tokens: Tensor  # [V, E], the vector of each token
+    learned: Tensor | None  # [positions, E], the vector that each position adds, or None
+    scale: float  # factor of `tokens`
+    # number of positions -> for each layer cosines and sines [1, positions, R]; layers with equal ones share an object
     rotary: Callable[[int], Sequence[Rotary]]
-    context: int  # number of positions that may be asked for
+    context: int  # highest number of positions for `rotary`
 
 
 class PackedPrefix(NamedTuple):
-    """One layer's keys and values [2, H, C, D] of a shared prefix of C tokens, also in the kernels' order."""
+    """One layer's keys and values [2, H, C, D] of a shared prefix of C tokens, and copies in the kernels' order."""
 
     states: Tensor
     keys: Tensor
@@ -88,7 +88,7 @@ class PackedPrefix(NamedTuple):
 def can_stack(weights: LayerWeights, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> bool:
     """Return whether layer.h can compute a layer.
 
-    It knows silu(gate) * up, gelu(gate) * up and relu(up), and products that are all float32 or bfloat16, or all int8.
+    It supports silu(gate) * up, gelu(gate) * up and relu(up), with products that are all in `dtype` or all int8.
     """
     parts = weights.qkv, weights.output, weights.up, weights.down
     quantized = [int8 or part.codes() is not None for part in parts]
@@ -102,7 +102,7 @@ def can_stack(weights: LayerWeights, dtype: torch.dtype, device: torch.device, *
 
 
 class Stack:
-    """L layers of one shape; for one thread at a time."""
+    """L layers of equal shape. Only one thread at a time may use it."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Stack:
         describe: Callable[[nn.Module], LayerWeights],  # the library's layer -> its weights
         embedding: Embedding,  # the tokens' embedding
         *,
-        int8: bool = False,  # whether products without codes have 8 bits
+        int8: bool = False,  # whether to round to 8 bits the weights that are not stored as 8-bit codes
     ) -> None:
         """Replace the library's layers in `blocks`, and free the memory of each before the next one is packed."""
         described: list[tuple[dict[str, Any], list[PanelProduct], list[Tensor | None]]] = []
@@ -125,7 +125,7 @@ class Stack:
         to_huge_pages(weights)
         for one, weight in zip(every, weights, strict=True):
             one.packed = weight
-        self._held = described, embedding  # the structures hold addresses alone
+        self._held = described, embedding  # keeps the tensors alive: the structures hold only addresses
         self._layers = (_Layer * len(blocks))()
         for number, (fields, products, norms) in enumerate(described):
             parts = [*norms, *(part for one in products for part in (one.packed, one.bias))]
@@ -136,7 +136,7 @@ class Stack:
         self._hidden, self._heads, self._head_dim = first.hidden, first.heads, first.size
         self._dtype = embedding.tokens.dtype
         self._embedding = embedding
-        self._inputs: tuple[Any, Tensor | None] | None = None  # positions last asked for, and their tables
+        self._inputs: tuple[Any, Tensor | None] | None = None  # the last inputs, and the tables that they refer to
 
     def step(
         self, tokens: Sequence[int], rows_per_layer: Sequence[int], places: Tensor, slots: Tensor, table: Any
@@ -145,9 +145,9 @@ class Stack:
 
         Args:
             tokens: [B].
-            rows_per_layer: [L], number of youngest rows that run each layer.
-            places: int64 [B], places of the rows in the buffers.
-            slots: int64 [B], slots of the new tokens, which are their positions and the last ones attended to.
+            rows_per_layer: [L], how many rows run each layer; they are the last ones in `tokens`.
+            places: int64 [B], index of each row in the buffers.
+            slots: int64 [B], slot of each new token, equal to its position. It attends to no later slot.
             table: Buffers of the rows' keys and values, see `buffer_table`.
         """
         assert not torch.is_grad_enabled() and places.dtype == slots.dtype == torch.int64
@@ -193,9 +193,9 @@ class Stack:
         layer: int,  # index of the layer
         hidden: Tensor,  # [1, N, E], overwritten by the result
         rotary: Rotary,  # cosines and sines [1, N, R], or None
-        starts: Tensor,  # int64 [P + 1], the first token of each prompt, and N
-        places: Tensor,  # int64 [B], of the rows in the buffers
-        sources: Tensor,  # int64 [B], the prompt of each row
+        starts: Tensor,  # int64 [P + 1], index of the first token of each prompt, then N
+        places: Tensor,  # int64 [B], index of each row in the buffers
+        sources: Tensor,  # int64 [B], index of each row's prompt
         buffers: Tensor | None,  # keys and values [2, R, H, K, D] of the rows; None: they are not kept
         prefix: PackedPrefix | None = None,  # shared prefix, which is copied to the rows' first slots
     ) -> None:
@@ -247,8 +247,8 @@ class Stack:
     def half(self, layer: int, hidden: Tensor, rotary: Rotary, attended: Tensor | None) -> Tensor:
         """Run one half of a layer over hidden states [N, E], with rotary tables [1, N, R].
 
-        Return queries, keys and values [N, Q + 2 H, D]; or, with `attended` [N, Q D], overwrite `hidden` with the
-        layer's output.
+        Without `attended`, return queries, keys and values [N, Q + 2 H, D]. With `attended` [N, Q D], the attention's
+        result, overwrite `hidden` with the layer's output and return it.
         """
         fields, tokens = self._layers[layer], len(hidden)
         heads = fields.heads * (fields.group + 2)
@@ -276,7 +276,7 @@ class Stack:
 
 
 class StackedLayer(nn.Module):
-    """One layer of a stack with the interface of transformers' layer, and attention by torch, for trees of tokens."""
+    """One layer of a stack with the interface of transformers' layers. Attention runs in torch, for trees of tokens."""
 
     def __init__(self, stack: Stack, number: int) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ class StackedLayer(nn.Module):
 
 
 def _packed(weights: LayerWeights, int8: bool) -> tuple[dict[str, Any], list[PanelProduct], list[Tensor | None]]:
-    """Return a layer's numbers, its products and its norms, in the order of layer.h."""
+    """Return a layer's numeric fields, its products and its norm weights, each in the order of layer.h."""
 
     def pack(part: Projection) -> PanelProduct:
         made = product(*part.joined(), int8=int8, codes=part.codes())

@@ -1,6 +1,7 @@
-"""Measures how far a schedule is from full depth: by distributions over the same tokens, and by its answers.
+"""Measures how far a schedule's predictions and its own answers are from full depth.
 
-KL and top-1 agreement follow given responses under the schedule, regret the schedule's answers under full depth.
+KL and top-1 agreement compare the distributions of both over given responses. Regret scores the schedule's answers
+with the model at full depth.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from actors.engine.library.packed_attention import packed
 from actors.engine.schedule.schedule import Schedule
 
 TOKENS = 4096  # most tokens of a pass
-LOGITS_AT_ONCE = 2**24  # numbers of one line's logits that exist together; 64 MiB in fp32
+LOGITS_AT_ONCE = 2**24  # most logits of one model that exist at the same time; 64 MiB in fp32
 
 Array = npt.NDArray[np.float64]
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -38,10 +39,10 @@ class Model:
 
 @dataclass(frozen=True)
 class ForcedScores:
-    """Sums over each row's response tokens, [N] for N rows.
+    """Scores of a line (a model that is compared with full depth): sums over each row's response tokens, [N].
 
-    kl: KL(full depth || line), nats. nll: -log p of the tokens under the line, nats. agreed: positions at which both
-    have the same most likely token. tokens: their number.
+    kl: KL(full depth || line), nats. nll: -log p of the tokens under the line, nats. agreed: number of positions at
+    which the line and full depth have the same most likely token. tokens: number of tokens.
     """
 
     kl: Array
@@ -60,10 +61,11 @@ def teacher_forced(
     first: int = 0,
     report: Report = lambda rows: None,  # called with the number of rows done, before each pass and at the end
 ) -> list[ForcedScores]:
-    """Return the scores of every line over (prompt ids, response ids) pairs, none of them empty.
+    """Return each line's scores over (prompt ids, response ids) pairs, none of them empty.
 
-    Every token's distribution [V] under the line, computed as at inference, is compared with full depth's. Models share
-    a vocabulary; padding of one is ignored. Lines with the same weights and prompt layers share the prompts' pass.
+    Each response token's distribution [V] under the line, computed as at inference, is compared with that under `full`.
+    All models have one vocabulary; if one pads it, the padding is ignored. Lines with the same weights and prompt
+    layers share the pass over the prompts.
     """
     sums = np.zeros((len(lines), 3, len(pairs)))
     tokens = np.array([max(len(response) - first, 0) for _, response in pairs], dtype=np.float64)
@@ -101,8 +103,8 @@ def answer_regret(full: Model, pairs: Sequence[Pair], report: Report = lambda ro
 class _Batch:
     """Rows of one pass, and their M response tokens, row by row.
 
-    labels: [M], the tokens. owners: [M], the number of each token's row among all. places: [M], its place in its
-    response.
+    labels: [M], the tokens. owners: [M], index of each token's row among all rows. places: [M], index of each token in
+    its response.
     """
 
     rows: Sequence[Row]
@@ -111,7 +113,7 @@ class _Batch:
     places: npt.NDArray[np.int64]
 
     def chunks(self, vocabulary: int, first: int) -> Iterator[Any]:
-        """Yield indices of response tokens from place `first` on, as many at once as memory allows for their logits."""
+        """Yield chunks of indices of response tokens, from place `first` on, whose logits fit `LOGITS_AT_ONCE`."""
         counted = np.flatnonzero(self.places >= first)
         size = max(1, LOGITS_AT_ONCE // vocabulary)
         for start in range(0, len(counted), size):
@@ -143,7 +145,7 @@ def _batches(pairs: Sequence[Pair], models: int, report: Report) -> Iterator[_Ba
 def _states(models: Sequence[Model], rows: Sequence[Row]) -> list[Tensor]:
     """Return the states [M, E] that predict the response tokens under each model. Models share passes if possible."""
     together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    same = [models.index(model) for model in models]  # equal ones are computed once
+    same = [models.index(model) for model in models]  # equal models are computed once
     for number in dict.fromkeys(same):
         model = models[number]
         together.setdefault((id(model.decoder), model.schedule.prompt_layers), []).append(number)
@@ -157,7 +159,7 @@ def _states(models: Sequence[Model], rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _divergence(expected: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return KL, -log p of the labels, and whether the likeliest tokens agree, [3, M], of two logits [M, V]."""
+    """Compare two logits [M, V]: return [3, M], KL, -log p of the labels, and whether the likeliest tokens agree."""
     shared = min(expected.shape[-1], logits.shape[-1])
     log_p = expected[..., :shared].float().log_softmax(dim=-1)
     log_q = logits[..., :shared].float().log_softmax(dim=-1)

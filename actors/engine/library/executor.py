@@ -1,7 +1,7 @@
-"""The executor over transformers' layers: the oracle, and the fallback where the CPU kernels do not apply.
+"""Runs transformers' layers as an executor: the reference, and the fallback where the CPU kernels do not apply.
 
 An executor stores the keys and values of the rows in flight, and runs passes over them: `open`, `prefill`, `decode`,
-`free`, `used_bytes`. It knows rows by their slots, 0 to the number of rows less 1, and neither requests nor sampling.
+`free`, `used_bytes`. It identifies rows by slots, 0 to the number of rows - 1, and knows no requests or sampling.
 Shapes: R rows of a prefill, P prompts, B rows of a decode step, E hidden size, V vocabulary size.
 """
 
@@ -19,20 +19,20 @@ from actors.engine.sampling.sampler import argmax
 
 
 class LibraryExecutor:
-    """Runs a decoder's layers one by one, with a cache that is allocated for each shape."""
+    """Runs a decoder's layers one by one, with a new cache for each `SlotShape`."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         self._shape: SlotShape | None = None
         self._cache: Any = None
-        self._rows: list[int] = []  # the slot of each row of the cache, -1 where it is free
+        self._rows: list[int] = []  # the slot of each row of the cache, -1 if the row is free
         self._prefix: tuple[object, Any] | None = None
 
     def open(self, shape: SlotShape | None, held: Sequence[int] = ()) -> None:
         """Make slots of a shape, or drop all slots.
 
         Args:
-            shape: Schedule, rows and lengths of the slots; None: no slots. The CPU's executor keeps their memory.
+            shape: Schedule, rows and lengths of the slots. None: drop all; the CPU's executor keeps the memory.
             held: Slots of the rows in flight, which are copied to slots 0, 1, … of the new shape.
         """
         earlier, before = (self._cache if held else None), self._rows
@@ -45,7 +45,7 @@ class LibraryExecutor:
             self._cache.copy_rows(earlier, [before.index(slot) for slot in held])
 
     def _allocated(self, shape: SlotShape, *, fresh: bool) -> Any:
-        """Return a cache of this shape. fresh: in other memory than the last one's, whose rows are still needed."""
+        """Return a cache of this shape. fresh: use new memory, because rows of the last cache are still needed."""
         decoder = self.decoder
         return SkipCache(
             shape,
@@ -58,9 +58,9 @@ class LibraryExecutor:
 
     def prefill(
         self,
-        prompts: Sequence[tuple[int, ...]],  # P prompts that differ
-        sources: Sequence[int],  # the prompt of each of R rows
-        slots: Sequence[int],  # the free slot that each of them takes
+        prompts: Sequence[tuple[int, ...]],  # P different prompts
+        sources: Sequence[int],  # index of the prompt of each of R rows
+        slots: Sequence[int],  # the free slot that each row takes
         # tokens with which all the prompts begin; the keys and values of the last prefix are kept
         prefix: tuple[int, ...],
         layers: Sequence[int],  # layers that run
@@ -68,8 +68,8 @@ class LibraryExecutor:
         """Run the prompts of new rows through `layers`, padded to one length.
 
         Returns:
-            Logits [R, V] after each row's prompt, the number of prompt tokens computed, with padding, and the
-            tokens of `prefix` if they were computed.
+            Logits [R, V] after each row's prompt, the number of prompt tokens computed, with padding, and the number
+            of tokens of `prefix` computed, 0 if its keys and values were kept.
         """
         device, begins = self.decoder.device, len(prefix)
         shared, new = self._shared(prefix, tuple(layers))
@@ -121,7 +121,7 @@ class LibraryExecutor:
     ) -> Tensor:
         """Run one token of each row in flight; return logits [B, V], or the likeliest tokens [B] if `greedy`.
 
-        tokens, positions, slots: [B]. rows_per_layer: number of last rows for which each layer runs.
+        tokens, positions, slots: [B]. rows_per_layer: how many of the last rows run each layer.
         """
         order = {slot: row for row, slot in enumerate(self._rows)}
         self._cache.arrange([order[slot] for slot in slots])

@@ -1,8 +1,8 @@
-"""Teacher forcing without padding, each token of known responses through the layers that it runs at inference.
+"""Teacher forcing without padding: each token of known responses runs the layers that it runs at inference.
 
-Tokens form a tree, see `token_tree`: the tokens that all prompts begin with, then each prompt's own tokens, computed
-once for all schedules, then the response once for each schedule. The prompt runs all layers (or those of d(0)),
-response token t as input runs the layers of d(t).
+Tokens form a tree, see `token_tree`: first the tokens with which all prompts begin, then each prompt's own tokens, both
+computed once for all schedules, then the responses, computed once for each schedule. The prompt runs all layers (or
+those of d(0)). Response token t as input runs the layers of d(t).
 Shapes: E hidden size, S schedules, M response tokens of all pairs.
 """
 
@@ -20,8 +20,8 @@ from actors.engine.library.token_tree import Level, Tokens, prompt_ranks, prompt
 from actors.engine.schedule.schedule import Schedule
 from actors.engine.scheduler import common_length
 
-Pair = Mapping[str, Any]  # `input_ids`, prompt and response, and `prompt_tokens`
-LEAST_SAVED = 16  # tokens; for fewer a pass of their own costs more
+Pair = Mapping[str, Any]  # `input_ids`: prompt and response; `prompt_tokens`: length of the prompt
+LEAST_SAVED = 16  # if a shared prefix saves fewer tokens, its own pass costs more
 
 
 def predicting_states(
@@ -81,7 +81,7 @@ def micro_batches(pairs: Sequence[Pair], schedules: int, tokens: int) -> Iterato
 
 
 def _responses(pairs: Sequence[Pair], schedules: Sequence[Schedule]) -> Tokens:
-    """Return each prompt's last token and its response without its last token, repeated for each schedule."""
+    """Return, for each schedule, every prompt's last token and its response's tokens except the last."""
     fields = []
     for branch, schedule in enumerate(schedules):
         for group, pair in enumerate(pairs):

@@ -1,8 +1,8 @@
-"""Attention over concatenated tokens without padding, for training and agreement.
+"""Attention over concatenated tokens without padding, for training and for measuring agreement.
 
 Only attention uses padded matrices; all other parts of a layer compute without padding.
-Shapes: N tokens, G groups of tokens that attend to each other, Q padded tokens of a group, C earlier keys of a group,
-A query heads, H key/value heads, D head size.
+Shapes: N tokens, G groups of tokens that attend to each other, Q tokens of a group with padding (N <= G * Q), C earlier
+keys of a group, A query heads, H key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ NAME = "skipdecode_packed"
 
 @dataclass
 class Attendance:
-    """The keys that each of N tokens attends to. It replaces the library's attention mask.
+    """Says which keys each of N tokens attends to. It replaces transformers' attention mask.
 
-    tokens: [G * Q], token at each padded place. places: [N], place of each token. visible: bool [G, 1, Q, C + Q].
-    earlier: keys and values [G or 1, H, K, D] of C earlier tokens. states: keys and values
-    [G, H, Q, D] of the last pass.
+    tokens: [G * Q], index of the token at each padded place. places: [N], padded place of each token. visible: bool
+    [G, 1, Q, C + Q], whether a token attends to a key. earlier: keys and values [G or 1, H, K, D] of earlier tokens, C
+    in all. states: keys and values [G, H, Q, D] of the last pass.
     """
 
     tokens: Tensor
@@ -36,13 +36,13 @@ class Attendance:
     states: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     def padded(self, states: Tensor) -> Tensor:
-        """[1, heads, N, D] -> [G, heads, Q, D]."""
+        """Pad the tokens of each group: [1, heads, N, D] -> [G, heads, Q, D]."""
         groups = len(self.visible)
         padded: Tensor = states[0].index_select(1, self.tokens).unflatten(1, (groups, -1))
         return padded.transpose(0, 1)
 
     def packed(self, states: Tensor) -> Tensor:
-        """[G, heads, Q, D] -> [1, N, heads, D]."""
+        """Remove padding: [G, heads, Q, D] -> [1, N, heads, D], the N tokens among G * Q places in their own order."""
         return states.transpose(1, 2).flatten(0, 1).index_select(0, self.places)[None]
 
 
@@ -57,10 +57,10 @@ def attend(
     softcap: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, A, N, D], key and value [1, H, N, D] -> [1, N, A, D]. attention_mask: an `Attendance`."""
+    """Attend: query [1, A, N, D], key and value [1, H, N, D] -> [1, N, A, D]. attention_mask: an `Attendance`."""
     attendance = cast(Attendance, attention_mask)
     device = query.device.type
-    if torch.is_autocast_enabled(device):  # before they are copied; rotation leaves float32
+    if torch.is_autocast_enabled(device):  # before the padded copies are made; rotation leaves float32
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
     queries, keys, values = (attendance.padded(states) for states in (query, key, value))
     attendance.states = keys, values
@@ -82,7 +82,7 @@ def attend(
 
 
 def _probabilities(queries: Tensor, keys: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
-    """[G, H, A / H, Q, C + Q]; the query heads of a key head are one matrix product."""
+    """Return weights [G, H, A / H, Q, C + Q]. All query heads of a key head are computed as one matrix product."""
     heads = keys.shape[1]
     grouped: Tensor = queries.unflatten(1, (heads, -1))
     scores: Tensor = (grouped.flatten(2, 3) @ (keys * scale).transpose(2, 3)).unflatten(2, grouped.shape[2:4])
@@ -91,7 +91,7 @@ def _probabilities(queries: Tensor, keys: Tensor, visible: Tensor, scale: float,
 
 
 def register() -> str:
-    """Add `attend` to the library's attention implementations; returns its name there."""
+    """Add `attend` to transformers' attention implementations; return its name there."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     return NAME
@@ -99,7 +99,7 @@ def register() -> str:
 
 @contextmanager
 def packed(model: Any) -> Iterator[None]:
-    """Use `attend` as the attention of transformers' layers in the block."""
+    """Let a model's layers compute attention with `attend` inside the `with` block."""
     before = model.config._attn_implementation
     model.config._attn_implementation = register()
     try:

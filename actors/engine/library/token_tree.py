@@ -19,7 +19,7 @@ from actors.engine.decoder import Decoder, part
 from actors.engine.library.packed_attention import Attendance
 
 SHARED = -1  # branch id of tokens that all branches share
-PADDING = 2**62  # position of a key that is no token
+PADDING = 2**62  # position that marks a key as padding
 Places = tuple[Tensor, Tensor]  # positions and branches of keys, [G, K] each
 
 
@@ -41,21 +41,21 @@ class Tokens:
 
 @dataclass
 class Level:
-    """Keys and values [G, H, K, D] of a level by layer, and the places of the keys."""
+    """For each layer, the keys and values [G, H, K, D] of a level, and the places of the keys."""
 
     states: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     places: dict[int, Places] = field(default_factory=dict)
 
 
 def prompt_tokens(rows: Sequence[Sequence[int]], start: int) -> Tokens:
-    """Return a level with one group per prompt, whose positions begin at `start`. It runs with `prompt_ranks`."""
+    """Return a level with one group for each prompt. Positions begin at `start`. Run it with `prompt_ranks`."""
     return Tokens.of(
         (token, start + place, group, SHARED, 1) for group, row in enumerate(rows) for place, token in enumerate(row)
     )
 
 
 def prompt_ranks(layers: int, running: Iterable[int]) -> Tensor:
-    """Return ranks [1, layers] with which tokens of depth 1 run only the layers `running`."""
+    """Return ranks [1, layers] for `run_level` with which tokens of depth 1 run only the layers `running`."""
     ranks = torch.ones(1, layers, dtype=torch.long)
     ranks[:, list(running)] = 0
     return ranks
@@ -64,16 +64,16 @@ def prompt_ranks(layers: int, running: Iterable[int]) -> Tensor:
 def run_level(
     decoder: Decoder,  # decoder with the attention of `packed_attention`
     tokens: Tokens,  # at least one token; tokens of a branch are in the order of their positions
-    ranks: Tensor,  # [branches, layers], or [1, layers] for all; a layer runs for the tokens of greater depth
+    ranks: Tensor,  # [branches, layers], or [1, layers] for all; a layer runs for tokens of depth > rank
     groups: int,  # G
     above: Sequence[Level] = (),  # the levels above, highest first
     *,
     recompute: bool = False,  # keep only each layer's input for the backward pass (gradient checkpointing)
-    # hidden states [1, N, E] before the first layers, or none. The pass goes on behind the last of them and adds
-    # the input of each later layer, and the output of the last one
+    # inputs [1, N, E] of the first layers from an earlier pass, or empty. The pass resumes at the last layer that has
+    # an input here, and appends the inputs of all later layers and the final output
     inputs: list[Tensor] | None = None,
 ) -> tuple[Tensor, Level]:
-    """Return the hidden states [1, N, E] of one level before the final norm, and the level for those below."""
+    """Run one level: return its hidden states [1, N, E] before the final norm, and the `Level` for levels below."""
     device = decoder.device
     hidden, rotary = decoder.embed(tokens.ids[None].to(device), tokens.positions[None].to(device))
     inputs = [] if inputs is None else inputs
@@ -140,6 +140,6 @@ def _layout(
     visible &= (all_branches == SHARED) | (all_branches == branches[..., None])
     if window is not None:
         visible &= all_positions > positions[..., None] - window
-    visible |= (positions == PADDING)[..., None]  # padding sees all keys, or softmax gives NaN
+    visible |= (positions == PADDING)[..., None]  # padding sees all keys: otherwise softmax gives NaN
     whole = None if bool(runs.all()) else index.to(device)
     return whole, Attendance(padded, places, visible[:, None]), (positions, branches)

@@ -1,9 +1,9 @@
 """Reads checkpoints with 8-bit weights in the format of compressed-tensors, and refuses unsupported ones.
 
-A quantized layer has codes and `weight_scale`: one scale, one for each output, or one for each group of an output's
-inputs; weight = (code - zero point) * scale. The codes are `weight`, int8 or float8_e4m3fn, or `weight_packed`, an
-int32 of four int8, each plus 128. Asymmetric layers have a `weight_zero_point` for each scale. Layers without
-`weight_scale` are plain, such as those of the `ignore` list. The scales of activations and of the cache (`input_scale`,
+A quantized layer has codes and `weight_scale`: one scale in all, one per output, or one per group of an output's
+inputs. weight = (code - zero point) * scale. The codes are in `weight` (int8 or float8_e4m3fn) or in `weight_packed`
+(four int8, each plus 128, in an int32). Asymmetric layers have a `weight_zero_point` for each scale. Layers without
+`weight_scale` are plain, such as those in the `ignore` list. The scales of activations and of the cache (`input_scale`,
 `kv_cache_scheme`) are not read: the engine computes its own.
 Shapes: I inputs, O outputs, G groups of inputs.
 """
@@ -38,20 +38,20 @@ CODES_IN_INT32 = 4
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """What a checkpoint's config says of its weights."""
+    """How a checkpoint stores its 8-bit weights, according to its config."""
 
     kind: Kind  # type of the codes
     multiplied: bool  # whether the checkpoint is meant for products of 8-bit codes with 8-bit inputs
     symmetric: bool = True  # whether there are no zero points, or all are 0
 
     def run(self, dtype: str, *, on_gpu: bool) -> bool:
-        """Return whether the engine multiplies these codes, if the CPU has the instructions; else it expands them."""
+        """Return whether the engine multiplies by the codes if the CPU has the instructions. Else it expands them."""
         return self.multiplied and dtype == "bfloat16" and not on_gpu and self.kind == "int8"
 
 
 @dataclass(frozen=True)
 class Codes:
-    """The scales of a layer's codes. The codes are weight [O, I] / scales, which 16 bits represent well enough.
+    """The scales of a layer's codes. The codes are weight [O, I] / scales; 16-bit weights are exact enough for that.
 
     scales: float32 [O].
     """
@@ -61,7 +61,7 @@ class Codes:
 
 
 def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | None:
-    """Return what config.json says; None for plain weights. Raises UserError that names an unsupported scheme."""
+    """Return how weights are stored; None for plain weights. Raises UserError that names an unsupported scheme."""
     key = next((key for key in CONFIG_KEYS if config.get(key)), None)
     if key is None:
         return None
@@ -78,7 +78,7 @@ def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | N
 
 
 def _read(entry: Any, key: str) -> StoredWeights | str:
-    """Return what an entry of config.json says of the weights, or the name of what is not supported."""
+    """Return how weights are stored according to `entry` of config.json, or the name of what is not supported."""
     if not isinstance(entry, dict):
         return key
     method = entry.get("quant_method", METHOD if "config_groups" in entry else key)
@@ -95,7 +95,7 @@ def _read(entry: Any, key: str) -> StoredWeights | str:
 
 
 def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
-    """Return what a config group says of its layers' weights, or the name of what is not supported."""
+    """Return how weights are stored according to a config group, or the name of what is not supported."""
     weights, inputs, layout = group["weights"], group.get("input_activations"), group.get("format") or layout
     size, order = weights.get("group_size"), weights.get("actorder")
     strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
@@ -104,7 +104,7 @@ def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
         (bits != 8, f"{bits} bits"),
         (layout not in FORMATS, f"format {layout}"),
         (strategy not in STRATEGIES, f"strategy {strategy}"),
-        # groups whose inputs are not adjacent
+        # the inputs of a group are not adjacent
         (order is True or str(order).lower() in ("group", "dynamic"), f"actorder {order}"),
         (
             type_name not in TYPES or (layout == PACKED_FORMAT and type_name != "int"),
@@ -121,24 +121,23 @@ def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
 def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep: bool) -> set[str]:
     """Expand codes to weights in place. Each weight is computed in float32 and rounded once.
 
-    compressed-tensors would round to the type of the scales, which in float32 changes answers.
+    compressed-tensors would round to the type of the scales, which changes answers in float32.
 
     Args:
-        model: Loaded from the folder, as if its codes were weights: they are exact in float32, bfloat16 and float16.
+        model: Loaded with codes in place of weights; codes are exact in float32, bfloat16 and float16.
         folder: The checkpoint's folder.
-        stored: What the checkpoint's config says.
+        stored: What `stored_weights` returned.
         keep: Whether linear layers without groups and zero points keep their scales, see `codes_of`.
 
     Returns:
-        The names of packed weights, which transformers has not found.
+        The names of weights with packed codes, which transformers reports as missing.
 
     Raises:
-        UserError: Scales are missing, have no codes or a wrong shape, or codes are of another
-            kind.
+        UserError: Scales are missing or have a wrong shape, scales are without codes, or codes are of another kind.
     """
     import torch
 
-    unpacked, expanded = set(), set()  # expanded: addresses: head and embedding may share a weight
+    unpacked, expanded = set(), set()  # expanded: addresses, as head and embedding may share a weight
     with ExitStack() as opened:
         layers = _layers(folder, stored.kind, opened)
         modules = {layer: _module(model, layer, folder) for layer in layers}
@@ -165,18 +164,18 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
     return unpacked
 
 
-Parts = dict[str, "Callable[[], Tensor]"]  # reads a tensor of a layer, by the last part of its name
+Parts = dict[str, "Callable[[], Tensor]"]  # last part of a tensor's name -> function that reads it
 
 
 def _layers(folder: Path, kind: Kind, opened: ExitStack) -> dict[str, Parts]:
-    """Return the tensors of each layer with codes, layers sorted; `opened` closes the files.
+    """Return, for each layer with codes, functions that read its tensors; layers are sorted. `opened` closes the files.
 
     Raises UserError if a layer lacks codes or scales, or its codes are of another kind.
     """
     from safetensors import safe_open
 
     found: dict[str, Parts] = {}
-    kinds: dict[str, str] = {}  # types of codes that are not packed
+    kinds: dict[str, str] = {}  # layer -> type of its codes that are not packed
     for name in weight_files(folder, names_in(folder)):
         file: Any = opened.enter_context(safe_open(folder / name, framework="pt"))
         for key in file.keys():  # noqa: SIM118
@@ -204,8 +203,8 @@ def _grids(parts: Parts, weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
     shape = (1, 1) if found.numel() == 1 else (len(found), found.numel() // len(found))
     if shape[0] not in (1, outputs) or shape[1] == 0 or inputs % shape[1]:
         raise UserError(
-            f"{what} has shape {list(found.shape)}, and its weight {list(weight.shape)}: not one scale, nor one an "
-            "output or a group of its inputs"
+            f"{what} has shape {list(found.shape)}, and its weight {list(weight.shape)}: there must be one "
+            "scale in all, one per output, or one per group of an output's inputs"
         )
     scales = found.to(weight.device).float().view(shape)
     if ZERO_POINT not in parts:
@@ -261,5 +260,5 @@ def renew(module: nn.Module) -> None:
 
 
 def largest_scales(weight: Tensor, kind: Kind) -> Tensor:
-    """Return one scale per output of weight [O, I], float32 [O], such that its largest code is the kind's limit."""
+    """Return a scale per output of weight [O, I], float32 [O], with which the largest code is the kind's limit."""
     return weight.detach().float().abs().amax(dim=1) / LIMITS[kind]

@@ -10,7 +10,7 @@ from actors.engine.errors import UserError
 from actors.engine.model.file_digests import read_object
 
 ANSWER = "An answer."
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings that change the text, and their values without effect
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings that can change the text, each with its values that do not
     "do_sample": (False,),
     "temperature": (1.0, 0.0),
     "top_k": (0,),
@@ -27,10 +27,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings that change the text, and th
 
 
 def end_tokens(folder: Path, tokenizer: Any, vocab_size: int) -> dict[int, list[str]]:
-    """Return the token ids that end an answer, each with the settings that name it.
+    """Return the token ids that end an answer, each with the places that name it.
 
-    They are the union of the generation config, the config, the tokenizer's end of sequence, and the token that the
-    chat template writes after an assistant's message: many published models lack one of them in one place.
+    All of these are read: the generation config, the config, the tokenizer's end of sequence, and the token that the
+    chat template writes after an assistant's message. In many published models one of them lacks an end token.
 
     Raises UserError for an id outside the vocabulary.
     """
@@ -66,7 +66,7 @@ def _end_of_turn(tokenizer: Any) -> int | None:
     messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": ANSWER}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # a template may raise anything; jobs with chats check theirs
+    except Exception:  # a template may raise anything; jobs with chats check it elsewhere
         return None
     behind = text.rpartition(ANSWER)[2].lstrip()
     added = {one.content: token for token, one in tokenizer.added_tokens_decoder.items() if one.content.strip()}
@@ -75,7 +75,7 @@ def _end_of_turn(tokenizer: Any) -> int | None:
 
 
 def ends_before_the_union(folder: Path, tokenizer: Any, config: Any) -> set[int]:
-    """Return the end tokens of jobs planned by earlier versions, which read a single setting."""
+    """Return the end tokens that earlier versions used, which read a single setting, for jobs that they planned."""
     name = "generation_config.json"
     ids = _values(folder, name).get("eos_token_id") if (folder / name).is_file() else config.eos_token_id
     return set(_listed(tokenizer.eos_token_id if ids is None else ids))
@@ -84,7 +84,7 @@ def ends_before_the_union(folder: Path, tokenizer: Any, config: Any) -> set[int]
 def settings_not_followed(folder: Path, given: Collection[str]) -> Mapping[str, Any]:
     """Return settings of the generation config that would change the text and that a job ignores.
 
-    given: sampling parameters that the job sets itself; a temperature says whether it samples.
+    given: sampling parameters that the job sets itself; `temperature` also replaces `do_sample`.
     """
     given = {*given, *(["do_sample"] if "temperature" in given else [])}
     values = _values(folder, "generation_config.json")

@@ -1,7 +1,7 @@
-"""The supported model families: how to reach the parts of the library's models. Only this file knows families.
+"""The supported model families: how to reach the parts of transformers' models. Only this file knows families.
 
-A new family needs one more entry of FAMILIES and one more tiny model in the engine's tests. With a function from the
-library's layer to `LayerWeights` it also runs by the fast layers of `cpu`.
+A new family needs one more entry of FAMILIES and one more tiny model in the engine's tests. With a function
+that describes its layers as `LayerWeights`, the family also runs on the fast layers of `cpu`.
 Shapes: B rows, S columns, N hidden states, E hidden size, V vocabulary size, R rotary size.
 """
 
@@ -30,13 +30,13 @@ ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")  # 
 
 @dataclass(frozen=True)
 class Family:
-    """How to reach the parts of one model family."""
+    """How to reach the parts of a model of one family. "Library" means transformers."""
 
     layers: Callable[[Any], nn.ModuleList]  # model -> its decoder layers
     embed: Callable[[Any, Tensor, Tensor], Tensor]  # (model, ids [B, S], positions [B, S]) -> hidden states [B, S, E]
     # (model, hidden states, positions) -> for each layer cosines and sines [B, S, R], or None
     rotary: Callable[[Any, Tensor, Tensor], Sequence[Rotary]]
-    # (model, hidden states [N, E]) -> input of the vocabulary head: the final norm
+    # (model, hidden states [N, E]) -> input of the vocabulary head, mostly the final norm's output
     finish: Callable[[Any, Tensor], Tensor]
     # config -> for each layer how many keys a token attends to, its own included; None is all
     windows: Callable[[PretrainedConfig], list[int | None]] = lambda config: [None] * config.num_hidden_layers
@@ -44,16 +44,16 @@ class Family:
     cache_argument: str = "past_key_values"  # name of the cache argument of the library's layers
     # config -> why this checkpoint cannot be run exactly, None if it can
     unsupported: Callable[[PretrainedConfig], str | None] = lambda config: None
-    # model -> the tables by token [V, E] and by position [positions, E] or None, of whose rows `embed` is the
-    # sum, of families with `weights`; and a factor of the first
+    # model -> token table [V, E], position table [positions, E] or None, and a factor: `embed` returns the factor times
+    # the token's row, plus the position's row. Used for families with `weights`
     embeddings: Callable[[Any], tuple[Tensor, Tensor | None, float]] = lambda model: (
         model.model.embed_tokens.weight,
         None,
         1.0,
     )
-    # the library's layer -> its description, without the window; None: only the library's layers run
+    # the library's layer -> its description, without the window; None: the family runs on the library's layers only
     weights: Callable[[Any], LayerWeights] | None = None
-    # model -> the norm that is all of `finish`, of families with `weights`; None: it is more, or less
+    # model -> the norm, if `finish` is one norm and nothing else; otherwise None. Used for families with `weights`
     last_norm: Callable[[Any], NormWeights | None] = lambda model: NormWeights.of(model.model.norm)
 
 
@@ -127,7 +127,7 @@ def _rotary_by_kind(model: Any, hidden: Tensor, positions: Tensor) -> list[Rotar
 
 
 def _gated_layer(layer: Any, qkv: Projection, up: Projection, norms: dict[str, Any]) -> LayerWeights:
-    """Return the parts that all families with a gated feed-forward share. norms: names of the norms."""
+    """Describe a layer with a gated feed-forward. norms: name of a field of `LayerWeights` -> norm."""
     attention, config = layer.self_attn, layer.self_attn.config
     return LayerWeights(
         number=attention.layer_idx,
@@ -166,7 +166,7 @@ def _llama_layer(layer: Any, norms: dict[str, Any] | None = None) -> LayerWeight
 
 
 def _qwen3_layer(layer: Any) -> LayerWeights:
-    """Describe a layer like Llama's with norms of each head's queries and keys."""
+    """Describe a layer like Llama's that also normalizes the queries and keys of each head."""
     return _llama_layer(layer, _llama_norms(layer) | _head_norms(layer))
 
 
@@ -186,7 +186,7 @@ def _phi3_layer(layer: Any) -> LayerWeights:
 
 
 def _olmo2_layer(layer: Any) -> LayerWeights:
-    """Describe a layer with norms of the outputs of attention and feed-forward, and of all heads' queries and keys."""
+    """Describe a layer that normalizes queries, keys (over all heads) and the outputs of attention and feed-forward."""
     return _llama_layer(layer, _norms_after(layer) | _head_norms(layer))
 
 
@@ -204,7 +204,7 @@ def _gemma_layer(layer: Any) -> LayerWeights:
 
 
 def _gemma3_layer(layer: Any) -> LayerWeights:
-    """Describe a layer like Gemma's with norms before and after both halves, and of queries and keys."""
+    """Describe a layer like Gemma's that also normalizes queries, keys and outputs of attention and feed-forward."""
     before = {
         "attention_norm": NormWeights.of(layer.input_layernorm, 1.0),
         "mlp_norm": NormWeights.of(layer.pre_feedforward_layernorm, 1.0),
@@ -218,7 +218,7 @@ def _smollm3_layer(layer: Any) -> LayerWeights:
 
 
 def _opt_layer(layer: Any) -> LayerWeights:
-    """Describe a layer with LayerNorm before both halves (OPT-350M: after the residual), without rope."""
+    """Describe a layer without rope, with LayerNorm before attention and feed-forward (OPT-350M: after residuals)."""
     attention = layer.self_attn
     return LayerWeights(
         number=attention.layer_idx,
@@ -315,7 +315,7 @@ class ModelShape:
             query_heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            # OPT, GPT-2 (null is four times the width), all others
+            # OPT, most families, GPT-2 (null: four times the hidden size)
             feed_forward=getattr(config, "ffn_dim", None)
             or getattr(config, "intermediate_size", None)
             or getattr(config, "n_inner", None)
@@ -342,7 +342,7 @@ def family_named(model_type: object) -> Family:
 
 
 def unknown_value(config: PretrainedConfig) -> str | None:
-    """Return why a value of a config is not supported; None if all are."""
+    """Return which value of a config is not supported, and what is; None if all values are supported."""
     for key in ACTIVATION_KEYS:
         if (name := getattr(config, key, None)) is not None and name not in ACTIVATIONS:
             return f"{key} = {name!r}: supported: {', '.join(ACTIVATIONS)}"
@@ -377,7 +377,7 @@ def has_weights(config: PretrainedConfig) -> bool:
 
 
 def layer_weights(config: PretrainedConfig, layer: Any) -> LayerWeights:
-    """Return the description of a layer; it shares the layer's tensors. The model must have `has_weights`."""
+    """Return the description of a layer; it shares the layer's tensors. `has_weights` must be true."""
     family = family_of(config)
     assert family.weights is not None
     weights = family.weights(layer)
@@ -387,12 +387,12 @@ def layer_weights(config: PretrainedConfig, layer: Any) -> LayerWeights:
 def context_length(config: PretrainedConfig) -> int:
     """Return the maximum number of tokens of prompt and answer together.
 
-    The rope types `dynamic` and `longrope` change the rotation of earlier keys beyond a length. No cache can follow
-    that, so rows end there; for `dynamic` that length is the context itself.
+    Beyond a certain length, the rope types `dynamic` and `longrope` rotate earlier keys differently. Cached keys cannot
+    follow, so rows end at that length. For `dynamic` it is the context length.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     lengths: list[int] = [config.max_position_embeddings]
-    # Gemma 3 nests them by the kind of layer
+    # Gemma 3 has such parameters for each kind of layer
     for parameters in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):
         if parameters.get("rope_type") == "longrope":
             lengths.append(parameters["original_max_position_embeddings"])

@@ -1,7 +1,7 @@
 """Reads the JSON files of a checkpoint, and computes the SHA-256 of its files.
 
-Digests of weights are cached by size, modification time and inode, so that a checkpoint of 100 GB is read once on a
-machine.
+Digests of weights are cached by size, modification time and inode, so that a checkpoint of 100 GB is read only once
+per machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from actors.engine.errors import UserError
 CACHE_VARIABLE, CACHE = "SKIPDECODE_CACHE", "~/.cache/skipdecode"
 SMALL = (".json", ".jinja", ".model", ".txt")  # endings of the files other than weights that can change an answer
 WEIGHTS = ".safetensors"
-SETTLED_NS = 2 * 10**9  # a file changed less than this ago may change again within one tick of its clock
+SETTLED_NS = 2 * 10**9  # a file changed more recently than this may change again at the same modification time
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -38,18 +38,18 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def cache_root(folder: str | None) -> Path:
-    """Return the cache of this machine: `folder`, else $SKIPDECODE_CACHE, else ~/.cache/skipdecode."""
+    """Return this machine's cache folder: `folder`, else $SKIPDECODE_CACHE, else ~/.cache/skipdecode."""
     return Path(folder or os.environ.get(CACHE_VARIABLE) or CACHE).expanduser()
 
 
 def cache_record(cache: str | None, kind: str, values: Any) -> Path:
-    """Return the cache file of a record that depends on `values` alone. kind: folder of such records in the cache."""
+    """Return the cache file for a record that depends only on `values`. kind: its subfolder of the cache."""
     key = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
     return cache_root(cache) / kind / f"{key}.json"
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of the files of a local checkpoint that can change an answer, by name."""
+    """Return file name -> SHA-256 for each file of a local checkpoint that can change an answer."""
     key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
     record = cache_root(None) / "digests" / f"{key}.json"
     known = _read(record)
@@ -71,7 +71,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def weights_digest(files: Mapping[str, str]) -> str:
-    """Return one digest of a model's weights, from the SHA-256 of each of its safetensors files, by name."""
+    """Return one digest of a model's weights. files: name -> SHA-256 of each of its safetensors files."""
     return hashlib.sha256("\n".join(f"{name} {files[name]}" for name in sorted(files)).encode()).hexdigest()
 
 
@@ -95,7 +95,7 @@ def _read(record: Path) -> dict[str, list[int | str]]:
 
 
 def write_record(record: Path, values: Mapping[str, Any]) -> None:
-    """Write a whole record into the cache; do nothing if the cache cannot be written."""
+    """Write a record into the cache, all of it or nothing; do nothing if the cache cannot be written."""
     temporary = record.with_suffix(f".{uuid4().hex}")
     try:
         record.parent.mkdir(parents=True, exist_ok=True)

@@ -17,13 +17,13 @@ CONSTANTS = (".masked_bias", "attn.bias", "attention.bias", ".inv_freq")  # save
 
 
 def check_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], name: str) -> None:
-    """Compare the headers of a checkpoint with the model of its config, which the library builds without memory.
+    """Compare the tensors in a checkpoint's headers with the model of its config, which is built without memory.
 
     Args:
         name: name of the checkpoint, for errors.
 
     Raises:
-        UserError: see `check_report`; or no model can be built from the config.
+        UserError: no model can be built from the config, or `check_report` raises it.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -54,12 +54,12 @@ def check_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor],
 
 def check_report(
     model: PreTrainedModel,
-    report: Mapping[str, Any],  # the library's loading info
-    tensors: Mapping[str, StoredTensor],  # the checkpoint's
-    name: str,  # the checkpoint's, for errors
-    unpacked: Collection[str] | None = None,  # weights that were packed; None: those of the checkpoint's packed tensors
+    report: Mapping[str, Any],  # transformers' loading info
+    tensors: Mapping[str, StoredTensor],  # the checkpoint's tensors
+    name: str,  # the checkpoint's name, for errors
+    unpacked: Collection[str] | None = None,  # weights unpacked from codes; None: all with a packed tensor in `tensors`
 ) -> None:
-    """Raise UserError if the library reports an unused tensor, or a weight without a tensor."""
+    """Raise UserError if transformers reports an unused tensor, a wrong shape, or a weight without a tensor."""
 
     def file(weight: str) -> str:
         """Return the file of a weight, whose name in the file may lack the model's prefix."""

@@ -18,7 +18,7 @@ SILU, GELU = ("silu", "swish"), "gelu_pytorch_tanh"
 
 @dataclass(frozen=True)
 class NormWeights:
-    """LayerNorm with a bias, RMSNorm without: float32 weight and bias [E], for queries and keys [D] or [heads D]."""
+    """LayerNorm if there is a bias, else RMSNorm. Both are float32 [E]; for queries and keys, [D] or [heads D]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -26,7 +26,7 @@ class NormWeights:
 
     @classmethod
     def of(cls, norm: Any, offset: float = 0.0) -> NormWeights:
-        """Return the weights of a library norm, which multiplies by its weight + offset."""
+        """Return the weights of transformers' `norm`, which multiplies by (its weight + offset)."""
         from torch import nn
 
         weight = norm.weight.detach().float() + offset
@@ -38,7 +38,7 @@ class NormWeights:
 
 @dataclass(frozen=True)
 class Projection:
-    """Linear layers over one input, whose outputs are concatenated."""
+    """Linear layers with a common input, whose outputs are concatenated."""
 
     layers: tuple[nn.Linear, ...]
 
@@ -60,7 +60,7 @@ class Projection:
         return self.outputs, self.layers[0].in_features
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight [O, I] and bias [O] or None; copies, unless there is only one layer."""
+        """Return the joined weight [O, I] and bias [O] or None. They are copies unless there is only one layer."""
         if len(self.layers) == 1:
             bias = self.layers[0].bias
             return self.layers[0].weight.detach(), None if bias is None else bias.detach()
@@ -94,7 +94,7 @@ class LayerWeights:
     head_dim: int  # D
     scaling: float  # factor of the attention scores
     qkv: Projection  # queries, keys and values, in this order: [(Q + 2 H) D, E]
-    output: Projection  # projection behind attention: [E, Q D]
+    output: Projection  # projection after attention: [E, Q D]
     up: Projection  # gate and up, in this order, [2 F, E] if gated, else [F, E]
     down: Projection  # [E, F]
     activation: str  # a name of transformers' ACT2FN
@@ -105,13 +105,13 @@ class LayerWeights:
     # RMSNorm of the outputs of attention and feed-forward (OLMo 2, Gemma 3); None: there are none
     attention_after: NormWeights | None = None
     mlp_after: NormWeights | None = None
-    # whether the first two norms lie behind the residual connections instead, norm(x + block(x)): OPT-350M
+    # whether attention_norm and mlp_norm come after the residual connections, norm(x + block(x)), as in OPT-350M
     norms_residual: bool = False
-    # RMSNorm of queries before rope: [D], of each head, or [Q D], of all heads together
+    # RMSNorm of queries before rope: [D] for each head, or [Q D] for all heads together
     query_norm: NormWeights | None = None
     key_norm: NormWeights | None = None  # norm of keys: [D] or [H D]
     # whether queries and keys are rotated by their positions. How many numbers of a head are rotated follows from
-    # width of the cosines
+    # the width of the cosines
     rope: bool = True
     window: int | None = None  # how many keys a token attends to, its own included; None is all
 
@@ -134,5 +134,5 @@ class LayerWeights:
 
     @property
     def relu(self) -> bool:
-        """Whether the activation is ReLU without a gate, which the product before it can apply."""
+        """Whether the activation is ReLU without a gate: then the matrix product before it can apply it."""
         return not self.gated and self.activation == "relu"

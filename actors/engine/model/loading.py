@@ -1,4 +1,4 @@
-"""Loads decoder, tokenizer and schedule of a checkpoint folder. Reads safetensors only, and never runs its code."""
+"""Loads decoder, tokenizer and schedule from a checkpoint folder. Reads safetensors only, and never runs its code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from actors.engine.decoder import Decoder
 
-SIZE_LIMITS = {  # keys of config.json, several names for one size
+SIZE_LIMITS = {  # key of config.json -> largest size; families use different keys
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 1024),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 4096),
     **dict.fromkeys(("hidden_size", "n_embd", "head_dim", "word_embed_proj_dim"), 2**18),
@@ -58,11 +58,11 @@ class Checkpoint:
     num_layers: int
     context_length: int
     adapter: SpeedAdapter | None = None
-    stored: StoredWeights | None = None  # weights with 8 bits; None: the weights are plain
-    in_library: bool = True  # whether the library engine runs it; else vLLM alone does
+    stored: StoredWeights | None = None  # how 8-bit weights are stored; None: the weights are plain
+    in_library: bool = True  # whether the library engine can run it; else only vLLM can
 
     def schedule(self, changes: dict[str, Any]) -> Schedule:
-        """Return the stored schedule with a job's `changes` on top. Raises ValueError if it does not fit."""
+        """Return the stored schedule with a job's `changes` applied. Raises UserError if it does not fit the model."""
         try:
             return (self.spec or ScheduleSpec()).overridden(changes).build(self.num_layers)
         except ValueError as error:
@@ -70,7 +70,7 @@ class Checkpoint:
 
     def adapted_schedule(self, changes: dict[str, Any], name: str, remedy: str) -> Schedule:
         """Return `schedule(changes)`; raise UserError if the model was not trained for it, see `check_adapted`."""
-        if self.trained is None:  # said before what the schedule lacks, such as a horizon
+        if self.trained is None:  # reported before anything that the schedule lacks, such as a horizon
             self.check_adapted(self.schedule({"horizon": 2, **changes}), name, remedy)
         schedule = self.schedule(changes)
         self.check_adapted(schedule, name, remedy)
@@ -80,7 +80,7 @@ class Checkpoint:
         """Raise UserError if the model skips layers in a way that it was not trained for.
 
         Args:
-            name: of the checkpoint, for the message.
+            name: the checkpoint's name, for the message.
             remedy: what the user can do to run it nonetheless, for the message.
         """
         if schedule.is_full_depth:
@@ -100,7 +100,7 @@ class Checkpoint:
         )
 
     def _fastest(self, trained: Trained) -> float:
-        """Find the largest speed-up, in quarters, that the training covers with its horizon and decay; 1 if none."""
+        """Find the largest speed-up (in steps of 1/4) that training covers at the stored horizon and decay, or 1."""
         speeds = (quarters / 4 for quarters in range(4 * self.num_layers, 4, -1))
         with suppress(UserError):  # the stored depths have no horizon
             return next((speed for speed in speeds if trained.covers(self.schedule({"speedup": speed}))), 1.0)
@@ -112,12 +112,12 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
 
     Args:
         path: the folder.
-        names: files of the whole checkpoint, if the folder holds only the small ones.
-        by_vllm: vLLM runs the model, which itself refuses families and quantized weights that it does not know.
+        names: names of all the checkpoint's files, if the folder holds only the small ones.
+        by_vllm: whether vLLM runs the model. It refuses families and quantized weights that it does not know.
 
     Raises:
-        UserError: no such folder, missing safetensors, unsupported quantized weights, a family
-            that is not supported, a size that no model has, or a ``skipdecode.json`` that does not fit the model.
+        UserError: the folder or its safetensors are missing, its quantized weights or family are not supported, a size
+            is impossible, or its ``skipdecode.json`` does not fit the model.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -174,7 +174,7 @@ def _is_in_library(values: Mapping[str, Any], folder: Path) -> bool:
 
 
 def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
-    """Return the checkpoint with a speed adapter, whose schedule replaces its own; reads no weights.
+    """Return the checkpoint with a speed adapter. The adapter's schedule replaces the checkpoint's. Reads no weights.
 
     Raises UserError as `read_adapter` and `check_shapes` do.
     """
@@ -186,7 +186,7 @@ def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
-    """Return transformers' config of a checkpoint folder without quantization, which `expand` handles."""
+    """Return transformers' config of a checkpoint folder without the quantization keys, since `expand` handles them."""
     from transformers import AutoConfig
 
     config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -220,7 +220,7 @@ def memory_needed(
     checkpoint: Checkpoint,
     dtype: str,
     cache_bytes: int,
-    tensors: Mapping[str, StoredTensor] | None = None,  # the checkpoint's; None: read from the headers in the folder
+    tensors: Mapping[str, StoredTensor] | None = None,  # the checkpoint's; None: read headers in its folder
     *,
     on_gpu: bool,  # whether the actor has a GPU; else a CPU that packs weights in bfloat16 is assumed
 ) -> Need:
@@ -232,7 +232,7 @@ def memory_needed(
     tensors = folder_tensors(checkpoint.path) if tensors is None else tensors
     tied = bool(config.tie_word_embeddings)
     needed = need(tensors, tied=tied, dtype=dtype, cache_bytes=cache_bytes)
-    if dtype == "bfloat16" and not on_gpu:  # the head is kept as it is, packed, and in 8 bits
+    if dtype == "bfloat16" and not on_gpu:  # the head is held unchanged, packed, and in 8 bits
         head = config.vocab_size * (getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
         needed = replace(needed, weights=needed.weights + head * ITEM_BYTES[dtype] + head * 17 // 16)
     return needed
@@ -243,8 +243,8 @@ def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTraine
 
     Args:
         path: the checkpoint's folder.
-        class_name: `tokenizer_class_name` of this tokenizer. None: AutoTokenizer chooses the class, and imports torch
-            and all model configurations for that, which takes some five seconds in a new process.
+        class_name: result of `tokenizer_class_name` for this tokenizer. None: AutoTokenizer chooses the class. For that
+            it imports torch and all model configurations, which takes some five seconds in a new process.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -275,13 +275,13 @@ def load_model(
 ) -> PreTrainedModel:
     """Return the checkpoint's model in `dtype` on `device`.
 
-    Weights are read tensor by tensor into `device`: there is no copy of the model in another dtype or elsewhere. Those
-    of 8 bits are expanded to `dtype`.
+    Weights are read onto `device` tensor by tensor: there is no copy of the model in another dtype or place. 8-bit
+    weights are expanded to `dtype`.
 
     Args:
         path: the checkpoint's folder.
         dtype: type of all parameters.
-        device: None is the CPU, from which the caller may move the model.
+        device: None: the CPU, from which the caller may move the model.
         attention: the library's attention implementation.
         keep_codes: whether to keep the scales of 8-bit weights, see `compressed.codes_of`.
 

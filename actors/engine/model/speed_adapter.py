@@ -1,6 +1,6 @@
 """Speed adapters: low-rank weights for speeds above 1x, added to a frozen base model while it loads.
 
-A folder in the format of peft (LoRA, Hu et al. 2021, arXiv 2106.09685): ``adapter_config.json`` and
+An adapter is a folder in peft's format (LoRA, Hu et al. 2021, arXiv 2106.09685): ``adapter_config.json`` and
 ``adapter_model.safetensors``, with the schedule in ``skipdecode.json`` and the digest of the base's weights in
 ``speed_adapter.json``. At full depth the base runs as published; the adapter is not read.
 Shapes: I inputs and O outputs of a linear layer, R the adapter's rank.
@@ -28,13 +28,13 @@ CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "s
 FILES = (CONFIG, WEIGHTS, RECORD, SCHEDULE_FILE)
 PREFIX = "base_model.model."  # prefix of tensors' names, before the path of the layer
 PARTS = ("lora_A", "lora_B")
-# keys of adapter_config.json that change no product of an adapter, or are read here
+# keys of adapter_config.json that do not change the product B A, or that this file reads
 NEUTRAL = {
     *("auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "r"),
     *("layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type"),
     *("peft_version", "qalora_group_size", "revision", "target_modules", "task_type"),
 }
-OFF: tuple[Any, ...] = (None, False, "none", {}, [])  # values of a feature that is not used
+OFF: tuple[Any, ...] = (None, False, "none", {}, [])  # values that turn a feature off
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class SpeedAdapter:
     """A speed adapter's folder, checked against a model, but not loaded."""
 
     path: Path  # the folder
-    base: str  # digest of the weights that it was trained for, see `weights_digest`
+    base: str  # digest of the base weights that it was trained for, see `weights_digest`
     rank: int  # R
-    scale: float  # factor of every product of an adapter
+    scale: float  # factor of every product B A
 
     def check_base(self, digest: str, name: str) -> None:
-        """Raise UserError if the base has another digest. name: the base's name for users."""
+        """Raise UserError unless `digest`, of the model to run, equals `base`. name: the model's, for the message."""
         if digest != self.base:
             raise UserError(
                 f"{self.path}: trained for a base with weights {self.base[:16]}, and {name} has {digest[:16]}: give "
@@ -58,7 +58,7 @@ class SpeedAdapter:
 def read_adapter(path: Path) -> SpeedAdapter:
     """Return the speed adapter in a folder, without its weights.
 
-    Raises UserError if it is no speed adapter, damaged, or has features of peft other than plain LoRA.
+    Raises UserError if it is no speed adapter, is damaged, or uses peft features other than plain LoRA.
     """
     for name in FILES:
         if not (path / name).is_file():
@@ -76,19 +76,19 @@ def read_adapter(path: Path) -> SpeedAdapter:
 
 
 def base_digest(checkpoint: Path) -> str:
-    """Return the digest of a checkpoint folder's weights, by which an adapter names its base."""
+    """Return the digest of a checkpoint folder's weights, which an adapter records as its base."""
     found = digests(checkpoint)
     return weights_digest({name: found[name] for name in weight_files(checkpoint, names_in(checkpoint))})
 
 
 def save_record(folder: Path, base: str) -> None:
-    """Write ``speed_adapter.json`` into a folder that holds the adapter's weights. base: digest of the base."""
+    """Write ``speed_adapter.json`` into a folder that holds the adapter's weights. base: the base weights' digest."""
     record = {"base": base, "weights": file_digest(folder / WEIGHTS, "sha256")}
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def linear_layers(config: PretrainedConfig) -> dict[str, nn.Module]:
-    """Return the linear layers of the decoder layers of a model of this config, by path, on no device."""
+    """Return path -> linear layer for the decoder layers of a model with this config, without allocating weights."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
@@ -107,7 +107,7 @@ def linear_layers(config: PretrainedConfig) -> dict[str, nn.Module]:
 
 
 def merge(model: PreTrainedModel, adapter: SpeedAdapter) -> None:
-    """Add every adapter's product to its linear layer's weight, in place: W + scale · B A in fp32, then W's dtype."""
+    """Add each product B A to its linear layer's weight W, in place: W + scale · B A in fp32, rounded to W's dtype."""
     from safetensors import safe_open
     from transformers.pytorch_utils import Conv1D
 
@@ -123,7 +123,7 @@ def merge(model: PreTrainedModel, adapter: SpeedAdapter) -> None:
 
 
 def update(file: Any, layer: str, scale: float, device: torch.device) -> torch.Tensor:
-    """Return scale · B A of a linear layer, [O, I] in fp32. file: the adapter's open safetensors."""
+    """Return what the adapter adds to the weight of `layer`: scale · B A, fp32 [O, I]. file: its open safetensors."""
     down, up = (file.get_tensor(f"{PREFIX}{layer}.{part}.weight").to(device).float() for part in PARTS)
     product: torch.Tensor = (up @ down) * scale  # [O, R] times [R, I]
     return product

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint's weights, and the memory they need, from their headers alone."""
+"""Finds a checkpoint's safetensors files, and reads from their headers alone how much memory the weights need."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import NamedTuple
 from actors.engine.errors import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-HEADER_LIMIT = 100_000_000  # bytes; the library refuses longer ones too
+HEADER_LIMIT = 100_000_000  # bytes; the safetensors library refuses longer headers too
 ALLOWANCE = 2**29  # bytes for the process, its libraries, and a batch's activations and logits
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# held while transformers makes a model: meanwhile it replaces a method of a class and torch's default dtype
+# held while transformers builds a model: during that it replaces a class's method and torch's default dtype
 building_models = threading.Lock()
-SCALES = ("_scale", "_zero_point", ".weight_shape")  # ends of the names of tensors beside weights of 8 bits
-PACKED = ".weight_packed"  # four of them in an int32, see `compressed`
+SCALES = ("_scale", "_zero_point", ".weight_shape")  # name endings of tensors beside 8-bit weights
+PACKED = ".weight_packed"  # name ending of 8-bit weights stored four in an int32, see `compressed`
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 
@@ -49,7 +49,7 @@ class Need:
 def weight_files(folder: Path, names: Collection[str]) -> list[str]:
     """Return the files among `names` that hold the weights: one, or the shards of the index in `folder`.
 
-    Raises UserError if there are no safetensors, both kinds of them, an index that cannot be read, or a missing shard.
+    Raises UserError if there are no safetensors, both a single file and an index, a bad index, or missing shards.
     """
     if INDEX not in names:
         if WEIGHTS in names:
@@ -81,7 +81,7 @@ def file_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> dic
     """Read the header of a safetensors file.
 
     Args:
-        read: (bytes, first byte) -> bytes, as os.pread.
+        read: (number of bytes, offset) -> bytes, like os.pread.
         size: size of the file in bytes.
         name: name of the file, for errors.
 
@@ -118,7 +118,7 @@ def joined(files: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTenso
 
 
 def folder_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint folder. Raises UserError as `weight_files`, `file_tensors` and `joined`."""
+    """Return the tensors of a checkpoint folder. Raises UserError as `weight_files`, `file_tensors` and `joined` do."""
 
     def header(path: Path) -> dict[str, StoredTensor]:
         with open(path, "rb") as file:

@@ -1,8 +1,8 @@
 """Samples tokens from logits, for each row with its own parameters, history and random numbers.
 
-A row's random number for a position is a hash of its key and that position alone, so that batch composition, retries
+A row's random number at a position is a hash of the row's key and the position only, so that batch composition, retries
 and resumed jobs do not change it. Order of the operations, as in transformers: penalties, barred tokens, temperature,
-top-k, top-p, min-p. On a CPU the kernel of `kernel` does the same in a fraction of the time.
+top-k, top-p, min-p. On a CPU, `kernel` does the same in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from actors.engine.sampling import kernel as kernel_sampling
 from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling, allowed_bits, changed_logits
 from actors.engine.types import TokenLogprob
 
-DRAWN_NUMBERS = 2**23  # most logits from which tokens are sampled together by torch
+DRAWN_NUMBERS = 2**23  # most logits that torch samples from at once
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Return uniform float64 [B] in [0, 1) of keys and positions, int64 [B]: SplitMix64 (Steele et al., 2014)."""
+    """Return uniform float64 [B] in [0, 1) from keys and positions, int64 [B]: SplitMix64 (Steele et al., 2014)."""
     bits = keys + (positions + 1) * _GOLDEN
     bits = (bits ^ _shift(bits, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     bits = (bits ^ _shift(bits, 27)) * -7723592293110705685  # 0x94D049BB133111EB
@@ -33,7 +33,7 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _shift(bits: Tensor, count: int) -> Tensor:
-    """Return the logical right shift of int64."""
+    """Shift int64 right by `count` bits, filling with zeros."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -42,8 +42,8 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
 
     A row gets `NO_TOKEN` if one of its logits is NaN or +inf, or all are -inf.
 
-    logprobs: whether to compute the tokens' log-probabilities. They need an exponential of each logit, which takes
-    longer than everything else for a greedy row.
+    logprobs: whether to compute the tokens' log-probabilities. That takes an exponential of each logit, which
+    for a greedy row is more work than everything else.
     """
     if is_greedy(rows, logprobs=logprobs):
         return greedy(argmax(logits).tolist())
@@ -58,13 +58,13 @@ def is_greedy(rows: Sequence[RowSampling], *, logprobs: bool) -> bool:
 
 
 def greedy(tokens: list[int]) -> Drawn:
-    """Return tokens of rows without log-probabilities."""
+    """Return `tokens` as a result without log-probabilities."""
     missing = [math.nan] * len(tokens)
     return Drawn(tokens, missing, missing, {})
 
 
 def sample_by_torch(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
-    """Sample by torch's operations: the definition, also for GPUs and machines without a compiler."""
+    """Sample with torch: the reference, which also serves GPUs and machines without a compiler."""
     chunk = max(1, DRAWN_NUMBERS // logits.shape[1])
     parts = [
         _sample(logits[first : first + chunk], rows[first : first + chunk], logprobs)
@@ -83,7 +83,7 @@ def sample_by_torch(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bo
 def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Drawn:
     """Sample few enough rows that all temporary tensors fit into memory."""
     logits = logits.float()
-    numbers = logits.amax(dim=-1).isfinite()  # NaN is above all numbers
+    numbers = logits.amax(dim=-1).isfinite()  # NaN counts as the maximum
     if not numbers.all():
         logits = logits.masked_fill(~numbers[:, None], 0)
     missing = torch.full_like(logits[:, 0], torch.nan)
@@ -106,14 +106,14 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
             own = logits[at[scored]].masked_fill(excluded[scored], -torch.inf)
             choice_normalizer[at[scored]] = own.logsumexp(dim=-1)
     drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0]
-    # per row, not per batch: a row's method must not depend on its neighbours
+    # decided for each row: how a row is sampled must not depend on other rows of the batch
     for narrowed in (False, True):
         alike = [index for index in drawn if rows[index].narrowed == narrowed]
         if alike:
             of_alike = torch.tensor(alike, device=logits.device)
             chosen = adjusted if len(alike) == len(rows) else adjusted[of_alike]
             tokens[of_alike] = _draw(chosen, [rows[index] for index in alike], narrowed)
-    if members:  # even if all allowed tokens have -inf
+    if members:  # if all allowed tokens have -inf, take the first of them
         outside = excluded.gather(1, tokens[at, None])[:, 0]
         if outside.any():
             tokens[at] = torch.where(outside, excluded.int().argmin(dim=-1), tokens[at])
@@ -127,17 +127,17 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Return the argmax [B] of logits [B, V]: the first of equal ones, or `NO_TOKEN`, see `sample`."""
+    """Return the argmax [B] of logits [B, V]: the first of equal maxima, or `NO_TOKEN` as in `sample`."""
     if logits.device.type == "cpu":  # numpy takes a tenth of torch's time
         values = logits.float().numpy()
-        tokens = values.argmax(axis=-1)  # NaN is above all numbers
+        tokens = values.argmax(axis=-1)  # NaN counts as the maximum
         return torch.from_numpy(np.where(np.isfinite(values[np.arange(len(tokens)), tokens]), tokens, NO_TOKEN))
     most, tokens = logits.max(dim=-1)
     return tokens.masked_fill(~most.isfinite(), NO_TOKEN)
 
 
 def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor:
-    """Return random tokens [N] of rows with a temperature, from logits [N, V]."""
+    """Draw random tokens [N] from logits [N, V]. All `rows` have a temperature above 0."""
 
     def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, device=logits.device, dtype=dtype)
@@ -158,15 +158,15 @@ def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor
 
 
 def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
-    """Return tokens [N] by the inverse distribution function at each row's random number.
+    """Return tokens [N]: the inverse distribution function of each row at the row's random number.
 
-    probabilities: [N, V] in the vocabulary's order; sorted ones would let rounding exchange tokens. numbers [N]: see
-    `uniforms`.
+    probabilities: [N, V], in the order of token ids; if they were sorted, rounding could exchange tokens. numbers: [N],
+    see `uniforms`.
     """
     cumulative = probabilities.cumsum(dim=-1)
     choice = torch.searchsorted(cumulative, numbers[:, None] * cumulative[:, -1:], right=True)
     last = (probabilities > 0).long().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
-    return torch.minimum(choice, last)[:, 0]  # rounding must not pass the last possible token
+    return torch.minimum(choice, last)[:, 0]  # rounding must not go past the last possible token
 
 
 def narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -195,10 +195,10 @@ def _adjust(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
 
 
 def _excluded(rows: Sequence[RowSampling], likeliest: Tensor, logits: Tensor) -> tuple[list[int], Tensor]:
-    """Return the rows whose next token depends on the allowed tokens, and bool [rows, V]: tokens that are not allowed.
+    """Return the indices of rows that need a mask, and the mask, bool [rows, V]: true for tokens that are not allowed.
 
-    A greedy row whose likeliest token [B] is allowed needs no mask, unless it wants its log-probability among the
-    allowed ones.
+    A greedy row needs none if its likeliest token (`likeliest` [B]) is allowed, unless the log-probability of that
+    token among the allowed tokens is wanted.
     """
     members = [
         index
@@ -214,10 +214,10 @@ def _excluded(rows: Sequence[RowSampling], likeliest: Tensor, logits: Tensor) ->
 
 
 def _top(logits: Tensor, normalizer: Tensor, tokens: Tensor, rows: Sequence[RowSampling]) -> dict[int, TokenLogprob]:
-    """Return row -> its token and the likeliest tokens by the model's own distribution, for rows with `logprobs`."""
+    """Return row -> its token and the likeliest tokens under the model's own distribution, for rows with `logprobs`."""
     counts = {index: row.params.logprobs for index, row in enumerate(rows) if row.params.logprobs is not None}
     top: dict[int, TokenLogprob] = {}
-    for most in sorted(set(counts.values())):  # rows by count, so that ties do not depend on other rows
+    for most in sorted(set(counts.values())):  # grouped by count, so that ties do not depend on other rows
         members = [row for row, count in counts.items() if count == most]
         index = torch.tensor(members, device=logits.device)
         logprobs = logits[index] - normalizer[index, None]

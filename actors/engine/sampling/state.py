@@ -23,7 +23,7 @@ class TokenCounts:
 
     Attributes:
         tokens: int64, in the order of their first occurrence.
-        times: float32, 0 for a token of the prompt alone.
+        times: float32, occurrences in the answer: 0 for a token that is only in the prompt.
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
@@ -42,14 +42,14 @@ class TokenCounts:
 
 @dataclass
 class RowSampling:
-    """State from which the next token of a row is sampled, with its logits."""
+    """The state of a row that, with its logits, determines its next token."""
 
     params: SamplingParams  # sampling parameters
     key: int  # key of the row's random numbers
-    drawn: int = 0  # number of tokens so far
-    # how often each token came so far; kept only for penalties
+    drawn: int = 0  # number of tokens sampled so far
+    # how often each token has occurred so far; counted only if a penalty applies
     counts: TokenCounts = field(default_factory=lambda: TokenCounts(()))
-    allowed: AllowedTokens | None = None  # the only possible tokens; None for all. Not changed by sampling
+    allowed: AllowedTokens | None = None  # tokens that may come next; None: all. Sampling only reads it
     barred: Collection[int] = ()  # tokens that must not be sampled
     penalized: bool = field(init=False)  # whether a penalty applies to earlier tokens
     packed: bytes = field(init=False, repr=False)  # params and key, for the CPU's kernel
@@ -74,7 +74,7 @@ class RowSampling:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the next token is the argmax of the unchanged logits, and no other log-probabilities are needed."""
+        """Whether the next token is the argmax of the unchanged logits, and `logprobs` is not set."""
         params = self.params
         if params.temperature != 0 or params.logprobs is not None or self.allowed is not None or self.barred:
             return False
@@ -82,7 +82,7 @@ class RowSampling:
 
     @property
     def needs_mask(self) -> bool:
-        """Whether tokens that are not allowed must be excluded, even if the likeliest one is allowed."""
+        """Whether tokens that are not allowed must be excluded, even if the likeliest token is allowed."""
         return self.allowed is not None and (self.params.temperature > 0 or self.allowed.scored)
 
     @property
@@ -92,7 +92,7 @@ class RowSampling:
 
 
 def allowed_bits(rows: Sequence[RowSampling], vocabulary: int) -> NDArray[np.int32]:
-    """Return the masks [rows, words_of(V)] of rows that have allowed tokens, see `constraint.Bits`."""
+    """Return the masks [rows, words_of(V)] of the rows' `allowed` tokens, see `constraint.Bits`."""
     bits = np.zeros((len(rows), words_of(vocabulary)), dtype=np.int32)
     for place, row in enumerate(rows):
         assert row.allowed is not None
@@ -101,11 +101,10 @@ def allowed_bits(rows: Sequence[RowSampling], vocabulary: int) -> NDArray[np.int
 
 
 def changed_logits(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the logits [B, V] that penalties and barred tokens replace, as in transformers and OpenAI's interface.
+    """Return how penalties and barred tokens change logits [B, V], as in transformers and OpenAI's interface.
 
-    The result is row, token and new value, float32, of each change, in the order of rows; None without changes.
-
-    A barred token has a single change, to -inf.
+    The result holds the row, the token and the new logit (float32) of each change, in the order of rows. It is None if
+    nothing changes. A barred token is changed once, to -inf.
     """
     counts = [len(row.counts.tokens) if row.penalized else 0 for row in rows]
     barred = [len(row.barred) for row in rows]
@@ -136,21 +135,21 @@ def changed_logits(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor,
 
 
 def _joined(parts: Sequence[object], dtype: type[np.generic]) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
-    """Return a new array of concatenated buffers."""
+    """Concatenate buffers into a new array of `dtype`."""
     return np.frombuffer(bytearray().join(parts), dtype=dtype)  # type: ignore[arg-type]
 
 
-NO_TOKEN = -1  # in place of a token, where a row's logits are not numbers; the value in sampling.h and screen.h
+NO_TOKEN = -1  # in place of a token if a row's logits are not numbers; sampling.h and screen.h use the same value
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Sampled tokens of rows."""
+    """The tokens sampled for a batch of rows."""
 
     tokens: list[int]  # one token id per row, or `NO_TOKEN`
-    # their log-probabilities under the model's own distribution, nats; NaN if they were not computed
+    # the tokens' log-probabilities under the model's own distribution, nats; NaN if they were not computed
     logprobs: list[float]
-    # the same under the distribution restricted to the allowed tokens; NaN for rows without them, or that do not
-    # want it
+    # the tokens' log-probabilities under the distribution restricted to the allowed tokens, nats; NaN for rows without
+    # a constraint, or whose constraint is not `scored`
     choice_logprobs: list[float]
-    top: dict[int, TokenLogprob]  # row -> its likeliest tokens, for rows with `logprobs`
+    top: dict[int, TokenLogprob]  # row -> its token and likeliest tokens, if `logprobs` is set

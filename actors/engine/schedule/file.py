@@ -1,6 +1,6 @@
 """A checkpoint's ``skipdecode.json``: its schedule, and which schedules it was trained for. Validated when read.
 
-Under a schedule for which a checkpoint was not trained its text may be ruined.
+A checkpoint may write ruined text under a schedule that it was not trained for.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from actors.engine.model.file_digests import read_object
 from actors.engine.schedule.schedule import MAX_HORIZON, PROMPT_POLICIES, Schedule, ScheduleSpec
 
 SCHEDULE_FILE = "skipdecode.json"
-TRAINED = "trained"  # key of the record of the training
+TRAINED = "trained"  # key of the training record
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What training covered, under one keep order and warm-up."""
+    """Training record: the schedules that training covered, all with one keep order and warm-up."""
 
     depths: tuple[int, ...]  # fewest layers that training ran at each position; later positions have the last depth
     prompt: tuple[str, ...]  # prompt policies that training ran
-    keep_order: tuple[int, ...]  # layers, most needed first; `warmup` of them always ran
+    keep_order: tuple[int, ...]  # layers, most needed first; the first `warmup` always ran
     warmup: int
 
     @classmethod
     def on(cls, stored: Schedule, drawn: Iterable[Schedule]) -> Trained:
-        """Return the record of a training that drew these schedules.
+        """Return the record of a training run that sampled the schedules `drawn`.
 
         Args:
-            stored: the checkpoint's own schedule. Drawn schedules of another keep order or warm-up do not count.
+            stored: the checkpoint's own schedule. Drawn schedules with another keep order or warm-up are ignored.
         """
         kept = [one for one in drawn if (one.keep_order, one.warmup) == (stored.keep_order, stored.warmup)]
         return cls(
@@ -49,7 +49,7 @@ class Trained:
         return self.difference(schedule) is None
 
     def difference(self, schedule: Schedule) -> str | None:
-        """Say how training differed; None if it covers the schedule. A full-depth prompt is `full` by any name."""
+        """Say how training differed; None if it covers `schedule`. At full depth, policy `first` is also `full`."""
         if (schedule.keep_order, schedule.warmup) != (self.keep_order, self.warmup):
             return "it was trained with another keep_order or warmup"
         if schedule.depths[-1] < self.depths[-1]:
@@ -72,25 +72,25 @@ class Trained:
 
 
 def fewest(schedules: Collection[Schedule]) -> tuple[int, ...]:
-    """Return the lowest depth of some schedules at each position, until all have reached their last one; () if none."""
+    """Return the schedules' lowest depth at each position, until all reach their last depth; () without schedules."""
     longest = max((len(one.depths) for one in schedules), default=0)
     return tuple(min(one.depth(position) for one in schedules) for position in range(longest))
 
 
 def of_older_record(spec: ScheduleSpec, num_layers: int, least: int) -> tuple[int, ...]:
-    """Return `Trained.depths` of a record that holds only the lowest depth of all positions.
+    """Return `Trained.depths` for an older record, which holds only `least`, the lowest depth of all positions.
 
-    They are the lowest depths of the stored curve at any speed with at least this lowest depth.
+    They are the lowest depths of the stored curve over all speeds at which it never falls below `least`.
     """
     drawn = [spec.build(num_layers)]
-    with suppress(UserError):  # a spec without horizon
+    with suppress(UserError):  # the spec has no horizon
         speeds = (quarters / 4 for quarters in range(5, 4 * num_layers + 1))
         drawn += [spec.overridden({"speedup": speed}).build(num_layers) for speed in speeds]
     return (*fewest([one for one in drawn if one.depths[-1] >= least])[:-1], least)
 
 
 def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> ScheduleSpec:
-    """Read the spec in the values of a ``skipdecode.json`` without `TRAINED`, checked against a model of `num_layers`.
+    """Read the schedule in a ``skipdecode.json`` (`values`, without key `TRAINED`) for a model of `num_layers` layers.
 
     Raises UserError that begins with `source` and names the wrong key or position.
     """
@@ -123,7 +123,7 @@ def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> Schedu
 
 
 def read_trained(value: Any, spec: ScheduleSpec, num_layers: int, source: str) -> Trained:
-    """Return the record of the training in a ``skipdecode.json``. An older one has `min_depth` for `depths`.
+    """Return the training record in a ``skipdecode.json``. An older one has the key `min_depth` in place of `depths`.
 
     Raises UserError that begins with `source` and names the wrong key.
     """
@@ -143,7 +143,7 @@ def read_trained(value: Any, spec: ScheduleSpec, num_layers: int, source: str) -
 
 
 def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
-    """Read the spec stored in a checkpoint folder; None without one. Raises UserError for one that is wrong."""
+    """Read the schedule stored in a checkpoint folder; None if there is none. Raises UserError if it is wrong."""
     path = checkpoint / SCHEDULE_FILE
     if not path.exists():
         return None
@@ -154,7 +154,7 @@ def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
 def load_trained(checkpoint: Path, num_layers: int, spec: ScheduleSpec | None) -> Trained | None:
     """Return the schedules that the checkpoint in a folder was trained for; None if that is not recorded.
 
-    spec: the folder's own, see `load_spec`. Raises UserError if the record is wrong.
+    spec: what `load_spec` returned for the folder. Raises UserError if the record is wrong.
     """
     if spec is None:
         return None
@@ -166,7 +166,7 @@ def load_trained(checkpoint: Path, num_layers: int, spec: ScheduleSpec | None) -
 def save_spec(spec: ScheduleSpec, num_layers: int, checkpoint: Path, trained: Trained | None = None) -> None:
     """Write ``skipdecode.json`` into a checkpoint folder, after checking it against `num_layers`.
 
-    trained: of the keep order and warm-up of `spec`; None: the checkpoint was trained for no schedule.
+    trained: record with the keep order and warm-up of `spec`; None: the checkpoint was trained for no schedule.
     """
     stored = spec.build(num_layers)
     values: dict[str, Any] = {"num_layers": num_layers, **spec.to_dict()}

@@ -19,7 +19,7 @@ from actors.engine.errors import UserError
 
 DECAYS = ("linear", "cosine", "power", "step", "constant")
 KEEP_ORDERS = ("paper", "even", "early_exit")
-MEASURED = "measured"  # a keep order to be replaced by a list: see `pipeline.learn.keep_order`
+MEASURED = "measured"  # keep order that `pipeline.learn.keep_order` replaces with a list
 PROMPT_POLICIES = ("full", "first")
 MAX_HORIZON = 2**17  # generated tokens; a longer curve is a mistake, and takes seconds to build
 
@@ -29,7 +29,7 @@ class Schedule:
     """A resolved schedule: the layers that run at every position.
 
     Raises:
-        UserError: the curve rises or leaves [warmup, L] (names the position), or the order is no permutation.
+        UserError: the depths rise or leave [warmup, L] (names the position), or `keep_order` is no permutation.
     """
 
     num_layers: int  # L, the decoder layers of the model
@@ -70,7 +70,7 @@ class Schedule:
     def depth(self, position: int) -> int:
         """Return d(t), the number of layers that run when generated token `position` is the input."""
         depths = self.depths
-        return depths[position] if position < len(depths) else depths[-1]  # no call: asked for each token
+        return depths[position] if position < len(depths) else depths[-1]  # no helper call: this runs for every token
 
     def layers(self, position: int) -> tuple[int, ...]:
         """Return the layers run when generated token `position` is the input, lowest first."""
@@ -78,7 +78,7 @@ class Schedule:
 
     @property
     def is_full_depth(self) -> bool:
-        """Whether every token runs every layer, those of the prompt included."""
+        """Whether every token, prompt tokens included, runs every layer."""
         return self.depths[-1] == self.num_layers
 
     @property
@@ -95,7 +95,7 @@ class Schedule:
         return tuple(ranks)
 
     def uses(self, layer: int, max_new_tokens: int) -> int:
-        """Return n_l: `layer` runs at the first n_l of the input positions 0 ... max_new_tokens - 2."""
+        """Return n_l: of max_new_tokens - 1 decode steps, the first n_l run `layer`."""
         steps = max(max_new_tokens - 1, 0)
         rank = self.ranks[layer]
         inside = sum(1 for depth in self.depths[:steps] if depth > rank)
@@ -136,8 +136,8 @@ class ScheduleSpec:
     """A schedule as written in a job file or in a checkpoint's ``skipdecode.json``.
 
     Depth comes from one of `depths` (an explicit list), `max_depth` with `min_depth`, or `speedup`; without any of
-    them every layer runs. `horizon`: positions over which the curve falls, in generated tokens. `power` is the
-    exponent of decay ``power``, `steps` the number of stairs of decay ``step``.
+    them every layer runs. `horizon` is the number of generated tokens over which depth falls. `power` is the
+    exponent of decay ``power``, and `steps` is the number of stairs of decay ``step``.
     """
 
     speedup: float | None = None
@@ -153,7 +153,7 @@ class ScheduleSpec:
     prompt: str = "full"
 
     def build(self, num_layers: int) -> Schedule:
-        """Resolve for a model of `num_layers` layers. Raises UserError with the key or position at fault."""
+        """Build the schedule for `num_layers` layers. Raises UserError that names the wrong key or position."""
         keep_order = self._keep_order(num_layers)
         depths = self._depths(num_layers)
         return Schedule(num_layers, depths, keep_order, self.warmup, self.prompt, self.speedup)
@@ -256,7 +256,7 @@ def depths_for_speedup(num_layers: int, speedup: float, warmup: int = 1) -> tupl
 def curve(
     decay: str, max_depth: int, min_depth: int, horizon: int, *, power: float = 2.0, steps: int = 4
 ) -> tuple[int, ...]:
-    """Return the depths d(0) ... d(horizon - 1), falling from max to min; past the horizon the last depth holds."""
+    """Return the depths d(0) ... d(horizon - 1), falling from max to min; later positions have the last depth."""
     if not 2 <= horizon <= MAX_HORIZON:
         raise UserError(f"horizon = {horizon}: must lie in [2, {MAX_HORIZON}]")
     span = max_depth - min_depth
@@ -270,9 +270,9 @@ def curve(
 
 
 def fall(decay: str, done: Fraction, *, power: float = 2.0, steps: int = 4) -> float | Fraction:
-    """Return the fraction of the way from max to min depth at `done`: 0 at position 0, 1 at the horizon.
+    """Return how far depth has fallen: 0 is max depth, 1 is min depth.
 
-    `done` is u in the paper. Raises UserError if `power` or `steps` is out of range.
+    done: part of the horizon that has passed, u in the paper. Raises UserError if `power` or `steps` is out of range.
     """
     if decay == "power" and not 0 < power < math.inf:
         raise UserError(f"power = {power}: must be above 0")
@@ -294,7 +294,7 @@ def paper_order(num_layers: int, warmup: int) -> tuple[int, ...]:
 
 
 def even_order(num_layers: int, warmup: int) -> tuple[int, ...]:
-    """Return the lowest `warmup` layers and the top layer, then repeatedly the layer farthest from all kept layers."""
+    """Return the order: the lowest `warmup` layers, the top layer, then always the layer farthest from all before."""
     order = list(range(warmup))
     if num_layers > warmup:
         order.append(num_layers - 1)

@@ -1,4 +1,4 @@
-"""From measurements: the fastest speed within the tolerance, rows from which adaptation pays, time of its stages."""
+"""Chooses the fastest speed within the tolerance, and computes when an adaptation pays and how long its stages take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.learn.keep_order import ROWS as ORDER_ROWS
 from pipeline.learn.tune.plan import training_steps
 from pipeline.messages import duration
 
-SPREAD = 2.0  # the interval of an estimate: from it ÷ this to it × this
+SPREAD = 2.0  # an estimated time is shown as an interval: from time ÷ SPREAD to time × SPREAD
 
 
 def choose(metric: str, tolerance: float, lines: Sequence[Line], chance: Scores) -> Line | None:
@@ -66,8 +66,8 @@ def parallel_actors(actors: int, gpus: float, threads: int, cores: int | None, d
 class BreakEven:
     """Cost and savings of an adaptation, in seconds.
 
-    cost: wall clock of the adaptation. full, fast: of one row by one actor, at full depth without adaptation, and at
-    the chosen speed with it. rows: of the job. actors: that work in parallel, each as fast as the measured one.
+    cost: wall clock of the adaptation. full, fast: time of one actor for one row, at full depth without adaptation and
+    at the chosen speed with it. rows: rows of the job. actors: number of parallel actors, all as fast as the measured.
     """
 
     cost: float
@@ -130,10 +130,10 @@ def stage_seconds(task: Task, row: RowCost) -> tuple[int, dict[str, float]]:
     trained = max(drawn - options.held_out, 1)
     steps = training_steps(recipe, trained)
     shares = [1 / speed for speed in options.speedups]
-    # a step runs forward and back, which costs as much again without gradients of weights; the teacher runs once
+    # backward, without gradients of weights, costs as much as forward; the teacher runs once
     tokens = steps * recipe.batch_size * 2 * (row.prompt + row.answer * sum(shares))
     tokens += trained * (row.prompt + row.answer)
-    if task.shape["keep_order"] == MEASURED:  # candidates are tried for each layer, over half of those left
+    if task.shape["keep_order"] == MEASURED:  # each layer: candidates are tried, each over half of the layers left
         tokens += ORDER_ROWS * (row.prompt + row.answer * CANDIDATES * task.resolved.checkpoint.num_layers / 4)
     evaluated = options.held_out * sum(row.prefill_seconds + row.decode_seconds * share for share in [1.0, *shares])
     return steps, {

@@ -18,22 +18,22 @@ from pipeline.config.load import dump_yaml, validated
 from pipeline.config.tune import TuneConfig
 from pipeline.input.files import InputFile
 
-KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # keys of the schedule
+KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # schedule keys that adapt keeps
 CHECKS = ("min_agreement", "agreement_rows")  # keys of the user's schedule that the job file keeps
 NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # key -> the decay that it shapes
 SAMPLE, ANSWERS, TRAIN = "sample.parquet", "full-depth", "train.parquet"
-DEV, HELD_OUT = "dev.parquet", "held-out.parquet"  # rows that choose the step of the training, and the speed
+DEV, HELD_OUT = "dev.parquet", "held-out.parquet"  # rows for choosing the best training step; for choosing the speed
 CHECKPOINT, ADAPTER, BEFORE, AFTER, JOB_FILE = "checkpoint", "speed-adapter", "before", "after", "job.yaml"
 STAGE_FILES = (SAMPLE, ANSWERS, TRAIN, DEV, HELD_OUT, CHECKPOINT, ADAPTER, BEFORE, AFTER)
-PROMPT_SHARE = 1 / 3  # share of a job's time: prompts at full depth then bound every speed to 3x
+PROMPT_SHARE = 1 / 3  # prompts' share of a job's time at which prompts at full depth limit every speed-up to 3x
 
 
 @dataclass(frozen=True)
 class Task:
     """An adaptation to run.
 
-    source: name of the job file. files, schema: of the input. shape: the schedule's keys that training keeps. inputs:
-    digest of the input's listing.
+    source: name of the job file. files, schema: files and columns of the input. shape: the schedule's keys that
+    training keeps. inputs: digest of the list of input files.
     """
 
     config: JobConfig
@@ -72,7 +72,7 @@ class Task:
 
 
 def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -> JobConfig:
-    """Return the same job over the sample, every token through all layers, one answer a row, ids by row number."""
+    """Return the job changed to answer the sample at full depth, with one answer a row and ids made of row numbers."""
     folder = folder.resolve()  # workers on other nodes have other working directories
     whole = {"format": None, "snapshot": None, "id": None, "since": None, "changed": "error"}
     plain: dict[str, Any] = {"format": None, "table": None, "keep": [], "token_ids": True, "cumulative_logprob": False}
@@ -90,7 +90,7 @@ def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path
 
 
 def pinned_path(config: JobConfig, resolved: ResolvedCheckpoint) -> str:
-    """Return the job's checkpoint as every node resolves it; on the hub at the commit that was resolved."""
+    """Return the path by which every node finds the job's checkpoint; on the hub with the commit that was resolved."""
     if isinstance(resolved.source, str) or resolved.source.commit is None:
         return config.model.path
     return f"{config.model.path.partition('@')[0]}@{resolved.source.commit}"
@@ -113,9 +113,9 @@ def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, 
 
 
 def tune_config(task: Task, model: str, max_tokens: int, prompts: Sequence[str]) -> TuneConfig:
-    """Tune's recipe, from the checkpoint in the local folder `model`. Raises UserError for wrong options.
+    """Return the recipe for tune, which starts from the local checkpoint `model`. Raises UserError for wrong options.
 
-    max_tokens: of the longest pair. prompts: prompt policies; all are drawn equally often.
+    max_tokens: tokens of the longest pair. prompts: prompt policies; all are drawn equally often.
     """
     adapt, own = task.options, prompts[0]
     also = [{"speedup": speed, "prompt": prompt} for prompt in prompts[1:] for speed in adapt.speedups if speed > 1]
@@ -144,15 +144,15 @@ def tune_config(task: Task, model: str, max_tokens: int, prompts: Sequence[str])
 def eval_values(
     task: Task, model: str, shape: Mapping[str, Any], prompts: Sequence[str], *, tuned: bool
 ) -> dict[str, Any]:
-    """Return evaluate's recipe over the held-out rows. It is greedy: sampled answers differ without a loss of quality.
+    """Return evaluate's recipe for the held-out rows, with greedy sampling: sampled answers differ without any loss.
 
     Keys for threads, cache and rows in flight are not included.
 
     Args:
         model: folder of the job's checkpoint.
         shape: the trained schedule without its depths.
-        tuned: evaluate the trained checkpoint, against the job's own at full depth, or the job's own, once: the choice
-            does not depend on its times.
+        tuned: if true, evaluate the trained checkpoint against the job's own at full depth. If false, evaluate the
+            job's own, timed once: the choice of a speed does not depend on its times.
     """
     config, adapt = task.config, task.options
     whole = tuned and adapt.weights == "full"  # an adapter's 1x is the job's own checkpoint

@@ -39,7 +39,7 @@ from pipeline.storage.owned_folder import FILES, OwnedFolder, check_apart
 
 RECORD, FORMAT = "adapt.json", 3
 STAGES = ("sample", "answers", "tune", "before", "after")
-START = "adapt.adapter.start"  # key of a speed adapter to go on from
+START = "adapt.adapter.start"  # key that names a speed adapter to train further
 
 
 def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
@@ -123,7 +123,7 @@ def _check_job(config: JobConfig, options: AdaptConfig) -> None:
 
 
 def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]:
-    """Return the settings that each stage adds to earlier ones. Metric and tolerance may change at any time."""
+    """Return stage -> settings that it adds to those of earlier stages. Metric and tolerance may change at any time."""
     config, values = task.config, task.options.model_dump()
 
     def chosen(*names: str) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]
 
 
 class StageRecord:
-    """The stages done in a folder, in order, with settings, results and cost; one that runs again undoes later ones.
+    """Finished stages in a folder, with settings, results and seconds. A stage that runs again removes later ones.
 
     Raises UserError if the record cannot be read.
     """
@@ -195,7 +195,7 @@ class StageRecord:
     def run(
         self, stage: str, settings: Mapping[str, Any], files: Sequence[str], work: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return the stage's result; `work` is called unless the stage is done and its `files` exist.
+        """Return the stage's result. Call `work` for it, unless the stage is done and its `files` exist.
 
         The seconds of an attempt that failed count too.
         """

@@ -1,4 +1,4 @@
-"""`skipdecode adapt --probe`: in minutes and without training, what an adaptation could give this job here.
+"""`skipdecode adapt --probe`: estimates in minutes, without training, what an adaptation could gain for a job here.
 
 rows of the input ──> answers at full depth, timed ──> keep order ──> divergence of fewer layers
                                  └──> clock of each speed, cost of the adaptation, rows from which it pays
@@ -39,7 +39,7 @@ HEAD_CALLS = 20
 
 
 def probe(config: JobConfig, source: str) -> dict[str, Any]:
-    """Measure some rows of a job at full depth; plain values, seconds of one row by one actor. Writes no file.
+    """Measure some rows of a job at full depth, and return plain values (seconds: per row and actor). Writes no file.
 
     source: name of the job file. Raises UserError for a mistake, or if no row can be answered.
     """
@@ -129,7 +129,7 @@ def _divergence(generator: Generator, pairs: Sequence[Row], order: Sequence[int]
 def _speed(
     task: Task, row: RowCost, head: float, shape: Mapping[str, Any], speed: float, cost: float
 ) -> dict[str, Any]:
-    """Return the speed-up on the clock if only layers shrink, by the better prompt policy, and when it pays."""
+    """Return the speed-up on the clock if only layers get faster, with the better prompt policy, and when it pays."""
     schedule = task.resolved.checkpoint.schedule({**shape, "speedup": speed})
     kept = (schedule.mean_depth(round(row.answer)) or schedule.num_layers) / schedule.num_layers
     policies = task.prompt_policies(row.prefill_seconds / row.seconds)

@@ -55,7 +55,7 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
 
 
 def too_tight(adapted: Adapted) -> str:
-    """Return a line for an adaptation without a choice: what would lead to one, tolerance or held-out rows."""
+    """Return a line for an adaptation that chose no speed: which tolerance or number of held-out rows allows one."""
     closest = adapted.nearest
     if uselessness(closest, adapted.chance, adapted.metric) is not None:
         return (
@@ -78,7 +78,7 @@ def too_tight(adapted: Adapted) -> str:
 
 
 def to_dict(adapted: Adapted) -> dict[str, Any]:
-    """Return plain values, derived ones included."""
+    """Return the result as plain values for JSON, with `at_rows` and `saved` of its break-even."""
     values = asdict(adapted)
     if adapted.break_even is not None:
         values["break_even"] |= {"at_rows": adapted.break_even.at_rows, "saved": adapted.break_even.saved}

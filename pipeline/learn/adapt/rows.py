@@ -1,4 +1,4 @@
-"""Rows drawn from a job's input, and the files of token ids, with full-depth answers, that tune and evaluate read."""
+"""Draws rows of a job's input, and writes prompts and full-depth answers as token ids for tune and evaluate."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def draw(total: int, count: int) -> list[int]:
 
 
 def layout(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
-    """Return the input files, and the schema of the columns that the job reads and of the references.
+    """Return the input files, and the schema of the columns that the job reads, including the references.
 
     Raises UserError for an unreadable file, or a column that is missing or of the wrong type.
     """
@@ -95,10 +95,10 @@ def write_pairs(
 
     Return counts of written rows (`train`, `dev`, `held_out`), of rows that are left out (`errors`, `empty` answers,
     `unreferenced`: held-out rows without a usable reference, `repeated`: training rows with a held-out row's prompt),
-    and the tokens of the `longest` pair, its end token included. Raises UserError if too few rows are left.
+    and `longest`, the tokens of the longest pair with its end token. Raises UserError if too few rows are left.
 
-    held_out: number of rows at the start of the sample that are not trained on. references: column of the sample.
-    choices: labels; other references are ignored.
+    held_out: number of rows at the start of the sample that are not trained on. references: column of the sample with
+    right answers. choices: labels; references that are not labels are ignored.
     """
     sample, answers = read_parquet((folder / SAMPLE).read_bytes()), _answers(folder / ANSWERS)
     failed = {row: answers[row]["error"] for row in range(sample.num_rows) if answers[row]["error"] is not None}
@@ -160,7 +160,7 @@ def prompt_ids(table: pa.Table, spec: PromptSpec) -> list[list[int] | None]:
 
 
 def metric_of(folder: Path, asked: str | None, *, choices: bool, references: bool) -> str:
-    """Return the metric of a job, by its held-out rows unless one is asked for.
+    """Return the metric `asked` for; if that is None, the default metric for the job's held-out rows.
 
     Raises UserError if a metric of texts is asked for labels.
     """
@@ -189,7 +189,7 @@ def _usable_references(value: Any, labels: Collection[str] | None) -> list[str]:
 
 
 def _answers(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return row number in the sample -> first answer. The number is the end of the id that the job makes."""
+    """Return row number in the sample -> first answer. The job's ids end with the row number."""
     columns = ["id", "sample_index", "generated_text", "token_ids", "error"]
     parts = [read_parquet(path.read_bytes(), columns) for path in sorted(folder.glob("part-*.parquet"))]
     rows = pa.concat_tables(parts).to_pylist()

@@ -62,7 +62,7 @@ class Adapted:
     trained: name of the folder in `folder` with the speed adapter or the checkpoint. before, after: measurements of the
     job's checkpoint and of the tuned one. chance: scores of answers that do not depend on their row. harmed: a line for
     each speed that is worse after the training. chosen, break_even, job_file: None if no speed-up is within the
-    tolerance. nearest: the speed-up closest to it. counts: of rows. seconds: by stage.
+    tolerance. nearest: the speed-up closest to it. counts: numbers of rows. seconds: stage -> seconds.
     """
 
     folder: Path
@@ -84,8 +84,8 @@ class Adapted:
 def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose: bool = False) -> Adapted:
     """Adapt the job's checkpoint to its own rows and choose a speed, stage by stage.
 
-    values: the job file's own, for the job file that is written. source: its name. verbose: as in `job.run`. Raises
-    UserError for a mistake, before Ray starts and a model is loaded where possible; and the errors of `job.run`.
+    values, source: content and name of the user's job file; the job file that is written changes these values. verbose:
+    see `job.run`. Raises UserError for a mistake, if possible before Ray starts; and the errors of `job.run`.
     """
     task, stored = plan_adaptation(config, source)
     settings = stage_settings(task, stored)
@@ -210,9 +210,9 @@ def _tune(task: Task, longest: int, prompts: Sequence[str]) -> dict[str, Any]:
 
 
 def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mapping[str, int | None]) -> dict[str, Any]:
-    """Evaluate the job's checkpoint, or the tuned one against it, at every speed, as one actor of the job would run.
+    """Evaluate the job's checkpoint, or the tuned one against it, at every speed, with the settings of one actor.
 
-    actors: threads, bytes of cache and rows in flight of one actor.
+    actors: threads, bytes of cache and rows in flight of one actor of the job.
     """
     from pipeline.learn.evaluate import run as evaluate_run
 
@@ -241,7 +241,7 @@ def memory_freed() -> Iterator[None]:
 
 
 def working_actors(config: JobConfig, threads: int | None = None) -> float:
-    """Return the number of the job's actors that work in parallel. threads: of one actor; default the config's."""
+    """Return the number of the job's actors that work in parallel. threads: per actor; default: the config's."""
     machine = (None, None) if on_cluster() else (process_cpus(), torch.cuda.device_count())
     actors, each = config.actors, threads or config.actors.threads or 1
     return parallel_actors(actors.most, actors.gpus, each, *machine)

@@ -37,8 +37,8 @@ REFERENCE = "reference model"  # name of the reference model's line at full dept
 class Variant:
     """A schedule to measure, which becomes a line of evaluate's table.
 
-    group: what it varies: speed, prompt, reference or model. spec: complete, on top of the checkpoint's. nominal: the
-    speed-up that it is made from; None for another model.
+    group: what the line varies: speed, prompt, reference or model. spec: the complete schedule, with the checkpoint's
+    keys. nominal: nominal speed-up; None for another model.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Variant:
 
 
 def speeds(spec: ScheduleSpec, speedups: Sequence[float], prompts: Sequence[str] = ()) -> list[Variant]:
-    """Return `spec` at 1x and at each further speed-up; above 1x under each further policy of `prompts` too."""
+    """Return variants of `spec`: 1x and each speed-up, and each speed-up above 1x with each policy in `prompts`."""
     speedups = list(dict.fromkeys([1.0, *map(float, speedups)]))
     variants = [Variant(f"{each:g}x", "speed", spec.overridden({"speedup": each}), each) for each in speedups]
     for prompt in prompts:
@@ -61,7 +61,7 @@ def speeds(spec: ScheduleSpec, speedups: Sequence[float], prompts: Sequence[str]
 
 @dataclass(frozen=True)
 class EvalRow:
-    """A row to answer and score. references, id: empty and None if the data has none. number: place in its `path`."""
+    """Row `number` of the file `path`, to answer and score. references, id: empty and None if the data has none."""
 
     prompt: Text
     references: tuple[str, ...]
@@ -154,7 +154,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
     if config.choices is not None:
         tokenizer = load_tokenizer(model.checkpoint.path)
         ids = tokenize_labels(tokenizer, config.choices)
-        longest(config.choices, ids)  # names a wrong label by its text; the trie, by its number
+        longest(config.choices, ids)  # its error shows the text of a wrong label, the trie's error only the number
         trie = ChoiceTrie([ids[label] for label in config.choices], tokenizer.eos_token_id)
         reserved = new_tokens = trie.most_tokens
     prompts = _tokenized(rows, model, reserved)
@@ -221,7 +221,7 @@ def _output_folder(output: str) -> OwnedFolder:
 
 
 def _same_tokenizer(key: str, path: str, model: ResolvedCheckpoint, config: EvalConfig) -> ResolvedCheckpoint:
-    """Return a further checkpoint. Raises UserError if its tokenizer differs: all models get the same token ids."""
+    """Resolve the checkpoint `path`. Raises UserError if its tokenizer differs: all models get the same token ids."""
     other = resolve_checkpoint(config.model.model_copy(update={"path": path, "speed_adapter": None}), config.storage)
     if load_tokenizer(other.checkpoint.path).get_vocab() != load_tokenizer(model.checkpoint.path).get_vocab():
         raise UserError(

@@ -1,4 +1,4 @@
-"""Computes statistics of every row for each metric and line: against references and full depth, and by chance."""
+"""Computes each row's statistics for every metric and every line of evaluate's table (a speed, a model, or chance)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Answers = Sequence[Answer]
 
 
 def by_chance(answers: Answers, *, labels: bool) -> Answers:
-    """Return answers by chance: for labels full depth's commonest one for every row, else the next row's answer."""
+    """Return answers that ignore the prompt: the commonest of `answers` if they are labels, else the next row's."""
     if not labels:
         return [*answers[1:], answers[0]]
     commonest, _ = Counter(answer.generated_text for answer in answers).most_common(1)[0]
@@ -45,8 +45,8 @@ def line_statistics(
 ) -> dict[str, dict[str, Array]]:
     """Return line -> metric -> statistics [N, K] of the N rows, for all metrics that the rows allow.
 
-    answers: those of `lines` and of `CHANCE`, which has no distributions. full_depth: the line that agreement is
-    measured against.
+    answers: answers of all `lines` and of `CHANCE`, which no model gave: it has no token_kl or perplexity. full_depth:
+    name of the line that agreement is measured against.
     """
     texts = {name: [answer.generated_text or "" for answer in given] for name, given in answers.items()}
     expected, references = texts[full_depth], [row.references for row in inputs.rows]
@@ -83,7 +83,7 @@ def line_statistics(
 
 
 def _regret(full: Model, pairs: Mapping[str, Sequence[Pair]]) -> dict[str, Array]:
-    """Return line -> regret of its answers [N]. Full depth reads an answer once, even if several lines give it."""
+    """Return line -> `answer_regret` of its answers [N]. Full depth reads equal answers of a row only once."""
     distinct = {(row, tuple(pair[1])): pair for each in pairs.values() for row, pair in enumerate(each)}
     report = RowProgress("scoring the lines' own answers", len(distinct)).at
     found = dict(zip(distinct, answer_regret(full, list(distinct.values()), report).tolist(), strict=True))

@@ -1,6 +1,6 @@
-"""Metrics as sums over rows: each row's statistics are computed once; a score follows from any sum of them.
+"""Computes metrics from sums over rows: each row's statistics are computed once, and a sum of them gives a score.
 
-So a bootstrap of corpus metrics is cheap: a resampled data set is another sum of the same rows.
+A bootstrap of corpus metrics is cheap, because a resampled data set is another sum of the same statistics.
 Statistics are arrays [N, K] of N rows; sums [S, K] of S data sets give scores [S].
 """
 
@@ -100,7 +100,8 @@ METRICS = {
 def bleu_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
     """Return [N, 10]: lengths of answer and closest reference, matched n-grams and all n-grams of 1 ... 4 words.
 
-    By sacrebleu: 13a, lower case, all references of each row. Their sum over rows gives the corpus BLEU.
+    sacrebleu counts them with tokenizer 13a, in lower case, against all references of a row. Sums over rows give the
+    corpus BLEU.
     """
     # effective_order changes no count; without it sacrebleu warns at every sentence
     metric = BLEU(lowercase=True, tokenize="13a", effective_order=True)
@@ -110,7 +111,7 @@ def bleu_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -
 
 
 def exact_match_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-    """Return [N, 2]: 1 if the text is one of the references, else 0, without case and outer space; and 1."""
+    """Return [N, 2]: 1 if the text equals a reference but for case and outer white space, else 0; and 1."""
     pairs = zip(texts, references, strict=True)
     return mean_statistics([normalized(text) in map(normalized, each) for text, each in pairs])
 
@@ -121,7 +122,7 @@ def same_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
 
 
 def kappa_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
-    """Return [N, 2 + 2 K]: 1 if both texts are the same, 1, and each text as one of the K distinct `others`."""
+    """Return [N, 2 + 2 K]: 1 if both texts are the same, else 0; 1; and each text, one-hot over K distinct `others`."""
     labels = {label: column for column, label in enumerate(dict.fromkeys(others))}
     rows = np.eye(len(labels) + 1)[:, :-1]  # the last row is for a text that is no label
     both = [rows[[labels.get(text, -1) for text in each]] for each in (texts, others)]
@@ -138,13 +139,13 @@ def rouge_l_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]
 
 
 def answer_statistics(answers: Sequence[Sequence[int]], own: Sequence[Sequence[int]], regret: Array) -> Array:
-    """Return [N, 5]: tokens of the answer and of full depth's; the answer's repeated 4-grams, 4-grams and regret.
+    """Return [N, 5]: tokens of the answer, tokens of full depth's answer, repeated 4-grams, all 4-grams, and regret.
 
     Fidelity is 100 · exp(-regret / tokens) · min(length ratio, 1 / length ratio) · (1 - repeated 4-grams / 4-grams):
     the likelihood of single tokens hardly shows a wrong length or repetition, so each of them is a factor.
 
     Args:
-        answers, own: token ids, the end token included.
+        answers, own: token ids of the answers and of full depth's own answers, with end tokens.
         regret: `answer_regret` of the answers, nats, [N].
     """
     counts = [(len(answer), len(other), *repeated_ngrams(answer)) for answer, other in zip(answers, own, strict=True)]
@@ -175,10 +176,10 @@ def _rouge_l(reference: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of one line, over the rows themselves, with the percentiles of resampled rows.
+    """One metric of one line, over the rows themselves, with intervals from resampled rows.
 
-    loss: paired difference from full depth, positive where the line is worse. low, high: of the value, which may lie
-    outside. loss_low, loss_high: of the loss.
+    loss: paired difference from full depth, positive if the line is worse. low, high: interval of `value`, which may
+    lie outside. loss_low, loss_high: interval of `loss`.
     """
 
     value: float
@@ -212,7 +213,7 @@ def paired_scores(statistics: Mapping[str, Mapping[str, Array]], full_depth: str
 
     Args:
         statistics: line -> metric -> [N, K] over the same N rows.
-        full_depth: the line that losses are against.
+        full_depth: name of the line from which losses are measured.
     """
     values_of = {}  # [1 + samples]: the data set itself, then the resampled ones
     for line, metrics in statistics.items():

@@ -30,12 +30,12 @@ class Line:
         name: Speed and prompt policy, or another name.
         nominal: Speed-up in the recipe; None for another model.
         layer_ratio: Layers of full depth divided by layers run, over all decode steps; None for another model.
-        seconds: Median of the whole run over the runs; in `adapt`'s record, seconds of one row.
+        seconds: Time to answer all rows, median over timed rounds; in the record of `adapt`, time of one row.
         group: See `Variant`.
-        mean_depth: Layers of a decode step, mean. None if no answer had a decode step.
-        decode_seconds: Median of the decode steps' seconds over the runs.
-        tokens_per_second: Generated tokens divided by seconds of the whole run.
-        wall_clock, decode_wall_clock: Seconds of 1x divided by those of this line.
+        mean_depth: Mean number of layers of a decode step. None if no answer had a decode step.
+        decode_seconds: Time of all decode steps, median over timed rounds.
+        tokens_per_second: Generated tokens divided by `seconds`.
+        wall_clock, decode_wall_clock: Seconds at 1x divided by seconds of this line, of the whole run and of decode.
         cache_bytes: Key/value cache of the largest batch.
         warnings: Signs of bad answers, such as one text for most rows.
     """
@@ -57,7 +57,7 @@ class Line:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Line:
-        """Return the line of a record; one of an earlier version has no name."""
+        """Return the line that a record holds. Records of an earlier version hold no name for it."""
         nominal, prompt = values["nominal"], values["prompt"]
         policy = "" if prompt == "full" or nominal in (None, 1) else f" prompt={prompt}"
         name = "full depth" if nominal is None else f"{nominal:g}x{policy}"
@@ -66,12 +66,12 @@ class Line:
 
 
 def scores_of(values: Mapping[str, Mapping[str, float]]) -> Scores:
-    """Return the scores of a record."""
+    """Return the scores that a record holds as plain values."""
     return {name: Score(**score) for name, score in values.items()}
 
 
 def uselessness(line: Line, chance: Scores, metric: str) -> str | None:
-    """Say that a line is useless if its metric is at or below chance; else None."""
+    """Return a sentence that says that a line is useless, if its metric is at or below chance; else None."""
     metric = metric if metric in chance else "agreement_exact"  # chance has no distributions
     if metric not in chance or line.scores[metric].value > chance[metric].value:
         return None
@@ -89,9 +89,9 @@ def remarks(lines: Sequence[Line], chance: Scores, metric: str) -> list[str]:
 class Evaluation:
     """Results of an evaluation.
 
-    lines: in the table's order. rows: answered by each. batch: rows a batch at most, for all lines. metric: the one
-    that lines are judged by. full_depth: name of the line that losses are against. chance: scores of answers that do
-    not depend on their prompt.
+    lines: in the table's order. rows: number of rows that each line answers. batch: most rows of a batch. metric: name
+    of the metric that lines are judged by. full_depth: name of the line from which losses are measured. chance: scores
+    of answers that do not depend on their prompt.
     """
 
     lines: list[Line]
@@ -114,15 +114,15 @@ def answers_file(line: str) -> str:
 
 
 def output_files(lines: Iterable[str]) -> list[str]:
-    """Return the names of all files of an evaluation of these lines, without its record."""
+    """Return the names of all files that an evaluation of these lines writes, except its record."""
     return ["table.json", "table.parquet", *map(answers_file, lines)]
 
 
 def write_table(evaluation: Evaluation) -> None:
-    """Write `table.json` and `table.parquet`: an object for each line, with its numbers and those of each metric.
+    """Write `table.json` and `table.parquet`, with one row for each line of the evaluation.
 
-    Of metric m these are `m`, `m_low`, `m_high`, `m_loss`, `m_loss_low`, `m_loss_high`, and `m_chance`, of answers that
-    do not depend on their prompt.
+    For each metric m a row holds `m`, `m_low`, `m_high`, `m_loss`, `m_loss_low`, `m_loss_high`, and `m_chance`, the
+    score of answers that do not depend on their prompt.
     """
     rows = []
     for line in evaluation.lines:
@@ -184,7 +184,7 @@ def _main_table(evaluation: Evaluation) -> Table:
 
 
 def _further_table(evaluation: Evaluation) -> Table:
-    """Return the table of all other metrics, a row each, without the exact match of free text."""
+    """Return a table with a row per metric except `evaluation.metric`; if that is BLEU, exact match is left out too."""
     names = [name for name in evaluation.lines[0].scores if name != evaluation.metric]
     if evaluation.metric == "bleu":
         names.remove("exact_match")

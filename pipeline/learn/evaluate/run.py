@@ -1,10 +1,10 @@
-"""`skipdecode evaluate`: quality against speed, by the engine alone, without Ray.
+"""`skipdecode evaluate`: measures quality and speed with the engine alone, without Ray.
 
     rows, checkpoints → lines → answers, timed in turn → statistics of rows → scores with intervals → tables
 
-Quality: against references if there are any, and always against full depth and against chance. Speed is three numbers:
-nominal, layer ratio over the decode steps that ran, and wall clock against the same engine at full depth, over the same
-rows in the same batches, of the whole run and of decode alone.
+Quality is measured against references if there are any, and always against full depth and chance. Speed is three
+numbers: nominal speed-up, layer ratio over the decode steps that ran, and wall clock of the whole run and of decode
+alone, compared with the same engine at full depth over the same rows in the same batches.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def evaluate(config: EvalConfig) -> Evaluation:
 def load_models(inputs: EvalInputs) -> tuple[Generator, Generator, dict[str, Generator]]:
     """Load all models of an evaluation. All of them answer the rows in the same batches.
 
-    Return the model without and with its speed adapter, the same one twice without an adapter; and the reference model
-    and the baselines, by the names of their lines.
+    Return the model without its speed adapter, the model with it (the same object if it has none), and line name ->
+    reference model or baseline.
     """
     config, rows = inputs.config, f", for {len(inputs.rows):,} rows"
     announce(f"loading {config.model.path}{rows}")
@@ -97,7 +97,7 @@ def load_models(inputs: EvalInputs) -> tuple[Generator, Generator, dict[str, Gen
 
 
 def with_measured_order(inputs: EvalInputs, generator: Generator) -> EvalInputs:
-    """Return the inputs; if the recipe asks, with a keep order measured on full-depth answers of the first rows."""
+    """Return the inputs. If the recipe says so, set a keep order measured on full-depth answers of the first rows."""
     model, schedule = inputs.config.model, inputs.config.schedule
     if schedule.keep_order != MEASURED:
         return inputs
@@ -120,15 +120,15 @@ class TimedRun:
 
 
 def common_batch(generator: Generator, prompts: Sequence[Prompt], new_tokens: int) -> int:
-    """Return the maximum rows of a batch at which all schedules form the batches of full depth, which needs most.
+    """Return the most rows per batch with which all schedules form the batches of full depth, which needs most memory.
 
-    generator: at full depth. new_tokens: of an answer at most. Raises UserError if a row's cache is over the budget.
+    generator: at full depth. new_tokens: most tokens of an answer. Raises UserError if a row exceeds the cache budget.
     """
     engine, longest = generator.engine, max(prompts, key=lambda prompt: len(prompt.ids))
     length, shortest = len(longest.ids), min(len(prompt.ids) for prompt in prompts)
 
     def row_bytes(prompt_tokens: int) -> int:
-        """Return a row's cache in a batch with the longest prompt, if its answer fills the rest of the context."""
+        """Return the most cache bytes of a row with `prompt_tokens` tokens in a batch with the longest prompt."""
         return engine.row_bytes(length, max(1, min(new_tokens, engine.decoder.context_length - prompt_tokens)))
 
     if row_bytes(length) > generator.cache_bytes:
@@ -164,8 +164,8 @@ def time_in_turn(
 ) -> dict[str, TimedRun]:
     """Answer all rows under every line, `rounds` times: one line after the other, so that a drift affects all.
 
-    Every line warms up first on its largest batch; or in a whole round if there are several rounds, and on a
-    GPU, as each new shape costs time there. Answers and counts are the last round's.
+    Every line warms up first: on its largest batch, or in a whole round if there are several rounds or on a GPU, where
+    each new shape costs time. Answers and counts are the last round's.
     """
     whole = rounds > 1 or any(generator.device.type == "cuda" for generator, _ in lines.values())
     longest = sorted(prompts, key=lambda prompt: -len(prompt.ids))

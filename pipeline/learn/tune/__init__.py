@@ -1,1 +1,1 @@
-"""Train a checkpoint along the inference path: plan, train, save."""
+"""Train a checkpoint with the layers that inference runs: plan, train, save."""

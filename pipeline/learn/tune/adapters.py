@@ -26,7 +26,7 @@ def check_targets(adapter: AdapterConfig, config: PretrainedConfig) -> None:
 
 
 def started(base: Checkpoint, folder: str) -> Checkpoint:
-    """Return the base with the adapter in `folder`, to train further; UserError if it is no adapter of this base."""
+    """Return `base` with the adapter in `folder`, to train further. Raises UserError if it belongs to another base."""
     try:
         found = with_adapter(base, folder)
         assert found.adapter is not None
@@ -37,7 +37,7 @@ def started(base: Checkpoint, folder: str) -> Checkpoint:
 
 
 def add_adapters(model: PreTrainedModel, adapter: AdapterConfig) -> PeftModel:
-    """Return the model with frozen weights, and trainable adapters: those of `start`, or new ones at the targets."""
+    """Return the model, frozen, with trainable adapters: those in `adapter.start`, or new ones at the targets."""
     import peft
 
     if adapter.start is not None:

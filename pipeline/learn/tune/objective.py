@@ -65,7 +65,7 @@ class Targets:
         return replace(self, ids=self.ids.clone(), log_probs=self.log_probs.clone(), rest=self.rest.clone())
 
     def to(self, device: torch.device | str) -> Targets:
-        """Return the same on `device`."""
+        """Return these targets on `device`."""
         return replace(self, ids=self.ids.to(device), log_probs=self.log_probs.to(device), rest=self.rest.to(device))
 
 
@@ -129,7 +129,7 @@ def loss_and_gradient(
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Return the sum of the cross-entropy with label smoothing, and its gradient by the logits [M, V]."""
+    """Return the sum of the cross-entropy with label smoothing, and its gradient with respect to the logits [M, V]."""
     log_probs = logits.log_softmax(-1, dtype=torch.float32)
     total = nn.functional.nll_loss(log_probs, labels, reduction="sum") * (1 - smoothing)
     if smoothing > 0:
@@ -144,8 +144,8 @@ def _cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Te
 def _divergence(scores: Tensor, targets: Targets, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the sum of KL(teacher || student) over K + 1 classes, and its gradient by the scores [M, V] / temperature.
 
-    With the student's probabilities q, the teacher's p of the K kept tokens and P of all others, of which the student
-    has Q: the gradient is q - p for a kept token, and q - q P / Q for another.
+    Let q be the student's and p the teacher's probability of a token. All tokens besides the K kept ones have Q in the
+    student and P in the teacher. The gradient is q - p for a kept token, and q - q P / Q for any other token.
     """
     ids = targets.ids.long()
     if temperature != 1:

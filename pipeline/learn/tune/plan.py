@@ -23,8 +23,8 @@ from pipeline.learn.rows import Text, is_text, token_ids
 from pipeline.learn.tune.adapters import check_targets, started
 
 log = logging.getLogger(__name__)
-Order = tuple[tuple[int, ...], int]  # a measured keep order, and its warm-up
-SHAPE = {"decay", "warmup", "keep_order", "prompt"}  # keys kept from the start checkpoint's schedule
+Order = tuple[tuple[int, ...], int]  # a measured keep order, and its number of warm-up layers
+SHAPE = {"decay", "warmup", "keep_order", "prompt"}  # keys whose default is the start checkpoint's value
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Pair:
 
 
 def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> list[Pair]:
-    """Return pairs of texts or token ids; each reference of a list makes a pair.
+    """Return the pairs of prompt and response in `paths`; a list of references makes a pair of each reference.
 
-    Raises UserError that names file and row of an empty prompt or response, of one that is neither text nor token ids,
-    or of a response that is not one of `data.choices`.
+    Raises UserError that names file and row if a prompt or response is empty or neither text nor token ids, or if a
+    response is not one of `data.choices`.
     """
     pairs: list[Pair] = []
     labels = None if data.choices is None else set(data.choices)
@@ -95,7 +95,7 @@ def encode(
 class TrainingPlan:
     """Inputs of a training.
 
-    train, dev: rows for `collate`. spec: the schedule to store. schedules: by name; each step draws from them.
+    train, dev: pairs as `encode` returns them. spec: schedule to store. schedules: by name; each step draws from them.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -156,7 +156,7 @@ def with_order(config: TuneConfig, plan: TrainingPlan, order: Order | None) -> T
 def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mapping[str, Any]]) -> ScheduleSpec:
     """Return the schedule to store: the default speed, and the horizon for every job of this checkpoint.
 
-    Keys that the recipe leaves out are the start checkpoint's; the horizon follows from the data.
+    Keys that the recipe leaves out are the start checkpoint's; a horizon that it leaves out follows from the data.
     """
     schedule = config.schedule
     lengths = [len(row["input_ids"]) - row["prompt_tokens"] for row in rows]

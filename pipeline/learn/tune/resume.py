@@ -1,4 +1,4 @@
-"""Keeps the folder of a training: the recipe to which its state belongs, and the final record."""
+"""Manages a training's folder: records the recipe to which saved state belongs, and moves the results into place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(config: TuneConfig) -> Path:
 
 
 def finished(config: TuneConfig) -> bool:
-    """Tell whether the output holds the checkpoint that this config makes of these files."""
+    """Tell whether the output holds the result of a finished training with this config and the same input files."""
     record = _read(Path(config.output) / RECORD)
     if not isinstance(record, dict) or "config" not in record or not _is_recorded(config):
         return False
@@ -86,7 +86,7 @@ def _is_recorded(config: TuneConfig) -> bool:
 
 
 def _recipe(config: TuneConfig) -> dict[str, Any]:
-    """Return the config without the keys in FREE, and size and time of the files read, the start adapter's apart."""
+    """Return the config without the keys in `FREE`, and size and time of its files; `start`: the start adapter's."""
     files = [Path(path) for path in (*config.data.train, *config.data.dev)]
     for checkpoint in (config.model.path, config.loss.teacher):
         if checkpoint is not None:

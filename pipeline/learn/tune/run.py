@@ -54,7 +54,7 @@ def tune(config: TuneConfig) -> Path:
 
 
 def measured(config: TuneConfig, plan: TrainingPlan) -> Order:
-    """Return the keep order of the start weights, and the warm-up that follows from it unless the recipe has one."""
+    """Measure the keep order of the start weights; return it with the recipe's warm-up, or else the order's own."""
     path, device = Path(config.model.path), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" and config.training.bf16 else torch.float32
     set_threads(config.training.threads)

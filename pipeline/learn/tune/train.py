@@ -1,4 +1,4 @@
-"""A training in this process, from its plan to the saved checkpoint: alone, or as one of several workers."""
+"""Runs a training in this process, alone or as one of several workers, from its plan to the saved checkpoint."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ MIN_TOKENS = 256
 
 
 def train(config: TuneConfig, plan: TrainingPlan) -> None:
-    """Train in this process, and save the checkpoint of the best step and `tune.json` into `config.output`.
+    """Train in this process, and save the best step's weights and `tune.json` into `config.output`.
 
-    Call `resume.begin` first. Training continues from the last saved step, if there is one. Among several workers only
-    the first one saves.
+    Call `resume.begin` first. Training continues from the last saved step, if there is one. Of several workers only
+    the first saves.
     """
     began = time.monotonic()
     set_threads(config.training.threads)
@@ -162,7 +162,7 @@ LARGEST, DEFAULT = 32 * 2**20, 128 * 2**10  # bytes; the C library's largest and
 
 @contextmanager
 def kept_heap() -> Iterator[None]:
-    """In the block the C library returns only memory of blocks above `LARGEST` bytes to the system.
+    """Let the C library return only memory blocks above `LARGEST` bytes to the system, until the `with` block ends.
 
     Activations are freed in the backward pass and needed again by the next step: without this the system clears each of
     their pages at every step.

@@ -1,4 +1,4 @@
-"""A training loop with schedules drawn for each step, and each prompt computed once for all of them."""
+"""The training loop. Each step draws schedules, and computes each prompt once for all of these schedules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Teacher:
 
     Args:
         decoder: frozen, or the student's own.
-        loss: says which part of a distribution is stored.
+        loss: section of the recipe; it says how much of a distribution is stored.
         vocabulary: size of the student's vocabulary.
         alone: a context in which the decoder has its weights from before training, such as disabled LoRA adapters.
     """
@@ -58,7 +58,7 @@ class Teacher:
         self._new: list[tuple[Any, Targets]] = []  # distributions computed since the last exchange
 
     def targets(self, pairs: Sequence[Pair]) -> Targets:
-        """Return the distributions of the pairs' response tokens; those of a pair with a key are computed once."""
+        """Return the distributions of the pairs' response tokens. They are computed only once for a pair with a key."""
         known = {id(pair): self._kept[pair[KEY]] for pair in pairs if pair.get(KEY) in self._kept}
         missing = [pair for pair in pairs if id(pair) not in known]
         if missing:
@@ -70,7 +70,7 @@ class Teacher:
         return Targets.joined([known[id(pair)] for pair in pairs]).to(self.decoder.device)
 
     def exchange(self, gather: Callable[[list[Any]], list[Any]]) -> None:
-        """Store what all workers computed since the last call: in the next epoch another worker gets the pair.
+        """Store what all workers computed since the last call: in the next epoch another worker may get the pair.
 
         gather: joins the lists of all workers; each worker calls it.
         """
@@ -214,7 +214,7 @@ class Training:
             return summed_loss(self.decoder, states, labels, targets, self.loss, self.loss.label_smoothing)
 
     def _share(self, total: Tensor) -> None:
-        """Add up the workers' gradients and losses, and share what each worker computed of the teacher."""
+        """Add up the workers' gradients and losses, and exchange the teacher's distributions among the workers."""
         if self.workers == 1:
             return
         gradients = [total]
@@ -228,7 +228,7 @@ class Training:
             self.teacher.exchange(_gathered)
 
     def drawn(self, step: int) -> list[str]:
-        """Return the names of a step's schedules, which run the same layers over prompts, from seed and step alone."""
+        """Return the names of a step's schedules, drawn by seed and step. All run the same layers over prompts."""
         draw = random.Random(f"{self.settings.seed}/{step}")
         first = draw.choice(list(self.schedules))
         layers = self.schedules[first].prompt_layers

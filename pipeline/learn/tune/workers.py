@@ -24,7 +24,7 @@ from pipeline.learn.tune.plan import Order, plan_training, with_order
 from pipeline.learn.tune.train import train
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-SECONDS = 1.0  # maximum time until an interrupt of a thread is raised
+SECONDS = 1.0  # time between two looks at the other processes; an interrupt is raised within this time
 OUT_OF_MEMORY = f"{torch.OutOfMemoryError.__module__}.{torch.OutOfMemoryError.__qualname__}: "
 
 
@@ -64,9 +64,9 @@ def run_processes(count: int, function: Callable[..., None], *arguments: Any) ->
 
 
 def train_in_processes(config: TuneConfig, order: Order | None) -> None:
-    """Run `train` in `workers.count` processes, each of which loads the model. Raises as `run_processes`.
+    """Run `train` in `workers.count` processes, each of which loads the model. Raises what `run_processes` raises.
 
-    order: Measured keep order and warm-up.
+    order: Measured keep order and warm-up, or None.
     """
     assert config.workers is not None
     with tempfile.TemporaryDirectory(prefix="skipdecode-workers-") as folder:
@@ -74,7 +74,7 @@ def train_in_processes(config: TuneConfig, order: Order | None) -> None:
 
 
 def _work(rank: int, store: str, config: TuneConfig, order: Order | None) -> None:
-    """Run the part of one process. store: file through which the processes find each other."""
+    """Train as worker number `rank`. store: file through which the processes find each other."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     workers = config.workers
     assert workers is not None
@@ -91,7 +91,7 @@ def _work(rank: int, store: str, config: TuneConfig, order: Order | None) -> Non
     # skipped after an error: other processes would fail before this one has written its traceback
     torch.distributed.destroy_process_group()
     sys.stderr.flush()
-    os._exit(0)  # a thread of a library may abort in destructors a process whose work is done
+    os._exit(0)  # no destructors: in them a library's thread may abort a process whose work is done
 
 
 def _end_with(parent: int) -> None:

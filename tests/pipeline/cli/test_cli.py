@@ -219,7 +219,7 @@ def test_a_lease_that_is_held_is_exit_5(tmp_path: Path, job: dict[str, Any], mon
     [
         (Exception("The current node timed out\nduring startup."), 1, "failed: System error: Ray did not start: The c"),
         (RuntimeError("Failed to start GCS"), 1, "failed: System error: Ray did not start: Failed to start GCS; the s"),
-        (TimeoutError("Timed out after 30 seconds"), 1, "failed: Timed out after 30 seconds; the same command goes on"),
+        (TimeoutError("Timed out after 30 seconds"), 1, "failed: Timed out after 30 seconds; the same command resumes"),
         (ConnectionError("no Ray instance at 1.2.3.4"), 1, "failed: no Ray instance at 1.2.3.4; the same command"),
         (SystemExit(15), 4, "interrupted (SIGTERM); the same command finishes the job"),  # from Ray's own handler
     ],

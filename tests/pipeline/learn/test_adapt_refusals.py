@@ -187,11 +187,11 @@ def test_a_text_metric_of_labels_is_refused_before_training(fakes: Fakes, comman
             2,
             f"peft is not installed: {install_command('tune')}",
         ),
-        (RuntimeError("a worker\nended"), 1, "failed: ended; the same command goes on from the last stage"),
+        (RuntimeError("a worker\nended"), 1, "failed: ended; the same command resumes from the last stage"),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. And\nmore."),
             1,
-            "failed: CUDA out of memory; lower adapt.training.batch_size or actors.max_batch; the same command goes on",
+            "failed: CUDA out of memory; lower adapt.training.batch_size or actors.max_batch; the same command resumes",
         ),
     ],
 )
