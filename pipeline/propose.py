@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from actors.engine.errors import UserError
+from pipeline.checkpoints.resolve import PLACEHOLDER
 from pipeline.config.forms import normalized
 from pipeline.config.input import InputFormat
 from pipeline.config.job import JobConfig, StorageConfig
@@ -40,7 +41,7 @@ REQUEST = {"custom_id", "method", "url", "body"}  # keys of an OpenAI batch requ
 SUMMARY = "\n\nSummary:"  # end of a template for a model that continues texts
 LABELS, LABEL_LENGTH = 12, 40  # most values of a column of labels, and most characters of a label
 LONG = 400  # a text with this many characters or more is no id
-DEMO, PLACEHOLDER = "configs/demo/checkpoint", "owner/name@revision"
+DEMO = "configs/demo/checkpoint"
 SYSTEM = "You do what the user asks, and write nothing else."
 
 
@@ -68,9 +69,9 @@ def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[S
     model: Checkpoint; by default the demo's where it is found, else a placeholder. Raises UserError if the job file
     exists, or the input has no rows or no prompts.
     """
+    sample = read_sample(path, StorageConfig())
     if output.exists():
         raise UserError(f"{output}: exists, and is not replaced; give another --output")
-    sample = read_sample(path, StorageConfig())
     proposal = propose(sample.columns)
     text = job_text(path, sample, proposal, model or (DEMO if Path(DEMO).is_dir() else PLACEHOLDER))
     check_columns(validated(JobConfig, parse_yaml(text), path))

@@ -35,6 +35,7 @@ from pipeline.messages import where_sought
 from pipeline.storage.concurrency import repeating
 
 log = logging.getLogger(__name__)
+PLACEHOLDER = "owner/name@revision"  # the model.path that `skipdecode init` writes if it knows no model
 HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)@(\S+)")
 UNPINNED = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 TRIES = 2
@@ -157,6 +158,8 @@ def resolve_checkpoint(
         files, store = BucketStore(path, storage).files(), BucketStore(path, storage.after_planning())
     elif "://" in path:
         raise UserError(f"{path}: checkpoints come from a local folder, s3:// or the hub (owner/name@revision)")
+    elif path == PLACEHOLDER:
+        raise UserError(f"model.path: {path} is an example: replace it by a checkpoint folder or a model on the hub")
     elif named := HUB.fullmatch(path):
         resumed = pinned is not None and pinned.get("hub") == path
         revision = str(pinned["commit"]) if pinned is not None and resumed else named[2]

@@ -22,8 +22,9 @@ def init(
 ) -> None:
     """Look at an input's columns and write a commented job file. Replaces no file."""
     with command(verbose):
+        from pipeline.checkpoints.resolve import PLACEHOLDER
         from pipeline.messages import counted, listed
-        from pipeline.propose import PLACEHOLDER, write_job_file
+        from pipeline.propose import write_job_file
 
         sample, proposal = write_job_file(path, output, model)
         typer.echo(f"{counted(sample.files, 'file')}; columns: {listed(sample.columns)}")

@@ -346,7 +346,12 @@ class JobConfig(Section):
     )
     actors: ActorsConfig = Field(default_factory=ActorsConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
-    shard_rows: int | None = Field(None, ge=1, description="rows a shard; default min(4096, ceil(rows ÷ (4 × actors)))")
+    shard_rows: int | None = Field(
+        None,
+        ge=1,
+        description="rows of a shard, the unit of commit and progress; default: a quarter of an actor's rows up to "
+        "256, a 32nd of them above 8,192, at most 4,096",
+    )
     shard_bytes: int = Field(64 * 2**20, ge=1, description="uncompressed input bytes per shard")
     max_error_rate: float = Field(
         0.01, ge=0, le=1, description="largest share of rows with an error; above it `run` ends with exit status 3"

@@ -85,7 +85,8 @@ def with_agreement(
     if on_vllm:
         generator = {**generator, "vllm": None, "cache_bytes": generator["cache_bytes"] or 2**30}
     record = _record(config, manifest.identity)
-    agreement, origin = _read(record), ", measured before"
+    agreement = _read(record)
+    origin = ", measured before" if config.input.since is None else ", measured before on rows of an earlier run"
     if agreement is None:
         rows = spread_rows(manifest.files, manifest.shards, config.schedule.agreement_rows)
         urls = {row.url for row in rows}
@@ -119,8 +120,12 @@ def with_agreement(
 
 
 def _record(config: JobConfig, identity: Mapping[str, Any]) -> Path:
-    """Return a measurement's file in this machine's cache. Its name depends on all but the input's content."""
-    inputs = {key: value for key, value in identity["input"].items() if key != "files"}
+    """Return a measurement's file in this machine's cache. Its name depends on all that the measurement depends on.
+
+    The runs over a growing table share one measurement, although each answers other files.
+    """
+    left_out = "" if config.input.since is None else "files"
+    inputs = {key: value for key, value in identity["input"].items() if key != left_out}
     names = ("model", "schedule", "sampling", "choices", "output_format", "reasoning", "answers_version")
     kept = {key: identity[key] for key in names}
     values = {**kept, "input": inputs, "rows": config.schedule.agreement_rows}

@@ -74,9 +74,14 @@ def clock_speedups(
 
 def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shards: pa.Table) -> Iterator[str]:
     """Yield lines that say what a job has done and cost. runs: recorded runs. shards: a table with `STATS_SCHEMA`."""
+    if not totals.shards:
+        yield f"no shard is committed yet: 0 of {counted(manifest.rows, 'row')}"
+        return
     answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
+    of_all = "" if totals.rows == manifest.rows else f"{totals.rows:,} of "
+    rows = counted(manifest.rows, "row")
     yield (
-        f"{counted(totals.rows, 'row')}{answers} in {counted(totals.shards, 'shard')}, {totals.errors:,} with an "
+        f"{of_all}{rows}{answers} in {counted(totals.shards, 'shard')}, {totals.errors:,} with an "
         f"error; {totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} generated tokens"
     )
     yield _nominal(manifest, totals)
@@ -107,7 +112,7 @@ def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shar
     whole, decode_alone = clock_speedups(manifest.agreement, totals, held)
     if whole is not None and totals.layer_steps < totals.full_layer_steps:
         alone = "" if decode_alone is None else f", decode alone {decode_alone:.2f}x"
-        yield f"speed-up on the clock: {whole:.2f}x{alone}, over full depth as timed on the sampled rows"
+        yield f"speed-up on the clock: {whole:.2f}x{alone}, start-up included, over full depth as timed on sampled rows"
     if manifest.agreement is not None:
         yield f"agreement with full depth, before the start: {manifest.agreement}"
     if totals.shared_prompt_tokens:

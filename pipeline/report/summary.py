@@ -53,7 +53,7 @@ def print_report(
         table.add_row(*(value(shard) for value in columns.values()))
     console.print(table)
     console.print()
-    lines = [*total_lines(manifest, totals, runs, shards), *([_labels(totals)] if totals.labels else [])]
+    lines = [*total_lines(manifest, totals, runs, shards), *([_labels(totals, manifest)] if totals.labels else [])]
     lines += [f"warning: {line}" for line in totals.warnings]
     if totals.duplicate_ids:
         lines.append(f"warning: {totals.duplicate_ids:,} rows have the id of an earlier row")
@@ -81,14 +81,17 @@ def _columns(totals: Totals) -> dict[str, Callable[[ShardStats], str]]:
     return {title: cell for title, cell in columns.items() if title not in hidden}
 
 
-def _labels(totals: Totals) -> str:
-    """Return the number of answers of each of the most frequent labels, and of all others."""
+def _labels(totals: Totals, manifest: Manifest) -> str:
+    """Return the number of answers of each of the most frequent labels and of all others, and labels without any."""
     counts = [(" ".join(label.split())[:LABEL_CHARS], count) for label, count in totals.labels.items()]
     shown, rest = counts[:SHOWN_LABELS], sum(count for _, count in counts[SHOWN_LABELS:])
     shown.append((f"{len(counts) - SHOWN_LABELS} other labels", rest))
     shown.append(("labels that are not counted by name", totals.unnamed_labels))
     answers = sum(count for _, count in shown)
-    return "labels: " + ", ".join(f"{label} {count:,} ({count / answers:.1%})" for label, count in shown if count)
+    line = "labels: " + ", ".join(f"{label} {count:,} ({count / answers:.1%})" for label, count in shown if count)
+    unused = [label[:LABEL_CHARS] for label in manifest.identity.get("choices") or () if label not in totals.labels]
+    names = ", ".join(unused) if len(unused) <= SHOWN_LABELS else counted(len(unused), "label")
+    return f"{line}; never chosen: {names}" if unused and not totals.unnamed_labels else line
 
 
 def print_result(console: Console, folder: Folder, result: JobResult, show: int) -> None:
@@ -105,8 +108,8 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
         console.print()
     if result.fresh_rows:
         print_report(console, result.manifest, read_parquet(folder.read(STATS)), result.totals, read_runs(folder))
-        rows, rate = counted(result.fresh_rows, "row"), result.fresh_rows / result.seconds
-        lines = [f"{rows} in {result.seconds:.1f} s with start-up, {rate:,.1f} rows/s"]
+        of_all = result.fresh_rows < result.totals.rows
+        lines = [f"this run answered {counted(result.fresh_rows, 'row')} of them"] if of_all else []
     else:
         lines = [f"nothing left to do: all {result.totals.rows:,} rows are answered already"]
     if written := sorted(recorded(folder)):

@@ -1,5 +1,7 @@
 """Put the most similar labelled tickets before each ticket, the most similar one last, by the words that they share.
 
+KNOWN.csv has the columns text and label; TICKETS.csv text, and to score the answers truth, which the job keeps.
+
 python configs/recipes/labels/nearest.py KNOWN.csv TICKETS.csv OUT.parquet
 python configs/recipes/labels/nearest.py ANSWERS
 """
@@ -14,19 +16,19 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-SYSTEM = "Name the topic of the ticket: billing, bug, account or shipping."
-
 
 def main(known_file: str, tickets_file: str, out: str, examples: int = 8) -> None:
     """Write the chats."""
     known, tickets = (list(csv.DictReader(Path(file).read_text().splitlines())) for file in (known_file, tickets_file))
     words = [set(re.findall(r"\w+", row["text"].lower())) for row in known]
+    *labels, last = dict.fromkeys(row["label"] for row in known)
+    system = {"role": "system", "content": f"Name the topic of the ticket: {', '.join(labels)} or {last}."}
     rarity = {word: math.log(len(words) / count) for word, count in Counter(w for one in words for w in one).items()}
     for ticket in tickets:
         own = set(re.findall(r"\w+", ticket["text"].lower()))
         order = sorted(range(len(known)), key=lambda row: sum(rarity[word] for word in own & words[row]))
         shots = [known[row] for row in order[-examples:]]
-        chat = [{"role": "system", "content": SYSTEM}]
+        chat = [system]
         for shot in shots:
             chat += [{"role": "user", "content": shot["text"]}, {"role": "assistant", "content": shot["label"]}]
         ticket["messages"] = [*chat, {"role": "user", "content": ticket["text"]}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -113,10 +114,16 @@ def test_it_is_printed_and_kept_and_measured_once(
     elsewhere = job(values, output={"path": str(tmp_path / "other")})
     assert run_in_process(elsewhere).manifest.agreement == found
     assert "over 15 rows, measured before\n" in capsys.readouterr().err
+    third, file = job(values, output={"path": str(tmp_path / "third")}), tmp_path / "in" / "a.parquet"
+    written = file.stat().st_mtime_ns
+    os.utime(file, ns=(written, written + 1))  # replaced: it may hold other rows
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        run_in_process(third)
+    os.utime(file, ns=(written, written))
     for record in (tmp_path / "cache" / "agreement").iterdir():
         record.write_text("{")
     with pytest.raises(pytest.fail.Exception, match="measured again"):
-        run_in_process(job(values, output={"path": str(tmp_path / "third")}))
+        run_in_process(third)
 
 
 def test_the_figures_are_those_of_the_full_depth_answers(values: dict[str, Any], checkpoint: Path) -> None:

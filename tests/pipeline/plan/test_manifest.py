@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import shutil
 from dataclasses import replace
@@ -83,18 +82,19 @@ def refusal(config: JobConfig, stored: Manifest | None = None) -> str:
         (10, {"min": 1, "max": 5}, None, 1),
         (10, {}, 5, 2),
         (10, {}, 100, 3),
-        (40_000, {"count": 2}, None, 4096),
-        (30_000, {"count": 2}, None, 3750),
+        (5_000, {}, None, 256),
+        (40_000, {"count": 2}, None, 625),
+        (300_000, {"count": 2}, None, 4096),
     ],
 )
-def test_shards_are_a_quarter_of_an_actors_rows(
+def test_an_actor_gets_4_shards_of_a_small_job_and_32_of_a_larger_one(
     tmp_path: Path, checkpoint: Path, rows: int, actors: dict[str, int], limit: int | None, shard_rows: int
 ) -> None:
     pq.write_table(table(rows), tmp_path / "a.parquet")
     manifest = plan(job(tmp_path / "a.parquet", checkpoint, actors=actors), limit)
     assert manifest.batching.shard_rows == shard_rows
     most = actors.get("max", actors.get("count", 1))
-    assert shard_rows == min(4096, math.ceil(min(rows, limit or rows) / (4 * most)))
+    assert len(manifest.shards) >= most
     assert all(shard.rows <= shard_rows for shard in manifest.shards)
 
 

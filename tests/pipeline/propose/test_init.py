@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
+from pipeline.checkpoints.resolve import PLACEHOLDER, resolve_checkpoint
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config, parse_yaml, validated
-from pipeline.propose import PLACEHOLDER, Sample, job_text, propose, true_answers, write_job_file
+from pipeline.propose import Sample, job_text, propose, true_answers, write_job_file
 
 
 def written(folder: Path, *arguments: str) -> tuple[Any, Path]:
@@ -123,6 +124,8 @@ def test_a_folder_of_json_lines_has_its_format(tmp_path: Path, monkeypatch: pyte
     sample, _ = write_job_file(str(tmp_path / "in"), tmp_path / "job.yaml")
     config = load_config(JobConfig, tmp_path / "job.yaml")
     assert sample.files == 1 and config.input.format == "jsonl" and config.model.path == PLACEHOLDER
+    with pytest.raises(UserError, match=r"model\.path: owner/name@revision is an example: replace it"):
+        resolve_checkpoint(config.model, config.storage)
 
 
 @given(st.dictionaries(st.text(min_size=1), st.lists(st.text(), min_size=2, max_size=2), min_size=1, max_size=4))

@@ -275,6 +275,8 @@ def test_the_report_can_be_read(folder: Folder) -> None:
     measured = replace(MANIFEST, agreement=Agreement(16, False, 200, 190, 0.04))
     shown = "agreement with full depth, before the start: 0.95 of 200 tokens as at full depth, token KL 0.04 nats"
     assert shown in printed(read_records(folder, FINGERPRINT), measured)
+    assert "no shard is committed yet: 0 of 10 rows" in printed(to_table([]))
+    assert "4 of 10 rows in 1 shard" in printed(to_table([part_stats(SHARDS[0])]))
     none = [replace(part_stats(SHARDS[2]), duplicate_ids=0)]
     assert "no decode steps" in printed(to_table(none)) and "have the id" not in printed(to_table(none))
 
@@ -290,6 +292,9 @@ def test_answers_of_one_token_have_no_columns_of_decode_steps() -> None:
     named = sum(100 - number for number in range(12))
     assert f"labels: label [b]0 100 ({100 / 2400:.1%}), " in text and f"2 other labels {90 + 89}" in text
     assert f"labels that are not counted by name {2400 - named:,}" in text
+    known = replace(MANIFEST, identity={**MANIFEST.identity, "choices": ["yes", "no", "maybe"]})
+    few = replace(one, label_counts=json.dumps({"yes": 1200}))
+    assert "labels: yes 1,200 (100.0%); never chosen: no, maybe\n" in printed(to_table([few]), known)
     told = printed(to_table([part_stats(SHARDS[0])]))
     assert "decode s" in told and "labels" not in told and "rows/s" not in told
 
@@ -307,7 +312,7 @@ def test_a_line_of_progress() -> None:
     last = progress_line(run, rates([(0.4, RunProgress()), (60.0, run)], 60.0, work), 60.0, work)
     run = RunProgress(6, 700, 3, 0, kinds=(("prompt is null", 2), ("no …", 1)))
     assert " rows (3 errors: 2 prompt is null, 1 no …)  " in progress_line(run, {}, 1.0, work)
-    assert last == "8/8 shards  1,000/1,000 rows (1 errors)  11.7 rows/s  1:00 elapsed"
+    assert last == "8/8 shards  1,000/1,000 rows (1 error)  11.7 rows/s  1:00 elapsed"
 
 
 @pytest.mark.parametrize(("waited", "rate"), [(0, 10.0), (4, 10.0), (5, 10.0), (15, 5.0), (95, 1.0)])
