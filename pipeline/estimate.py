@@ -282,7 +282,7 @@ def time_speeds(
 
     Args:
         generator: Arguments of `Generator`, checkpoint and speed adapter as `fetch` takes them.
-        chosen: Name of the job's own speed, which is always timed, as 1x is; others if time allows a whole call.
+        chosen: Name of the job's own speed. It and 1x are always timed, another speed if there is time for a call.
         size: Maximum rows of a call.
         seconds: Time for all speeds after the first model is loaded. The first calls may exceed it.
 

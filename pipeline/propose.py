@@ -101,7 +101,7 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
 
 def first_rows(url: str, size: int, version: str, kind: str, storage: StorageConfig) -> dict[str, list[Any]]:
     """Return column name -> values of a file's first rows. Raise UserError if none of these rows can be read."""
-    names: list[str] = [""]  # no column's name: the first scan finds the names, the second one their types
+    names: list[str] = [""]  # no column has this name: the first scan finds the names, the second the types
     for _ in range(2):
         file, schema = read_layout(url, size, version, storage, kind, TextColumns(names), ROWS)
         names = schema.names

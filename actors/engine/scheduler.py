@@ -21,7 +21,7 @@ MOST_NESTED = 50  # deepest recursion of the search for shared beginnings
 Prompt = tuple[int, ...]
 Saved = tuple[
     int, list[tuple[Prompt, Sequence[Prompt]]]
-]  # number of prompt tokens saved; each shared beginning with its prompts
+]  # number of prompt tokens saved; (shared prefix, prompts that start with it)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,9 @@ class Request:
     schedule: Schedule | None = None  # the row's own, with the engine's keep order; None: the engine's schedule
 
     def new_tokens_limit(self, context_length: int) -> int:
-        """Return the most new tokens: the row's limit, or what the context leaves; for choices, the longest label's.
+        """Return the largest number of new tokens: the row's limit or the room in the context, whichever is smaller.
+
+        With choices it is the number of tokens of the longest label.
 
         Raises:
             UserError: The prompt is empty or fills the context, or the choices do not fit into it.

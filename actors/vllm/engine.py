@@ -328,7 +328,9 @@ def grammar(constraint: Constraint) -> str:
         return trie_grammar(constraint)
     if isinstance(constraint, Grammar):
         return constraint.lark
-    raise UserError(f"{constraint.name}: engine vllm has no forms behind thinking; leave reasoning out")
+    raise UserError(
+        f"{constraint.name}: engine vllm cannot constrain an answer that follows thinking: leave `reasoning` out"
+    )
 
 
 def trie_grammar(trie: ChoiceTrie) -> str:

@@ -22,7 +22,7 @@ class PromptCache:
             store(request, min(num_computed_tokens, request.num_prompt_tokens), *args, **options)
 
         def get_computed_blocks(request: Any, *args: Any, **options: Any) -> Any:
-            """Find blocks of the prompt only: if another prompt contains the answer, it ran other layers there."""
+            """Find cached blocks for the prompt only: tokens of an answer ran other layers than those of a prompt."""
             hashes = request.block_hashes
             request.block_hashes = hashes[: request.num_prompt_tokens // manager.block_pool.hash_block_size]
             try:

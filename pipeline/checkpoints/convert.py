@@ -38,9 +38,9 @@ PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 ROPE_FACTORS = re.compile(r"(^|\.)rope_(freqs|factors)")  # tensors by which a model scales its rope
 # query_pre_attn_scalar is not in the file, and differs from the library's default
 OTHER_SCALING = {("gemma2", 46): "Gemma 2 27B", ("gemma3", 62): "Gemma 3 27B"}
-# rules by which byte-level BPE cuts a text first, by their names in llama.cpp, whose ids a test holds for each; all but
-# that of smollm are the library's. Not tekken and gpt-4o: at accents llama.cpp's rules are not the published ones.
-WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")  # a word of the vocabulary is one token, merged or not
+# llama.cpp's names of the pre-tokenization rules that `_tokenizer` knows; a test compares token ids with its own.
+# Not tekken and gpt-4o: their rules in llama.cpp differ from the published ones at accents.
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")  # a word of the vocabulary stays one token, without merges
 PRE_TOKENIZERS = ("gpt-2", "olmo", "smollm", "dbrx", "smaug-bpe", "qwen2", "deepseek-r1-qwen", *WHOLE_WORDS)
 UNREADABLE = (ValueError, KeyError, OSError, TypeError, AttributeError)  # errors of transformers' reader
 
@@ -234,7 +234,7 @@ def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> 
 
 
 def _token_ids(header: GgufHeader) -> dict[str, Any]:
-    """Return the ids of the tokens that begin, end and pad a text. An answer ends with a sequence or with a turn."""
+    """Return the ids of the tokens that begin, end and pad a text. End of sequence and of turn both end an answer."""
     ids = {name: header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
     ends = [*dict.fromkeys(ids[name] for name in ("eos", "eot") if ids[name] is not None)]
     return {

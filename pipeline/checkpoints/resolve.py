@@ -58,7 +58,7 @@ class RemoteCheckpoint:
     def pinned(
         cls, path: str, store: BucketStore | HubStore, files: Sequence[RemoteFile], cache: str | None
     ) -> RemoteCheckpoint:
-        """Pin these files of a store. Their name in the nodes' caches is unique."""
+        """Pin files of a store, and derive the unique key of this set of files in the nodes' caches."""
         commit = store.revision if isinstance(store, HubStore) else None
         text = "\n".join([path, str(commit), *(f"{file.name} {file.size} {file.version}" for file in files)])
         name = re.sub(r"[^\w.-]+", "-", path.removeprefix("s3://"))[-60:].strip("-.")
@@ -130,7 +130,7 @@ class ResolvedCheckpoint:
 
 
 def _versions(source: str | RemoteCheckpoint) -> dict[str, str]:
-    """Return the digest or listed version of every file, by name."""
+    """Return file name -> digest of a local file, or version as the store lists it."""
     if isinstance(source, str):
         return digests(Path(source))
     return {file.name: f"{file.size}:{file.version}" for file in source.files}

@@ -37,7 +37,8 @@ class CatalogConfig(Section):
         None, description="URI, such as sqlite:////data/catalog.db; one with a password belongs in the environment"
     )
     warehouse: Place | None = Field(
-        None, description="where new tables are stored: a local or s3:// folder, or the catalog's name for a place"
+        None,
+        description="where new tables are stored: a local or s3:// folder, or the name of a warehouse of the catalog",
     )
 
     def properties(self) -> dict[str, str]:

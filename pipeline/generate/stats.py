@@ -84,13 +84,13 @@ class ShardStats(Counts):
     finished: float = _unit("s since 1970", 0.0, "none")
     device: str = _unit("name", "", "none")
     node: str = _unit("host name and start of the Ray node's id", "", "none")
-    attempt: int = _unit("1; 2 after a restart of the actor", 0, "none")
+    attempt: int = _unit("1, or 2 if the actor has been restarted", 0, "none")
     rebuilt: bool = _unit("the record was lost and rebuilt from the part", False, "none")
     actor: str = _unit("id of the actor, the same after a restart", "", "none")
     loaded: float = _unit("s since 1970 when the actor had its model", 0.0, "none")
     error_kinds: str = _unit("JSON of `error_kinds`", "", "none")
     label_counts: str = _unit("JSON of `label_counts`", "", "none")
-    common_answers: str = _unit("JSON of {text: answers}, the most frequent texts", "", "none")
+    common_answers: str = _unit("JSON of {text: number of answers} for the most frequent texts", "", "none")
 
     @classmethod
     def from_record(cls, values: dict[str, Any]) -> ShardStats:

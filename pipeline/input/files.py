@@ -321,7 +321,7 @@ def input_root(section: InputConfig, storage: StorageConfig, urls: Collection[st
         fs, inside = filesystem(path, storage)
         url = inside if isinstance(fs, LocalFileSystem) else f"s3://{inside}"
         folders.append((os.path.dirname(url) if url in urls else fixed_part(url)).split("/"))
-    return "/".join(os.path.commonprefix(folders))  # noqa: RUF071 (of lists it compares their components)
+    return "/".join(os.path.commonprefix(folders))  # noqa: RUF071 (of lists, commonprefix compares whole components)
 
 
 def list_pinned(

@@ -73,7 +73,7 @@ class OutputTable(Protocol):
     """A table as output, which need not exist. A method that refuses raises a one-line UserError naming the table."""
 
     def check(self, schema: pa.Schema) -> None:
-        """Refuse a table that cannot hold files of this schema: it has other columns or partitions, or lacks a type."""
+        """Refuse a table that cannot hold files of this schema: other columns or partitions, or an unknown type."""
 
     def snapshot_of(self, fingerprint: str) -> int | None:
         """Return the snapshot committed by the job with this fingerprint; None if there is none."""

@@ -1,1 +1,1 @@
-"""Pins what determines a job before anything runs: identity, shards, batching, memory."""
+"""Plans a job before anything runs: fixes its identity, shards and batching, and checks the memory that it needs."""

@@ -1,7 +1,7 @@
-"""Measures, before a new job below full depth begins, its agreement with full depth, and refuses a low one.
+"""Measures, before a new job begins, how often its schedule agrees with full depth, and refuses too low an agreement.
 
-The measurement is stored in the plan, and in this machine's cache for later jobs of the same checkpoint, schedule
-and prompts, such as the runs over a growing table.
+A job at full depth is not measured. The result is stored in the plan. It is also kept in this machine's cache for later
+jobs with the same checkpoint, schedule and prompts, such as the runs over a growing table.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.isolated import Died
 
 log = logging.getLogger(__name__)
-LITTLE = 0.1  # share of layer runs; a schedule that skips more of answers, but less of the whole, gains little
+LITTLE = 0.1  # a schedule gains little if it skips this share of the answers' layer runs, but less of all layer runs
 
 
 def can_gain(schedule: Schedule, spec: PromptSpec) -> bool:
     """Tell whether some token of the job can run fewer layers than at full depth.
 
-    No token can if every answer has one token, which the prompt's forward pass predicts.
+    No token can if prompts run all layers and every answer has one token, which the prompt's forward pass predicts.
     """
     if len(schedule.prompt_layers) < schedule.num_layers:
         return True
     if schedule.is_full_depth:
         return False
     if spec.input.choices is not None or spec.input.sampling or spec.input.is_batch:
-        return True  # the answer depends on the row
+        return True  # the length of an answer depends on its row
     if not spec.choices:
         return spec.sampling.max_new_tokens > 1
     tokenizer = tokenizer_of(spec.checkpoint)
@@ -50,7 +50,7 @@ def can_gain(schedule: Schedule, spec: PromptSpec) -> bool:
 
 
 def announce_no_gain(schedule: Schedule, spec: PromptSpec) -> None:
-    """Print a line if the schedule skips layers, but none of this job's."""
+    """Print a line if the schedule skips layers, but cannot skip any in this job."""
     if not schedule.is_full_depth and not can_gain(schedule, spec):
         announce(
             "this schedule cannot make the job faster: every answer has one token, which the prompt's pass predicts, "
@@ -59,7 +59,7 @@ def announce_no_gain(schedule: Schedule, spec: PromptSpec) -> None:
 
 
 def is_measured(config: JobConfig, schedule: Schedule, spec: PromptSpec) -> bool:
-    """Tell whether a new job measures its agreement.
+    """Tell whether the agreement of a new job with full depth is measured.
 
     The library engine measures it, so a model that vLLM splits over GPUs or quantizes is not measured.
     """
@@ -76,10 +76,11 @@ def with_agreement(
     generator: Mapping[str, Any],
     hardware: Hardware,
 ) -> Manifest:
-    """Measure and print a new job's agreement, and return the plan with it. spec, generator: as the stages take them.
+    """Measure and print a new job's agreement with full depth, and return the plan with `agreement` set.
 
-    A process with an actor's resources measures it. If that process dies, a warning is logged, and the quarantine
-    finds the deadly row later. Raises UserError if the agreement is below `schedule.min_agreement`.
+    A process with an actor's resources measures it. If that process dies, a warning is logged. When the job runs, the
+    quarantine finds the row that killed it. generator: arguments of `Generator`, as the generate stage takes them.
+    Raises UserError if the agreement is below `schedule.min_agreement`.
     """
     on_vllm = generator["vllm"] is not None
     if on_vllm:
@@ -99,7 +100,7 @@ def with_agreement(
             log.warning("agreement with full depth is not measured: the process died (%s)", error)
             return manifest
         if on_vllm:
-            # these ratios are the library engine's
+            # the library engine was timed, not vLLM
             agreement = replace(agreement, prefill_ratio=None, decode_ratio=None)
         write_record(record, asdict(agreement))
         origin = ""

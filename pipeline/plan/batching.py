@@ -1,4 +1,4 @@
-"""The engine of a job, and values that shape its batches, fixed when it is first planned."""
+"""Chooses a job's engine, and the values that shape its batches, when the job is first planned."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pipeline.messages import install_command
 from pipeline.plan.hardware import Hardware
 
 log = logging.getLogger(__name__)
-GPU_CACHE_BYTES = 8 * 2**30  # cache of an actor on a whole GPU
-SPREAD = 3  # limit ÷ median length, up to which few answers are much longer than most
-FEW_ROWS = 16  # rows of a batch, up to which a step takes about as long with fewer of them
+GPU_CACHE_BYTES = 8 * 2**30  # KV cache of an actor on a whole GPU
+SPREAD = 3  # if the length limit is at most this many median lengths, few answers are much longer than most
+FEW_ROWS = 16  # the decode steps of a batch of at most this many rows hardly get faster when some rows end
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,18 @@ class Batching:
 
     shard_rows: int  # maximum rows of a shard
     shard_bytes: int  # maximum uncompressed bytes of a shard's row groups
-    cache_bytes: int  # key-value cache of an actor
+    cache_bytes: int  # bytes of an actor's KV cache
     max_batch: int  # maximum rows of a batch
     threads: int  # torch threads of an actor
-    prefix: tuple[int, ...] = ()  # token ids that all prompts begin with, computed once per actor
-    planned: float = 0.0  # time of planning, s since 1970; the present time for chat templates
+    prefix: tuple[int, ...] = ()  # token ids of the prompts' shared prefix, which an actor computes once
+    planned: float = 0.0  # time of planning, s since 1970; chat templates read it as the current time
     scheduler: str = "lock_step"
-    root: str | None = None  # see `PartSpec`; None in a job that an earlier version planned
-    retries: bool = False  # the shards hold only rows that had an error in an earlier incremental run
+    root: str | None = None  # folder of all input files, see `PartSpec`; None in a job planned by an old version
+    retries: bool = False  # whether the shards hold only rows that failed in an earlier incremental run
 
 
 def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, hardware: Hardware | None) -> Batching:
-    """Return the batching of a new job over `rows` rows, without a shared prefix. hardware: as for `plan_job`."""
+    """Return the batching of a new job over `rows` rows, without a shared prefix. hardware: see `plan_job`."""
     actors = config.actors
     cpus, memory, nodes = process_cpus(), process_memory(), 1
     if hardware is not None and not actors.gpus and None in (actors.threads, actors.cache_bytes):
@@ -67,11 +67,12 @@ def default_shard_rows(rows: float) -> int:
 
 
 def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
-    """Return `actors.scheduler`, else lock_step for answers of similar length, else refill.
+    """Return `actors.scheduler` if it is set, else lock_step for answers of similar length, else refill.
 
-    Labels have similar lengths, and answers that end only at their limit. So do other answers if the limit is at
-    most SPREAD times their median length (the schedule's horizon) and batches hold more than FEW_ROWS rows, unless
-    rows bring their own limits. `tests/benchmarks/speed.py --schedulers lock_step,refill` compares both.
+    vLLM always refills. Labels have similar lengths, and so do answers that end only at their length limit. For other
+    answers, lock_step is chosen if the limit is at most SPREAD times their median length (the schedule's horizon),
+    batches hold more than FEW_ROWS rows, and rows have no sampling parameters of their own.
+    `tests/benchmarks/speed.py --schedulers lock_step,refill` compares both.
     """
     if config.model.engine == "vllm":
         return "refill"
@@ -91,10 +92,10 @@ def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
 
 
 def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
-    """Return the job with the engine chosen by `model.engine: auto`, and the number of GPUs that vLLM's workers need.
+    """Return the job with its engine set to library or vllm, and with the number of GPUs that vLLM's workers need.
 
-    stored: engine of the job that goes on, which stays. Raises UserError if vLLM is asked for, and is not installed or
-    cannot do what the job needs.
+    stored: engine of the job that is resumed, which `model.engine: auto` keeps. Raises UserError if vLLM is asked for
+    but is not installed, or cannot do what the job needs.
     """
     model, gpus = config.model, config.actors.gpus
     engine: str = "vllm" if model.vllm is not None else model.engine

@@ -44,13 +44,13 @@ _CSV_TYPES = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
 
 
 def kept_columns(config: JobConfig) -> list[str]:
-    """Return the input columns that the parts hold besides the id; for a batch file also the endpoint."""
+    """Return the input columns that are copied to the output besides the id; of a batch file also `url`."""
     added = ["url"] if config.input.is_batch and "url" not in config.output.keep else []
     return [*config.output.keep, *added]
 
 
 def optional_columns(config: JobConfig) -> tuple[str, ...]:
-    """Return the names from `OPTIONAL_FIELDS` that the job writes."""
+    """Return the optional answer columns (names from `OPTIONAL_FIELDS`) that the job writes."""
     written = {
         "token_ids": config.output.token_ids,
         "cumulative_logprob": config.output.cumulative_logprob,
@@ -63,7 +63,7 @@ def optional_columns(config: JobConfig) -> tuple[str, ...]:
 
 
 def parsed_column(config: JobConfig) -> pa.DataType | None:
-    """Return the type of the column `parsed`; None without it. Raises UserError for a schema without a single type."""
+    """Return the type of the answer column `parsed`; None without `output.parse`. Raises UserError as `parsed_type`."""
     if not config.output.parse:
         return None
     assert config.output_format is not None
@@ -71,7 +71,7 @@ def parsed_column(config: JobConfig) -> pa.DataType | None:
 
 
 def check_columns(config: JobConfig) -> None:
-    """Raise UserError if a column read or kept has the name of one of the job's own columns."""
+    """Raise UserError if an input column has the name of a column that the job adds, or is copied twice."""
     for name in needed_columns(config):
         if name in ADDED and name not in config.output.keep:
             raise UserError(f"input: column {printable(name)} has a name that the job uses; rename it")
@@ -90,7 +90,7 @@ def check_columns(config: JobConfig) -> None:
 
 
 def check_type(config: JobConfig, name: str, kind: pa.DataType, url: str) -> None:
-    """Raise UserError if column `name` of file `url` has a type that the job cannot read there."""
+    """Raise UserError if the job cannot read column `name` of the file `url` because of its type, `kind`."""
     section = config.input
     for column, fits, rule in (
         (section.prompt_column, is_text(kind) or _is_ids(kind), "a prompt must be string, or a list of token ids"),
@@ -101,7 +101,7 @@ def check_type(config: JobConfig, name: str, kind: pa.DataType, url: str) -> Non
             "sampling must be a struct, a map with string keys, or JSON as string",
         ),
         ("custom_id" if section.is_batch else None, is_text(kind), "a custom_id must be string"),
-        (_format_column(config), is_text(kind), "a form must be string"),
+        (_format_column(config), is_text(kind), "an output format must be string"),
         (section.tools, is_text(kind) or _is_structs(kind), "tools must be a list of structs, or JSON as string"),
         (section.choices, _is_list(kind) and is_text(kind.value_type), "choices must be a list of strings"),
     ):

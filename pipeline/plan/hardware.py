@@ -1,4 +1,4 @@
-"""The hardware of a job's actors, as planning needs to know it."""
+"""What planning needs to know of the hardware that a job's actors run on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 class Hardware:
-    """This process: actor and calls run here. Backends with other processes override this class."""
+    """Hardware of a job that runs in this process. Backends that start other processes override the methods."""
 
     @property
     def on_this_machine(self) -> bool:
@@ -24,15 +24,15 @@ class Hardware:
         return process_cpus(), process_memory(), 1
 
     def call_isolated(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function that may kill its process. Raises Died if it did and the backend survives."""
+        """Call a function that may kill its process. Backends that call it in another process raise Died if it does."""
         return function(*arguments)
 
     def call_as_actor(self, actors: ActorsConfig, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function once with the resources of an actor. Raises Died if its process dies, where possible."""
+        """Call a function with an actor's resources. Backends that use another process raise Died if that dies."""
         return self.call_as_actors(actors, function, [arguments])[0]
 
     def call_as_actors(
         self, actors: ActorsConfig, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
     ) -> list[Result]:
-        """Call a function as `call_as_actor` for each of `calls`, in parallel if the resources suffice."""
+        """Call a function, as `call_as_actor` does, with each tuple of arguments; in parallel if resources suffice."""
         return [function(*arguments) for arguments in calls]

@@ -21,7 +21,7 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import filesystem
 
 log = logging.getLogger(__name__)
-DIGEST_BYTES = 4 * 2**30  # local files together; above it, their modification times alone decide
+DIGEST_BYTES = 4 * 2**30  # if local files are larger together, they have no digests: modification times decide
 RUN_FOLDER = "2026-01-31T00-00-00Z"  # an example of the dated folders of incremental runs
 
 
@@ -30,8 +30,8 @@ def check_output_disjoint(
 ) -> None:
     """Raise UserError if an output folder holds input files, or is read as input. Compares real paths.
 
-    listed: URLs of the input files, where they are known. output: the folder; default `output.path`. key: of the
-    folder in the job file.
+    listed: URLs of the input files, if known. output: the output folder; default `output.path`. key: key of the job
+    file that names the output folder, for messages.
     """
     shown = output or config.output.path
     folder = _real(shown, config.storage)
@@ -41,7 +41,7 @@ def check_output_disjoint(
         place = os.path.realpath(url) if os.path.islink(url) else f"{real_folder(os.path.dirname(url))}/"
         if place.startswith(f"{folder}/"):
             raise UserError(f"{key}: {shown} holds the input file {url}; choose another folder")
-    # an Iceberg table is a name in a catalog
+    # for an Iceberg table, `input.path` is a name in a catalog
     for given in config.input.path if config.input.format != "iceberg" else ():
         path = _real(given, config.storage)
         if glob.has_magic(path) and not os.path.lexists(path):
@@ -65,10 +65,10 @@ def check_same_input(config: JobConfig, began: Sequence[str]) -> None:
 
 
 def with_digests(files: Sequence[InputFile]) -> list[InputFile]:
-    """Record the SHA-256 of local files, so that a file uploaded again with the same bytes counts as unchanged.
+    """Record the SHA-256 of local files, so that a file written again with the same bytes counts as unchanged.
 
-    No digest is recorded if the local files have more than `DIGEST_BYTES` together: planning stays short. A
-    store's own version, the ETag, needs no digest.
+    To keep planning short, no digest is recorded if the local files together are larger than `DIGEST_BYTES`. Files in
+    S3 need no digest, because their version is the ETag.
     """
     local = [file for file in files if _is_local(file.url)]
     if sum(file.size for file in local) > DIGEST_BYTES:
@@ -78,14 +78,14 @@ def with_digests(files: Sequence[InputFile]) -> list[InputFile]:
 
 
 def has_same_content(url: str, digest: str, version: str) -> bool:
-    """Tell whether a local file, modified at `version`, has the content of a recorded digest; "" is never the same."""
+    """Tell whether a local file with modification time `version` has this SHA-256; False if `digest` is ""."""
     return bool(digest) and _is_local(url) and _digest(url, version) == digest
 
 
 def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFile]:
-    """Return the pinned files with their present versions. Raises UserError if one is gone or has other content.
+    """Return the pinned files with their current versions. Raises UserError if a file is gone or its content changed.
 
-    Logs the number of files that are not pinned.
+    Logs a warning with the number of listed files that are not pinned.
     """
     files = []
     for file in pinned:

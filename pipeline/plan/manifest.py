@@ -1,7 +1,7 @@
 """The plan of a job: its identity, its input files and shards, and the values that shape its batches.
 
-The fingerprint is a digest of the identity: all that can change an answer. `plan_files.py` saves the plan; a resumed
-job reads it from there.
+The identity holds everything that can change an answer, and the fingerprint is its digest. `plan_files.py` saves the
+plan for a resumed job.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def plan_job(
     hardware: Hardware | None = None,
     preview: bool = False,
 ) -> Manifest:
-    """Plan a new job, or the continuation of a stored one with its pinned files and batching.
+    """Plan a new job. If `stored` is given, plan the continuation of that job with its pinned files and batching.
 
     Args:
         limit: number of input rows; None is all.
         files: input files; default all files of `input.path`.
         hardware: determines a new job's threads and cache; default this process.
-        preview: plan only to answer the first `limit` rows: no later rows are read, and no prefix is shared.
+        preview: plan only for answers to the first `limit` rows: no later rows are read, and no prefix is shared.
 
     Raises:
         UserError: input is missing, unreadable, of the wrong type, or changed since the stored job began.
@@ -117,10 +117,10 @@ def plan_job(
             asked, planned = getattr(config.actors, name), getattr(batching, name)
             if asked not in (None, planned):
                 log.warning("actors.%s = %s is ignored: this job was planned with %s", name, asked, planned)
-    # a file uploaded again with the same bytes has another version, but does not make another job
+    # a file written again with the same bytes has another version, but the job stays the same
     identity = _identity(config, resolved, schedule, stored.files if stored else pinned, batching, limit)
     if stored is not None and stored.identity == json.loads(json.dumps(identity)):
-        fingerprint = stored.fingerprint  # the fingerprint of an earlier version, if keys have been removed
+        fingerprint = stored.fingerprint  # an old version may have computed it with keys since removed
     else:
         fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     agreement = None if stored is None else stored.agreement
@@ -180,10 +180,10 @@ def coverage_problems(manifest: Manifest) -> list[str]:
 
 
 def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> tuple[list[InputFile], pa.Schema]:
-    """Return the pinned files, and one schema of the needed columns for all. UserError as for `plan_job`.
+    """Return the pinned files, and one schema for the needed columns of all files. Raises UserError as `plan_job` does.
 
-    With `input.unreadable: later` each file that cannot be read is left out with a warning. limit: rows to read of
-    each text file; None is all.
+    With `input.unreadable: later`, each file that cannot be read is left out with a warning. limit: maximum number of
+    rows to read from each text file; None is all.
     """
     text = text_columns(config)
     table = input_table(config.input, config.storage) if config.input.is_table else None
@@ -242,13 +242,13 @@ def _identity(
 
 
 def _model_values(model: ModelConfig) -> dict[str, Any]:
-    """Return keys of `model` that can change an answer; a job planned before two of these keys existed lacks them."""
+    """Return the keys of `model` that can change an answer. Old jobs lack two of them, which are left out if unset."""
     values = model.model_dump(exclude={"path", "cache", "speed_adapter"})
     return {name: value for name, value in values.items() if value is not None or name not in ("weights", "vllm")}
 
 
 def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
-    """Return the end tokens if an earlier version, which did not take their union, had others."""
+    """Return the end tokens if old versions of this program, which read fewer places, found others; else {}."""
     checkpoint, tokenizer = resolved.checkpoint, tokenizer_of(known_tokenizer(resolved))
     ends = set(end_tokens(checkpoint.path, tokenizer, checkpoint.config.vocab_size))
     same = ends == ends_before_the_union(checkpoint.path, tokenizer, checkpoint.config)
@@ -256,7 +256,7 @@ def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
 
 
 def _input_identity(config: JobConfig) -> dict[str, Any]:
-    """Return keys of `input` that can change an answer; a job planned before two of these keys existed lacks them."""
+    """Return the keys of `input` that can change an answer. Old jobs lack two of them, which are left out if unset."""
     left_out = {"since", "changed", "unreadable", "retry", "csv_field_bytes", "duplicate_ids"}
     values = config.input.model_dump(mode="json", exclude=left_out)
     if not config.input.is_table:
@@ -265,7 +265,7 @@ def _input_identity(config: JobConfig) -> dict[str, Any]:
         if values[name] == default:
             del values[name]
     if any(map(is_template, config.input.chat_texts)):
-        values["chat_texts"] = "templates"  # an earlier version did not treat these texts as templates
+        values["chat_texts"] = "templates"  # old versions of this program did not treat these texts as templates
     return values
 
 
@@ -288,7 +288,7 @@ def newest(config: JobConfig) -> TablePin | None:
 
 
 def pinned_snapshot(config: JobConfig, stored: Manifest | None) -> int | None:
-    """Return the snapshot that the job file names, else that of the stored job, else the newest, as `newest`."""
+    """Return the snapshot that the job file names, else the stored job's snapshot, else the newest; None for files."""
     if not config.input.is_table or config.input.snapshot is not None:
         return config.input.snapshot
     if stored is not None:

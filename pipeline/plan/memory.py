@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 def log_memory_estimate(
     config: JobConfig, checkpoint: ResolvedCheckpoint, batching: Batching, hardware: Hardware
 ) -> None:
-    """Log the memory estimate; raise UserError if this machine cannot hold the actors, or weights are damaged.
+    """Log how much memory actors need. Raise UserError if this machine cannot hold them, or weights are damaged.
 
-    An actor on a GPU checks that GPU's free memory itself before it loads.
+    The free memory of a GPU is not checked here: an actor does that before it loads the model.
     """
     if not checkpoint.checkpoint.in_library:
         log.info("model: vLLM checks weights and memory; at most %d rows in flight", batching.max_batch)
@@ -41,7 +41,7 @@ def log_memory_estimate(
 
 
 def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedCheckpoint, batching: Batching) -> Need:
-    """Return the memory of one actor. Raises UserError if the weights do not fit the config."""
+    """Return the memory that one actor needs. Raises UserError if the weights' shapes do not fit the config."""
     on_gpu = _on_gpu(model, actors)
     if (stored := checkpoint.checkpoint.stored) is not None and model.weights is None:
         runs = stored.run(model.dtype, on_gpu=on_gpu)
@@ -53,9 +53,9 @@ def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedChe
 
 
 def check_weights(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], name: str) -> None:
-    """Raise UserError if tensors of these shapes are not the weights of a model of this config.
+    """Raise UserError if names or shapes of `tensors` do not fit a model of this config. name: for messages.
 
-    The check builds a model, so its success is recorded in this machine's cache.
+    The check builds a model. It is skipped if this machine's cache records that it has succeeded before.
     """
     from transformers import __version__
 
@@ -68,7 +68,7 @@ def check_weights(config: PretrainedConfig, tensors: Mapping[str, StoredTensor],
 
 
 def describe(need: Need, dtype: str, actors: ActorsConfig) -> str:
-    """Return one line: parameters, their bytes, the bytes of an actor, and the number of actors."""
+    """Return a line with the number of parameters, the memory of an actor, and the number of actors."""
     count = f"{actors.min} to {actors.max}" if actors.min is not None else str(actors.most)
     ending = "" if count == "1" else "s"
     return (

@@ -1,9 +1,9 @@
-"""The files of a plan in an output folder.
+"""Saves and loads the files of a plan in an output folder.
 
     _job/inputs.parquet, plan.parquet, schema.arrow     input files, shards, types of the columns read
     _job/job.json                                       identity, batching, and the digests of the other three
 
-Every file is compared with its digest when it is loaded: a flipped bit would lose and repeat rows.
+Loading compares every file with its digest, because a flipped bit would make the job lose or repeat rows.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pipeline.storage.parquet import read_parquet
 
 JOB, PLAN, INPUTS, SCHEMA = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet", "_job/schema.arrow"
 FORMAT = 5
-CHECK = ',\n  "check": "'  # key in job.json of the digest of all bytes before it
+CHECK = ',\n  "check": "'  # last key in job.json; its value is the digest of all bytes before it
 
 
 def save(folder: Folder, manifest: Manifest) -> None:
-    """Write the plan; `job.json`, which holds the digests of the other files, last."""
+    """Write the plan. `job.json`, which holds the digests of the other files, is written last."""
     columns = {name: [getattr(shard, name) for shard in manifest.shards] for name in _SHARDS.names}
     files = {
         INPUTS: _parquet(pa.Table.from_pylist([asdict(file) for file in manifest.files], schema=_FILES)),
@@ -86,7 +86,7 @@ def load(folder: Folder) -> Manifest | None:
 
 
 def is_own(text: bytes) -> bool:
-    """Tell whether a damaged job.json may be this program's. One of another program is valid and has no fingerprint."""
+    """Tell whether this program may have written a damaged job.json: it is not valid JSON, or has a fingerprint."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -98,12 +98,12 @@ _REMEDY = "restore the file from a copy, or start again with --overwrite"
 
 
 def _with_check(text: bytes) -> bytes:
-    """Append the digest of these bytes, and the last brace, to a JSON object without its last brace."""
+    """Complete a JSON object that lacks its last brace: append the key with the digest of `text`, and the brace."""
     return text + CHECK.encode() + _sha256(text).encode() + b'"\n}\n'
 
 
 def _job_values(name: str, text: bytes) -> dict[str, Any]:
-    """Return the values of a job.json. UserError if it is damaged or of another format."""
+    """Return the values in the text of job.json. Raises UserError if it is damaged or has another format."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -130,7 +130,7 @@ _SHARDS = pa.schema([("index", pa.int64()), ("url", pa.string()), ("first_row", 
 
 
 def _shards(table: pa.Table) -> list[Shard]:
-    """Return the shards of a plan. Shards of one file share one URL string."""
+    """Return the shards in plan.parquet. To save memory, shards of the same file share one URL string."""
     urls: dict[str, str] = {}
     indices, files, firsts, rows = (table[name].to_pylist() for name in _SHARDS.names)
     shared = [urls.setdefault(url, url) for url in files]

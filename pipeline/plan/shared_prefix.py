@@ -24,8 +24,8 @@ from pipeline.runtime.isolated import Died
 from pipeline.storage.folder import STORE_ERRORS
 
 log = logging.getLogger(__name__)
-SAMPLE_ROWS = 16  # rows read of each sampled shard
-SPECIAL_TOKENS = 4  # special tokens that a tokenizer may put before a text, at most
+SAMPLE_ROWS = 16  # rows read from each sampled shard
+SPECIAL_TOKENS = 4  # maximum number of special tokens that a tokenizer puts before a text
 
 
 def sampled_prefix(
@@ -36,16 +36,16 @@ def sampled_prefix(
     spec: PromptSpec,
     hardware: Hardware,
 ) -> list[int]:
-    """Return the token ids with which rows near the start of the first, the middle and the last shard begin.
+    """Return the token ids with which all sampled prompts begin: rows from the first, the middle and the last shard.
 
-    hardware: prepares the rows in a process that a row may kill; then there is no prefix, and the
-    quarantine finds the row later.
+    The rows are prepared in an isolated process. If a row kills that process, the result is [], and the quarantine
+    finds the row when the job runs.
     """
     sampled = [shards[place] for place in sorted({0, len(shards) // 2, len(shards) - 1})] if shards else []
     by_url = {file.url: file for file in files}
     readable = []
     for place in dict.fromkeys(_beginning(by_url[shard.url], shard) for shard in sampled):
-        with suppress(*STORE_ERRORS, pa.ArrowException):  # the read task of the shard reports them
+        with suppress(*STORE_ERRORS, pa.ArrowException):  # the shard's read task will report the error
             readable += [table for _, table in read_shards(files, [place], schema, storage)]
     if any(_differ(table, spec) for table in readable):
         return []
@@ -58,15 +58,15 @@ def sampled_prefix(
 
 
 def prompt_ids(tables: Sequence[bytes], spec: PromptSpec) -> list[list[int]]:
-    """Return the token ids of rows without an error, of tables in IPC format."""
+    """Return the prompt token ids of the rows in `tables` (Arrow IPC bytes), without the rows that have an error."""
     prepared = [prepare_table(from_ipc(table), spec)[PROMPT_IDS].to_pylist() for table in tables]
     return [ids for ids in itertools.chain.from_iterable(prepared) if ids]
 
 
 def _differ(table: pa.Table, spec: PromptSpec) -> bool:
-    """Tell whether texts of a column differ so early that they cannot share `SHORTEST_PREFIX` tokens.
+    """Tell whether the prompt column's texts differ so early that they cannot share `SHORTEST_PREFIX` tokens.
 
-    Each token holds at least one byte. If True, no process needs to tokenize.
+    A token holds at least one byte, so the first bytes can show this without a tokenizer.
     """
     column = spec.input.prompt_column
     if column is None or spec.chat is not None or not is_text(table.schema.field(column).type):
@@ -76,7 +76,7 @@ def _differ(table: pa.Table, spec: PromptSpec) -> bool:
 
 
 def _beginning(file: InputFile, shard: Shard) -> Shard:
-    """Return the first rows of the row group in which the shard begins: later ones would cost reading all before."""
+    """Return rows to sample: the first ones of the row group in which the shard begins, which cost least to read."""
     if file.format != "parquet":
         return replace(shard, rows=min(shard.rows, SAMPLE_ROWS))
     starts = list(itertools.accumulate(file.group_rows, initial=0))

@@ -33,7 +33,7 @@ from pipeline.runtime.signals import Interrupted, graceful
 Result = TypeVar("Result")
 ISOLATED_SECONDS = 300.0  # time limit of an isolated call during planning
 TASK_CPUS = 0  # CPUs of a read or prepare task: actors may hold all, or another dataset have asked Ray Data for all
-TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # tasks of a stage at the same time; each new worker process costs imports
+TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # concurrent tasks of a stage; few, as each worker process imports libraries
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # most rows and bytes of a read task, or one row group
 SHARDS_OF_ACTOR = 2  # one shard is answered; the next one waits, or begins while the last rows of the first finish
 CALL_RETRIES = 1  # retries of a call whose actor's process died: its node may have gone
@@ -119,7 +119,7 @@ class RaySession:
 
 
 def _shards(method: Callable[[], set[int]]) -> Callable[[], set[int]]:
-    """Return a method of the coordinator that returns no shards if the coordinator does not answer."""
+    """Wrap a method of the coordinator: it returns no shards if the coordinator does not answer."""
 
     def call() -> set[int]:
         try:
@@ -136,7 +136,7 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
     actors, place = stages.actors, _place()
     most = max(2, actors.most * TASKS_OF_ACTOR["gpu" if actors.gpus else "cpu"])  # tasks of a stage at the same time
     with warnings.catch_warnings():
-        # Ray Data retries a task whose process died without limit, unless max_retries is passed in a deprecated way
+        # if a task's process dies, Ray Data retries it without limit; only the deprecated max_retries sets a limit
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
         batches: Dataset = ray.data.read_datasource(
             source,
@@ -146,8 +146,8 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
             ray_remote_args={"max_retries": READ_RETRIES, **place},
         )
         context = batches.context  # a copy of the caller's, inherited by the datasets below
-        # a block a shard, and with one number of blocks none is split: a `repartition` in place of both takes a whole
-        # CPU, and waits for it where another dataset of the cluster has asked for all others
+        # with this size each shard becomes a block of its own, and override_num_blocks=1 keeps blocks whole;
+        # `repartition` would need a whole CPU, which another dataset of the cluster may hold
         context.target_max_block_size = 1
         context.enable_progress_bars = context.print_on_execution_start = verbose
         scale_for(context.autoscaling_config, stages.calls)
@@ -181,7 +181,7 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
 class ShardSource(Datasource):
     """Ray Data source of shards: one block per shard, as `read_blocks` yields them.
 
-    A read task takes consecutive ones of one file, of at most `task_rows` and `task_bytes` unless one has more.
+    A read task reads consecutive shards of one file: at most `task_rows` rows and `task_bytes` bytes, or one shard.
     """
 
     def __init__(self, read: Read, task_rows: int, task_bytes: int, output: str) -> None:
@@ -198,7 +198,7 @@ class ShardSource(Datasource):
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
         return [
-            ReadTask(  # refers not to self, which would be pickled into every task
+            ReadTask(  # must not refer to self, which would be pickled into every task
                 partial(_read, task, self.output),
                 BlockMetadata(len(task.shards), size_bytes=None, input_files=(task.files[0].url,), exec_stats=None),
             )
@@ -213,9 +213,9 @@ def _read(task: Read, output: str) -> Iterator[pa.Table]:
 
 
 def scale_for(scaling: AutoscalingConfig, calls: int) -> None:
-    """Let a pool whose actors take several calls at once grow and shrink like a pool whose actors take one.
+    """Scale a pool as if each actor took one call at a time, although actors may take several.
 
-    Ray measures by its calls how busy an actor is; one with a shard at work and another waiting is as busy as can be.
+    Ray measures by the number of calls how busy an actor is. One shard at work and one waiting keep it fully busy.
     """
     scaling.actor_pool_util_upscaling_threshold /= calls
     scaling.actor_pool_util_downscaling_threshold /= calls

@@ -252,7 +252,9 @@ def _address(head: subprocess.Popen[str]) -> str:
 def _announce_death(head: subprocess.Popen[str]) -> None:
     """Print that the local Ray has died: Ray's C++ code ends this process some seconds later without a message."""
     if head.wait() != 0:
-        announce("the job's Ray has died: see this machine's memory and its kernel's log; the same command goes on")
+        announce(
+            "the job's Ray has died: see memory and kernel log of this machine; run the same command again to resume"
+        )
 
 
 def _end(head: subprocess.Popen[str]) -> None:

@@ -171,7 +171,7 @@ def test_a_horizon_that_no_answer_has_is_refused(checkpoint: Path) -> None:
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "skipdecode.json"])
 def test_json_nested_too_deeply_is_refused_in_one_line(checkpoint: Path, name: str) -> None:
     (checkpoint / name).write_text("[" * 100_000)
-    with pytest.raises(UserError, match=rf"^{checkpoint}/{name}: not JSON of a checkpoint: nested too deeply$"):
+    with pytest.raises(UserError, match=rf"^{checkpoint}/{name}: no JSON file of a checkpoint is nested so deeply$"):
         inspect(checkpoint)
 
 

@@ -67,8 +67,8 @@ def _held(schema: Schema, root: Schema, place: str, *, after: bool, no_patterns:
         tag = _tag(branches, root)
         if tag is None and not after and not _types_differ(branches, root):
             raise UserError(
-                f"oneOf at #{place}: its branches do not exclude each other, by a property with a const or enum in "
-                f"each or by their types: write anyOf, or {CHECKED}"
+                f"oneOf at #{place}: its branches do not exclude each other: give each another type, or a common "
+                f"property with another const or enum; or write anyOf, or {CHECKED}"
             )
         if tag is not None:
             branches = [{**one, "required": [*dict.fromkeys([*_required(one, root), tag])]} for one in branches]

@@ -44,7 +44,8 @@ class OutputFormat:
         check = value.get(CHECK)
         if check not in (None, AFTER) or (check is not None and kind != "json_schema"):
             raise UserError(
-                f"{CHECK} = {check!r}: must be '{AFTER}', and only for json_schema: checks what no grammar can express"
+                f"{CHECK} = {check!r}: must be '{AFTER}', and only for json_schema: it checks the finished "
+                f"answer for what no grammar can express"
             )
         return cls(kind, text, check == AFTER)
 

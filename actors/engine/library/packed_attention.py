@@ -24,9 +24,9 @@ NAME = "skipdecode_packed"
 class Attendance:
     """Says which keys each of N tokens attends to. It replaces transformers' attention mask.
 
-    tokens: [G * Q], index of the token at each padded place. places: [N], padded place of each token. visible: bool
-    [G, 1, Q, C + Q], whether a token attends to a key. earlier: keys and values [G or 1, H, K, D] of earlier tokens, C
-    in all. states: keys and values [G, H, Q, D] of the last pass.
+    The tokens form G groups, each padded to Q places. tokens: [G * Q], index of the token at each place. places: [N],
+    place of each token. visible: bool [G, 1, Q, C + Q], whether a token attends to a key. earlier: keys and values
+    [G or 1, H, K, D] of C earlier tokens, the sum of all K. states: keys and values [G, H, Q, D] of the newest pass.
     """
 
     tokens: Tensor
@@ -60,7 +60,7 @@ def attend(
     """Attend: query [1, A, N, D], key and value [1, H, N, D] -> [1, N, A, D]. attention_mask: an `Attendance`."""
     attendance = cast(Attendance, attention_mask)
     device = query.device.type
-    if torch.is_autocast_enabled(device):  # before the padded copies are made; rotation leaves float32
+    if torch.is_autocast_enabled(device):  # the rotary embedding has returned float32; cast back before copies are made
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
     queries, keys, values = (attendance.padded(states) for states in (query, key, value))
     attendance.states = keys, values

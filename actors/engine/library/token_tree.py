@@ -55,7 +55,7 @@ def prompt_tokens(rows: Sequence[Sequence[int]], start: int) -> Tokens:
 
 
 def prompt_ranks(layers: int, running: Iterable[int]) -> Tensor:
-    """Return ranks [1, layers] for `run_level` with which tokens of depth 1 run only the layers `running`."""
+    """Return ranks [1, layers] for `run_level`: 0 for the layers in `running`, so that depth 1 runs exactly these."""
     ranks = torch.ones(1, layers, dtype=torch.long)
     ranks[:, list(running)] = 0
     return ranks
@@ -116,7 +116,8 @@ def run_level(
 def _layout(
     tokens: Tokens, runs: Tensor, groups: int, above: Sequence[Places], window: int | None, device: torch.device
 ) -> tuple[Tensor | None, Attendance, Places]:
-    """Return the index of the tokens that run (None: all), their `Attendance` without `earlier`, and their places."""
+    """Return the indices of the tokens that run (None: all), their `Attendance`, whose `earlier` is still empty, and
+    their places in the padded groups."""
     index = runs.nonzero()[:, 0]
     group, branch, position = (values[index] for values in (tokens.groups, tokens.branches, tokens.positions))
     counts = torch.bincount(group, minlength=groups)

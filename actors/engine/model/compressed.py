@@ -175,7 +175,7 @@ def _layers(folder: Path, kind: Kind, opened: ExitStack) -> dict[str, Parts]:
     from safetensors import safe_open
 
     found: dict[str, Parts] = {}
-    kinds: dict[str, str] = {}  # layer -> type of its codes that are not packed
+    kinds: dict[str, str] = {}  # layer -> type of its quantized weights, for layers that do not store them packed
     for name in weight_files(folder, names_in(folder)):
         file: Any = opened.enter_context(safe_open(folder / name, framework="pt"))
         for key in file.keys():  # noqa: SIM118

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from actors.engine.errors import UserError
 from actors.engine.model.layer_weights import GELU, SILU, LayerWeights, NormWeights, Projection
 
-if TYPE_CHECKING:  # a driver asks for a config's family without torch
+if TYPE_CHECKING:  # not imported when running: a job's driver needs no torch to look up a family
     from torch import Tensor, nn
     from transformers import PretrainedConfig
 

@@ -29,7 +29,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_bytes())
     except RecursionError:
-        raise UserError(f"{path}: not JSON of a checkpoint: nested too deeply") from None
+        raise UserError(f"{path}: no JSON file of a checkpoint is nested so deeply") from None
     except ValueError as error:
         raise UserError(f"{path}: not JSON: {error}") from None
     if not isinstance(values, dict):

@@ -93,7 +93,7 @@ class BreakEven:
         if self.at_rows is None:
             verdict = f"never, for {speed} saves no time on this hardware; adaptation does not pay"
         elif self.rows < self.at_rows:
-            verdict = f"{self.at_rows:,} rows; {job}, so that adaptation does not pay for it alone"
+            verdict = f"{self.at_rows:,} rows; {job}, so for this job alone adaptation does not pay"
         else:
             verdict = (
                 f"{self.at_rows:,} rows; {job}: {duration(without)} become {duration(without - self.saved)}, "

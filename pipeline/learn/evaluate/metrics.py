@@ -111,13 +111,13 @@ def bleu_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -
 
 
 def exact_match_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-    """Return [N, 2]: 1 if the text equals a reference but for case and outer white space, else 0; and 1."""
+    """Return [N, 2]: 1 if the text equals a reference but for case and outer white space, else 0; the second is 1."""
     pairs = zip(texts, references, strict=True)
     return mean_statistics([normalized(text) in map(normalized, each) for text, each in pairs])
 
 
 def same_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
-    """Return [N, 2]: 1 if both texts are the same, character by character, else 0; and 1."""
+    """Return [N, 2]: 1 if both texts are the same, character by character, else 0; the second is 1."""
     return mean_statistics([text == other for text, other in zip(texts, others, strict=True)])
 
 

@@ -90,7 +90,7 @@ def test_from_the_break_even_on_time_is_saved_and_before_it_is_not(
         ),
         (
             BreakEven(100, 0.2, 0.1, 999),
-            "break-even: 1,000 rows; this job has 999 rows, so that adaptation does not pay",
+            "break-even: 1,000 rows; this job has 999 rows, so for this job alone adaptation does not pay",
         ),
         (
             BreakEven(100, 0.2, 0.1, 10_000, actors=4),  # each row saves a quarter of it
