@@ -1,4 +1,4 @@
-"""Convert a GGUF file to a checkpoint folder: safetensors, tokenizer, chat template, generation config.
+"""Converts a GGUF file to a checkpoint folder: safetensors, tokenizer, chat template, generation config.
 
 transformers reads the file. This module refuses files of which transformers would ignore a part, and tokenizes texts as
 llama.cpp does.
@@ -31,12 +31,12 @@ from actors.engine.model.fitting import check_report
 from actors.engine.model.loading import inspect
 from actors.engine.model.weights import gib
 
-# families, by their names in GGUF, that engine and transformers' reader support; Mistral's files say llama
+# GGUF's names of the families that the engine and transformers' reader support; Mistral's files say llama
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt2")
 PLAIN = {"F32", "F16", "BF16"}  # tensor types that are not quantized
 PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
-ROPE_FACTORS = re.compile(r"(^|\.)rope_(freqs|factors)")  # tensors by which a model scales its rope
-# query_pre_attn_scalar is not in the file, and differs from the library's default
+ROPE_FACTORS = re.compile(r"(^|\.)rope_(freqs|factors)")  # names of tensors that scale the rope
+# (architecture, layers) of models that need another query_pre_attn_scalar than the library's; GGUF does not hold it
 OTHER_SCALING = {("gemma2", 46): "Gemma 2 27B", ("gemma3", 62): "Gemma 3 27B"}
 # llama.cpp's names of the pre-tokenization rules that `_tokenizer` knows; a test compares token ids with its own.
 # Not tekken and gpt-4o: their rules in llama.cpp differ from the published ones at accents.
@@ -50,10 +50,10 @@ class GgufHeader:
     """The header of a GGUF file."""
 
     path: Path
-    values: dict[str, Any]  # entries that are single values, by key, such as ``llama.block_count``; True for a list
+    values: dict[str, Any]  # key, such as ``llama.block_count`` -> value; True for an entry with several values
     tokens: int  # size of the vocabulary
-    types: frozenset[str]  # names of its tensors' types, such as Q4_1
-    rows: dict[str, int]  # rows of each tensor
+    types: frozenset[str]  # names of the tensors' types, such as Q4_1
+    rows: dict[str, int]  # tensor name -> number of rows
     elements: int  # number of elements of all tensors
 
     @property
@@ -61,7 +61,7 @@ class GgufHeader:
         return str(self.values.get("general.architecture", ""))
 
     def of_model(self, key: str) -> Any:
-        """Return an entry of the architecture, such as ``attention.key_length``; None if there is no such entry."""
+        """Return the architecture's entry `key`, such as ``attention.key_length``; None if there is no such entry."""
         return self.values.get(f"{self.architecture}.{key}")
 
     @property
@@ -113,7 +113,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read a header. Raises UserError for a file that is not GGUF, is cut short, or is not converted."""
+    """Read the header of a GGUF file. Raises UserError if it is not GGUF, is damaged, or cannot be converted."""
     from gguf import GGUFReader
 
     if not path.is_file():
@@ -139,10 +139,10 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[str], None]) -> None:
-    """Write the checkpoint of a GGUF file into `output`, a new or empty folder, which appears once it is complete.
+    """Convert a GGUF file to a checkpoint in `output`, a new or empty folder, which appears once it is complete.
 
-    dtype: type of the written weights. report: called with lines of text about the progress. Raises UserError for a
-    file that cannot be converted, or a folder that holds files; before weights are read.
+    dtype: type of the written weights. report: called with lines of text about the progress. Raises UserError if the
+    file cannot be converted, or `output` holds files; most reasons are found before weights are read.
     """
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise UserError(f"OUT: {output} exists and is not empty; remove it, or choose a new folder")
@@ -160,7 +160,7 @@ def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[st
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     for path in partial.iterdir():
-        path.chmod((partial / "config.json").stat().st_mode)  # safetensors lets the owner alone read weights
+        path.chmod((partial / "config.json").stat().st_mode)  # safetensors makes weights readable by their owner only
     inspect(partial)
     partial.rename(output.resolve())
     if not tokenizer.chat_template:
@@ -191,12 +191,12 @@ def _config(header: GgufHeader) -> PretrainedConfig:
 
 
 def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokenizerBase:
-    """Return the file's tokenizer, which splits texts as llama.cpp does. Raises UserError for an unknown rule."""
+    """Return the file's tokenizer, which splits texts as llama.cpp does. Raises UserError if its rule is unknown."""
     rule, is_bpe = header.values.get("tokenizer.ggml.pre"), header.values["tokenizer.ggml.model"] == "gpt2"
     if is_bpe and rule not in PRE_TOKENIZERS:
         raise UserError(
-            f"{header.path}: tokenizer.ggml.pre = {rule!r}: texts might be cut into other tokens than llama.cpp's; "
-            f"held to its tokens are {', '.join(PRE_TOKENIZERS)}; take the safetensors checkpoint"
+            f"{header.path}: tokenizer.ggml.pre = {rule!r}: texts might be split into other tokens than by llama.cpp; "
+            f"supported rules: {', '.join(PRE_TOKENIZERS)}; take the safetensors checkpoint"
         )
     try:
         tokenizer: PreTrainedTokenizerBase = _read(header, AutoTokenizer, trust_remote_code=False)
@@ -213,18 +213,18 @@ def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokeni
 
 
 def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the dequantized model. Raises UserError if a weight is missing, or a weight of the file was left out."""
+    """Return the dequantized model. Raises UserError if the file lacks a weight, or has one that the model lacks."""
     options = {"config": config, "dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
     # mismatched sizes are in the report
     model, report = _read(header, AutoModelForCausalLM, ignore_mismatched_sizes=True, **options)
     check_report(model, report, {}, str(header.path))
-    used = sum(parameter.numel() for parameter in model.parameters())  # tied weights count once
+    used = sum(parameter.numel() for parameter in model.parameters())  # parameters() yields tied weights once
     if used != header.elements:
         raise UserError(
             f"{header.path}: {header.elements:,} weights, and transformers' {config.model_type} has {used:,}: some "
             "would be left out; take the safetensors checkpoint"
         )
-    # the weights are dequantized; with these attributes the library would not save them as plain weights
+    # with these attributes the library would not save the dequantized weights as plain weights
     model.is_quantized, model.hf_quantizer = False, None
     for holder, name in ((model, "quantization_method"), (model.config, "quantization_config")):
         if getattr(holder, name, None) is not None:

@@ -16,7 +16,7 @@ SAMPLE_BYTES = 2**20  # bytes hashed at each end of a weights file; the header i
 
 @dataclass(frozen=True)
 class PinnedFolder:
-    """A local folder as the driver saw it. samples: name and sample of the content of every file."""
+    """A local folder as the driver saw it. samples: (file name, "size:SHA-256 of the content or its ends")."""
 
     path: str
     samples: tuple[tuple[str, str], ...]
@@ -28,7 +28,7 @@ def pin(folder: Path) -> PinnedFolder:
 
 
 def check_same(pinned: PinnedFolder, *, weights: bool) -> Path:
-    """Return the folder, if this node sees the files that the driver pinned.
+    """Return the folder if this node sees the same files in it as the driver.
 
     Small files are compared whole. Weights, if `weights` is set, are compared by their size and both ends. Raises
     UserError that names the host and the first file that differs.

@@ -97,7 +97,7 @@ class ResolvedCheckpoint:
         return {**values, "hub": self.source.path, "commit": self.source.commit}
 
     def pinned(self) -> PinnedFolder | RemoteCheckpoint:
-        """Return the source for other processes: there, `fetch` refuses files that differ from the planned ones."""
+        """Return the source for other processes. `fetch` then refuses files that differ from those at planning."""
         return pin(Path(self.source)) if isinstance(self.source, str) else self.source
 
     def pinned_adapter(self) -> PinnedFolder | RemoteCheckpoint | None:
@@ -105,16 +105,16 @@ class ResolvedCheckpoint:
         return pin(Path(self.adapter)) if isinstance(self.adapter, str) else self.adapter
 
     def schedule(self, changes: dict[str, Any], model: ModelConfig, *, unadapted: bool) -> Schedule:
-        """Return the checkpoint's schedule with these keys changed.
+        """Return the checkpoint's schedule with `changes` to its keys.
 
-        UserError if it cannot be built, or `unadapted` is false and the checkpoint is not adapted to it.
+        Raises UserError if it cannot be built, or if the checkpoint is not adapted to it and `unadapted` is false.
         """
         if unadapted:
             return self.checkpoint.schedule(changes)
         return self.checkpoint.adapted_schedule(changes, model.path, "set schedule.unadapted: true")
 
     def weights_digest(self) -> str | None:
-        """Return the weights' digest, by which a speed adapter names its base; None if the store lists no SHA-256."""
+        """Return the weights' digest, which a speed adapter records as its base; None if the store lists no SHA-256."""
         if isinstance(self.source, str):
             return base_digest(self.checkpoint.path)
         found = {file.name: self.source.store.digests(file).get("sha256") for file in self.source.weights}
@@ -122,7 +122,7 @@ class ResolvedCheckpoint:
         return weights_digest(known) if len(known) == len(found) else None
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Read the headers of the weights from the local folder or the store."""
+        """Return tensor name -> tensor, read from headers of the weights in the local folder or the store."""
         if isinstance(self.source, str):
             return folder_tensors(self.checkpoint.path)
         with ThreadPoolExecutor(HEADERS_AT_ONCE) as threads:
@@ -212,8 +212,8 @@ def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: Storage
 def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True, report: Report | None = None) -> Path:
     """Return the checkpoint's folder on this node, downloaded if necessary; safe to call from many processes.
 
-    weights: whether the weights are needed too. report: receives a line now and then while files are downloaded;
-    default the log. Raises UserError if the files differ from the pinned ones, or the cache cannot hold them;
+    weights: whether the weights are needed too. report: is called with lines on the progress of a download; default:
+    the log. Raises UserError if the files differ from the pinned ones, or the cache cannot hold them;
     StoreFailed if the store fails.
     """
     if isinstance(source, str):
@@ -243,7 +243,7 @@ def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True
 
 
 def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
-    """Return the folder of a record; None if there is no record, or a file does not have its recorded size."""
+    """Return the folder that a record names; None without a record, or if a file's size is not the recorded one."""
     try:
         values = json.loads(record.read_text())
         folder = Path(values["folder"])
@@ -262,7 +262,7 @@ def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
 def _download(
     source: RemoteCheckpoint, files: Sequence[RemoteFile], folder: Path, report: Report | None
 ) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Return the folder with the files, and size and SHA-256 of each. A damaged file is downloaded once more."""
+    """Download files. Return their folder, and file name -> size and SHA-256. A damaged file is fetched once more."""
     store, problem = source.store, ""
     for _ in range(TRIES):
         with download_progress(source.path, sum(file.size for file in files), store.arrivals(folder), report):
@@ -283,7 +283,7 @@ def _download(
 
 
 def _verify(path: Path, file: RemoteFile, digests: dict[str, str]) -> str:
-    """Return the SHA-256 of a downloaded file. Raises UserError if size, digest or header differ from the store's."""
+    """Return a downloaded file's SHA-256. Raises UserError if size or header is wrong, or `digests` do not match."""
     if not path.is_file() or path.stat().st_size != file.size:
         raise UserError(f"{path}: not the {file.size} bytes that the store lists")
     sha256 = file_digest(path, "sha256")
@@ -298,7 +298,7 @@ def _verify(path: Path, file: RemoteFile, digests: dict[str, str]) -> str:
 
 @contextmanager
 def download_progress(path: str, total: int, folder: Path, report: Report | None = None) -> Iterator[None]:
-    """Report how much of a download of `total` bytes has arrived below a folder, while the context lasts."""
+    """During the block, report regularly how many of a download's `total` bytes have arrived in `folder`."""
     before = _bytes_in(folder)
 
     def tell() -> None:
@@ -310,7 +310,7 @@ def download_progress(path: str, total: int, folder: Path, report: Report | None
 
 
 def _bytes_in(folder: Path) -> int:
-    """Return the bytes on the disk below a folder; 0 if there is no folder."""
+    """Return the bytes on disk of all files below a folder; 0 if there is no folder."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # a file may vanish meanwhile

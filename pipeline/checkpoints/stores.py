@@ -1,6 +1,6 @@
-"""The stores of remote checkpoints, a bucket or the hub: listing, headers, downloads.
+"""Lists, inspects and downloads remote checkpoints in their stores: an S3 bucket or the hub.
 
-Their methods raise UserError if files are missing or access is refused, and StoreFailed if the store fails.
+Methods of the stores raise UserError if files are missing or access is refused, and StoreFailed if the store fails.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class BucketStore:
-    """A prefix in an S3 bucket."""
+    """A checkpoint folder (prefix) in an S3 bucket."""
 
     url: str
     storage: StorageConfig
@@ -78,9 +78,9 @@ class BucketStore:
         return folder
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
-        """Download files that `folder` lacks, and return `folder`. The caller holds its lock and verifies contents."""
+        """Download files that `folder` lacks, and return `folder`. The caller locks `folder` and verifies contents."""
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(".*.incomplete"):  # left by a killed process: this one holds the lock
+        for left in folder.glob(".*.incomplete"):  # a killed process left it: only the lock's holder writes here
             left.unlink()
         present = {path.name: path.stat().st_size for path in folder.iterdir()}
         missing = [file for file in files if present.get(file.name) != file.size]
@@ -105,7 +105,7 @@ class BucketStore:
         # the checksum of a multipart upload covers its parts, not the object
         if "-" not in checksum and head.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":
             found["sha256"] = base64.b64decode(checksum).hex()
-        # the ETag is the content's MD5 unless it came in parts, under a key of KMS, or into a directory bucket
+        # the ETag is the content's MD5, except for multipart uploads, encryption with a KMS key and directory buckets
         encrypted = head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head
         if re.fullmatch(r"[0-9a-f]{32}", file.version) and not encrypted and not bucket.endswith("--x-s3"):
             found["md5"] = file.version
@@ -115,7 +115,7 @@ class BucketStore:
         fs, path = filesystem(self.url, self.storage)
         temporary = folder / f".{file.name}.{uuid.uuid4().hex}.incomplete"
         with fs.open(f"{path}/{file.name}", "rb", block_size=CHUNK, cache_type="none") as source:
-            # reads are of this version: s3fs sends it as If-Match
+            # s3fs sends the ETag as If-Match, so that all reads are of this version
             if str(source.details.get("ETag", file.version)).strip('"') != file.version:
                 raise UserError(
                     f"{self.url}/{file.name}: changed since the job was planned; restore it, or start again with "
@@ -142,8 +142,8 @@ class BucketStore:
 class HubStore:
     """A commit of a model repository on the hub. huggingface_hub downloads it, with its own cache and locks.
 
-    endpoint: address of the hub; None is the public hub. cache: the folder `model.cache`, which holds the hub's; None:
-    huggingface_hub's, unless an environment variable names SkipDecode's.
+    endpoint: address of the hub; None is the public hub. cache: `model.cache`, the folder for downloads; None:
+    $SKIPDECODE_CACHE if it is set, else huggingface_hub's cache.
     """
 
     repo: str

@@ -1,1 +1,1 @@
-"""What an actor does with a prepared shard: the stage, its output columns, statistics, the run's coordinator."""
+"""The generate stage: actors answer prepared shards. Also its output columns, statistics, and the run's coordinator."""

@@ -1,9 +1,9 @@
-"""Measures how far a job's schedule agrees with full depth on some of the job's rows, where an actor would run.
+"""Measures how often a job's schedule agrees with full depth on some of the job's rows, in an actor's process.
 
-Full depth answers the rows greedily. Free text: over the tokens of these answers, the share at which the schedule's
-most likely token is full depth's, and the KL divergence of the distributions. Labels: the share of rows that get the
-same label. The share by chance is given too: for labels, always full depth's commonest one; for tokens, those
-of another row's answer at the same places.
+The model at full depth answers the rows greedily. Free text: the share of tokens in these answers for which schedule
+and full depth have the same most likely token, and the KL divergence. Labels: the share of rows that get the same label
+from both. Agreement by chance is counted too, against answers that do not depend on their row: full depth's commonest
+label for every row, or the tokens of another row's answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_TOKENS = 256  # later tokens of an answer are not compared
 class Example:
     """Full depth's greedy answer to a row."""
 
-    content: str  # digest of the row's file, or its version where there is no digest
+    content: str  # digest of the row's file; the file's version if it has no digest
     row: int  # number of the row in the file
     text: str
 
@@ -45,34 +45,34 @@ class Example:
 class Agreement:
     """Agreement of a schedule with full depth."""
 
-    rows: int = 0  # compared; others failed, or have no token that the schedule can change
-    labels: bool = False  # whether labels were compared, one a row, or tokens
-    compared: int = 0  # labels or tokens
-    agreed: int = 0
-    token_kl: float = 0.0  # KL(full depth || schedule), nats a token, mean
-    prompt_tokens: float = 0.0  # mean number of a row, without the shared prefix
-    answer_tokens: float = 0.0  # mean number of a row
-    skipped: float | None = None  # share of full depth's layer runs; None if `MOST_TOKENS` cut answers off
+    rows: int = 0  # rows that were compared; left out: rows that failed or have no token that the schedule can change
+    labels: bool = False  # whether one label for each row was compared; else the tokens of answers
+    compared: int = 0  # number of labels or tokens that were compared
+    agreed: int = 0  # number of these that agree
+    token_kl: float = 0.0  # KL(full depth || schedule) in nats, mean over the tokens
+    prompt_tokens: float = 0.0  # mean number per row, without the shared prefix
+    answer_tokens: float = 0.0  # mean number per row
+    skipped: float | None = None  # share of layer runs that the schedule skips; None if `MOST_TOKENS` cut answers
     examples: tuple[Example, ...] = ()  # full depth's answers that were not cut off
-    prefill_ratio: float | None = None  # full depth's seconds over the schedule's; None if not timed
-    decode_ratio: float | None = None  # the same ratio for a decode step of a row
-    by_chance: int | None = None  # number of compared ones that agree with answers that do not depend on their row
-    kappa: float | None = None  # Cohen's, of labels
+    prefill_ratio: float | None = None  # seconds at full depth ÷ seconds with the schedule; None if not timed
+    decode_ratio: float | None = None  # the same ratio of the seconds per row and decode step
+    by_chance: int | None = None  # labels or tokens that agree with an answer that does not depend on the row
+    kappa: float | None = None  # Cohen's kappa of the labels; None for tokens
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Agreement:
-        """Build it from the dict of `dataclasses.asdict`, also after JSON. Raises TypeError for other keys."""
+        """Build an agreement from a dict of `dataclasses.asdict`, also after JSON. Raises TypeError for other keys."""
         examples = tuple(Example(**example) for example in values.get("examples", ()))
         return cls(**{**values, "examples": examples})
 
     @property
     def share(self) -> float | None:
-        """The share that agrees; None if nothing was compared."""
+        """The share of labels or tokens that agree; None if none was compared."""
         return self.agreed / self.compared if self.compared else None
 
     @property
     def is_useless(self) -> bool:
-        """Whether answers that do not depend on their row agree as often; False if full depth gives one label only."""
+        """Whether the agreement is at or below chance; False if full depth gives every row the same label."""
         return self.by_chance is not None and self.agreed <= self.by_chance < self.compared
 
     def __str__(self) -> str:
@@ -97,10 +97,10 @@ def measure_agreement(
     generator: Mapping[str, Any],
     prefix: Sequence[int],
 ) -> Agreement:
-    """Answer rows at full depth, then compare the schedule with it. Rows that cannot be answered are passed over.
+    """Answer rows at full depth, and compare the schedule with full depth. Rows that fail are left out.
 
-    rows: shards of one row, whose own sampling parameters are ignored. generator: arguments of `Generator`, checkpoint
-    and speed adapter as `fetch` takes them. prefix: token ids with which the prompts begin.
+    rows: shards of one row each; sampling parameters of a row are ignored. generator: arguments of `Generator`; its
+    checkpoint and speed adapter are sources for `fetch`. prefix: token ids with which the prompts begin.
     """
     from actors.engine.library.divergence import Model, teacher_forced
 
@@ -113,7 +113,7 @@ def measure_agreement(
     if not given:
         return Agreement()
     full, fast = _generators(generator, len(given))
-    first = 1 if len(fast.schedule.prompt_layers) == fast.schedule.num_layers else 0  # token that may differ
+    first = 1 if len(fast.schedule.prompt_layers) == fast.schedule.num_layers else 0  # first token that may differ
     at_full, full_stats = _answers(full, given, prefix)
     answers = [answer for answer in at_full if len(answer.token_ids or ()) > first]
     if not answers:
@@ -162,7 +162,7 @@ def measure_agreement(
 
 
 def chance_of(labels: Sequence[tuple[str | None, str | None]]) -> tuple[int, float]:
-    """Return how often full depth gives its commonest label, and Cohen's kappa, of labels (full depth's, at speed)."""
+    """Return the count of full depth's commonest label, and Cohen's kappa. labels: (full depth's, at speed) per row."""
     full, fast = (Counter(column) for column in zip(*labels, strict=True))
     expected = sum(full[label] * fast[label] for label in full) / len(labels)
     agreed = sum(own == other for own, other in labels)
@@ -171,7 +171,7 @@ def chance_of(labels: Sequence[tuple[str | None, str | None]]) -> tuple[int, flo
 
 
 def _answers(generator: Generator, given: Sequence[Prompt], prefix: Sequence[int]) -> tuple[list[Answer], EngineStats]:
-    """Return greedy answers and the engine's counts, after a first row that warms the engine up."""
+    """Return answers and the engine's counts, after answering one row to warm the engine up."""
     generator.answer(given[:1], prefix)
     generator.take_stats()
     return generator.answer(given, prefix), generator.take_stats()
@@ -182,14 +182,14 @@ def _ratio(full: float, fast: float) -> float | None:
 
 
 def skipped_share(schedule: Schedule, prompt_tokens: int, answers: Sequence[int]) -> float:
-    """Return the share of full depth's layer runs that a schedule skips. answers: tokens of each row's answer."""
+    """Return the share of full depth's layer runs that a schedule skips. answers: number of tokens of each answer."""
     steps = [max(tokens - 1, 0) for tokens in answers]
     run = len(schedule.prompt_layers) * prompt_tokens + sum(schedule.layer_steps(count) for count in steps)
     return 1 - run / (schedule.num_layers * max(prompt_tokens + sum(steps), 1))
 
 
 def _generators(generator: Mapping[str, Any], rows: int) -> tuple[Generator, Generator]:
-    """Return the model at full depth, without a speed adapter, and under the job's schedule; both answer greedily."""
+    """Return two greedy generators: one at full depth without a speed adapter, and one with the job's schedule."""
     sampling = generator["sampling"]
     most = min(sampling["max_new_tokens"], MOST_TOKENS)
     greedy = {"temperature": 0.0, "n": 1, "logprobs": None, "max_new_tokens": most}

@@ -1,4 +1,4 @@
-"""The coordinator of a run: counts what is committed, knows what is at work, stops the run. Imports no ray."""
+"""The coordinator of a run: counts committed shards, knows the shards at work, stops the run. Imports no ray."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-SHOWN_KINDS = 3  # kinds of errors
+SHOWN_KINDS = 3  # number of kinds of errors that are shown
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Counts the rows that this run has committed, and tells what its actors do now."""
+    """Counts of what this run has committed, and of what its actors do now."""
 
     shards: int = 0
     rows: int = 0
@@ -22,23 +22,23 @@ class RunProgress:
     download: str = ""  # last line about a download
     at_work: int = 0  # shards that have begun and are not yet committed
     actors: int = 0  # number of actors that have loaded their model
-    kinds: tuple[tuple[str, int], ...] = ()  # answers with an error, by kind, the most frequent first
-    example: str = ""  # the newest answer that an actor has shown
+    kinds: tuple[tuple[str, int], ...] = ()  # (kind of error, number of answers), the most frequent first
+    example: str = ""  # prompt and answer that an actor has shown last
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Number of shards and rows of the job, and of those that earlier runs have committed."""
+    """Number of shards and rows of the job, and how many of them earlier runs have committed (`done_…`)."""
 
     shards: int
     rows: int
     done_shards: int
     done_rows: int
-    began: float = field(default_factory=time.time)  # s since 1970, when the command began
+    began: float = field(default_factory=time.time)  # time at which the command began, s since 1970
 
 
 class Coordinator:
-    """Shards at work and committed, and models being loaded: stages tell it, the driver reads and may stop the run."""
+    """Collects what actors report: shards at work and committed, models being loaded. The driver may stop the run."""
 
     def __init__(self) -> None:
         self.committed = RunProgress()
@@ -52,12 +52,12 @@ class Coordinator:
         self.example = ""
 
     def loading(self, actor: str | None) -> int:
-        """Note that an actor begins to load its model; return how many loads it began since the last complete one."""
+        """Note that an actor begins to load its model. Return how often it has begun since it last completed a load."""
         self.loads[actor] = self.loads.get(actor, 0) + 1
         return self.loads[actor]
 
     def downloading(self, actor: str | None, line: str) -> None:
-        """Note how far an actor's download of the checkpoint is."""
+        """Note a line about the progress of an actor's checkpoint download."""
         self.downloads[actor] = line
 
     def loaded(self, actor: str | None) -> None:
@@ -67,9 +67,9 @@ class Coordinator:
         self.actors.add(actor)
 
     def begin(self, shard: int) -> bool:
-        """Tell whether an actor may answer this shard: not in a run that stops, nor if it is committed already."""
+        """Tell whether an actor may answer a shard: not if the run stops, nor if the shard is committed already."""
         if self.stopped or shard in self.done:
-            self.at_work.discard(shard)  # the shard's first attempt has died
+            self.at_work.discard(shard)  # an earlier attempt at the shard has died
             return False
         self.at_work.add(shard)
         return True
@@ -79,7 +79,10 @@ class Coordinator:
         self.example = example
 
     def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int, kinds: str = "") -> None:
-        """Note that a shard is committed; first: by this attempt, whose numbers follow. kinds: as in `ShardStats`."""
+        """Note that a shard is committed. first: whether this attempt committed it, so that its counts are added.
+
+        kinds: `error_kinds` of `ShardStats`.
+        """
         self.done.add(shard)
         self.at_work.discard(shard)
         if first:

@@ -1,4 +1,4 @@
-"""A part: its columns, its table and its Parquet bytes. Imports no ray."""
+"""Makes a part (the output file of one shard): its columns, its table and its Parquet bytes. Imports no ray."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ PARSED = "parsed"
 
 @dataclass(frozen=True)
 class PartSpec:
-    """What a part holds."""
+    """What a part (the output file of one shard) holds."""
 
-    id_column: str | None  # copied to `id`; None makes ids from the file's path below `root` and row number
+    id_column: str | None  # column copied to `id`; None: an id is the file's path below `root` and the row number
     keep: tuple[str, ...]  # further input columns to copy
     optional: tuple[str, ...]  # names from `OPTIONAL_FIELDS`
-    fingerprint: str  # the job's, for the footer
-    num_layers: int  # the model's, for the footer
-    parsed: pa.DataType | None = None  # type of the column `parsed`, which holds the texts as values
-    root: str | None = None  # folder of all input files; None: made-up ids hold file names only, as in old jobs
+    fingerprint: str  # fingerprint of the job, for the footer
+    num_layers: int  # number of layers of the model, for the footer
+    parsed: pa.DataType | None = None  # type of the column `parsed`, which holds answers as values; None: no column
+    root: str | None = None  # folder of all input files; None (old jobs): generated ids hold file names only
 
 
 def row_ids(rows: pa.Table, id_column: str | None, root: str | None, shard: Shard) -> pa.Array | pa.ChunkedArray:
-    """Return ids of a shard's rows: the id column's values, else file and row number. root: as in `PartSpec`."""
+    """Return the ids of a shard's rows: values of the id column, else file and row number. root: see `PartSpec`."""
     if id_column is not None:
         return rows[id_column]
     name = os.path.basename(shard.url) if root is None else shard.url.removeprefix(f"{root}/")
@@ -60,7 +60,7 @@ def row_ids(rows: pa.Table, id_column: str | None, root: str | None, shard: Shar
 
 
 def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, shard: Shard) -> pa.Table:
-    """Return the output rows of a shard: id, kept columns, answers. An input row with several answers is repeated.
+    """Return a shard's output rows: id, kept columns, answer. An input row with several answers gives several rows.
 
     answers: sorted by row and sample index.
     """
@@ -80,7 +80,7 @@ def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, shard:
 
 
 def part_bytes(table: pa.Table, spec: PartSpec, shard: Shard) -> bytes:
-    """Return the part as Parquet bytes. Its footer names job, shard, input file and first row."""
+    """Return a part as Parquet bytes. Its footer names the job, shard, input file and first row."""
     metadata = {
         "skipdecode.fingerprint": spec.fingerprint,
         **shard_metadata(shard),
@@ -94,7 +94,7 @@ def part_bytes(table: pa.Table, spec: PartSpec, shard: Shard) -> bytes:
 
 
 def shard_metadata(shard: Shard) -> dict[str, str]:
-    """Return footer metadata of a part that names its shard."""
+    """Return the entries of a part's footer that identify its shard."""
     return {
         "skipdecode.shard": str(shard.index),
         "skipdecode.file": shard.url,

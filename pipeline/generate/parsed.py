@@ -1,4 +1,4 @@
-"""Reads answers in JSON as typed values: the Arrow type of a JSON Schema, and the values of that type."""
+"""Derives an Arrow type from a JSON Schema, and reads JSON answers as values of that type."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _OF_VALUES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", f
 
 
 def parsed_type(text: str) -> pa.DataType:
-    """Return the Arrow type of the values of a JSON Schema; an optional property is a nullable field.
+    """Return the Arrow type of the values that a JSON Schema allows. An optional property becomes a nullable field.
 
-    Properties that the schema does not list are left out. Raises UserError that names a part with no single type.
+    Properties that the schema does not list are left out. Raises UserError that names the part of the schema that has
+    no single type.
     """
     root = json.loads(text)
     kind = _type(root, root, "#", ())
@@ -28,7 +29,7 @@ def parsed_type(text: str) -> pa.DataType:
 
 
 def _type(schema: Any, root: Any, place: str, above: tuple[str, ...]) -> pa.DataType:
-    """Return the type of `schema` at `place` in `root`. above: references followed to this place."""
+    """Return the type of `schema`, the part at `place` of the schema `root`. above: references followed so far."""
 
     def refuse(reason: str) -> UserError:
         return UserError(f"output.parse: {place} {reason}; leave out output.parse, or change the schema")
@@ -89,7 +90,7 @@ def _is_null(schema: Any) -> bool:
 
 
 def _implied(schema: Mapping[str, Any]) -> list[str]:
-    """Return the types of a schema without `type`."""
+    """Return the JSON types that a schema without `type` implies."""
     if "properties" in schema:
         return ["object"]
     values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else []
@@ -99,7 +100,7 @@ def _implied(schema: Mapping[str, Any]) -> list[str]:
 def parse_answers(
     texts: Sequence[str | None], errors: Sequence[str | None], kind: pa.DataType
 ) -> tuple[pa.Array, list[str | None]]:
-    """Return the answers as values, null for an answer with an error; and the errors, also of texts that do not fit."""
+    """Return the answers as values of type `kind`, and the errors. A text that does not fit becomes an error."""
     values, found = [], []
     for text, error in zip(texts, errors, strict=True):
         value = None

@@ -1,4 +1,4 @@
-"""Makes a Generator's arguments of a job file or an evaluation recipe."""
+"""Makes the arguments of `Generator` from sections of a job file or an evaluation recipe."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def generator_settings(
 
 
 def fetched(generator: Mapping[str, Any], report: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Replace the pinned checkpoint and speed adapter among the arguments by folders of this node; see `fetch`."""
+    """Fetch the pinned checkpoint and speed adapter; return the arguments with their folders on this node instead."""
     sources = {name: generator[name] for name in ("checkpoint", "speed_adapter") if generator.get(name) is not None}
     return {**generator, **{name: str(fetch(source, report=report)) for name, source in sources.items()}}

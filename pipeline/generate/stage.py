@@ -1,4 +1,4 @@
-"""The generate stage: prepared shards -> committed parts. Imports no ray."""
+"""The generate stage: answers prepared shards and commits their parts (output files). Imports no ray."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from pipeline.prepare.prompts import CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMP
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
 EXAMPLE_SECONDS = 20.0  # minimum time between two answers that an actor shows
-EXAMPLE_TOKENS, EXAMPLE_CHARS = 24, 160  # tokens of the prompt's end, and characters of prompt and answer each
+EXAMPLE_TOKENS, EXAMPLE_CHARS = 24, 160  # shown: last tokens of the prompt; maximum characters of each text
 
 
 class Worker:
-    """The process that a stage runs in; this one is the job's own. owns_process: process-wide settings may change."""
+    """The process that a stage runs in: here the job's own. owns_process: whether process-wide settings may change."""
 
     owns_process = False
 
     def actor(self) -> str | None:
-        """Return the id of the actor, the same after a restart; None outside an actor."""
+        """Return the id of the actor, which a restart does not change; None outside an actor."""
         return None
 
     def node(self) -> str:
-        """Return the host, and on a cluster the node."""
+        """Return the host's name; on a cluster also the node."""
         return socket.gethostname()
 
     def attempt(self) -> int:
@@ -56,11 +56,11 @@ class Worker:
         return 1
 
     def export_metrics(self) -> None:
-        """Export the metrics of this process as the worker process does, if it does."""
+        """Export the metrics of this process. In the job's own process nothing is to be done."""
 
 
 def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
-    """Return a prepared shard's rows as the Generator takes them."""
+    """Return the rows of a prepared shard as the prompts that `Generator` takes."""
     columns = [rows[name].to_pylist() for name in (PROMPT_IDS, ERROR, SAMPLING, CHOICES, FORM, TOOLS)]
     return [
         Prompt(
@@ -78,7 +78,7 @@ def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
 
 
 class _Turn:
-    """Tells when the next shard may begin. drains: its rows would find free slots. ended: the engine has no rows."""
+    """Events of a shard that let the next one begin. drains: slots are free for other rows. ended: no rows are left."""
 
     def __init__(self) -> None:
         self.drains, self.ended = threading.Event(), threading.Event()
@@ -91,16 +91,15 @@ class _Turn:
 class ShardGenerator:
     """Callable class: answers whole shards with one Generator, and commits them.
 
-    A shard is committed in the call that answered it: a task of its own would wait until Ray Data has CPUs for it,
-    which another dataset may hold. Two threads may call it. The second shard then begins while the first one is
-    committed; by vLLM it begins while the last rows of the first one finish. A shard whose process has died before
-    shares with no other.
+    A shard is committed in the call that answered it, because a separate task might wait for CPUs that another dataset
+    holds. Two threads may call an instance. The second shard then begins while the first one is committed, or with vLLM
+    while the last rows of the first one finish. A shard whose process has died before runs alone.
 
     Args:
-        generator: arguments of `Generator`; checkpoint and speed adapter as `fetch` takes them.
+        generator: arguments of `Generator`; checkpoint and speed adapter are sources for `fetch`.
         check_output: called before the model is loaded; raises UserError if this node cannot see the job's output.
         prefix: token ids with which the job's prompts begin.
-        devices: GPUs of this actor, or 1 on CPUs; price_per_hour: money for an hour of one, 0 without a price.
+        devices: GPUs of this actor, or 1 on CPUs. price_per_hour: money per hour of one device; 0 without a price.
 
     Raises RuntimeError if this actor has died too often while it loaded the model.
     """
@@ -130,26 +129,26 @@ class ShardGenerator:
                 f"an actor died while it loaded the model, attempt {loads - 1} of {quarantine.attempts}: look at "
                 "the node's memory and its kernel's log, or lower actors.count"
             )
-        # Ray constructs in one thread and calls in another, and OpenMP keeps a thread pool for each calling thread:
-        # a model loaded in one thread and run in another took twice the time with two torch threads
+        # Ray constructs an actor in one thread and calls it in another, but OpenMP keeps a pool of threads for each:
+        # with two torch threads, a model that was loaded in one thread took twice the time in another
         self.thread = ThreadPoolExecutor(1, "generator")
         settings = fetched(generator, partial(coordinator.downloading, actor))
         self.generator = self.thread.submit(Generator, **settings).result()
         self.loaded = time.time()
         if self.worker.owns_process:
             logging.getLogger("transformers").setLevel(logging.ERROR)
-            # loaded objects live until the end: garbage collections would take a tenth of a small model's time
+            # garbage collections over the loaded objects, which are never freed, took 10% of a small model's time
             gc.collect()
             gc.freeze()
-            # Ray's exit handlers run after Python's, and may wait for ever for a lock of their own process
+            # ends the process before Ray's exit handlers, which may wait for ever for a lock
             atexit.register(os._exit, 0)
         self._turns, self._last_turn, self._last_ended = threading.Lock(), _Turn(), 0.0
         self._last_turn.end()
-        self._shown = 0.0  # time at which an answer was shown
+        self._shown = 0.0  # time at which an answer was last shown
         coordinator.loaded(actor)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer and commit shards: columns shard, url, first_row, rows, prepare_seconds -> shard, if committed."""
+        """Answer and commit the shards in `batch` (columns of `prepare`). Return the indices of committed shards."""
         columns = (batch[name] for name in ("shard", "url", "first_row", "rows", "prepare_seconds"))
         committed = []
         for index, url, first_row, data, seconds in zip(*columns, strict=True):
@@ -159,25 +158,25 @@ class ShardGenerator:
         return {"shard": np.array(committed, dtype=np.int64)}
 
     def _committed(self, shard: Shard, rows: pa.Table, prepare_seconds: float) -> bool:
-        """Answer and commit a shard. Return False if the coordinator does not let it begin."""
+        """Answer and commit a shard. Return False if the coordinator does not let the shard begin."""
         asked, turn = prompts(rows, shard), _Turn()
         with self._turns:
             before, self._last_turn = self._last_turn, turn
         try:
             before.drains.wait()
             if not before.ended.is_set() and self.quarantine.knows(shard.index):
-                before.ended.wait()  # a death must be that of one shard
+                before.ended.wait()  # only one shard may run, so that a death is known to be its fault
             if not self.coordinator.begin(shard.index):
                 return False
             began, alone = time.perf_counter(), before.ended.is_set()
             attempt = self.quarantine.begin(shard.index, shard.rows)  # runs before anything that may kill this process
             answers, engine = self._answers(attempt, asked, turn)
-            with self._turns:  # steps shared with another shard have no seconds of one shard
+            with self._turns:  # the seconds of steps shared with another shard belong to neither
                 alone = alone and (self._last_turn is turn or not turn.drains.is_set())
             _check_rows(answers, shard)
             before.ended.wait()
             if not attempt.isolated:
-                turn.end()  # an isolated shard keeps its turn: else the next shard's death would count as its own
+                turn.end()  # an isolated shard keeps its turn: a death in the next shard would count against it
             table = part_table(rows, answers, self.part, shard)
             data = part_bytes(table, self.part, shard)
             _count(engine)
@@ -191,7 +190,7 @@ class ShardGenerator:
             turn.end()
 
     def _answers(self, attempt: ShardAttempt, rows: list[Prompt], turn: _Turn) -> tuple[list[Answer], EngineStats]:
-        """Return answers in row order, and the engine's counts; after a death by groups, recorded before they run."""
+        """Return answers in row order, and the engine's counts. After a death, rows run in groups recorded before."""
         if not attempt.isolated:
             return self._answer(rows, on_drain=turn.drains.set)
         answers, stats = list[Answer](), EngineStats()
@@ -204,16 +203,16 @@ class ShardGenerator:
             of_group, counted = self._answer(asked, on_batch=enter)
             answers += [replace(answer, row=group[answer.row]) for answer in of_group]
             stats = stats.plus(counted)
-        return sorted(answers, key=lambda answer: answer.row), stats  # the answers to a row are in order, and stay so
+        return sorted(answers, key=lambda answer: answer.row), stats  # stable: a row's samples keep their order
 
     def _answer(self, rows: list[Prompt], **told: Callable[..., None]) -> tuple[list[Answer], EngineStats]:
-        """Answer rows, one thread at a time. told: callbacks of `Generator.begin`."""
+        """Answer rows in the model's thread. told: callbacks for `Generator.begin`."""
         work = self.generator.begin(rows, self.prefix, **told)
         self.thread.submit(self.generator.run, work).result()
         return self.generator.finish(work), work.call.stats
 
     def _measured(self, engine: EngineStats, began: float, alone: bool) -> dict[str, Any]:
-        """Return the statistics of the shard that has just ended. Its time begins when the previous shard ended."""
+        """Return the statistics of the shard that has just ended. Its time begins when the shard before it ended."""
         with self._turns:
             now = time.perf_counter()
             seconds, self._last_ended = now - max(began, self._last_ended), now
@@ -240,7 +239,7 @@ class ShardGenerator:
         }
 
     def _show(self, asked: Sequence[Prompt], answers: Sequence[Answer]) -> None:
-        """Give the coordinator an answer to show, at most once in a while."""
+        """Give the coordinator an answer to show, at most once in `EXAMPLE_SECONDS`."""
         answer = next((one for one in answers if one.error is None), None)
         if answer is None or time.monotonic() - self._shown < EXAMPLE_SECONDS:
             return
@@ -251,7 +250,7 @@ class ShardGenerator:
 
 
 def _check_rows(answers: Sequence[Answer], shard: Shard) -> None:
-    """Raise RuntimeError unless each row of a shard is answered, once and in order."""
+    """Raise RuntimeError unless each row of the shard is answered exactly once and in order."""
     answered = [answer.row for answer in answers if answer.sample_index == 0]
     if answered != list(range(shard.rows)):
         wrong = min(set(range(shard.rows)).symmetric_difference(answered), default=None)
@@ -263,7 +262,7 @@ def _check_rows(answers: Sequence[Answer], shard: Shard) -> None:
 
 
 def _count(stats: EngineStats) -> None:
-    """Add what a shard has cost to the metrics."""
+    """Add a shard's counts and seconds to the metrics."""
     for name in ("generated_tokens", "prompt_tokens", "decode_steps", "layer_steps"):
         metrics.add(name, getattr(stats, name))
     metrics.add("seconds", stats.prefill_seconds, part="prefill")

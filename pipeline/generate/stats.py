@@ -1,4 +1,4 @@
-"""Statistics of one shard, as in its commit record, and their totals over a job."""
+"""Computes the statistics of a shard, which its commit record holds, and their totals over a job."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from actors.engine.errors import flat
 from pipeline.generate.answer_checks import MOST_COMMON, count_answers, warnings
 
 log = logging.getLogger(__name__)
-KINDS = 3  # kinds of errors that a shard names; the rest is counted
-MOST_LABELS = 256  # distinct labels counted in a shard, at most
+KINDS = 3  # maximum number of error kinds that a shard's record names; others are only counted
+MOST_LABELS = 256  # maximum number of distinct labels that are counted in a shard
 KIND_CHARS, EXAMPLE_CHARS, ID_CHARS = 160, 300, 80
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{16,}\b|\d[\d,.]*\d|\d")
 
 
 def _unit(unit: str, default: Any = 0, total: str = "sum") -> Any:
-    """Declare a statistic: its unit, its default, and how its total over shards is computed: sum, max, or none."""
+    """Declare a statistic: its unit, its default, and its total over shards: "sum", "max" or "none"."""
     return field(default=default, metadata={"unit": unit, "total": total})
 
 
-LATER = {  # fields that records of older versions lack
+LATER = {  # field that records of old versions lack -> value to use
     **dict.fromkeys(("empty_answers", "repeating_answers", "control_tokens"), 0),
     **dict.fromkeys(("label_counts", "common_answers"), ""),
 }
@@ -38,27 +38,27 @@ LATER = {  # fields that records of older versions lack
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of a shard that add up to those of a job."""
+    """Counts of a shard, which can be added up over a job."""
 
     rows: int = _unit("input rows")
-    answers: int = _unit("output rows: each sample of an input row is one")
+    answers: int = _unit("output rows: one for each sample of an input row")
     errors: int = _unit("rows")
     duplicate_ids: int = _unit("rows that share their id with another row of the shard")
     prompt_tokens: int = _unit("tokens of the prompts that were answered")
-    control_tokens: int = _unit("control tokens that rows spell and that were parsed, see input.special_tokens")
-    shared_prompt_tokens: int = _unit("prompt tokens, over all samples, computed once for several rows")
+    control_tokens: int = _unit("control tokens in row values that were parsed, see input.special_tokens")
+    shared_prompt_tokens: int = _unit("prompt tokens of all samples that were computed once for several of them")
     generated_tokens: int = _unit("tokens")
     prepare_seconds: float = _unit("s", 0.0)
     prefill_seconds: float = _unit("s", 0.0)
     decode_seconds: float = _unit("s", 0.0)
-    generate_seconds: float = _unit("s of the actor on the shard", 0.0)
+    generate_seconds: float = _unit("s that the actor worked on the shard", 0.0)
     commit_seconds: float = _unit("s", 0.0)
     device_seconds: float = _unit("generate_seconds × GPUs of the actor, or × 1 on CPUs", 0.0)
     money: float = _unit("device_seconds × price_per_hour ÷ 3600; 0 without a price", 0.0)
     batches: int = _unit("batches")
-    decode_steps: int = _unit("tokens that were an input to decode")
-    layer_steps: int = _unit("layers run over decode steps")
-    full_layer_steps: int = _unit("layers run at full depth")
+    decode_steps: int = _unit("tokens that were the input of a decode step")
+    layer_steps: int = _unit("layers run, summed over decode steps")
+    full_layer_steps: int = _unit("layers that full depth would have run, summed over decode steps")
     padded_prompt_tokens: int = _unit("tokens computed in prefill, padding included")
     cache_bytes: int = _unit("bytes of the largest batch's cache", total="max")
     peak_memory_bytes: int = _unit("bytes", total="max")
@@ -71,36 +71,36 @@ class Counts:
 
 @dataclass(frozen=True)
 class ShardStats(Counts):
-    """Statistics of one shard. In a rebuilt record only the values that its part holds are set."""
+    """Statistics of one shard. A rebuilt record has only the values that can be read from the part (output file)."""
 
     shard: int = _unit("index", total="none")
-    # 0 means unknown: shards that share steps have no seconds of their own
+    # 0 means unknown: the seconds of steps that two shards share belong to neither
     device_seconds_per_million_tokens: float = _unit("device_seconds ÷ millions of generated tokens", 0.0, "none")
     money_per_million_tokens: float = _unit("money ÷ millions of generated tokens", 0.0, "none")
     tokens_per_second: float = _unit("generated tokens ÷ generate_seconds", 0.0, "none")
-    padding_fraction: float = _unit("share of prefill tokens", 0.0, "none")
+    padding_fraction: float = _unit("padding as a share of the tokens computed in prefill", 0.0, "none")
     mean_depth: float = _unit("layers per decode step", 0.0, "none")
     started: float = _unit("s since 1970", 0.0, "none")
     finished: float = _unit("s since 1970", 0.0, "none")
     device: str = _unit("name", "", "none")
     node: str = _unit("host name and start of the Ray node's id", "", "none")
     attempt: int = _unit("1, or 2 if the actor has been restarted", 0, "none")
-    rebuilt: bool = _unit("the record was lost and rebuilt from the part", False, "none")
+    rebuilt: bool = _unit("whether the record was lost and rebuilt from the part", False, "none")
     actor: str = _unit("id of the actor, the same after a restart", "", "none")
-    loaded: float = _unit("s since 1970 when the actor had its model", 0.0, "none")
+    loaded: float = _unit("time at which the actor had loaded its model, s since 1970", 0.0, "none")
     error_kinds: str = _unit("JSON of `error_kinds`", "", "none")
     label_counts: str = _unit("JSON of `label_counts`", "", "none")
     common_answers: str = _unit("JSON of {text: number of answers} for the most frequent texts", "", "none")
 
     @classmethod
     def from_record(cls, values: dict[str, Any]) -> ShardStats:
-        """Read a commit record. Raises KeyError, TypeError or ValueError for a damaged one."""
+        """Read the values of a commit record. Raises KeyError, TypeError or ValueError if the record is damaged."""
         values = {**LATER, **values}
         return cls(**{item.name: _checked(item, values[item.name]) for item in fields(cls)})
 
     @classmethod
     def of_run(cls, shard: int, part: pa.Table, measured: Mapping[str, Any]) -> ShardStats:
-        """Count what a part holds, and add what the actor has measured. Never fails the shard.
+        """Compute statistics from a shard's part, and add what the actor has measured. Never raises for a bad value.
 
         measured: values of further fields, or functions that return them. A value that cannot be computed or recorded
         is logged, and its field keeps the default.
@@ -119,7 +119,7 @@ class ShardStats(Counts):
 
     @classmethod
     def of_part(cls, shard: int, part: pa.Table, num_layers: int) -> ShardStats:
-        """Rebuild a record from the part and its footer, which hold the counts; times, memory and device stay zero."""
+        """Rebuild a record from its part, which holds the counts. Times, memory and device keep their defaults."""
         tokens, depths = (part[name].to_pylist() for name in ("generated_tokens", "mean_depth"))
         steps = [max(count - 1, 0) for count in tokens]
         layer_steps = round(sum(count * (depth or 0.0) for count, depth in zip(steps, depths, strict=True)))
@@ -135,7 +135,7 @@ class ShardStats(Counts):
 
 
 def _checked(item: Field[Any], value: Any) -> Any:
-    """Return the value of a field. Raises TypeError or ValueError if a record cannot hold it."""
+    """Return `value` if it is valid for the field `item`. Raises TypeError or ValueError if a record cannot hold it."""
     kind = str(item.type)
     if kind == "float" and isinstance(value, float):
         value = float(value)  # numpy's float64 is a float too
@@ -147,7 +147,7 @@ def _checked(item: Field[Any], value: Any) -> Any:
 
 
 def _counts(part: pa.Table) -> dict[str, Any]:
-    """Return the fields of `ShardStats` that a part holds. Fields that may fail for an odd value are functions."""
+    """Return the fields of `ShardStats` that a part determines. A value that may fail is given as a function."""
     first = part.filter(pc.equal(part["sample_index"], 0))
     answered = part.filter(pc.not_equal(part["finish_reason"], "error"))
     reasons = part["finish_reason"].to_pylist()
@@ -175,21 +175,21 @@ def _counts(part: pa.Table) -> dict[str, Any]:
 
 
 def error_rows(part: pa.Table) -> int:
-    """Count the input rows with an error in any of their answers."""
+    """Return the number of input rows that have an error in any of their answers."""
     row = pc.cumulative_sum(pc.cast(pc.equal(part["sample_index"], 0), pa.int64()))
     return int(pc.count_distinct(row.filter(pc.is_valid(part["error"]))).as_py())
 
 
 def duplicate_ids(part: pa.Table) -> int:
-    """Count the input rows whose id an earlier row of the part has."""
+    """Return the number of input rows that repeat the id of an earlier row in the part."""
     rows = pc.sum(pc.equal(part["sample_index"], 0)).as_py() or 0
     return int(rows - pc.count_distinct(part["id"], mode="all").as_py())
 
 
 def label_counts(part: pa.Table) -> str:
-    """Return JSON of {label: answers}, the most frequent first; "" for a job without choices, or for too many labels.
+    """Return JSON of {label: number of answers}, the most frequent first; "" without choices or for too many labels.
 
-    Rows with labels of their own may have more than `MOST_LABELS`.
+    There can be more than `MOST_LABELS` if each row has its own labels.
     """
     if "choice_probability" not in part.column_names:
         return ""
@@ -198,12 +198,12 @@ def label_counts(part: pa.Table) -> str:
 
 
 def kind_of(error: str) -> str:
-    """Return an error without the parts that differ by row: quoted text, numbers, digests."""
+    """Return an error without the parts that differ between rows: quoted texts, numbers, digests."""
     return _VARIABLE.sub("…", error[:EXAMPLE_CHARS])[:KIND_CHARS]
 
 
 def id_value(row_id: pa.Scalar) -> Any:
-    """Return an id as Python's value; "?" for one that Python cannot hold, such as a date after the year 9999."""
+    """Return an id as a Python value; "?" if Python cannot hold it, such as a date after the year 9999."""
     try:
         return row_id.as_py()
     except (ValueError, OverflowError):
@@ -211,9 +211,9 @@ def id_value(row_id: pa.Scalar) -> Any:
 
 
 def error_kinds(part: pa.Table) -> str:
-    """Return JSON of [kind, answers, id, error]: the `KINDS` most frequent kinds with their first example.
+    """Return JSON of a list of [kind, number of answers, id, error]: the most frequent kinds, each with an example.
 
-    A last entry with empty texts counts all other kinds. "" if there is no error.
+    At most `KINDS` kinds are listed; a last entry with empty texts counts the others. "" if there is no error.
     """
     bad = part.select(["id", "error"]).filter(part["error"].is_valid())
     errors = bad["error"].to_pylist()
@@ -228,12 +228,12 @@ def error_kinds(part: pa.Table) -> str:
 
 @dataclass(frozen=True)
 class Totals(Counts):
-    """Statistics of a job over all shards of this run and earlier runs."""
+    """Totals over all committed shards of a job, from this run and earlier ones."""
 
     shards: int = 0
     padding_tokens: int = 0
-    common_answers: dict[str, int] = field(default_factory=dict)  # number by text, of each shard's most frequent texts
-    labels: dict[str, int] = field(default_factory=dict)  # number of answers, the most frequent first
+    common_answers: dict[str, int] = field(default_factory=dict)  # text -> number, of the shards' frequent texts
+    labels: dict[str, int] = field(default_factory=dict)  # label -> number of answers, the most frequent first
     duplicate_examples: list[str] = field(default_factory=list)  # some ids that occur more than once in the job
 
     @property
@@ -253,26 +253,26 @@ class Totals(Counts):
 
     @property
     def layer_ratio(self) -> float | None:
-        """Layers at full depth divided by layers run, over decode steps."""
+        """Layers that full depth would run ÷ layers run, summed over the decode steps."""
         return _ratio(self.full_layer_steps, self.layer_steps)
 
     @property
     def device_seconds_per_million_tokens(self) -> float | None:
-        """Seconds of a device for a million generated tokens; None without tokens."""
+        """Device seconds per million generated tokens; None without tokens."""
         return _ratio(1e6 * self.device_seconds, self.generated_tokens)
 
     @property
     def money_per_million_tokens(self) -> float | None:
-        """Money for a million generated tokens; None without tokens or price."""
+        """Money per million generated tokens; None without tokens or price."""
         return _ratio(1e6 * self.money, self.generated_tokens) or None
 
     @property
     def padding_fraction(self) -> float:
-        """Share of prefill that was padding."""
+        """Share of the tokens computed in prefill that was padding."""
         return _ratio(self.padding_tokens, self.padded_prompt_tokens) or 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, with those of the properties."""
+        """Return the fields and most properties as plain values."""
         costs = ("device_seconds_per_million_tokens", "money_per_million_tokens", "padding_fraction")
         names = ("warnings", "mean_depth", "layer_ratio", *costs)
         return {**asdict(self), **{name: getattr(self, name) for name in names}}
@@ -283,7 +283,7 @@ def _ratio(part: float, total: float) -> float | None:
 
 
 def add_up(shards: pa.Table) -> Totals:
-    """Add up shards, one per row of a table as in `STATS_SCHEMA`."""
+    """Return the totals of a table with one shard per row and the columns of `STATS_SCHEMA`."""
     padding = pc.multiply(shards["padding_fraction"], pc.cast(shards["padded_prompt_tokens"], pa.float64()))
     labels, common = Counter[str](), Counter[str]()
     for counter, column in ((labels, "label_counts"), (common, "common_answers")):

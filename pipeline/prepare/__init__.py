@@ -1,4 +1,4 @@
-"""Turns rows into token ids: templates, chats, a row's sampling parameters and labels. A bad row gets an error.
+"""Turns rows into prompts of token ids, and reads a row's own settings. A bad row gets an error.
 
-Imports read, checkpoints, config and messages; `stage` also imports runtime. Nothing here imports ray.
+Imports input, checkpoints, config and messages; `stage` also imports runtime. Nothing here imports ray.
 """

@@ -25,12 +25,12 @@ class Chat:
     """What a job adds to every row's messages.
 
     Args:
-        system: system message of rows without one; a template if it has Jinja's braces.
+        system: system message for rows that have none; a template if it contains Jinja's braces.
         examples: (user, assistant) exchanges after the system message; templates like `system`.
         values: variables for the chat template.
-        continue_final: whether the answer continues a last message that is the assistant's.
-        now: time for the chat template, seconds since 1970. It is constant, so that a resumed job writes the same
-            prompts.
+        continue_final: whether an answer continues the row's last message if that is the assistant's.
+        now: time that the chat template reads, seconds since 1970. It is constant, so that a resumed job writes the
+            same prompts.
     """
 
     system: str | None = None
@@ -69,9 +69,10 @@ def conversation(chat: Chat, messages: Sequence[Mapping[str, Any]]) -> list[Mapp
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
-    """Return a row's messages from a list of objects with role and content, or from JSON of such a list.
+    """Return a row's messages. value: a list of objects with role and content, or the JSON text of that list.
 
-    Text parts of a message become lines; null fields are dropped. Raises UserError that names the wrong message.
+    The text parts of a message are joined by newlines; null fields are dropped. Raises UserError that names the wrong
+    message.
     """
     if value is None:
         raise UserError("messages is null")
@@ -118,7 +119,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
 
 
 def _call(name: str, call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, as chat templates expect; OpenAI has them as JSON text."""
+    """Return a tool call with arguments as an object, which chat templates expect. OpenAI sends them as JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise UserError(f"{name}: a tool call must be {{function: {{name, arguments}}}}")
@@ -137,8 +138,8 @@ def _part(name: str, part: Any) -> str:
     return text
 
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message; templates read one of the first two
-CONTINUED = "CONTINUED_FROM_HERE "  # marks the end of a message that the answer continues
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message; templates read the first or second
+CONTINUED = "CONTINUED_FROM_HERE "  # is appended to a message that the answer continues, to find its end
 
 Tools = Sequence[Mapping[str, Any]]
 log = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ log = logging.getLogger(__name__)
 def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
     """Render the chat template over messages. Raises `TEMPLATE_ERRORS`.
 
-    If the answer continues the last message, the prompt ends with that message's content, as in transformers.
+    If the answer continues the last message, the prompt ends after the content of that message, as in transformers.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -173,11 +174,11 @@ def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], to
     before, tag, behind = rendered.rpartition(CONTINUED.strip())
     if not tag:
         raise UserError("the chat template leaves out the end of the message that input.continue_final continues")
-    return before if behind.startswith(" ") else before.rstrip()  # the template strips the contents of messages
+    return before if behind.startswith(" ") else before.rstrip()  # no space: the template strips contents
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose reasoning has all names that templates read, without fields that are null."""
+    """Return a message without null fields. Its reasoning is stored under each name that templates read."""
     fields = {name: value for name, value in message.items() if value is not None}
     reasoning = next((fields[name] for name in REASONING if name in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
@@ -186,9 +187,9 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 def render_chat(
     tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], tools: Tools = (), *, parse: bool = False
 ) -> tuple[str, int]:
-    """Return the prompt up to the answer, and the number of control tokens in messages and tools.
+    """Return the prompt as text, and the number of control tokens that occur in messages and tools.
 
-    tools: tools that the model may call. parse: see `ControlTokens.prompt`.
+    tools: tools that the model may call. parse: whether to parse control tokens, see `ControlTokens.prompt`.
 
     Raises UserError if the chat template refuses the messages.
     """
@@ -202,9 +203,9 @@ def render_chat(
 
 
 def check_chat(tokenizer: Any, chat: Chat, path: object) -> None:
-    """Render a trial conversation. path: the checkpoint, named in errors.
+    """Check the chat template with a trial conversation. path: the checkpoint's path, for messages.
 
-    Raises UserError if there is no chat template, or it does not compile or refuses the job's system or examples.
+    Raises UserError if there is no chat template, it does not compile, or it refuses the job's system or examples.
     """
     signature = inspect.signature(tokenizer.apply_chat_template)
     reserved = sorted({*signature.parameters, "messages"} & set(chat.values))

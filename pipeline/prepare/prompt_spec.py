@@ -27,17 +27,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PromptSpec:
-    """How a row becomes a prompt.
+    """Settings that turn a row into a prompt.
 
     Args:
-        checkpoint: checkpoint with the tokenizer.
+        checkpoint: checkpoint whose tokenizer is used.
         vocab_size: number of tokens in the model's vocabulary.
-        context_length: maximum number of tokens of prompt and answer.
+        context_length: maximum number of tokens of prompt and answer together.
         input: names the columns of the prompt and of the row's settings, which override the job's.
-        sampling: the job's parameters.
+        sampling: the job's sampling parameters.
         choices: the job's labels; () for free text.
         output_format: format of the job's answers; None for free text.
-        now: when the job was planned, seconds since 1970; chat templates read it as the time.
+        now: when the job was planned, seconds since 1970; chat templates read it as the current time.
     """
 
     checkpoint: Source
@@ -51,7 +51,7 @@ class PromptSpec:
 
     @cached_property
     def chat(self) -> Chat | None:
-        """Return what a chat adds to a row's messages; None for plain text."""
+        """Return what the job adds to the messages of each row; None if prompts are not chats."""
         section = self.input
         examples = tuple((example.user, example.assistant) for example in section.examples)
         chat = Chat(section.system, examples, section.chat_template_kwargs, section.continue_final, self.now)
@@ -73,7 +73,7 @@ def prompt_spec(config: JobConfig, resolved: ResolvedCheckpoint, planned: float)
 
 
 def check_spec(spec: PromptSpec) -> None:
-    """Raise UserError for a chat template, labels or lengths that would fail every row of the job."""
+    """Raise UserError if chat template, stop tokens, output format, labels or lengths would make every row fail."""
     tokenizer, context = tokenizer_of(spec.checkpoint), spec.context_length
     if spec.chat is not None and not (spec.input.is_batch and tokenizer.chat_template is None):
         check_chat(tokenizer, spec.chat, shown_path(spec.checkpoint))
@@ -101,9 +101,9 @@ def check_spec(spec: PromptSpec) -> None:
 
 
 def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
-    """Log once which settings of the checkpoint's generation config the job ignores.
+    """Log a warning that names the settings in the checkpoint's generation_config.json that the job ignores.
 
-    Raises UserError for an end token outside the vocabulary.
+    Raises UserError if the id of an end token lies outside the vocabulary.
     """
     folder, vocab_size = resolved.checkpoint.path, resolved.checkpoint.config.vocab_size
     end_tokens(folder, tokenizer_of(known_tokenizer(resolved)), vocab_size)
@@ -114,9 +114,9 @@ def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
 
 
 def read_names(section: InputConfig) -> list[str]:
-    """Return the columns of a row's prompt, sampling and answer format, each once.
+    """Return the input columns that hold a row's prompt and settings, each once.
 
-    Raises UserError that names the text if a template is wrong.
+    Raises UserError that names the key of the job file if a template does not compile.
     """
     names = [section.prompt_column, section.messages]
     texts = [("system, examples", text) for text in section.chat_texts if is_template(text)]
@@ -133,7 +133,7 @@ def read_names(section: InputConfig) -> list[str]:
 
 
 def marks_of_thinking(config: JobConfig, resolved: ResolvedCheckpoint) -> dict[str, str] | None:
-    """Return the job's delimiters of thinking as arguments of `Reasoning`; `auto` takes the chat template's.
+    """Return the arguments of `Reasoning`: the job's delimiters of thinking, or with `auto` the chat template's.
 
     Raises UserError if a delimiter is a special token.
     """

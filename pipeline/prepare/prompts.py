@@ -1,8 +1,8 @@
 """The CPU stage: turns the rows of a shard into prompts of token ids.
 
-A row's values become text (a prompt column, a template, or a chat), its own sampling parameters and labels. The texts
-of all rows are tokenized in batches; a prompt that does not fit the context is refused or truncated. A row that fails
-any step keeps its place and gets the reason as its error; it never costs another row.
+A row's values become a text (from a prompt column, a template, or a chat), and its own sampling parameters and labels.
+The texts of all rows are tokenized in batches. A prompt that does not fit the context is refused or truncated. A row
+that fails in any step keeps its place and gets the reason as its error; other rows are not affected.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pipeline.prepare.row_settings import own_sampling, read_batch_row, read_ove
 from pipeline.prepare.templates import render
 from pipeline.prepare.tokenizer import fewest_tokens, longest, tokenize, tokenize_labels, tokenizer_of
 
-TRUNCATED_CHARACTERS = 2**23  # `too_long: truncate_left` reads no more of a prompt, from its end
-# columns added to a shard's table; planning refuses input columns of these names
+TRUNCATED_CHARACTERS = 2**23  # `too_long: truncate_left` keeps at most this many characters at a prompt's end
+# columns that are added to a shard's table; planning refuses input columns with these names
 PROMPT_IDS, ERROR = "__prompt_ids", schema.ERROR
-# columns of the row's parameters in canonical JSON, its labels and its answer format
+# columns with a row's own settings: sampling parameters (canonical JSON), labels, answer format
 SAMPLING, CHOICES, FORM = "__sampling", "__choices", "__form"
 TOOLS = "__tools"  # true where the prompt offers tools
-CONTROL_TOKENS = "__control_tokens"  # column with the number of control tokens in the row's values that are parsed
+CONTROL_TOKENS = "__control_tokens"  # column: how many control tokens in the row's values were parsed
 ADDED = {
     PROMPT_IDS: pa.list_(pa.int32()),
     ERROR: pa.string(),
@@ -50,13 +50,13 @@ _NOT_PYTHON = (ValueError, OverflowError, LookupError)  # Arrow values that Pyth
 
 @dataclass
 class Row:
-    """A row on its way to a prompt; `error` ends it.
+    """A row that is being turned into a prompt. Once `error` is set, no further step is done.
 
     Args:
-        label: number of tokens of the longest label and the end, or 0.
-        is_chat: whether the chat template has written the text, with special tokens.
-        control_tokens: number of control tokens in the row's values that are parsed.
-        is_marked: whether control tokens in its values are marked in the prompt, see `ControlTokens`.
+        label: number of tokens of the longest label, plus one for the end token; 0 for a row without labels.
+        is_chat: whether the chat template has written the prompt, including special tokens.
+        control_tokens: how many control tokens in the row's values are parsed.
+        is_marked: whether markers in the prompt show control tokens that must become text, see `ControlTokens`.
         tools: whether the prompt offers tools.
     """
 
@@ -74,7 +74,7 @@ class Row:
 
 
 def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
-    """Return the shard's table with the columns of `ADDED`. A failed row has no prompt ids; else the error is null."""
+    """Return the shard's table with the columns of `ADDED`. A failed row has an error and empty prompt ids."""
     table, errors = schema.split_errors(table)
     rows = [Row(error=error) for error in errors]
     values = iter(_python_rows(table, read_names(spec.input)))
@@ -99,7 +99,7 @@ def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
 
 
 def error_table(table: pa.Table, errors: Sequence[str]) -> pa.Table:
-    """Return a table as `prepare_table` does for rows that are not read: each row has an error."""
+    """Return the table that `prepare_table` would return if each row failed with the error in `errors`."""
     return _with_added(schema.split_errors(table)[0], [Row(error=error) for error in errors])
 
 
@@ -129,8 +129,8 @@ def _attempt(row: Row, step: Callable[..., None], *arguments: Any) -> None:
 
 
 def _python_rows(table: pa.Table, columns: Sequence[str]) -> list[Any]:
-    """Return rows as dictionaries; an exception in place of a row that Python cannot hold, such as text that is not
-    UTF-8 (Arrow does not check) or a year 300,000."""
+    """Return each row as a dictionary, or an exception if Python cannot hold it. Examples are text that is not UTF-8
+    (Arrow does not check) and the year 300,000."""
     selected = table.select(list(columns))
     try:
         return list(selected.to_pylist())
@@ -145,7 +145,7 @@ def _python_rows(table: pa.Table, columns: Sequence[str]) -> list[Any]:
 
 
 def _read(row: Row, values: Mapping[str, Any] | Exception, spec: PromptSpec) -> None:
-    """Set the row's text or token ids, parameters, labels and answer format."""
+    """Set the prompt (text or token ids), sampling parameters, labels and answer format of `row` from `values`."""
     if isinstance(values, UnicodeDecodeError):
         raise UserError(f"not UTF-8: {values}")
     if isinstance(values, Exception):
@@ -188,7 +188,7 @@ def _set_prompt(
     tools: list[dict[str, Any]],
     spec: PromptSpec,
 ) -> None:
-    """Set the prompt. Control tokens in the row's values are parsed, or marked to become text."""
+    """Set the row's prompt. Control tokens in the row's values are parsed, or marked so that they become plain text."""
     section, template, tokenizer = spec.input, spec.input.template, tokenizer_of(spec.checkpoint)
     content: Any = None
     messages: Any = None
@@ -226,7 +226,7 @@ def _set_prompt(
 
 
 def _own_form(values: Mapping[str, Any], spec: PromptSpec) -> OutputFormat | None:
-    """Return the row's answer format; None for the job's, or for free text."""
+    """Return the answer format that the row's own columns give; None if they give none."""
     for kind, column in (spec.input.output_format or {}).items():
         if values[column] is not None:
             after = spec.output_format is not None and spec.output_format.after and kind == "json_schema"
@@ -265,7 +265,7 @@ def _set_label(row: Row, ids: Mapping[str, tuple[int, ...]], of_job: int) -> Non
 
 
 def _bound(row: Row, spec: PromptSpec) -> None:
-    """Refuse a text that cannot fit the context before it is tokenized, or cut it to the part that truncation needs."""
+    """Before a text is tokenized, refuse it if it cannot fit the context, or keep only the end that may be needed."""
     if not isinstance(row.prompt, str):
         return
     if spec.input.too_long == "truncate_left":
@@ -277,7 +277,7 @@ def _bound(row: Row, spec: PromptSpec) -> None:
 
 
 def _encode_marked(row: Row, spec: PromptSpec) -> None:
-    """Tokenize a prompt with marked control tokens."""
+    """Tokenize the prompt if it has marked control tokens."""
     if row.is_marked:
         assert isinstance(row.prompt, str)
         control = control_tokens(tokenizer_of(spec.checkpoint))
@@ -285,7 +285,7 @@ def _encode_marked(row: Row, spec: PromptSpec) -> None:
 
 
 def _fit(row: Row, spec: PromptSpec) -> None:
-    """Refuse or truncate a prompt of token ids that leaves no room for a whole label, or one token of free text."""
+    """Refuse or truncate a prompt of token ids that leaves no room for the longest label, or a token of free text."""
     tokens, context = row.prompt, spec.context_length
     assert isinstance(tokens, list)
     if not tokens:

@@ -1,4 +1,4 @@
-"""The prepare stage: whole shards; a row that kills its process ends with an error. Imports no ray."""
+"""The prepare stage: prepares whole shards. A row that kills its process gets an error. Imports no ray."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from pipeline.prepare.prompts import error_table, prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
-# time for rows, many times what they take: a template that never ends takes its process with it
+# time limit for a table: many times what rows take; a template that never ends ends its process
 DEADLINE_SECONDS, SECONDS_PER_ROW, BYTES_PER_SECOND = 20.0, 0.05, 1e5
 
 
 def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine | None = None) -> dict[str, Any]:
-    """Add the columns of `ADDED` to the rows of shards; return the columns of `batch`, and prepare_seconds.
+    """Add the columns of `ADDED` to each shard's rows. Return the columns of `batch`, and prepare_seconds.
 
     Args:
-        batch: columns shard, url, first_row and rows (IPC bytes).
-        quarantine: quarantine of the run. Without it Ray Data would retry a deadly row for ever.
-        limit.
+        batch: columns shard, url, first_row and rows (Arrow IPC bytes of the shard's rows).
+        quarantine: finds rows that kill their process, which Ray Data would retry for ever; None: no time limit.
     """
     if quarantine is not None:  # set in worker processes; Ray runs several of them on one machine
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -61,7 +60,7 @@ def _prepare_shard(shard: int, table: pa.Table, spec: PromptSpec, quarantine: Qu
 
 @contextmanager
 def _deadline(table: pa.Table, spec: PromptSpec) -> Iterator[None]:
-    """End this process if the `with` block takes too long for the table's rows. The quarantine finds the row later."""
+    """End this process if the block takes too long for the table's rows. A later attempt finds the row that hangs."""
     tokenizer_of(spec.checkpoint)  # fetches the tokenizer if necessary
     seconds = DEADLINE_SECONDS + SECONDS_PER_ROW * table.num_rows + table.nbytes / BYTES_PER_SECOND
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
@@ -72,7 +71,7 @@ def _deadline(table: pa.Table, spec: PromptSpec) -> Iterator[None]:
 
 
 def prepare_isolated(table: pa.Table, spec: PromptSpec, attempt: ShardAttempt) -> pa.Table:
-    """Call `prepare_table` for groups of rows. Each group is recorded before it runs. Rows keep their order."""
+    """Prepare a shard whose process has died: record each group of rows before it runs. Rows keep their order."""
     order = list(attempt.errors)
     tables = [error_table(table.take(order), list(attempt.errors.values()))] if order else []
     for group in attempt.groups:

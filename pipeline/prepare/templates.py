@@ -1,4 +1,4 @@
-"""Jinja templates over a row's columns: sandboxed, strict about missing values, compiled once a process."""
+"""Jinja templates over a row's columns: sandboxed, strict about missing values, compiled once per process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError),
     *(MemoryError, RecursionError, TypeError, ValueError),
 )
-# errors of compiling a template that parses: nested too deeply, a lone surrogate
+# errors when a template parses but does not compile, such as one that is nested too deeply
 NOT_COMPILED = (SyntaxError, RecursionError, MemoryError, ValueError, OverflowError)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Renders templates. `meta.items` is the field `items` of a struct if it exists, else the method.
+    """Renders templates. `meta.items` in a template is the struct's field `items` if it exists, else the method.
 
-    Only the global `range` of Jinja remains: columns may have the names of the others. No filter is random: a row
-    must always give the same prompt.
+    Of Jinja's globals only `range` is kept, because columns may have the names of the others. The filter `random` is
+    removed, because a row must always give the same prompt.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -42,7 +42,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 @lru_cache(maxsize=16)
 def compile_template(text: str) -> jinja2.Template:
-    """Return a sandboxed template that refuses undefined columns and fields. UserError if it does not compile."""
+    """Return a sandboxed template that refuses undefined names. Raises UserError if the text does not compile."""
     environment = _Environment(undefined=jinja2.StrictUndefined, autoescape=False, finalize=_no_null)
     try:
         return environment.from_string(text)
@@ -59,19 +59,19 @@ def _no_null(value: Any) -> Any:
 
 
 def is_template(text: str) -> bool:
-    """Tell whether a text other than `input.template` is a template, by Jinja's braces."""
+    """Tell whether a text other than `input.template` is a template: whether it contains Jinja's braces."""
     return any(mark in text for mark in ("{{", "{%", "{#"))
 
 
 def template_columns(text: str) -> list[str]:
-    """Return names that a template reads, sorted. Raises UserError if the text does not compile."""
+    """Return the columns that a template reads, sorted. Raises UserError if the text does not compile."""
     compile_template(text)
     environment = _Environment()
     return sorted(jinja2.meta.find_undeclared_variables(environment.parse(text)))
 
 
 def render(text: str, row: Mapping[str, Any]) -> str:
-    """Return the template over one row. Raises UserError with the reason if it fails."""
+    """Fill the template `text` with the values of one row. Raises UserError with the reason if that fails."""
     try:
         return compile_template(text).render(row)
     except TEMPLATE_ERRORS as error:

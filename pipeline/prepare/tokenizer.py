@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer: loaded once a process, and run over texts within bounded memory."""
+"""Loads the checkpoint's tokenizer once per process, and tokenizes texts within bounded memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pipeline.messages import is_unicode, one_line
 
 @dataclass(frozen=True)
 class KnownTokenizer:
-    """A checkpoint, and the class of its tokenizer for `load_tokenizer`. The class does not count in comparisons."""
+    """A checkpoint, and its tokenizer's class for `load_tokenizer`. Comparisons ignore the class."""
 
     checkpoint: PinnedFolder | RemoteCheckpoint
     class_name: str | None = field(default=None, compare=False)
 
 
 Source = str | PinnedFolder | RemoteCheckpoint | KnownTokenizer
-BATCH_CHARACTERS = 2**20  # a tokenizer holds over 100 bytes per token
+BATCH_CHARACTERS = 2**20  # characters tokenized at once; a tokenizer holds over 100 bytes per token
 SHORT_CHARACTERS = 2**16  # shorter texts are always tokenized
 
 
@@ -40,7 +40,7 @@ def tokenizer_of(checkpoint: Source) -> Any:
 
 
 def known_tokenizer(checkpoint: ResolvedCheckpoint) -> KnownTokenizer:
-    """Load the tokenizer here once, and return it for other processes, with its class. UserError if it is damaged."""
+    """Load the tokenizer to find its class, which other processes then know. Raises UserError if it is damaged."""
     unknown = KnownTokenizer(checkpoint.pinned())
     return replace(unknown, class_name=tokenizer_class_name(tokenizer_of(unknown)))
 
@@ -59,7 +59,7 @@ def _longest_token(checkpoint: Source) -> int:
 
 
 def fewest_tokens(checkpoint: Source, text: str) -> int:
-    """Return a lower bound of a long text's tokens: its length / the longest token's length; 0 for a short text."""
+    """Return a lower bound of a text's number of tokens: its length / the longest token's length; 0 if it is short."""
     return 0 if len(text) <= SHORT_CHARACTERS else -(-len(text) // _longest_token(checkpoint))
 
 
@@ -81,7 +81,7 @@ def tokenize(checkpoint: Source, texts: Sequence[str], special_tokens: bool) -> 
 
 
 def tokenize_labels(tokenizer: Any, labels: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Return label -> token ids without special tokens. Labels that are not valid Unicode are left out."""
+    """Return label -> its token ids, without special tokens. Labels that are not valid Unicode are left out."""
     valid = [label for label in dict.fromkeys(labels) if is_unicode(label)]
     if not valid:
         return {}
@@ -90,7 +90,7 @@ def tokenize_labels(tokenizer: Any, labels: Iterable[str]) -> dict[str, tuple[in
 
 
 def longest(labels: Sequence[str], ids: Mapping[str, Sequence[int]]) -> int:
-    """Return the number of tokens of the longest label. Raises UserError if a label has none, or two have the same."""
+    """Return the longest label's number of tokens. Raises UserError if a label has no tokens, or two have the same."""
     seen: dict[tuple[int, ...], str] = {}
     for label in labels:
         tokens = tuple(ids.get(label, ()))

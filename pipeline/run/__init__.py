@@ -1,1 +1,1 @@
-"""How the stages of a job are executed: on Ray Data, or where a test says."""
+"""Runs the stages of a job: on Ray Data, or on a backend that a test passes."""

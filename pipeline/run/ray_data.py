@@ -32,18 +32,18 @@ from pipeline.runtime.signals import Interrupted, graceful
 
 Result = TypeVar("Result")
 ISOLATED_SECONDS = 300.0  # time limit of an isolated call during planning
-TASK_CPUS = 0  # CPUs of a read or prepare task: actors may hold all, or another dataset have asked Ray Data for all
+TASK_CPUS = 0  # CPUs that a read or prepare task asks for; none, as actors or another dataset may hold all CPUs
 TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # concurrent tasks of a stage; few, as each worker process imports libraries
-READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # most rows and bytes of a read task, or one row group
-SHARDS_OF_ACTOR = 2  # one shard is answered; the next one waits, or begins while the last rows of the first finish
-CALL_RETRIES = 1  # retries of a call whose actor's process died: its node may have gone
+READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # most rows and bytes of a read task, see `ShardSource`
+SHARDS_OF_ACTOR = 2  # shards of an actor: one is answered; the next waits, or begins while the first finishes
+CALL_RETRIES = 1  # retries of a call whose process died, for example with its node
 READ_RETRIES = 20  # retries of a read task whose process died, or whose result was lost with its node
 
 
 class RayData(Backend):
-    """Backend on a local Ray that it starts, or on the cluster of RAY_ADDRESS or of the caller's connection.
+    """Backend on Ray: on the caller's connection, else the cluster of RAY_ADDRESS, else a local Ray that it starts.
 
-    metrics_port: port at which a local Ray serves metrics; default any. UserError if the port is taken.
+    metrics_port: port at which a local Ray serves metrics; None: any free port. Raises UserError if the port is taken.
     """
 
     starts_workers = True
@@ -83,7 +83,7 @@ class RayData(Backend):
     def session(self, actors: ActorsConfig, output: str) -> Iterator[RaySession]:
         with self.ready(actors):
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            # on the driver's node: it then dies only with the driver
+            # the coordinator runs on the driver's node, so that it dies only with the driver
             handle = ray.remote(num_cpus=0)(Coordinator).options(scheduling_strategy=here).remote()
             try:
                 yield RaySession(cast(Coordinator, RemoteCoordinator(handle)), output, verbose=self.verbose)
@@ -92,14 +92,14 @@ class RayData(Backend):
 
 
 class RaySession:
-    """See `Session`."""
+    """A session on Ray, see `Session`."""
 
     def __init__(self, coordinator: Coordinator, output: str, *, verbose: bool) -> None:
         self.coordinator, self.worker = coordinator, RayWorker(output)
         self.output, self.verbose = output, verbose
 
     def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
-        """See `Session`. Raises the RayError of a task that failed finally."""
+        """See `Session`. Raises RayError if a task failed after all of its retries."""
         batches = _dataset(stages, self.output, verbose=self.verbose)
         with (
             metrics.installed(ray_sink(self.output)),
@@ -114,7 +114,7 @@ class RaySession:
                     raise
                 # a signal to the whole process group has stopped Ray's processes too
                 raise Interrupted(grace.signal) from None
-        if grace.signal is not None:  # shards were left out
+        if grace.signal is not None:  # shards were left for the next run
             raise Interrupted(grace.signal)
 
 
@@ -131,7 +131,7 @@ def _shards(method: Callable[[], set[int]]) -> Callable[[], set[int]]:
 
 
 def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
-    """Return the batches after the last stage, lazily; the workers' metrics have the label `output`."""
+    """Return the lazy dataset of what the last stage returns. output: label of the workers' metrics."""
     source = ShardSource(stages.read, READ_TASK_ROWS, READ_TASK_BYTES, output)
     actors, place = stages.actors, _place()
     most = max(2, actors.most * TASKS_OF_ACTOR["gpu" if actors.gpus else "cpu"])  # tasks of a stage at the same time
@@ -173,7 +173,7 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
             batch_format="numpy",
             num_cpus=actor_cpus(actors),
             num_gpus=actors.gpus or None,
-            max_restarts=-1,  # the coordinator counts those that die while they load
+            max_restarts=-1,  # unlimited: the coordinator counts actors that die while they load
             max_task_retries=QUARANTINED_RETRIES,
         )
 
@@ -181,7 +181,8 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
 class ShardSource(Datasource):
     """Ray Data source of shards: one block per shard, as `read_blocks` yields them.
 
-    A read task reads consecutive shards of one file: at most `task_rows` rows and `task_bytes` bytes, or one shard.
+    A read task reads consecutive shards of one file. It has at most `task_rows` rows and `task_bytes` bytes, unless a
+    single shard, row group or gzip file has more.
     """
 
     def __init__(self, read: Read, task_rows: int, task_bytes: int, output: str) -> None:
@@ -222,6 +223,6 @@ def scale_for(scaling: AutoscalingConfig, calls: int) -> None:
 
 
 def _place() -> dict[str, Any]:
-    """Return Ray options of tasks that ask for no CPUs: they avoid nodes without CPUs, such as an idle head node."""
+    """Return Ray options that keep tasks that ask for no CPUs off nodes without CPUs, such as an idle head node."""
     without = [node["NodeID"] for node in ray.nodes() if node["Alive"] and not node["Resources"].get("CPU")]
     return {"label_selector": {"ray.io/node-id": f"!in({','.join(without)})"}} if without else {}

@@ -2,8 +2,8 @@
 
     python ray_head.py SETTINGS    # arguments of ray.init as JSON; started as the leader of a session
 
-Writes one line of JSON to standard output: the address, or why Ray did not start. When the parent process ends,
-however it ends, or closes standard input, Ray is shut down, and every process of the session that is left is killed.
+Writes one line of JSON to standard output: the address, or why Ray did not start. When the parent process ends for
+any reason, or closes standard input, Ray is shut down, and then all remaining processes of the session are killed.
 Imports nothing of this package, so that it starts fast.
 """
 
@@ -20,12 +20,12 @@ from typing import Any, NoReturn
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 POLL_SECONDS = 0.5
-SHUTDOWN_SECONDS = 5.0  # Ray deletes what it has spilled to disk; whatever is still there afterwards is killed
+SHUTDOWN_SECONDS = 5.0  # time in which Ray deletes what it has spilled to disk, before its processes are killed
 KILL_SECONDS = 20.0
 
 
 def main() -> None:
-    """Start Ray in a child process, wait for the end of the job or of Ray, and kill the session."""
+    """Start Ray in a child process, wait until the job or Ray ends, and kill all processes of the session."""
     starter = os.getppid()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -43,15 +43,15 @@ def main() -> None:
         time.sleep(0.02)
     kill_session()
     _, status = os.waitpid(ray_process, 0)
-    sys.exit(int(died and status != 0))  # 0 after SIGTERM to Ray's own processes
+    sys.exit(int(died and status != 0))  # Ray's process exits with 0 if SIGTERM ended it, which is no failure
 
 
 def run_ray(settings: dict[str, Any]) -> NoReturn:
-    """Run Ray until SIGTERM; exit status 1 if a process that Ray needs has died."""
+    """Run Ray until SIGTERM, and exit with 0. Exit with 1 if Ray does not start, or a process that it needs dies."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # messages of Ray
+    os.dup2(2, 1)  # Ray's messages go to standard error
     try:
         import psutil
         import ray
@@ -74,7 +74,7 @@ def run_ray(settings: dict[str, Any]) -> NoReturn:
 
 
 def start(settings: dict[str, Any]) -> None:
-    """Start Ray; once more if it missed its fixed limit of 30 s, as on a busy machine."""
+    """Start Ray. If it takes longer than its fixed limit of 30 s, as on a busy machine, start it once more."""
     import psutil
     import ray
 

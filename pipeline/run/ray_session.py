@@ -27,22 +27,23 @@ from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.signals import Interrupted, shielded
 
 log = logging.getLogger(__name__)
-IDLE_SECONDS = 30  # for which a worker of the local Ray waits for another task
+IDLE_SECONDS = 30  # time after which an idle worker of the local Ray ends
 OBJECT_STORE_BYTES = 2**30
 QUIET = "RAY_BACKEND_LOG_LEVEL"
 WAIT_POLL_SECONDS = 2.0
 WAIT_LINE_SECONDS = 10.0
 HEAD = Path(__file__).with_name("ray_head.py")
-END_SECONDS = 30.0  # time for a Ray that this program started to end
+END_SECONDS = 30.0  # time limit for a local Ray to end
 LOOPBACK = "127.0.0.1"
-# to be 0 when Ray is imported: it then listens on the loopback, and does not replace that by another address
+# environment variable: if it is 0 when Ray is imported, Ray listens on the loopback and keeps that address
 ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 class _Connection:
     """The only connection of this process to Ray, which jobs in several threads share.
 
-    The first user connects unless the process is connected; the last user disconnects. head: process of a local Ray.
+    The first user connects, unless the process is connected already; the last user disconnects. head: process of a
+    local Ray.
     """
 
     def __init__(self) -> None:
@@ -115,7 +116,7 @@ def on_cluster() -> bool:
 
 
 def actor_cpus(actors: ActorsConfig) -> float:
-    """Return the logical CPUs of an actor: its threads; on a local Ray at most an even share of all CPUs."""
+    """Return an actor's logical CPUs: `actors.cpus`, or its threads (on a local Ray at most an even share of CPUs)."""
     if actors.cpus is not None:
         return actors.cpus
     cpus = float(actors.threads or 1)
@@ -125,7 +126,7 @@ def actor_cpus(actors: ActorsConfig) -> float:
 
 
 def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:
-    """Return CPUs and bytes of the smallest node with CPUs, and the number of such nodes, as `wait_for_nodes`."""
+    """Wait as `wait_for_nodes`; return the lowest CPU count and memory bytes of nodes with CPUs, and their number."""
     with connected(verbose=False):
         wait_for_nodes(actors)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
@@ -144,9 +145,9 @@ def check_metrics_port(port: int) -> None:
 
 @contextmanager
 def connected(verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
-    """Connect to Ray for the block: the caller's, else the cluster of RAY_ADDRESS, else a local Ray.
+    """Connect to Ray for the block: keep the caller's connection, else use RAY_ADDRESS, else start a local Ray.
 
-    Log levels and signal handlers are the caller's again afterwards.
+    Log levels and signal handlers are restored afterwards.
     """
     _connection.enter(verbose, metrics_port)
     try:
@@ -176,7 +177,7 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
         raise UserError(f"actors: {problem}")
     log.warning("waiting for the cluster to grow: %s", problem)
     bundle = {"CPU": actor_cpus(actors), **({"GPU": actors.gpus} if actors.gpus else {})}
-    # asks the autoscaler, if there is one; a request of `request_resources` would replace that of another job
+    # the group makes an autoscaler add nodes; `request_resources` would replace the request of another job
     group = placement_group([bundle] * (actors.min or actors.most))
     try:
         while problem:
@@ -197,7 +198,7 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
 
 
 def placement_problem(actors: ActorsConfig, resources: dict[str, float]) -> str:
-    """Return why the minimum number of actors does not fit; "" if it does. Read and prepare tasks ask for no CPUs."""
+    """Return why the minimum number of actors does not fit `resources`; "" if it fits. Other tasks need no CPUs."""
     least = actors.min or actors.most
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     if least * actor_cpus(actors) > cpus:
@@ -226,7 +227,7 @@ def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str
         "object_store_memory": min(OBJECT_STORE_BYTES, process_memory() // 4),
         "_node_ip_address": LOOPBACK,
         "_metrics_export_port": metrics_port,
-        # Ray ends spare workers that have been idle for 1 s, before the next shard; a new one takes 2 s of a processor
+        # by default Ray ends a worker that is idle for 1 s, but shards come later; a new one takes 2 s of CPU time
         "_system_config": {"idle_worker_killing_time_threshold_ms": IDLE_SECONDS * 1000},
     }
     return subprocess.Popen(
@@ -250,7 +251,7 @@ def _address(head: subprocess.Popen[str]) -> str:
 
 
 def _announce_death(head: subprocess.Popen[str]) -> None:
-    """Print that the local Ray has died: Ray's C++ code ends this process some seconds later without a message."""
+    """Print that the local Ray has died. Some seconds later Ray's C++ code ends this process without a message."""
     if head.wait() != 0:
         announce(
             "the job's Ray has died: see memory and kernel log of this machine; run the same command again to resume"
@@ -312,9 +313,9 @@ def _accepts(address: str) -> bool:
 
 @contextmanager
 def _quiet_start() -> Iterator[None]:
-    """Drop messages of Ray's C++ code to standard error before the level in `QUIET` applies.
+    """Drop what Ray's C++ code writes to standard error until it obeys the log level in `QUIET`.
 
-    The command line sets that level unless --verbose is given. In other programs nothing is dropped.
+    The command line sets that variable unless --verbose is given. In other programs nothing is dropped.
     """
     kept = os.dup(2)
     try:

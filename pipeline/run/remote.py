@@ -1,4 +1,4 @@
-"""Gives a worker process access to Ray: the run's coordinator, the process, and metrics, named ray_skipdecode_*."""
+"""Gives worker processes access to Ray: to the run's coordinator, actor and node ids, and metrics."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.stage import Worker
 from pipeline.metrics import METRICS
 
-PREFIX = "skipdecode_"  # Ray adds ray_ before it, and _total after a counter
+PREFIX = "skipdecode_"  # start of a metric's name; Ray puts ray_ before it, and _total after a counter's name
 ANSWER_SECONDS = 5.0  # time limit for an answer of the coordinator to the driver
 
 
 def ray_sink(output: str) -> metrics.Sink:
-    """Return a sink of Ray's metrics. output: the label of all metrics, the job's output folder."""
+    """Return a sink that exports metrics through Ray. output: the job's output folder, the label of all metrics."""
 
     def sink(name: str, amount: float, part: metrics.Part | None) -> None:
         tags = {"output": output, **({} if part is None else {"part": part})}
@@ -40,13 +40,13 @@ def _metric(name: str) -> Any:
 
 
 class RemoteCoordinator:
-    """Call the methods of the `Coordinator` actor from any process of the run."""
+    """Calls the methods of the `Coordinator` actor from any process of the run."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a method of the actor. Methods for the driver raise RayError or TimeoutError."""
+        """Return a method of the actor. Those that the driver calls raise RayError, or TimeoutError after 5 s."""
         if name not in vars(Coordinator):
             raise AttributeError(name)
         seconds = ANSWER_SECONDS if name in ("stop", "working", "read") else None
@@ -54,7 +54,7 @@ class RemoteCoordinator:
 
 
 class RayWorker(Worker):
-    """A worker process of Ray. output: the job's output folder, the label of its metrics."""
+    """A worker process of Ray. output: the job's output folder, which labels the metrics of the process."""
 
     owns_process = True
 
@@ -66,7 +66,7 @@ class RayWorker(Worker):
         return actor
 
     def node(self) -> str:
-        """Return the host and the beginning of the Ray node's id: containers and local nodes share host names."""
+        """Return the host's name and the start of the Ray node's id, because several nodes may share a host name."""
         return f"{socket.gethostname()} {ray.get_runtime_context().get_node_id()[:8]}"
 
     def attempt(self) -> int:
@@ -78,7 +78,7 @@ class RayWorker(Worker):
 
 
 def exporting(function: partial[Any], output: str) -> Callable[[Any], Any]:
-    """Return a stage's function that exports metrics from its worker process. Ray shows it under its own name."""
+    """Wrap a stage's function so that its worker process exports metrics. Ray shows the function's own name."""
 
     def call(batch: Any) -> Any:
         metrics.install(ray_sink(output))

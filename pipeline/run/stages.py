@@ -1,6 +1,6 @@
-"""Describes a job's stages, and the methods of a backend that runs them. Imports no ray.
+"""Describes a job's stages and the backends that can run them. Imports no ray.
 
-read ──> prepare ──> generate        between two travels a batch that holds one shard
+read ──> prepare ──> generate        stages pass on batches of one shard
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pipeline.prepare.stage import prepare
 from pipeline.runtime.quarantine import STAGE_NAMES, Quarantine
 from pipeline.storage.folder import Folder
 
-QUARANTINED_RETRIES = 1000  # retries of a prepare task or an actor's call: `Quarantine` counts their deaths
+QUARANTINED_RETRIES = 1000  # retries of a prepare task or an actor's call; many, because `Quarantine` limits deaths
 
 
 @dataclass(frozen=True)
 class Read:
-    """Shards to read, in the job's schema."""
+    """What read tasks need: the shards, their files, the job's schema and storage settings."""
 
     shards: Sequence[Shard]
     files: Sequence[InputFile]
@@ -46,7 +46,7 @@ class Stages:
 
     read: Read  # the shards to answer
     prepare: partial[Any]  # function that is called with each batch
-    generator: Callable[..., Callable[[Any], Any]]  # callable class over prepared batches, constructed once an actor
+    generator: Callable[..., Callable[[Any], Any]]  # class that an actor constructs once and calls with each batch
     arguments: Mapping[str, Any]  # arguments of `generator`
     actors: ActorsConfig
     calls: int  # number of batches that an actor takes at once, each in a separate thread
@@ -59,7 +59,7 @@ class Session(Protocol):
     worker: Worker
 
     def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
-        """Run the stages to their end. Raises Interrupted after a signal, from which on shards have `grace_seconds`."""
+        """Run the stages to their end. After a signal, give shards at work `grace_seconds` and raise Interrupted."""
         ...
 
 
@@ -69,18 +69,18 @@ class Backend(Hardware):
     starts_workers = False
 
     def ready(self, actors: ActorsConfig) -> AbstractContextManager[None]:
-        """Start what `call_as_actor` and sessions run on, for all of them within the block."""
+        """Start what `call_as_actor` and `session` run on, once for all of these calls within the block."""
         return nullcontext()
 
     def session(self, actors: ActorsConfig, output: str) -> AbstractContextManager[Session]:
-        """Start what the stages run on; output: label of metrics. UserError if the actors can never be placed."""
+        """Start what stages run on. output: label of metrics. Raises UserError if actors can never be placed."""
         raise NotImplementedError
 
 
 def job_stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Session) -> Stages:
     """Return the stages of a run over these shards."""
     config, manifest, coordinator, run = job.config, job.manifest, session.coordinator, uuid.uuid4().hex
-    # a shard's rows may share steps with the last rows of the shard before; the generator decides
+    # an actor may begin a shard while the last rows of the shard before still run; the generator decides when
     promises_bytes = config.model.dtype == "float32" and config.model.engine != "vllm"
     may_join = manifest.batching.scheduler == "refill" and not promises_bytes
     preparing, generating = (Quarantine(folder, run, config.attempts, stage) for stage in STAGE_NAMES)
