@@ -46,8 +46,12 @@ LINE = 1000  # maximum characters of a line, because an error may quote the whol
 
 def one_line(error: BaseException) -> str:
     """Return type and text of an error on one line of at most `LINE` characters."""
-    text = f"{type(error).__name__}: {flat(error)}"
-    return text if len(text) <= LINE else f"{text[:LINE]}…"
+    return shortened(f"{type(error).__name__}: {flat(error)}", LINE)
+
+
+def shortened(text: str, most: int) -> str:
+    """Return the text, cut to its first `most` characters and an ellipsis if it is longer."""
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def printable(name: object) -> str:

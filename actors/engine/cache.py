@@ -91,7 +91,7 @@ class SkipCache:
         self._device = device
         self._width = 0  # slots that a step attends to, in layers that have this many
         self._rows = torch.zeros(0, dtype=torch.int64)  # [B], the rows of the announced pass
-        self._sources = self._rows  # [B], for each of these rows the index of its prompt
+        self._sources = self._rows  # [B], prompt index of each row in `_rows`
         self._prefix: PrefixKeys | None = None
         self._positions: Tensor | None = None  # [B, 1], one per row of the announced step; None: prefill
         self._shortest = 0  # slots that the shortest row of the announced step attends to

@@ -172,7 +172,7 @@ class Engine:
         return row
 
     def close(self) -> None:
-        """Drop the slots and the rows in flight, and subtract the decode steps of these rows from the counts."""
+        """Remove all rows in flight and free their slots. Their decode steps are no longer counted."""
         for row in self.rows:
             self.stats.add_steps(row.schedule, -max(len(row.tokens) - 1, 0))
         self.rows = []

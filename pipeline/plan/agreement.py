@@ -125,8 +125,9 @@ def _record(config: JobConfig, identity: Mapping[str, Any]) -> Path:
 
     The runs over a growing table share one measurement, although each answers other files.
     """
-    left_out = "" if config.input.since is None else "files"
-    inputs = {key: value for key, value in identity["input"].items() if key != left_out}
+    inputs = dict(identity["input"])
+    if config.input.since is not None:
+        del inputs["files"]
     names = ("model", "schedule", "sampling", "choices", "output_format", "reasoning", "answers_version")
     kept = {key: identity[key] for key in names}
     values = {**kept, "input": inputs, "rows": config.schedule.agreement_rows}

@@ -47,23 +47,17 @@ def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, ha
     cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1)) if actors.gpus else min(2**30, memory // 4 // of_node)
     if config.model.engine == "vllm" and actors.gpus:
         cache = 0  # vLLM takes the memory that it finds free
+    # an actor gets at least 4 shards, and up to 32 if each then holds 256 rows or more: a stop costs less, progress is
+    # seen earlier
+    default = min(4096, max(math.ceil(rows / (32 * actors.most)), min(256, math.ceil(rows / (4 * actors.most)))))
     return Batching(
-        shard_rows=config.shard_rows or default_shard_rows(rows / actors.most),
+        shard_rows=config.shard_rows or default,
         shard_bytes=config.shard_bytes,
         cache_bytes=actors.cache_bytes or cache,
         max_batch=config.rows_in_flight,
         threads=actors.threads or (1 if actors.gpus else max(1, cpus // of_node)),
         scheduler=chosen_scheduler(config, resolved.checkpoint),
     )
-
-
-def default_shard_rows(rows: float) -> int:
-    """Return the rows of a shard. rows: number of rows per actor.
-
-    An actor gets at least 4 shards. It gets up to 32 if its shards then hold 256 rows or more: a stop costs less, and
-    progress is seen earlier. A shard has at most 4,096 rows.
-    """
-    return min(4096, max(math.ceil(rows / 32), min(256, math.ceil(rows / 4))))
 
 
 def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:

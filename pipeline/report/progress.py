@@ -20,7 +20,7 @@ from rich.text import Text
 
 from pipeline import metrics
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
-from pipeline.messages import counted
+from pipeline.messages import counted, shortened
 from pipeline.runtime.announce import announce, goes_to_log
 
 PLAIN_SECONDS = 10.0
@@ -52,7 +52,7 @@ def progress_line(run: RunProgress, found: Mapping[str, float], seconds: float, 
     """Return shards, rows, the `rates` found, time left, and seconds since the command began."""
     line = f"{work.done_shards + run.shards}/{work.shards} shards  {work.done_rows + run.rows:,}/{work.rows:,} rows"
     if run.errors:
-        kinds = ", ".join(f"{answers:,} {_cut(kind)}" for kind, answers in run.kinds)
+        kinds = ", ".join(f"{answers:,} {shortened(kind, KIND_CHARS)}" for kind, answers in run.kinds)
         line += f" ({counted(run.errors, 'error')}{': ' if kinds else ''}{kinds})"
     if run.shards == 0:
         line += f"  {_waits_for(run)[1]}"
@@ -63,10 +63,6 @@ def progress_line(run: RunProgress, found: Mapping[str, float], seconds: float, 
     if "eta_seconds" in found:
         line += f"  ETA {_clock(found['eta_seconds'])}"
     return line + f"  {_clock(seconds)} elapsed"
-
-
-def _cut(kind: str) -> str:
-    return kind if len(kind) <= KIND_CHARS else f"{kind[:KIND_CHARS]}…"
 
 
 def _waits_for(run: RunProgress) -> tuple[str, str]:

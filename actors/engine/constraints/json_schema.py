@@ -122,9 +122,9 @@ def _types_differ(branches: list[Any], root: Schema) -> bool:
 
 
 def _resolved(schema: Any, root: Schema) -> Schema:
-    """Follow a schema's `$ref`s within `root`; return the schema found, joined with the keys beside each `$ref`.
+    """Resolve a schema's `$ref`s within `root`. Keys beside a `$ref` are merged into the schema that it names.
 
-    Return {} for a value that is no schema.
+    Return {} if the value is not a schema.
     """
     seen = 0
     while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str) and seen < 100:

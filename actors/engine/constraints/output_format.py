@@ -12,7 +12,7 @@ from actors.engine.constraints.json_schema import CHECKED, for_grammar, overlap,
 from actors.engine.errors import UserError, flat
 
 KINDS = ("json_schema", "regex", "grammar")
-CHECK, AFTER = "check", "after"  # an optional key beside json_schema, and its only value
+CHECK, AFTER = "check", "after"  # optional key beside json_schema; `AFTER` is its only value
 # white space in JSON as Python writes it; if it were free, a model might write only white space up to its length limit
 ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 

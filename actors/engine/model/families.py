@@ -342,7 +342,7 @@ def family_named(model_type: object) -> Family:
 
 
 def unknown_value(config: PretrainedConfig) -> str | None:
-    """Return which value of a config is not supported, and what is; None if all values are supported."""
+    """Return the first unsupported value of a config with the supported ones; None if all values are supported."""
     for key in ACTIVATION_KEYS:
         if (name := getattr(config, key, None)) is not None and name not in ACTIVATIONS:
             return f"{key} = {name!r}: supported: {', '.join(ACTIVATIONS)}"

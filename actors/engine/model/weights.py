@@ -20,7 +20,7 @@ ALLOWANCE = 2**29  # bytes for the process, its libraries, and a batch's activat
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # held while transformers builds a model: during that it replaces a class's method and torch's default dtype
 building_models = threading.Lock()
-SCALES = ("_scale", "_zero_point", ".weight_shape")  # name endings of tensors beside 8-bit weights
+SCALES = ("_scale", "_zero_point", ".weight_shape")  # tensors whose names end so describe an 8-bit weight
 PACKED = ".weight_packed"  # name ending of 8-bit weights stored four in an int32, see `compressed`
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
