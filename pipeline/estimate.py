@@ -19,9 +19,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from actors.answers import Prompt
 from actors.engine.errors import UserError
@@ -41,7 +38,7 @@ from pipeline.incremental import runs
 from pipeline.input.files import InputFile
 from pipeline.input.rows import read_shards
 from pipeline.input.shards import Shard
-from pipeline.messages import counted, duration
+from pipeline.messages import counted
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.planned import PlannedJob, generator_arguments, plan
@@ -50,7 +47,6 @@ from pipeline.prepare.prompts import prepare_table
 from pipeline.run.stages import Backend
 from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.signals import interruptible
-from pipeline.runtime.wide_console import wide
 from pipeline.storage.folder import open_folder
 
 SAMPLE_SECONDS = 120.0  # time limit for all speeds together, without loading models
@@ -457,83 +453,3 @@ def _recorded(record: Any) -> Iterator[tuple[float | None, str, dict[str, tuple[
         for line in record["done"]["after"]["result"]["lines"]:
             scores = {name: (score["loss"], None, score["loss_high"]) for name, score in line["scores"].items()}
             yield line["nominal"], line["prompt"], scores
-
-
-def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]) -> None:
-    """Print rows, prompts, batches, the table of speeds, and the savings and loss of the job's speed."""
-    console = wide(console)
-    tokens, batching, errors, chosen = (found[name] for name in ("prompt_tokens", "batching", "row_errors", "chosen"))
-    left = "" if found["rows_left"] == found["rows"] else f", {found['rows_left']:,} rows left"
-    rows, files, shards = (counted(found[f"{noun}s"], noun) for noun in ("row", "file", "shard"))
-    prefix = tokens["shared_prefix"]
-
-    def say(line: str) -> None:
-        console.print(line, markup=False)
-
-    say(f"{rows} in {files}, {shards}{left}")
-    say(
-        f"prompts: {tokens['mean']:,.0f} tokens on average, {tokens['most']:,} at most, of {tokens['rows']:,} rows"
-        + (f"; all begin with the same {prefix:,}" if prefix else "")
-    )
-    if errors["errors"]:
-        say(f"rows with an error in the sample: {errors['errors']:,}; the first: {errors['first']}")
-    say(
-        f"batches: {batching['scheduler']}, at most {batching['max_batch']:,} rows in flight and "
-        f"{batching['cache_bytes'] / 2**20:,.0f} MiB of cache an actor; {counted(found['actors'], 'actor')}\n"
-    )
-    console.print(_table(found))
-    say(
-        f"\nwall clock with {found['startup']['seconds']:.0f} s of start-up, in brackets a 90% interval; from "
-        f"{found['sample']['rows']:,} rows that {'an actor' if found['actors'] == 1 else 'actors'} answered here; "
-        "ideal: if time shrank with the layers run"
-    )
-    if saves := found["saves"]:
-        money = f"{saves['money']:,.2f} and " if "money" in saves else ""
-        source = "no evaluate or adapt record beside the checkpoint says what it loses"
-        if loss := chosen["loss"]:
-            source = f"{_loss(loss)} ({loss['source']})"
-        verb = "saves" if saves["seconds"] >= 0 else "costs"
-        say(f"{chosen['speed']} {verb} {money}{duration(abs(saves['seconds']))} against 1x; {source}")
-    for line in found["warnings"]:
-        say(f"warning: in the sample, {line}")
-    if config.budget is not None:
-        needed = {"hours": chosen["device_hours"], "money": chosen["money"], "tokens": chosen["generated_tokens"]}
-        limits = config.budget.model_dump(exclude_none=True).items()
-        over = [f"{name} {needed[name]:,.4g} of {limit:,.4g}" for name, limit in limits if needed[name] > limit]
-        say(f"budget: not enough, the job would stop: {', '.join(over)}" if over else "budget: enough")
-
-
-def _loss(loss: Mapping[str, Any]) -> str:
-    low = "" if loss["low"] is None else f"{loss['low']:.2g}, "
-    return f"loses {loss['loss']:.2g} [{low}{loss['high']:.2g}] {loss['metric'].replace('_', ' ')}"
-
-
-def _table(found: Mapping[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    lines = [
-        {
-            "speed": line["speed"] + (" *" if line is found["chosen"] else ""),
-            "wall clock": duration(line["seconds"]),
-            "": f"[{duration(line['low'])}, {duration(line['high'])}]",
-            "tokens/s": f"{line['tokens_per_second']:,.0f}",
-            "new tokens": f"{line['generated_tokens']:,}",
-            "layer ratio": _ratio(line["layer_ratio"]),
-            "speed-up": _ratio(line["speedup"]),
-            "ideal": _ratio(line["ideal"]),
-            "cache MiB": f"{line['cache_bytes'] / 2**20:,.1f}",
-            "device-hours": f"{line['device_hours']:.3g}",
-            "money": "" if line["money"] is None else f"{line['money']:,.2f}",
-            "loss": _loss(line["loss"]) if line["loss"] else "",
-        }
-        for line in found["speeds"]
-    ]
-    names = [name for name in lines[0] if any(line[name] for line in lines)]
-    for name in names:
-        table.add_column(name, justify="left" if name == "loss" else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*(Text(line[name] or "-") for name in names))
-    return table
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"

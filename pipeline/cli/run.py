@@ -176,7 +176,8 @@ def plan(
         with announced("loading libraries"):
             from rich.console import Console
 
-            from pipeline.estimate import NothingLeft, estimate, print_estimate
+            from pipeline.estimate import NothingLeft, estimate
+            from pipeline.report.estimate_table import print_estimate
 
         began = psutil.Process().create_time()
         try:
