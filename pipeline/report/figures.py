@@ -111,8 +111,8 @@ def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shar
     )
     whole, decode_alone = clock_speedups(manifest.agreement, totals, held)
     if whole is not None and totals.layer_steps < totals.full_layer_steps:
-        alone = "" if decode_alone is None else f", decode alone {decode_alone:.2f}x"
-        yield f"speed-up on the clock: {whole:.2f}x{alone}, start-up included, over full depth as timed on sampled rows"
+        alone = "" if decode_alone is None else f"; decode alone {decode_alone:.2f}x"
+        yield f"speed-up on the clock: {whole:.2f}x with start-up{alone}; full depth was timed on the sampled rows"
     if manifest.agreement is not None:
         yield f"agreement with full depth, before the start: {manifest.agreement}"
     if totals.shared_prompt_tokens:
