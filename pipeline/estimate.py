@@ -120,8 +120,7 @@ def estimate(
         speeds, chosen = schedules(job), name_of(job.schedule)
         before = time.monotonic()
         with ExitStack() as stack:
-            with announced("starting Ray"):
-                stack.enter_context(backend.ready(job.config.actors))
+            stack.enter_context(backend.ready(job.config.actors))  # says so itself if it starts Ray
             ray = time.monotonic() - before
             job = stack.enter_context(jobs.checked(job, stored, backend))
             asked = time.time()
