@@ -58,7 +58,7 @@ class SamplingParams:
             ("max_new_tokens", self.max_new_tokens >= 1, "must be at least 1"),
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "must be 0 to max_new_tokens"),
             ("temperature", self._temperature_fits(), f"must be 0 (greedy), or {LEAST} to {MOST}"),
-            ("top_k", self.top_k >= 0, "must be 0 (all) or above"),
+            ("top_k", 0 <= self.top_k < 2**31, "must be 0 (all) to 2147483647"),
             ("top_p", 0 < self.top_p <= 1, "must lie in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "must lie in [0, 1]"),
             ("repetition_penalty", LEAST <= self.repetition_penalty <= MOST, f"must be {LEAST} to {MOST}"),

@@ -36,6 +36,7 @@ from actors.openai_requests import CHAT, ENDPOINTS
 from actors.serving.loop import ClientGone, Event, OnlineLoop, QueueFull, Submission, wake
 from actors.serving.model import Call, ServedModel
 
+OPEN = ("/health", "/metrics")  # paths that require no API key
 GONE = 499  # status if the client has closed its connection; only metrics show it
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -120,8 +121,8 @@ def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
             *answering,
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
-            Route("/health", health),
-            Route("/metrics", metrics_text),
+            Route(OPEN[0], health),
+            Route(OPEN[1], metrics_text),
         ],
         lifespan=lifespan,
         exception_handlers={HTTPException: not_found},
@@ -129,7 +130,8 @@ def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
     app.router.redirect_slashes = False
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or not str(scope.get("path", "")).startswith("/v1")
+        path = str(scope.get("path", "")).removeprefix(str(scope.get("root_path", "")).rstrip("/"))
+        is_open = scope["type"] != "http" or path in OPEN
         if is_open or limits.key_sha256 is None or _has_key(scope, limits.key_sha256):
             await app(scope, receive, send)
         else:

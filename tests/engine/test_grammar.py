@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from actors.answers import Prompt
 from actors.engine.constraints.constraint import words_of
 from actors.engine.constraints.grammar import GrammarCompiler
+from actors.engine.constraints.json_schema import problem
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.sampling.sampler import sample
 from actors.engine.sampling.state import RowSampling
@@ -252,6 +253,10 @@ def test_a_tokenizer_of_words_and_bytes() -> None:
             {"json_schema": {"type": "nothing"}, "check": "after"},
             r"json_schema: not a JSON Schema: \$\.type: 'nothing' is",
         ),
+        ({"json_schema": {"anyOf": 5}}, "json_schema: not a JSON Schema: "),
+        ({"json_schema": {"anyOf": None}}, "json_schema: not a JSON Schema: "),
+        ({"json_schema": {"properties": ["a"]}}, "json_schema: not a JSON Schema: "),
+        ({"json_schema": {"$schema": 5}, "check": "after"}, "json_schema: not a JSON Schema: "),
         ({"json_schema": {"type": "string", "format": "nonsense"}}, "json_schema: Unknown format: nonsense"),
         ({"grammar": "start: <|end|>"}, "grammar: .*special_token"),
     ],
@@ -260,6 +265,12 @@ def test_a_form_that_cannot_be_followed_is_refused_by_name(value: dict[str, Any]
     with pytest.raises(ValueError, match=message) as caught:
         OutputFormat.of(value).check()
     assert "\n" not in str(caught.value)
+
+
+def test_an_answer_that_cannot_be_checked_is_a_problem_of_its_row() -> None:
+    assert str(problem("1", '{"$ref": "#/$defs/none"}')).startswith("the schema's $ref cannot be resolved: ")
+    deep = '{"items": {"$ref": "#"}}'
+    assert problem("[" * 400 + "]" * 400, deep) == "nested too deeply to be checked"
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ import pytest
 import torch
 from http_server import Running, running
 from safetensors.torch import load_file, save_file
+from starlette.testclient import TestClient
 
 from actors.engine.errors import UserError
 from actors.generator import Generator
-from actors.serving.http import Limits
+from actors.serving.http import Limits, create_app
 
 PROMPT = "name[Alimentum], area[city centre]"
 CHAT: Any = [{"role": "user", "content": PROMPT}]
@@ -179,6 +180,7 @@ TEXT_REFUSED: list[tuple[Any, int, str]] = [
     ({"structured_outputs": {"regex": "a+"}}, 400, "structured_outputs.choice"),
     ({"prompt": ["a"] * 300}, 400, "at most 256"),
     ({"n": 1000}, 400, "queues at most 256"),
+    ({"top_k": 2**63, "temperature": 1}, 400, "top_k = 9223372036854775808: must be 0 (all) to 2147483647"),
     ({"prompt": [1, 2, 10**6]}, 400, "vocabulary"),
     ({"prompt": [5] * 64}, 400, "context of 64"),
     ({"prompt": None}, 400, "prompt is missing"),
@@ -187,6 +189,11 @@ CHAT_REFUSED: list[tuple[Any, int, str]] = [
     ({"messages": "hello"}, 400, "messages must be a list"),
     ({"tools": [{}]}, 400, "tool 1 must be"),
     ({"response_format": {"type": "xml"}}, 400, "response_format"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"anyOf": 5}}}},
+        400,
+        "not a JSON Schema",
+    ),
     ({"response_format": {"type": "json_object"}, "choices": ["a", "b"]}, 400, "cannot be combined with"),
 ]
 REFUSED: list[tuple[str, Any, int, str]] = [
@@ -229,6 +236,10 @@ def test_a_key_a_size_and_a_time_bound_requests(chat_checkpoint: Path, http: htt
             assert http.get(f"{server.url}/v1/models", headers=headers).status_code == 401
         assert http.get(f"{server.url}/health").status_code == 200
         assert http.post(url, json={"prompt": "a"}, headers=key).status_code == 200
+        # as Ray Serve's proxy passes a request under another route_prefix
+        below = TestClient(create_app(server.model, limits), root_path="/llm")
+        assert below.post("/llm/v1/completions", json={"prompt": "a"}).status_code == 401
+        assert below.get("/llm/health").status_code == 200
         assert http.post(url, json={"prompt": "a" * 3000}, headers=key).status_code == 413
         server.model.loop.engine.step = _slow(server.model.loop.engine.step)  # type: ignore[method-assign]
         late = http.post(url, json={"prompt": "a", "max_tokens": 40, "ignore_eos": True}, headers=key)

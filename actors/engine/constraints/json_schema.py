@@ -176,10 +176,16 @@ def _matches(pattern: str, name: str) -> bool:
 
 def problem(text: str, schema: str) -> str | None:
     """Return why `text` is not JSON that is valid under `schema` (JSON text); None if it is."""
+    from referencing.exceptions import Unresolvable
+
     try:
         error = next(iter(validator(schema).iter_errors(json.loads(text))), None)
     except ValueError as wrong:
         return f"not JSON: {wrong}"
+    except RecursionError:
+        return "nested too deeply to be checked"
+    except Unresolvable as wrong:
+        return f"the schema's $ref cannot be resolved: {flat(wrong)}"
     return None if error is None else f"{error.json_path}: {flat(error.message)}"
 
 

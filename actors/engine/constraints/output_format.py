@@ -109,6 +109,8 @@ def _library_grammar(form: OutputFormat) -> tuple[str, str | None]:
             )
     except (UserError, RecursionError) as error:
         return "", flat(error)
+    except (TypeError, AttributeError, LookupError) as error:  # a keyword with a value of another type than it takes
+        return "", f"not a JSON Schema: {flat(error)}"
     if wrong is not None and wrong.startswith(("Unimplemented keys", "min/maxProperties")):
         wrong += f": no grammar holds this; leave it out, or {CHECKED}"
     return grammar, wrong
