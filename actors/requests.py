@@ -85,10 +85,12 @@ class RequestBuilder:
                 ids = self._ids(value, True)
             elif value is None or isinstance(value, str) or len(value) == 0:
                 error = "prompt is null or empty"
+            elif isinstance(value, bytes | bytearray):
+                error = "prompt is bytes, no text: decode it"
             elif isinstance(value[0], Mapping):
                 chat = list(map(dict, value)), list(map(dict, tools))
                 ids = self.chat_ids(*control_tokens(self.tokenizer).prompt(self._render, chat))
-            elif all(token == int(token) >= 0 for token in value):
+            elif all(not isinstance(token, bool) and token == int(token) >= 0 for token in value):
                 ids = [int(token) for token in value]
             else:
                 error = "prompt holds values that are no token ids"

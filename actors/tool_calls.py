@@ -85,7 +85,7 @@ def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any, form: ToolForma
     more = f" ({json.dumps(between)} call)*" if choice == "required" else ""
     rules = [f"start: call{more}", "call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
     for number, one in enumerate(functions):
-        schema = OutputFormat.of({"json_schema": one.get("parameters") or {"type": "object"}})
+        schema = OutputFormat.of({"json_schema": {"type": "object", **(one.get("parameters") or {})}})
         try:
             schema.check()
         except UserError as error:

@@ -337,7 +337,20 @@ def test_prompts_may_be_token_ids_or_messages(checkpoint: Path, generator: Gener
     chatty.tokenizer.chat_template = CHAT
     chat = [{"role": "user", "content": "cheap food"}]
     ids = np.array(generator.tokenizer("a")["input_ids"])
-    values = [chat, ids, "a", [5, 10**6], [{"role": "user"}], [], [1.0, np.nan], 7, ["a"], " "]
+    values = [
+        chat,
+        ids,
+        "a",
+        [5, 10**6],
+        [{"role": "user"}],
+        [],
+        [1.0, np.nan],
+        7,
+        ["a"],
+        " ",
+        b"cheap food",
+        [True, False],
+    ]
     done = chatty({"prompt": column(values)})
     written = chatty.tokenizer("user: cheap food assistant: ", add_special_tokens=False)["input_ids"]
     assert done["generated_text"][0] == chatty.answer([Prompt(written, "", 0)])[0].generated_text
@@ -350,6 +363,8 @@ def test_prompts_may_be_token_ids_or_messages(checkpoint: Path, generator: Gener
         "prompt cannot be read: object of type 'int' has no len()",
         "prompt cannot be read: invalid literal for int() with base 10: 'a'",
         "prompt is null or empty",
+        "prompt is bytes, no text: decode it",
+        "prompt holds values that are no token ids",
     ]
     plain = generator({"prompt": column([chat])})["error"][0]  # without a template
     assert plain.startswith("prompt cannot be read: ") and "chat_template" in plain

@@ -73,6 +73,8 @@ def test_an_answer_of_llama_that_is_no_call_is_text(text: str) -> None:
 def test_a_forced_call_is_a_grammar(form: Any, choice: Any) -> None:
     tools = [TOOL, {"type": "function", "function": {"name": 'q"\\é'}}]
     forced_call(tools, choice, form).check()
+    untyped = [{"type": "function", "function": {"name": 'q"\\é', "parameters": {"properties": {"x": {}}}}}]
+    assert '"type": "object"' in forced_call(untyped, choice, form).text  # no other value is a call
 
 
 @pytest.mark.parametrize(
