@@ -90,7 +90,9 @@ def _check_ids(config: JobConfig, manifest: Manifest) -> None:
             ids = table[column]
             if is_batch:  # a row without an id is that row's error
                 rows = enumerate(zip(ids.to_pylist(), table[ERROR].to_pylist(), strict=True), shard.first_row)
-                ids = pa.chunked_array([[f"\0{row}" if one is None or error else one for row, (one, error) in rows]])
+                ids = pa.chunked_array(
+                    [[f"\0{shard.url}\0{row}" if one is None or error else one for row, (one, error) in rows]]
+                )
             yield ids
 
     with announced("looking for repeated ids"):

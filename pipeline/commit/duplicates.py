@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError
 from pipeline.commit.sink import part_name
-from pipeline.generate.stats import Totals
+from pipeline.generate.stats import Totals, id_value
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
 from pipeline.storage.concurrency import in_parallel
@@ -66,7 +66,7 @@ def count_repeated(
     examples = []
     for pair in places:
         (shard, offset), _ = rows_of_pair = [row(place) for place in pair]
-        text = str(ids_of(shard)[offset])
+        text = str(id_value(ids_of(shard)[offset]))
         where = " and ".join(f"row {shard.first_row + offset} of {shard.url}" for shard, offset in rows_of_pair)
         examples.append(f"{text[:80]!r}: {where}")
     return found, examples
@@ -100,6 +100,10 @@ def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
     """Return a hash of each id [N]. Equal ids have equal hashes within this process. An integer is its own hash."""
     if pa.types.is_integer(ids.type):
         return np.asarray(ids.cast(pa.int64(), safe=False).fill_null(NULL).to_numpy())
+    if pa.types.is_fixed_size_binary(ids.type):  # e.g. Parquet's UUIDs, which are no text
+        ids = ids.cast(pa.binary())
+    elif pa.types.is_timestamp(ids.type):  # a time zone changes no equality, and may be unknown here
+        ids = ids.cast(pa.timestamp(ids.type.unit)).cast(pa.int64())
     if not (pa.types.is_nested(ids.type) or pa.types.is_binary(ids.type) or pa.types.is_large_binary(ids.type)):
         ids = ids.cast(pa.large_string())  # as text, because Python cannot represent all dates
     values = ids.to_pylist()

@@ -232,7 +232,7 @@ def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tu
     fs, path = filesystem(url, storage)
     with fs.open(path, "rb") as file:
         try:
-            parquet = pq.ParquetFile(file)
+            parquet = pq.ParquetFile(file, coerce_int96_timestamp_unit="us")
             groups = [parquet.metadata.row_group(number) for number in range(parquet.metadata.num_row_groups)]
             schema = parquet.schema_arrow
         except (pa.ArrowException, OSError) as error:

@@ -72,7 +72,7 @@ def read_rows(
 ) -> Iterator[pa.Table]:
     """Yield a table for each shard, in order, with the column `ERROR`. All shards are of `file`."""
     values = path_values(file.url)
-    of_path = [field for field in schema if field.name in values and field.metadata == OF_PATH]
+    of_path = [field for field in schema if field.name in values and OF_PATH.items() <= (field.metadata or {}).items()]
     own = pa.schema([field for field in schema if field not in of_path])
     if file.format != "parquet":
         tables = read_text(shards, file, own, storage)

@@ -101,7 +101,13 @@ def _tables(shards: Sequence[Shard], columns: Sequence[str], storage: StorageCon
     large = any(group.total_byte_size > STREAM_BYTES for group in groups)
     with fs.open(path, "rb", cache_type="none" if large else "readahead") as file:
         buffer = FETCH_BYTES if large else 0  # pre_buffer would fetch whole row groups in spite of it
-        parquet = pq.ParquetFile(file, metadata=footer, buffer_size=buffer, pre_buffer=not large)
+        parquet = pq.ParquetFile(
+            file,
+            metadata=footer,
+            buffer_size=buffer,
+            pre_buffer=not large,
+            coerce_int96_timestamp_unit="us",  # in ns, dates after 2262 would be others without a word
+        )
         opened, first, batch = -1, 0, pa.record_batch([], [])  # current row group, first row of its batch, the batch
         for shard in shards:
             slices, row, end = [], shard.first_row, shard.first_row + shard.rows

@@ -349,7 +349,7 @@ def _json_table(lines: Sequence[bytes], schema: pa.Schema) -> pa.Table:
         array, wrong = json_array([None if values is None else values.get(column.name) for values, _ in rows], column)
         columns.append(array)
         errors = {**wrong, **errors}
-    return _with_errors(pa.table(columns, schema=schema), errors)
+    return _with_errors(pa.table(columns, schema=schema), errors, len(rows))
 
 
 def _csv_table(records: Sequence[CsvRow], header: Sequence[str], schema: pa.Schema) -> pa.Table:
@@ -368,14 +368,18 @@ def _csv_table(records: Sequence[CsvRow], header: Sequence[str], schema: pa.Sche
         place, keeps_empty = header.index(column.name), is_text(column.type) and not is_json(column)
         columns.append(pa.array([row[place] if keeps_empty else row[place] or None for row in rows], pa.string()))
     table, later = split_errors(conform(pa.table(columns, names=schema.names), schema))
-    return _with_errors(table, {row: error for row, error in enumerate(later) if error is not None} | errors)
+    wrong = {row: error for row, error in enumerate(later) if error is not None} | errors
+    return _with_errors(table, wrong, len(rows))
 
 
-def _with_errors(table: pa.Table, errors: Mapping[int, str]) -> pa.Table:
-    column = pa.array([errors.get(row) for row in range(table.num_rows)], pa.string())
-    return table.append_column(pa.field(ERROR, pa.string()), column)
+def _with_errors(table: pa.Table, errors: Mapping[int, str], rows: int) -> pa.Table:
+    """Append the column `ERROR`. rows: number of rows, which a table without columns does not know."""
+    column = pa.array([errors.get(row) for row in range(rows)], pa.string())
+    return pa.table([*table.columns, column], schema=table.schema.append(pa.field(ERROR, pa.string())))
 
 
 def with_json_fields(schema: pa.Schema, names: frozenset[str]) -> pa.Schema:
     """Return the schema with the fields `names` marked as text that may hold JSON."""
-    return pa.schema([column.with_metadata(AS_JSON) if column.name in names else column for column in schema])
+    return pa.schema(
+        [one.with_metadata({**(one.metadata or {}), **AS_JSON}) if one.name in names else one for one in schema]
+    )

@@ -43,7 +43,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 @lru_cache(maxsize=16)
 def compile_template(text: str) -> jinja2.Template:
     """Return a sandboxed template that refuses undefined names. Raises UserError if the text does not compile."""
-    environment = _Environment(undefined=jinja2.StrictUndefined, autoescape=False, finalize=_no_null)
+    environment = _Environment(undefined=jinja2.StrictUndefined, autoescape=False, finalize=_printable)
     try:
         return environment.from_string(text)
     except jinja2.TemplateSyntaxError as error:
@@ -52,9 +52,12 @@ def compile_template(text: str) -> jinja2.Template:
         raise UserError(f"cannot be compiled: {one_line(error)}") from None
 
 
-def _no_null(value: Any) -> Any:
+def _printable(value: Any) -> Any:
+    """Return a value that a template prints. Raise UndefinedError for null, and for what is no value of the row."""
     if value is None:  # otherwise the prompt would read "None"
         raise jinja2.UndefinedError("a null is printed; if that may be, write {{ column or '' }}")
+    if callable(value) and not isinstance(value, jinja2.Undefined):  # {{ meta.title }} of a text is its method
+        raise jinja2.UndefinedError("a method or function is printed, no value of the row; is the column a struct?")
     return value
 
 

@@ -56,6 +56,19 @@ def test_an_example_names_both_rows() -> None:
     assert counted(columns) == (1, ["'b': row 11 of f0 and row 11 of f1"])
 
 
+@pytest.mark.parametrize(
+    ("kind", "one", "two"),
+    [
+        (pa.binary(16), b"\xff" * 16, b"\xfe" * 16),  # a UUID of Parquet
+        (pa.timestamp("us", "Nowhere/Here"), 1, 2),
+        (pa.timestamp("s"), 2**40, 2**40 + 1),  # after the year 9999
+    ],
+)
+def test_ids_that_are_no_text_are_counted_too(kind: pa.DataType, one: Any, two: Any) -> None:
+    found, examples = counted([pa.chunked_array([pa.array([one, two, one], kind)])])
+    assert found == 1 and examples[0].endswith("row 10 of f0 and row 12 of f0")
+
+
 @pytest.fixture
 def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
     """Two files of three rows; one id of the second is in the first."""

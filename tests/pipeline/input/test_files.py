@@ -6,6 +6,7 @@ import errno
 import gzip
 import os
 import uuid
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ from input_files import write_rows
 
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import list_files, read_footer
-from pipeline.input.rows import from_ipc
+from pipeline.input.rows import from_ipc, read_rows
 from pipeline.input.shards import cut_shards
 from pipeline.run.ray_data import ShardSource
 from pipeline.run.stages import Read
@@ -74,6 +75,17 @@ def test_list_files_of_a_file_a_folder_a_glob_and_a_list(place: tuple[str, Stora
     several = list_files([f"{root}/sub", f"{root}/a.parquet", f"{root}/a*"], storage)
     assert list(several) == [f"{root}/sub/b.parquet", f"{root}/a.parquet"]
     assert several[f"{root}/a.parquet"] == single[f"{root}/a.parquet"]
+
+
+def test_spark_dates_beyond_nanoseconds_keep_their_value(tmp_path: Path) -> None:
+    """Spark's INT96 has any year; in nanoseconds an int64 ends in 2262."""
+    path, end = tmp_path / "a.parquet", datetime(9999, 12, 31, 23)
+    table = pa.table({"end": pa.array([end, None], pa.timestamp("us"))})
+    pq.write_table(table, path, use_deprecated_int96_timestamps=True)
+    ((url, (size, version)),) = list_files([str(path)], LOCAL).items()
+    file, schema = read_footer(url, size, version, LOCAL)
+    (read,) = read_rows(cut_shards([file], 5, 10**6), file, schema, LOCAL)
+    assert read["end"].to_pylist() == [end, None]
 
 
 def test_listed_files_are_read_by_the_ray_source(place: tuple[str, StorageConfig]) -> None:

@@ -19,7 +19,7 @@ from pipeline.config.input import InputFormat
 from pipeline.config.job import StorageConfig
 from pipeline.input import text_files, text_lines
 from pipeline.input.files import InputFile, file_format, list_files
-from pipeline.input.rows import read_layout, read_rows
+from pipeline.input.rows import common_schema, read_layout, read_rows
 from pipeline.input.schema import one_schema, split_errors
 from pipeline.input.shards import Shard, cut_shards, group_shards
 from pipeline.input.text_files import TextColumns, with_json_fields
@@ -310,6 +310,19 @@ def test_a_column_of_json_keeps_it(tmp_path: Path) -> None:
     found = read(path, TextColumns(["m"], frozenset({"m"})))
     assert [error for _, error in found] == [None] * 3
     assert [values["m"] and json.loads(values["m"]) for values, _ in found] == [chat, chat, None]
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.jsonl", '{"q": 1}\n{"q": 2}\n'), ("a.csv", "q\n1\n2\n")])
+def test_a_job_that_reads_no_column_has_all_rows(tmp_path: Path, name: str, text: str) -> None:
+    """Its template is constant, or names the columns of folders alone."""
+    (tmp_path / name).write_text(text)
+    assert read(tmp_path / name, []) == [({}, None)] * 2
+    (tmp_path / "lang=de").mkdir()
+    (tmp_path / "lang=de" / name).write_text(text)
+    file, schema = scan(tmp_path / "lang=de" / name, TextColumns([]))
+    schema = common_schema([(file, schema)], ["lang"], LOCAL)
+    for fields in (schema, with_json_fields(schema, frozenset({"lang"}))):
+        assert rows_of(file, fields, cut_shards([file], 3, 10**6)) == [({"lang": "de"}, None)] * 2
 
 
 def test_csv_fields_are_text_but_for_sampling(tmp_path: Path) -> None:

@@ -103,16 +103,18 @@ def test_an_answer_has_the_form_that_its_request_asks_for(tmp_path: Path, chat_c
 
 
 def test_a_custom_id_that_two_rows_share_is_refused(tmp_path: Path, chat_checkpoint: Path) -> None:
-    """Ids are compared as values of their rows, not as JSON spells them; a row without one shares none."""
+    """Ids are compared as values of their rows, not as JSON spells them; a row without one shares none, nor does
+    a broken line with that of another file."""
     (tmp_path / "in").mkdir()
     write(tmp_path / "in" / "a.jsonl", REQUESTS[:3])
     damaged = '{"custom_id": "request-0"\n' * 2 + '{"body": {"custom_id": "request-0"}}\n'
+    (tmp_path / "in" / "a.jsonl").write_text("{\n" + (tmp_path / "in" / "a.jsonl").read_text())
     spelled = json.dumps(REQUESTS[1]).replace("request-1", "request\\u002d1")
     (tmp_path / "in" / "b.jsonl").write_text(f"{damaged}{spelled}\n")
     job = config(tmp_path / "in", tmp_path / "out", chat_checkpoint)
     with pytest.raises(UserError) as refused:
         run_in_process(job)
-    where = f"row 1 of {tmp_path}/in/a.jsonl and row 3 of {tmp_path}/in/b.jsonl"
+    where = f"row 2 of {tmp_path}/in/a.jsonl and row 3 of {tmp_path}/in/b.jsonl"
     assert str(refused.value) == f"custom_id repeats in 1 row, such as 'request-1': {where}; make it unique"
     assert not (tmp_path / "out").exists()
 

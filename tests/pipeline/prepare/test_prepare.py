@@ -234,6 +234,8 @@ def test_what_templates_render(checkpoint: Path, template: str, row: dict[str, A
         ("{{ meta.none.deeper }}", "UndefinedError: 'None' has no attribute 'deeper'"),
         ("{{ tags[3] }}", "UndefinedError: list object has no element 3"),
         ("{{ meta.none }}", "UndefinedError: a null is printed"),
+        ("{{ x[0].title }}", "UndefinedError: a method or function is printed"),
+        ("{{ range }}", "UndefinedError: a method or function is printed"),
     ],
 )
 def test_a_failing_template_is_a_row_error(checkpoint: Path, template: str, error: str) -> None:
