@@ -201,7 +201,7 @@ class RequestBuilder:
         return partial(self.reasoning.answer_start, begun=self.reasoning.begun_by(self.decode(list(prompt_ids))))
 
     def begins_thinking(self, request: Request) -> bool:
-        """Return whether generation begins inside thinking: the prompt opened it, or a constraint applies after it."""
+        """Return whether the answer begins with thinking: the prompt opens it, or the constraint begins after it."""
         if self.reasoning is None or isinstance(request.constraint, AfterReasoning):
             return self.reasoning is not None
         return self.reasoning.begun_by(self.decode(list(request.prompt_ids)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Part = Literal["prepare", "prefill", "decode", "commit"]
-Sink = Callable[[str, float, Part | None], None]  # takes name, amount (above 0) of a counter or value of a gauge, part
+Sink = Callable[[str, float, Part | None], None]  # arguments: name; a counter's increment or a gauge's value; part
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def plan_batches(
     *,
     row_bytes: Callable[[int, int], int],  # (longest prompt, most new tokens) of a batch -> cache bytes per row
     budget_bytes: int,  # bytes of a batch's cache
-    max_rows: int,  # most rows of a batch
+    max_rows: int,  # maximum number of rows in a batch
     groups: Sequence[int] | None = None,  # group of each row; None: all rows are one group
 ) -> list[list[int]]:
     """Return batches of row numbers, longest prompts first, so that running out of memory shows early.

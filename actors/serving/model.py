@@ -22,7 +22,7 @@ from actors.serving.loop import OnlineLoop
 from actors.serving.texts import AnswerStream
 from actors.tool_calls import checked_tools, form_of
 
-MAX_PROMPTS = 256  # most prompts of one request
+MAX_PROMPTS = 256  # maximum number of prompts in one request
 # (tokenizer, a body's messages, checked tools) -> text and number of marked control tokens, see `ControlTokens.prompt`
 Render = Callable[[Any, Any, Sequence[Mapping[str, Any]]], tuple[str, int]]
 
@@ -53,7 +53,7 @@ class _ServerKeys(BaseModel):
         structured = None if self.structured_outputs is None else self.structured_outputs.choice
         given = [labels for labels in (self.choices, self.guided_choice, structured) if labels is not None]
         if len(given) > 1:
-            raise UserError("body: give one of choices, guided_choice and structured_outputs")
+            raise UserError("body: give only one of these: choices, guided_choice, structured_outputs")
         return given[0] if given else None
 
 

@@ -13,7 +13,7 @@ Metric = Literal["fidelity", "agreement_rouge_l", "agreement_exact", "token_kl",
 OF_TEXTS = ("bleu", "rouge_l")  # metrics of texts, not of labels
 OF_REFERENCES = (*OF_TEXTS, "exact_match")
 SHORT = 8  # tokens; without references, answers up to this length are judged by agreement_exact, else by fidelity
-# default of `tolerance` for each metric: points of 100, for token_kl nats
+# default of `tolerance` for each metric: percentage points, but nats for token_kl
 TOLERANCES = {
     "fidelity": 10.0,
     "agreement_rouge_l": 10.0,

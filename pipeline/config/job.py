@@ -350,8 +350,8 @@ class JobConfig(Section):
     shard_rows: int | None = Field(
         None,
         ge=1,
-        description="rows of a shard, the unit of commit and progress; default: a quarter of an actor's rows up to "
-        "256, a 32nd of them above 8,192, at most 4,096",
+        description="rows per shard, the unit of commit and progress; default: 256, or a quarter of an actor's rows if "
+        "that is less; if an actor has more than 8,192 rows, a 32nd of them, at most 4,096",
     )
     shard_bytes: int = Field(64 * 2**20, ge=1, description="uncompressed input bytes per shard")
     max_error_rate: float = Field(

@@ -73,7 +73,9 @@ class ServeConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> ServeConfig:
         if self.model.engine == "vllm" or self.model.vllm is not None:
-            raise UserError("model.engine: vllm is for jobs; `vllm serve` with the add-on serves it (actors/README.md)")
+            raise UserError(
+                "model.engine: vllm is for jobs; a server needs `vllm serve` with the add-on (actors/README.md)"
+            )
         self.model.check_actors(self.replicas.gpus, "replicas")
         return self
 

@@ -168,7 +168,9 @@ class WorkersConfig(Section):
 
 
 class TuneConfig(Section):
-    renamed: ClassVar[dict[str, str]] = {"lora": "adapter, which writes a speed adapter; nothing is merged when saved"}
+    renamed: ClassVar[dict[str, str]] = {
+        "lora": "adapter, which writes a speed adapter and does not merge it into the weights"
+    }
 
     model: TuneModelConfig
     data: TuneDataConfig

@@ -93,7 +93,7 @@ class ShardGenerator:
 
     A shard is committed in the call that answered it, because a separate task might wait for CPUs that another dataset
     holds. Two threads may call an instance. The second shard then begins while the first one is committed, or with vLLM
-    while the last rows of the first one finish. A shard whose process has died before runs alone.
+    while the last rows of the first one finish. If a process has died on a shard, that shard runs alone.
 
     Args:
         generator: arguments of `Generator`; checkpoint and speed adapter are sources for `fetch`.

@@ -19,7 +19,7 @@ from pipeline.prepare.prompts import error_table, prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
-# time limit for a table: many times what rows take; a template that never ends ends its process
+# time limit for a table, far above what its rows need; the process of a template that never ends is killed
 DEADLINE_SECONDS, SECONDS_PER_ROW, BYTES_PER_SECOND = 20.0, 0.05, 1e5
 
 

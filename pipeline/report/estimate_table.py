@@ -44,7 +44,7 @@ def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]
     )
     if saves := found["saves"]:
         money = f"{saves['money']:,.2f} and " if "money" in saves else ""
-        source = "no evaluate or adapt record beside the checkpoint says what it loses"
+        source = "the loss in quality is not known: the checkpoint has no record of evaluate or adapt"
         if loss := chosen["loss"]:
             source = f"{_loss(loss)} ({loss['source']})"
         verb = "saves" if saves["seconds"] >= 0 else "costs"

@@ -175,7 +175,7 @@ TEXT_REFUSED: list[tuple[Any, int, str]] = [
     ({"choices": "a"}, 400, "choices = 'a': Input should be a valid list"),
     ({"choices": []}, 400, "at least 1 item"),
     ({"choices": ["a", "a"]}, 400, "choices: "),
-    ({"choices": ["a"], "guided_choice": ["b"]}, 400, "give one of choices, guided_choice"),
+    ({"choices": ["a"], "guided_choice": ["b"]}, 400, "give only one of these: choices, guided_choice"),
     ({"choices": ["a", "b"], "stop": "."}, 400, "choices"),
     ({"structured_outputs": {"regex": "a+"}}, 400, "structured_outputs.choice"),
     ({"prompt": ["a"] * 300}, 400, "at most 256"),

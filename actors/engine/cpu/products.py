@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from actors.engine.cpu.library import PANEL, kernel, multiplies, quantizes
 from actors.engine.model.compressed import Codes, codes_of, largest_scales
 
-ROWS = 32  # oneDNN orders a weight for so many rows; products with more or fewer rows are about as fast
+ROWS = 32  # number of rows for which oneDNN lays out a weight; products with more or fewer rows are about as fast
 GROUP = 64  # inputs that share a scale; GROUP in products.h
 PAGE = 2**21  # bytes of a huge page; a system with another size only wastes space
 ALIGNED = 64  # alignment in bytes that the kernels need

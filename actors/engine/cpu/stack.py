@@ -220,7 +220,7 @@ class Stack:
             prompts.keys, prompts.values = keys.data_ptr(), values.data_ptr()
             prompts.buffer_row, prompts.buffer_head = keys.stride()[:2]
         kernel("prompts", self._dtype)(ctypes.byref(self._layers[layer]), ctypes.byref(prompts))
-        del tables  # alive until here: the structure holds addresses alone
+        del tables  # kept until here, because the structure holds only their addresses
 
     def packed_prefix(self, states: Tensor) -> PackedPrefix:
         """Return keys and values [2, H, C, D] of a prefix with their copies in the kernels' order."""

@@ -61,7 +61,7 @@ class LibraryExecutor:
         prompts: Sequence[tuple[int, ...]],  # P different prompts
         sources: Sequence[int],  # index of the prompt of each of R rows
         slots: Sequence[int],  # the free slot that each row takes
-        # tokens with which all the prompts begin; the keys and values of the last prefix are kept
+        # tokens with which all the prompts begin; their keys and values are kept for the next call
         prefix: tuple[int, ...],
         layers: Sequence[int],  # layers that run
     ) -> tuple[Tensor, int, int]:

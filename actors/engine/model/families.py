@@ -146,7 +146,7 @@ def _gated_layer(layer: Any, qkv: Projection, up: Projection, norms: dict[str, A
 
 
 def _activation(config: PretrainedConfig) -> str:
-    """Return the name of the activation of a family with a gated feed-forward."""
+    """Return the activation's name, for a family whose feed-forward is gated."""
     return str(config.hidden_activation if config.model_type == "gemma3_text" else config.hidden_act)
 
 

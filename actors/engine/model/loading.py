@@ -102,7 +102,7 @@ class Checkpoint:
     def _fastest(self, trained: Trained) -> float:
         """Find the largest speed-up (in steps of 1/4) that training covers at the stored horizon and decay, or 1."""
         speeds = (quarters / 4 for quarters in range(4 * self.num_layers, 4, -1))
-        with suppress(UserError):  # the stored depths have no horizon
+        with suppress(UserError):  # raised if the stored schedule has no horizon
             return next((speed for speed in speeds if trained.covers(self.schedule({"speedup": speed}))), 1.0)
         return 1.0
 

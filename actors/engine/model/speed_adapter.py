@@ -28,7 +28,7 @@ CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "s
 FILES = (CONFIG, WEIGHTS, RECORD, SCHEDULE_FILE)
 PREFIX = "base_model.model."  # prefix of tensors' names, before the path of the layer
 PARTS = ("lora_A", "lora_B")
-# keys of adapter_config.json that do not change the product B A, or that this file reads
+# known keys of adapter_config.json: this module reads them, or they do not change the product B A
 NEUTRAL = {
     *("auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "r"),
     *("layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type"),

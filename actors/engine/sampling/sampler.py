@@ -172,7 +172,7 @@ def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
 def narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Return probabilities [N, V] that are 0 outside top-k, then top-p, then min-p.
 
-    scaled: logits divided by temperature [N, V]. top_k: int64 [N], 0 for all. top_p, min_p: float64 [N].
+    scaled: logits divided by temperature [N, V]. top_k: int64 [N]; 0 keeps all tokens. top_p, min_p: float64 [N].
     """
     ordered, vocabulary = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[1], device=scaled.device)

@@ -1,1 +1,1 @@
-"""Measure quality and time of each speed: answer, score, tables."""
+"""Measure the quality and time of each speed: answer the rows, score the answers, write tables."""

@@ -48,7 +48,7 @@ class Variant:
 
 
 def speeds(spec: ScheduleSpec, speedups: Sequence[float], prompts: Sequence[str] = ()) -> list[Variant]:
-    """Return variants of `spec`: 1x and each speed-up, and each speed-up above 1x with each policy in `prompts`."""
+    """Return variants of `spec`: 1x, each speed-up, and each pair of a speed-up above 1x and a policy in `prompts`."""
     speedups = list(dict.fromkeys([1.0, *map(float, speedups)]))
     variants = [Variant(f"{each:g}x", "speed", spec.overridden({"speedup": each}), each) for each in speedups]
     for prompt in prompts:

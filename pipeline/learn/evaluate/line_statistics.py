@@ -43,9 +43,9 @@ def line_statistics(
     answers: Mapping[str, Answers],
     full_depth: str,
 ) -> dict[str, dict[str, Array]]:
-    """Return line -> metric -> statistics [N, K] of the N rows, for all metrics that the rows allow.
+    """Return statistics [N, K] of the N rows by line and metric, for each metric that can be computed from the rows.
 
-    answers: answers of all `lines` and of `CHANCE`, which no model gave: it has no token_kl or perplexity. full_depth:
+    answers: by line, and for `CHANCE`, whose answers no model gave and which has no token_kl or perplexity. full_depth:
     name of the line that agreement is measured against.
     """
     texts = {name: [answer.generated_text or "" for answer in given] for name, given in answers.items()}
