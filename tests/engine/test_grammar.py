@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,16 @@ import jsonschema
 import numpy as np
 import pytest
 import regex
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from oracle import oracle_logits_each
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from actors.answers import Prompt
+from actors.engine.constraints import json_schema
 from actors.engine.constraints.constraint import words_of
 from actors.engine.constraints.grammar import GrammarCompiler
-from actors.engine.constraints.json_schema import problem
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.sampling.sampler import sample
 from actors.engine.sampling.state import RowSampling
@@ -267,10 +271,25 @@ def test_a_form_that_cannot_be_followed_is_refused_by_name(value: dict[str, Any]
     assert "\n" not in str(caught.value)
 
 
+@given(st.sampled_from(["^(a|b)+$", "b$", "^a", "a.c", "é|[0-9]", ""]), st.text('abcé1"\\\n', max_size=6))
+@settings(deadline=None)
+def test_a_pattern_matches_as_in_python(pattern: str, name: str) -> None:
+    assume(not ("$" in pattern and name.endswith("\n")))  # Python's $ is before a last line end too
+    assert json_schema._matches(pattern, name) == (re.search(pattern, name) is not None)
+
+
+def test_a_pattern_that_backtracks_costs_no_time() -> None:
+    began = time.monotonic()
+    assert not json_schema._matches("^(a+)+$", "a" * 40 + "!")
+    assert time.monotonic() - began < 5
+
+
 def test_an_answer_that_cannot_be_checked_is_a_problem_of_its_row() -> None:
-    assert str(problem("1", '{"$ref": "#/$defs/none"}')).startswith("the schema's $ref cannot be resolved: ")
+    assert str(json_schema.problem("1", '{"$ref": "#/$defs/none"}')).startswith(
+        "the schema's $ref cannot be resolved: "
+    )
     deep = '{"items": {"$ref": "#"}}'
-    assert problem("[" * 400 + "]" * 400, deep) == "nested too deeply to be checked"
+    assert json_schema.problem("[" * 400 + "]" * 400, deep) == "nested too deeply to be checked"
 
 
 @pytest.mark.parametrize(

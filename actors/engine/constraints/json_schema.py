@@ -7,7 +7,6 @@ other, by the value of a property (a discriminator) or by their types, is replac
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -168,10 +167,21 @@ def overlap(schema: Schema) -> str | None:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:  # llguidance will say so
-        return False
+    """Return whether a pattern matches a name. By llguidance, as Python's `re` may backtrack for hours."""
+    from llguidance import LLMatcher
+
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
+    matcher, text = LLMatcher(_bytes(), grammar, log_level=0), json.dumps(name, ensure_ascii=False).encode()
+    is_pattern = not matcher.is_error()  # another check says that it is none
+    return is_pattern and matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
+
+
+@lru_cache(1)
+def _bytes() -> Any:
+    """Return a tokenizer whose tokens are bytes."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
 
 
 def problem(text: str, schema: str) -> str | None:
