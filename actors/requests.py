@@ -56,6 +56,8 @@ class RequestBuilder:
         self.vocab_size, self.stop_ids = vocab_size, frozenset(stop_ids)
         self.has_logprobs = row_logprobs or sampling.logprobs is not None
         self.special_ids = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        # a tokenizer may mark more tokens as special than it names, and all of them decode to no text
+        self.special_ids |= {str(one): token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
         self.token_text = lru_cache(2**16)(lambda token: str(tokenizer.decode([token])))  # special tokens included
         self.choices = None if choices is None else tuple(choices)
         self.output_format, self.reasoning = output_format, reasoning
@@ -198,13 +200,26 @@ class RequestBuilder:
         """Return a function text -> index at which the answer begins, after the thinking; see `StopStrings`."""
         if self.reasoning is None:
             return lambda text: 0
-        return partial(self.reasoning.answer_start, begun=self.reasoning.begun_by(self.decode(list(prompt_ids))))
+        return partial(self.reasoning.answer_start, begun=self.reasoning.begun_by(self._end(prompt_ids)))
 
     def begins_thinking(self, request: Request) -> bool:
         """Return whether the answer begins with thinking: the prompt opens it, or the constraint begins after it."""
         if self.reasoning is None or isinstance(request.constraint, AfterReasoning):
             return self.reasoning is not None
-        return self.reasoning.begun_by(self.decode(list(request.prompt_ids)))
+        return self.reasoning.begun_by(self._end(request.prompt_ids))
+
+    def _end(self, prompt_ids: Sequence[int]) -> str:
+        """Return a prompt's text after its last special tokens but those at its end.
+
+        In a chat the template writes it, and not the user.
+        """
+        special, kept = set(self.special_ids.values()), list[int]()
+        for token in reversed(prompt_ids):
+            if token not in special:
+                kept.append(token)
+            elif kept:
+                break
+        return self.decode(kept[::-1])
 
     def text(self, request: Request, completion: Completion) -> tuple[str, str | None]:
         """Return the answer's text, and the thinking before it or None. The text ends before the stop token or string.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,30 @@ def test_stop_strings_end_the_answer_and_not_the_thinking(checkpoint: Path) -> N
     assert any({*thought} & {*"ao"} for thought in got["reasoning"])
     for text, whole in zip(got["generated_text"], expected["generated_text"], strict=True):
         assert text == min((whole.partition(stop)[0] for stop in "ao"), key=len).strip()
+
+
+def test_a_mark_that_the_user_writes_begins_no_thinking(checkpoint: Path) -> None:
+    """In a chat only the text after the last special token is the template's."""
+    builder = make(checkpoint, reasoning={"start": "[", "end": "e"}).builder
+    user, opened = (list(builder.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("a [b", "a ["))
+    assert builder.answer_start(user)("x") is None  # without special tokens the prompt is one text
+    assert builder.answer_start([*user, END, *user[:1]])("x") == 0
+    assert builder.answer_start([*user, END, *opened])("x") is None
+
+
+def test_tokens_are_special_that_the_tokenizer_does_not_name(checkpoint: Path, tmp_path: Path) -> None:
+    """SmolLM2's tokenizer marks 17 tokens as special and names 3."""
+    copied = shutil.copytree(checkpoint, tmp_path / "marked")
+    values = json.loads((copied / "tokenizer.json").read_text())
+    added = {**values["added_tokens"][0], "id": 7, "content": next(t for t, n in vocabulary(values).items() if n == 7)}
+    (copied / "tokenizer.json").write_text(json.dumps({**values, "added_tokens": [*values["added_tokens"], added]}))
+    special = make(copied).builder.special_ids
+    assert special[added["content"]] == 7 and special["</s>"] == END
+
+
+def vocabulary(tokenizer: dict[str, Any]) -> dict[str, int]:
+    found: dict[str, int] = tokenizer["model"]["vocab"]
+    return found
 
 
 def test_marks_without_text_are_refused(checkpoint: Path) -> None:
