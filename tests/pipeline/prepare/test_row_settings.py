@@ -61,7 +61,7 @@ def test_lists_of_stops(checkpoint: Path) -> None:
         ('{"max_new_tokens": "5"}', "sampling: max_new_tokens = '5': must be a whole number"),
         ('{"max_new_tokens": 0}', "sampling: max_new_tokens = 0: must be at least 1"),
         ('{"max_new_tokens": -Infinity}', "sampling: max_new_tokens = -inf: must be a whole number"),
-        ('{"top_k": 1e30}', "sampling: top_k = 1000000000000000019884624838656: must be at most 2147483647"),
+        ('{"top_k": 1e30}', "sampling: top_k = 1000000000000000019884624838656: must be 0 (all) to 2147483647"),
         ('{"stop_token_ids": [99999999999]}', "sampling: stop_token_ids = (99999999999,): must be at most"),
         ('{"stop": ""}', "sampling: stop = "),
         ('{"stop": ["a", null]}', "sampling: stop = "),
