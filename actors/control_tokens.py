@@ -20,6 +20,12 @@ UNCLEAR = "the template cuts control tokens that the row's texts spell: remove t
 START, END = "\U000f0000", "\U000f0001"  # transformers' markers
 
 
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return text and id of the tokens that decode to no text: a tokenizer may mark more as special than it names."""
+    named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return named | {one.content: token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
+
+
 class ControlTokens:
     """The control tokens of a tokenizer: its special tokens, and the added tokens that its chat template writes."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from actors.answers import Answer, Prompt
-from actors.control_tokens import control_tokens, one_bos
+from actors.control_tokens import control_tokens, one_bos, special_tokens
 from actors.engine.constraints.constraint import Constraint
 from actors.engine.constraints.grammar import GrammarCompiler
 from actors.engine.constraints.label_trie import ChoiceTrie
@@ -55,9 +55,7 @@ class RequestBuilder:
         self.tokenizer, self.sampling, self.seed, self.strip = tokenizer, sampling, seed, strip
         self.vocab_size, self.stop_ids = vocab_size, frozenset(stop_ids)
         self.has_logprobs = row_logprobs or sampling.logprobs is not None
-        self.special_ids = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        # a tokenizer may mark more tokens as special than it names, and all of them decode to no text
-        self.special_ids |= {str(one): token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
+        self.special_ids = special_tokens(tokenizer)
         self.token_text = lru_cache(2**16)(lambda token: str(tokenizer.decode([token])))  # special tokens included
         self.choices = None if choices is None else tuple(choices)
         self.output_format, self.reasoning = output_format, reasoning

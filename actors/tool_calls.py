@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from actors.control_tokens import special_tokens
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError, flat
 
@@ -55,7 +56,7 @@ def form_of(tokenizer: Any) -> ToolFormat:
         raise
     except ValueError:
         raise UserError("tools: the tokenizer has no chat template, which takes them") from None
-    if form == "hermes" and BEGIN in tokenizer.all_special_tokens:
+    if form == "hermes" and BEGIN in special_tokens(tokenizer):
         raise UserError(f"tools: {BEGIN!r} is a special token, which has no text, so that calls cannot be read")
     return form
 

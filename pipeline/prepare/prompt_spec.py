@@ -6,6 +6,7 @@ import logging
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
+from actors.control_tokens import special_tokens
 from actors.engine.constraints.grammar import GrammarCompiler
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.constraints.output_format import OutputFormat
@@ -147,5 +148,5 @@ def marks_of_thinking(config: JobConfig, resolved: ResolvedCheckpoint) -> dict[s
         marks = Reasoning(**config.reasoning.model_dump())
     if marks is None:
         return None
-    marks.check(tokenizer.all_special_tokens)
+    marks.check(special_tokens(tokenizer))
     return asdict(marks)
