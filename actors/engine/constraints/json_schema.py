@@ -154,7 +154,7 @@ def overlap(schema: Schema) -> str | None:
             for pattern, of_pattern in (
                 item for part in parts for item in (part.get("patternProperties") or {}).items()
             ):
-                names = [name for name, other in properties if other != of_pattern and _matches(pattern, name)]
+                names = matching(pattern, [name for name, other in properties if other != of_pattern])
                 found.extend(
                     f"patternProperties {pattern!r} at #{place} matches the property {name!r}, whose schema differs: "
                     f"write a pattern that does not match it, or {CHECKED}"
@@ -166,22 +166,24 @@ def overlap(schema: Schema) -> str | None:
     return found[0] if found else None
 
 
-def _matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches a name. By llguidance, as Python's `re` may backtrack for hours."""
-    from llguidance import LLMatcher
+def matching(pattern: str, names: list[str]) -> list[str]:
+    """Return the names that a pattern matches; none if it is no pattern, which another check says.
 
+    llguidance matches them, because Python's `re` may backtrack for hours.
+    """
+    from llguidance import LLMatcher, LLTokenizer
+
+    found: list[str] = []
+    if not names:
+        return found
     grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
-    matcher, text = LLMatcher(_bytes(), grammar, log_level=0), json.dumps(name, ensure_ascii=False).encode()
-    is_pattern = not matcher.is_error()  # another check says that it is none
-    return is_pattern and matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
-
-
-@lru_cache(1)
-def _bytes() -> Any:
-    """Return a tokenizer whose tokens are bytes."""
-    from llguidance import LLTokenizer
-
-    return LLTokenizer("byte")
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)  # a token is a byte
+    for name in [] if matcher.is_error() else names:
+        text = list(json.dumps(name, ensure_ascii=False).encode())
+        if matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting():
+            found.append(name)
+        matcher.reset()
+    return found
 
 
 def problem(text: str, schema: str) -> str | None:
