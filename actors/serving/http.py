@@ -36,7 +36,7 @@ from actors.openai_requests import CHAT, ENDPOINTS
 from actors.serving.loop import ClientGone, Event, OnlineLoop, QueueFull, Submission, wake
 from actors.serving.model import Call, ServedModel
 
-OPEN = ("/health", "/metrics")  # paths that require no API key
+HEALTH, METRICS = "/health", "/metrics"  # paths that require no API key
 GONE = 499  # status if the client has closed its connection; only metrics show it
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -121,8 +121,8 @@ def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
             *answering,
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
-            Route(OPEN[0], health),
-            Route(OPEN[1], metrics_text),
+            Route(HEALTH, health),
+            Route(METRICS, metrics_text),
         ],
         lifespan=lifespan,
         exception_handlers={HTTPException: not_found},
@@ -131,7 +131,7 @@ def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         path = str(scope.get("path", "")).removeprefix(str(scope.get("root_path", "")).rstrip("/"))
-        is_open = scope["type"] != "http" or path in OPEN
+        is_open = scope["type"] != "http" or path in (HEALTH, METRICS)
         if is_open or limits.key_sha256 is None or _has_key(scope, limits.key_sha256):
             await app(scope, receive, send)
         else:

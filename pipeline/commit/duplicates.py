@@ -98,12 +98,12 @@ def repeated_error(found: int, examples: Sequence[str]) -> UserError:
 
 def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
     """Return a hash of each id [N]. Equal ids have equal hashes within this process. An integer is its own hash."""
+    if pa.types.is_timestamp(ids.type):  # a time zone changes no equality, and may be unknown here
+        ids = ids.cast(pa.timestamp(ids.type.unit)).cast(pa.int64())
     if pa.types.is_integer(ids.type):
         return np.asarray(ids.cast(pa.int64(), safe=False).fill_null(NULL).to_numpy())
     if pa.types.is_fixed_size_binary(ids.type):  # e.g. Parquet's UUIDs, which are no text
         ids = ids.cast(pa.binary())
-    elif pa.types.is_timestamp(ids.type):  # a time zone changes no equality, and may be unknown here
-        ids = ids.cast(pa.timestamp(ids.type.unit)).cast(pa.int64())
     if not (pa.types.is_nested(ids.type) or pa.types.is_binary(ids.type) or pa.types.is_large_binary(ids.type)):
         ids = ids.cast(pa.large_string())  # as text, because Python cannot represent all dates
     values = ids.to_pylist()

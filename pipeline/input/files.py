@@ -33,6 +33,7 @@ SUFFIXES = {
     "csv": (".csv", ".csv.gz"),
 }
 HIDDEN = re.compile(r"[_.]")
+INT96_UNIT = "us"  # of Spark's timestamps; in ns, dates after 2262 would become others without a word
 DELTA_LOG = "_delta_log"
 _TABLE_FILE = re.compile(rf"(?P<folder>.+?)/((?P<delta>{DELTA_LOG})/|metadata/[^/]+\.metadata\.json/?$)")
 _MAGIC = {  # first bytes of formats that are often mistaken for Parquet
@@ -232,7 +233,7 @@ def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tu
     fs, path = filesystem(url, storage)
     with fs.open(path, "rb") as file:
         try:
-            parquet = pq.ParquetFile(file, coerce_int96_timestamp_unit="us")
+            parquet = pq.ParquetFile(file, coerce_int96_timestamp_unit=INT96_UNIT)
             groups = [parquet.metadata.row_group(number) for number in range(parquet.metadata.num_row_groups)]
             schema = parquet.schema_arrow
         except (pa.ArrowException, OSError) as error:

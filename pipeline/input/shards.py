@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from actors.engine.errors import flat
 from pipeline.config.job import StorageConfig
-from pipeline.input.files import InputFile
+from pipeline.input.files import INT96_UNIT, InputFile
 from pipeline.storage.folder import filesystem
 
 STREAM_BYTES = 128 * 2**20  # uncompressed bytes above which a row group is fetched page by page
@@ -106,7 +106,7 @@ def _tables(shards: Sequence[Shard], columns: Sequence[str], storage: StorageCon
             metadata=footer,
             buffer_size=buffer,
             pre_buffer=not large,
-            coerce_int96_timestamp_unit="us",  # in ns, dates after 2262 would be others without a word
+            coerce_int96_timestamp_unit=INT96_UNIT,
         )
         opened, first, batch = -1, 0, pa.record_batch([], [])  # current row group, first row of its batch, the batch
         for shard in shards:

@@ -53,7 +53,7 @@ def compile_template(text: str) -> jinja2.Template:
 
 
 def _printable(value: Any) -> Any:
-    """Return a value that a template prints. Raise UndefinedError for null, and for what is no value of the row."""
+    """Return a value that a template prints. Raises UndefinedError for null, a method or a function."""
     if value is None:  # otherwise the prompt would read "None"
         raise jinja2.UndefinedError("a null is printed; if that may be, write {{ column or '' }}")
     if callable(value) and not isinstance(value, jinja2.Undefined):  # {{ meta.title }} of a text is its method
