@@ -35,7 +35,7 @@ def verify(folder: Folder, manifest: Manifest, storage: StorageConfig) -> Iterat
         if index not in planned:
             return f"{name}: belongs to no shard of this job: delete it"
         if index not in parts:
-            return f"{name}: was committed, but the file is missing; run the job again to write it"
+            return f"{name}: was committed and is gone; run the job again to write it"
         try:
             part = folder.read(part_name(index))
             check_part(folder, planned[index], part, manifest.fingerprint)
