@@ -416,12 +416,14 @@ def test_a_line_says_at_once_what_the_run_waits_for_and_when_the_first_rows_are_
     monkeypatch.setattr(progress, "LIVE_SECONDS", 0.01)
     coordinator = Coordinator()
     said: list[str] = []
+    written: list[str] = []  # what was read may end within a line
 
     def wait_for(text: str) -> None:
         until = time.monotonic() + 20
         while not any(text in line for line in said):
             assert time.monotonic() < until, said
-            said.extend(capsys.readouterr().err.splitlines())
+            written.append(capsys.readouterr().err)
+            said[:] = "".join(written).splitlines()
             time.sleep(0.01)
 
     with progress.Progress(coordinator, Workload(8, 1000, 0, 0)):
