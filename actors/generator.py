@@ -252,17 +252,19 @@ class Generator:
         kept = {name: as_column(values) for name, values in batch.items()}
         if (name := self.prompt_column) not in kept:
             raise UserError(f"prompt_column: no column {name!r} in the batch, which has {', '.join(map(repr, kept))}")
-        prompts = [self.builder.prompt(value) for value in kept[name]]
-        answers = self.answer(prompts, constant_prefix([prompt.ids for prompt in prompts if prompt.error is None]))
-        rows = [answer.row for answer in answers]
         optional = {
             "cumulative_logprob": self.cumulative_logprob,
             "choice_probability": self.builder.choices is not None,
             "reasoning": self.builder.reasoning is not None,
             "logprobs": self.sampling.logprobs is not None,
         }
-        given = {name: values[rows] for name, values in kept.items()}
-        return given | answer_columns(answers, [name for name, is_asked in optional.items() if is_asked])
+        added = [column for column, is_asked in optional.items() if is_asked]
+        if taken := sorted(kept.keys() & answer_columns([], added).keys()):
+            raise UserError(f"the batch has a column {taken[0]!r}, which is the name of an answer column: rename it")
+        prompts = [self.builder.prompt(value) for value in kept[name]]
+        answers = self.answer(prompts, constant_prefix([prompt.ids for prompt in prompts if prompt.error is None]))
+        rows = [answer.row for answer in answers]
+        return {name: values[rows] for name, values in kept.items()} | answer_columns(answers, added)
 
     def answer(
         self,

@@ -24,7 +24,10 @@ from actors.tool_calls import form_of, split_calls
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-KEPT_CONSTRAINTS = 64
+KEPT_CONSTRAINTS, KEPT_CHARACTERS = (
+    64,
+    2**20,
+)  # most constraints that are kept, and characters of their formats or labels
 
 
 class RequestBuilder:
@@ -168,9 +171,13 @@ class RequestBuilder:
                 constraint = AfterReasoning(
                     constraint, self.reasoning, self.decode, self.stop_ids, self.special_ids.values()
                 )
-            if len(self._constraints) >= KEPT_CONSTRAINTS:
-                self._constraints.pop(next(iter(self._constraints)))
             self._constraints[form] = constraint
+            sizes = [
+                len(kept.text) if isinstance(kept, OutputFormat) else sum(map(len, kept)) for kept in self._constraints
+            ]
+            while len(sizes) > 1 and (len(sizes) > KEPT_CONSTRAINTS or sum(sizes) > KEPT_CHARACTERS):
+                self._constraints.pop(next(iter(self._constraints)))
+                sizes.pop(0)
         return self._constraints[form]
 
     def _grammar(self, form: OutputFormat) -> Constraint:

@@ -79,7 +79,7 @@ def run(
         job = replace(plan(config, stored, backend, limit=limit), began=process_began)
         check_same_job(folder, stored, job.manifest)
         finished = stored is not None and has_results(folder, config) and has_table(folder, config)
-        totals, fresh_rows = finished_totals(folder, job.manifest, check) if finished else None, 0
+        totals, fresh_rows = finished_totals(folder, job.manifest, check, config.input) if finished else None, 0
         if totals is None:  # a finished job writes nothing, so read-only rights suffice
             check_table(job.config, part_schema(job))
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
@@ -139,7 +139,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
             budget.spending(session.coordinator, len(left)),
         ):
             session.run(job_stages(job, folder, left, session), workload, job.config.grace_seconds)
-    totals = finalize(folder, manifest, job.config.input.duplicate_ids if job.config.input.id_column else None)
+    totals = finalize(folder, manifest, job.config.input)
     write_results(folder, manifest, job.config)
     return totals, left_rows
 

@@ -106,6 +106,11 @@ def test_another_schedule_leaves_the_generator_unchanged(checkpoint: Path) -> No
     assert answers(generator, PROMPTS) == before
 
 
+def test_a_column_of_the_batch_is_never_replaced(generator: Generator) -> None:
+    with pytest.raises(UserError, match="the batch has a column 'error', which is the name of an answer column"):
+        generator({"prompt": column(["a"]), "error": column([None])})
+
+
 def test_nothing_to_answer(generator: Generator) -> None:
     generator.take_stats()
     assert answers(generator, []) == []

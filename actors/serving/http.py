@@ -266,7 +266,7 @@ class Chunks:
             **({"usage": None} if call.usage else {}),
         }
         self._texts = [model.answer_stream(call, index) for index in range(len(call.rows))]
-        self._sent: dict[int, int] = {}  # row -> number of characters sent
+        self._sent: dict[int, int] = {}  # row -> characters of the tokens sent with log-probabilities
         self._tokens = 0  # tokens of answers that have ended
 
     def of(self, event: Event) -> Iterator[bytes]:
@@ -281,11 +281,10 @@ class Chunks:
             self._tokens += done["generated_tokens"]
         if index not in self._sent and self._is_chat:
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
-        offset = self._sent.setdefault(index, 0)
-        self._sent[index] += len(text)
-        logprobs = None
+        offset, logprobs = self._sent.setdefault(index, 0), None
         if self._call.rows[index].sampling.logprobs is not None:
             logprobs = [token.to_dict(self._model.token_text) for token in event.logprobs]
+            self._sent[index] += sum(len(token["token"]) for token in logprobs)
         if not (text or thinking or done is not None or logprobs):
             return
         thought = {"reasoning_content": thinking} if thinking else {}

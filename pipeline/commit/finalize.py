@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from pipeline.commit.duplicates import record_duplicates, repeated_error, with_duplicates
 from pipeline.commit.records import drop_records, read_all, record_name
 from pipeline.commit.sink import REPAIR, SUCCESS, Check, damaged_parts, load_records, part_files, part_name
+from pipeline.config.input import InputConfig
 from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
@@ -24,10 +25,10 @@ class RowsMissing(Exception):
     """The committed rows are not the planned rows; the message names the first shard that differs."""
 
 
-def finalize(folder: Folder, manifest: Manifest, duplicate_ids: str | None = None) -> Totals:
+def finalize(folder: Folder, manifest: Manifest, section: InputConfig | None = None) -> Totals:
     """Check that every planned row is committed once, then write statistics and summary.
 
-    duplicate_ids: the job's `input.duplicate_ids` if its ids come from an input column and are counted, else None.
+    section: the job's section `input`, if repeated ids are to be counted.
 
     If the check fails, removes `_SUCCESS` and raises RowsMissing with the remedy. A part that differs from its record
     keeps the record, so that no later run accepts it. The record of a missing part is removed: its shard is run again.
@@ -40,12 +41,11 @@ def finalize(folder: Folder, manifest: Manifest, duplicate_ids: str | None = Non
         gone = [shard for shard in records["shard"].to_pylist() if shard not in parts]
         drop_records(folder, gone, manifest.fingerprint)
         raise
-    if duplicate_ids is not None:
+    if section is not None and section.id_column:
         with announced("counting repeated ids"):
             record_duplicates(folder, manifest)
     totals = write_statistics(folder, manifest, records)
-    if duplicate_ids == "error" and totals.duplicate_ids:
-        raise repeated_error(totals.duplicate_ids, totals.duplicate_examples)
+    _check_duplicates(totals, section)
     return totals
 
 
@@ -54,8 +54,13 @@ def write_success(folder: Folder, manifest: Manifest, totals: Totals) -> None:
     write_json(folder, SUCCESS, summary(folder, manifest, totals), indent=2)
 
 
-def finished_totals(folder: Folder, manifest: Manifest, check: Check = "quick") -> Totals | None:
-    """Return the totals of a finished job; None if `_SUCCESS`, a record or a part is missing or damaged. Only reads."""
+def finished_totals(
+    folder: Folder, manifest: Manifest, check: Check = "quick", section: InputConfig | None = None
+) -> Totals | None:
+    """Return the totals of a finished job; None if `_SUCCESS`, a record or a part is missing or damaged. Only reads.
+
+    section: the job's section `input`. Raises UserError for repeated ids that it refuses now.
+    """
     if not folder.exists(SUCCESS):
         return None
     records, damaged = read_all(folder, manifest.fingerprint)
@@ -66,7 +71,14 @@ def finished_totals(folder: Folder, manifest: Manifest, check: Check = "quick") 
         return None
     if damaged or damaged_parts(folder, records, parts, check):
         return None
-    return with_duplicates(folder, totals_of(records))
+    totals = with_duplicates(folder, totals_of(records))
+    _check_duplicates(totals, section)
+    return totals
+
+
+def _check_duplicates(totals: Totals, section: InputConfig | None) -> None:
+    if section is not None and section.duplicate_ids == "error" and totals.duplicate_ids:
+        raise repeated_error(totals.duplicate_ids, totals.duplicate_examples)
 
 
 def check_rows(records: pa.Table, parts: Mapping[int, FileInfo], shards: Sequence[Shard]) -> None:

@@ -123,7 +123,9 @@ class InputConfig(Section):
         "Default: text in chat contents and in columns that a template prints, parse in a prompt column",
     )
     too_long: Literal["error", "truncate_left"] = Field(
-        "error", description="a prompt that fills the context gets an error, or only its last tokens are kept"
+        "error",
+        description="error: a prompt that fills the context gets an error; truncate_left: only the last tokens are "
+        "kept of a prompt that leaves no room for max_new_tokens",
     )
     since: Literal["last_success"] | None = Field(
         None,

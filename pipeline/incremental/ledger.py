@@ -32,7 +32,7 @@ from pipeline.commit.claim import LEDGER
 from pipeline.commit.records import read_records
 from pipeline.commit.sink import part_name
 from pipeline.config.job import StorageConfig
-from pipeline.input.files import Files
+from pipeline.input.files import Files, InputFile
 from pipeline.input.shards import Shard
 from pipeline.input.table import TablePin
 from pipeline.messages import counted
@@ -226,8 +226,7 @@ def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[in
     for url, (size, version) in listed.items():
         if url in answered:
             run, file = answered[url]
-            same = (size, version) == (file.size, file.version) or changed == "ignore"
-            if same or (size == file.size and has_same_content(url, file.digest, version)):
+            if changed == "ignore" or _is_same(file, size, version):
                 continue
             if changed == "error":
                 raise UserError(
@@ -237,6 +236,13 @@ def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[in
                 )
         new[url] = size, version
     return new
+
+
+def _is_same(file: ClaimedFile | InputFile, size: int, version: str) -> bool:
+    """Return whether the file, which now has this size and version, has the content that was answered."""
+    if (size, version) == (file.size, file.version):
+        return True
+    return size == file.size and has_same_content(file.url, file.digest, version)
 
 
 def compact(root: Folder, ledger: Ledger) -> None:
@@ -252,15 +258,17 @@ def compact(root: Folder, ledger: Ledger) -> None:
 def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageConfig) -> Rows:
     """Return the rows whose last answer in a successful run has an error. Skips files that are gone or have changed."""
     failed: Rows = {}
-    versions: dict[str, tuple[int, str]] = {}
+    answered: dict[str, InputFile] = {}
     for run in ledger.runs:
         folder = open_folder(f"{root.url.rstrip('/')}/{run.folder}", storage)
         manifest = plan_files.load(folder) if run.state == "success" else None
         if manifest is None:
             continue
         for file in manifest.files:
-            if versions.get(file.url) != (file.size, file.version):
-                versions[file.url], failed[file.url] = (file.size, file.version), set()
+            before = answered.get(file.url)
+            if before is None or not _is_same(before, file.size, file.version):
+                failed[file.url] = set()
+            answered[file.url] = file
         records = read_records(folder, manifest.fingerprint).select(["shard", "errors"]).to_pylist()
         with_errors = {record["shard"] for record in records if record["errors"]}
         for shard in manifest.shards:
@@ -273,7 +281,7 @@ def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageCon
                     if answer["error"] is not None:
                         failed[shard.url].add(row)
     known = {url: rows for url, rows in failed.items() if rows}
-    same = {url: rows for url, rows in known.items() if listed.get(url) == versions[url]}
+    same = {url: rows for url, rows in known.items() if url in listed and _is_same(answered[url], *listed[url])}
     if gone := sorted(known.keys() - same.keys()):
         rows = sum(len(known[url]) for url in gone)
         log.warning("%s with an error not answered again: %s is gone or has changed", counted(rows, "row"), gone[0])

@@ -100,6 +100,8 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     role, content, calls = (fields.get(key) for key in ("role", "content", "tool_calls"))
     if role is None:
         raise UserError(f"{name} has no role")
+    if role == "developer":  # OpenAI's newer name, which chat templates do not know
+        fields["role"] = role = "system"
     if role not in ROLES:
         raise UserError(f"{name} has role {role!r}; known: {', '.join(ROLES)}")
     if isinstance(content, list):

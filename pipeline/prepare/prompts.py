@@ -286,15 +286,15 @@ def _encode_marked(row: Row, spec: PromptSpec) -> None:
 
 def _fit(row: Row, spec: PromptSpec) -> None:
     """Refuse or truncate a prompt of token ids that leaves no room for the longest label, or a token of free text."""
-    tokens, context = row.prompt, spec.context_length
+    tokens, context, truncates = row.prompt, spec.context_length, spec.input.too_long == "truncate_left"
     assert isinstance(tokens, list)
     if not tokens:
         raise UserError("prompt has no tokens")
-    if len(tokens) + (row.label or 1) <= context:
-        return
-    if spec.input.too_long == "error":
-        raise _no_room(str(len(tokens)), row, spec)
     answer = row.label or row.params.max_new_tokens
+    if len(tokens) + (answer if truncates and answer < context else row.label or 1) <= context:
+        return
+    if not truncates:
+        raise _no_room(str(len(tokens)), row, spec)
     if answer >= context:
         raise UserError(f"prompt of {len(tokens)} tokens: {answer} new ones leave it no room in a context of {context}")
     row.prompt = tokens[answer - context :]

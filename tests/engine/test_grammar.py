@@ -22,7 +22,7 @@ from actors.answers import Prompt
 from actors.engine.constraints import json_schema
 from actors.engine.constraints.constraint import words_of
 from actors.engine.constraints.grammar import GrammarCompiler
-from actors.engine.constraints.output_format import OutputFormat
+from actors.engine.constraints.output_format import KEPT_CHARACTERS, OutputFormat, library_grammar
 from actors.engine.sampling.sampler import sample
 from actors.engine.sampling.state import RowSampling
 from actors.engine.types import Request
@@ -178,6 +178,17 @@ def test_a_form_of_all_rows_and_white_space_that_it_asks_for(checkpoint: Path) -
     assert all(regex.fullmatch(" [a-c]{2} ", text) for text in done["generated_text"])
     assert done["error"].tolist() == [None] * 3
     assert "choice_probability" not in done
+
+
+def test_large_formats_and_label_lists_do_not_pile_up(pair: list[Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = pair[0].builder
+    monkeypatch.setattr("actors.requests.KEPT_CHARACTERS", 100)
+    for text in ("a", "b", "c"):
+        builder._constraint((text, text * 60))
+    assert list(builder._constraints) == [("c", "c" * 60)]
+    long = OutputFormat("regex", "a" * (KEPT_CHARACTERS + 1))
+    long.check()
+    assert library_grammar(long) is not library_grammar(long)
 
 
 def test_a_matcher_that_gives_up_is_an_error(pair: list[Generator]) -> None:

@@ -104,6 +104,8 @@ def test_text_streams_with_stop_strings_and_logprobs(client: openai.OpenAI) -> N
     assert whole.logprobs is not None
     listed = [value for chunk in chunks if chunk.logprobs for value in chunk.logprobs.token_logprobs or []]
     assert listed == whole.logprobs.token_logprobs
+    offsets = [value for chunk in chunks if chunk.logprobs for value in chunk.logprobs.text_offset or []]
+    assert offsets == whole.logprobs.text_offset
     assert all(chunk.finish_reason is None for chunk in chunks[:-1]) and chunks[-1].finish_reason == "stop"
 
 

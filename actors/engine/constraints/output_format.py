@@ -12,6 +12,7 @@ from actors.engine.constraints.json_schema import CHECKED, for_grammar, overlap,
 from actors.engine.errors import UserError, flat
 
 KINDS = ("json_schema", "regex", "grammar")
+KEPT_CHARACTERS = 2**16  # the grammar of a longer format is not kept, because a server's clients choose the formats
 CHECK, AFTER = "check", "after"  # optional key beside json_schema; `AFTER` is its only value
 # white space in JSON as Python writes it; if it were free, a model might write only white space up to its length limit
 ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -61,13 +62,13 @@ class OutputFormat:
 
     def check(self) -> None:
         """Raise UserError with a one-line message if the format is wrong or the grammar library does not support it."""
-        error = _library_grammar(self)[1]
+        error = library_grammar(self)[1]
         if error is not None:
             raise UserError(f"{self.kind}: {error}")
 
     def json_rule(self) -> str:
         """Return the schema as the right-hand side of a grammar rule; its `$ref`s refer to this schema alone."""
-        [grammar] = json.loads(_library_grammar(self)[0])["grammars"]
+        [grammar] = json.loads(library_grammar(self)[0])["grammars"]
         return f"%json {json.dumps(grammar['json_schema'])}"
 
     def lark(self) -> str:
@@ -80,13 +81,16 @@ class OutputFormat:
         if self.kind == "json_schema":
             lark = f"start: {self.json_rule()}"
         elif self.kind == "regex":
-            lark = json.loads(_library_grammar(self)[0])["grammars"][0]["lark_grammar"]
+            lark = json.loads(library_grammar(self)[0])["grammars"][0]["lark_grammar"]
         return f'%llguidance {{"no_forcing": true}}\n{lark}'
 
 
-@lru_cache(1024)
-def _library_grammar(form: OutputFormat) -> tuple[str, str | None]:
+def library_grammar(form: OutputFormat) -> tuple[str, str | None]:
     """Return llguidance's grammar for a format, and why the format cannot be used (None if it can)."""
+    return _kept_grammar(form) if len(form.text) <= KEPT_CHARACTERS else _grammar(form)
+
+
+def _grammar(form: OutputFormat) -> tuple[str, str | None]:
     if not form.text.strip():
         return "", "is empty"
     if form.kind != "json_schema":
@@ -114,6 +118,9 @@ def _library_grammar(form: OutputFormat) -> tuple[str, str | None]:
     if wrong is not None and wrong.startswith(("Unimplemented keys", "min/maxProperties")):
         wrong += f": no grammar holds this; leave it out, or {CHECKED}"
     return grammar, wrong
+
+
+_kept_grammar = lru_cache(1024)(_grammar)
 
 
 def _validated(kind: str, text: str) -> tuple[str, str | None]:

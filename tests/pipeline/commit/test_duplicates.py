@@ -99,6 +99,9 @@ def test_a_job_says_how_many_rows_repeat_an_id_of_another_shard(
     assert example.replace("'", "&#39;") in (tmp_path / "out" / "_job" / "report.html").read_text()
     assert example in CliRunner().invoke(app, ["report", str(tmp_path / "out")]).stdout
     assert run_in_process(JobConfig.model_validate(values)).totals.duplicate_ids == 1  # finished
+    values["input"]["duplicate_ids"] = "error"
+    with pytest.raises(UserError, match=r"^input\.id: 1 rows have the id of an earlier row"):
+        run_in_process(JobConfig.model_validate(values))
 
 
 def test_error_refuses_before_anything_is_written(values: dict[str, Any], tmp_path: Path) -> None:

@@ -105,6 +105,11 @@ def test_messages_are_checked_and_rendered_by_the_sandbox(chat_checkpoint: Path,
     tokenizer = load_tokenizer(chat_checkpoint)
     text, _ = render(tokenizer, [{"role": "user", "content": "hi"}])
     assert text.endswith("[user]hi</s>[assistant]")
+    named = [
+        render(tokenizer, [{"role": role, "content": "be kind"}, {"role": "user", "content": "hi"}])
+        for role in ("system", "developer")
+    ]
+    assert named[0] == named[1] and "be kind" in named[0][0]
     for messages, says in (
         ([], "messages is empty"),
         ([{"role": "nobody", "content": "x"}], "role 'nobody'"),

@@ -152,6 +152,7 @@ def test_rows_with_an_error_are_answered_again_where_the_job_asks_for_it(
     inbox.values["input"] |= {"template": "name[{{ prompt }}]", "retry": "errors"}
     inbox.values["max_error_rate"] = 0.1  # not for rows that had an error before
     inbox.add("b", 1)
+    (inbox.files / "a.parquet").touch()  # the same content counts as the same file
     again, new = inbox.json()["runs"]
     assert (again["rows"], again["errors"], again["files"]) == (4, 1, 1) and (new["rows"], new["files"]) == (1, 1)
     folders = [inbox.root / run.folder for run in ledgers.read(open_folder(str(inbox.root), LOCAL)).runs]

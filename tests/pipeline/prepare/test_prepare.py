@@ -80,7 +80,7 @@ def test_a_prompt_that_fills_the_context(checkpoint: Path) -> None:
     ]
     ids, errors = prepared(checkpoint, columns, too_long="truncate_left")
     assert errors == [None] * 3
-    assert [len(one) for one in ids] == [CONTEXT - 1, CONTEXT - 10, CONTEXT - 10]
+    assert [len(one) for one in ids] == [CONTEXT - 10] * 3
     assert ids[2] == tokens(checkpoint, columns["prompt"][2])[-(CONTEXT - 10) :]
 
 
