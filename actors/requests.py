@@ -129,6 +129,8 @@ class RequestBuilder:
         if form is not None:
             check_compatible("output_format" if isinstance(form, OutputFormat) else "choices", params)
             constraint = self._constraint(form)
+            if isinstance(constraint, AfterReasoning) and constraint.reasoning.is_over(self._end(prompt.ids)):
+                constraint = constraint.inner
         if prompt.tools:
             form_of(self.tokenizer)
         ending = None

@@ -167,6 +167,14 @@ def test_a_mark_that_the_user_writes_begins_no_thinking(checkpoint: Path) -> Non
     assert builder.answer_start([*user, END, *opened])("x") is None
 
 
+def test_thinking_that_the_prompt_ends_is_over(checkpoint: Path) -> None:
+    """Chat templates write an empty thinking to switch it off; a label was then awaited after a second thinking."""
+    how: dict[str, Any] = {"choices": ["yes", "no"], "reasoning": {"start": "[", "end": "e"}}
+    done = make(checkpoint, **how)({"prompt": ["a [e", "a [ e "]})
+    plain = make(checkpoint, choices=how["choices"])({"prompt": ["a [e", "a [ e "]})
+    assert list(done["generated_text"]) == list(plain["generated_text"]) and list(done["error"]) == [None, None]
+
+
 def test_tokens_are_special_that_the_tokenizer_does_not_name(checkpoint: Path, tmp_path: Path) -> None:
     """SmolLM2's tokenizer marks 17 tokens as special and names 3."""
     copied = shutil.copytree(checkpoint, tmp_path / "marked")

@@ -76,6 +76,10 @@ class Reasoning:
         """Return whether a prompt ends inside thinking."""
         return prompt.rfind(self.start) > prompt.rfind(self.end)
 
+    def is_over(self, prompt: str) -> bool:
+        """Return whether a prompt ends after thinking, as chat templates write it to switch thinking off."""
+        return prompt.rstrip().endswith(self.end)
+
 
 @dataclass(eq=False)
 class AfterReasoning:
