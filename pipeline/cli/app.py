@@ -29,6 +29,7 @@ def demo(
 
     typer.echo("the demo's model is a toy of 9 million parameters, which knows nothing but such prompts")
     run(write_demo(folder, rows), show=5)
+    typer.echo("for rows of your own: skipdecode init FILE writes a job file")
 
 
 def keys(

@@ -139,7 +139,7 @@ def try_rows(
                 name = f"answer {answer.sample_index}" if len(row.answers) > 1 else "answer"
                 depth = "" if answer.mean_depth is None else f", {answer.mean_depth:.2f} layers on average"
                 share = answer.choice_probability
-                sure = "" if share is None else f", {share:.2f} of the choices' probability"
+                sure = "" if share is None else f", probability among the choices {share:.2f}"
                 calls = [f"  call: {call['name']} {call['arguments']}" for call in answer.tool_calls or ()]
                 lines += [
                     f"  {name}: {answer.generated_text}",
