@@ -1,4 +1,4 @@
-"""Where a model's files come from: a local folder, S3 or the hub; pinned by the driver, fetched once per node.
+"""Finds and fetches a model's files: a local folder, S3 or the hub. The driver pins them, each node fetches them once.
 
-May import storage, config, messages and the engine's checks of a checkpoint; loads no weights.
+This package may import storage, config, messages and the engine's checks of a checkpoint. It loads no weights.
 """

@@ -1,7 +1,7 @@
 """Converts a GGUF file to a checkpoint folder: safetensors, tokenizer, chat template, generation config.
 
-transformers reads the file. This module refuses files of which transformers would ignore a part, and tokenizes texts as
-llama.cpp does.
+transformers reads the GGUF file. This module refuses files that transformers would read only in part, and sets up the
+tokenizer to split texts as llama.cpp does.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from actors.engine.model.fitting import check_report
 from actors.engine.model.loading import inspect
 from actors.engine.model.weights import gib
 
-# GGUF's names of the families that the engine and transformers' reader support; Mistral's files say llama
+# model families, as GGUF names them, that the engine and transformers can read; Mistral's files say llama
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt2")
-PLAIN = {"F32", "F16", "BF16"}  # tensor types that are not quantized
+PLAIN = {"F32", "F16", "BF16"}  # tensor types without quantization
 PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
-ROPE_FACTORS = re.compile(r"(^|\.)rope_(freqs|factors)")  # names of tensors that scale the rope
-# (architecture, layers) of models that need another query_pre_attn_scalar than the library's; GGUF does not hold it
+ROPE_FACTORS = re.compile(r"(^|\.)rope_(freqs|factors)")  # names of tensors that scale RoPE
+# (architecture, layers) of models whose query_pre_attn_scalar is not transformers' default; GGUF does not store it
 OTHER_SCALING = {("gemma2", 46): "Gemma 2 27B", ("gemma3", 62): "Gemma 3 27B"}
-# llama.cpp's names of the pre-tokenization rules that `_tokenizer` knows; a test compares token ids with its own.
-# Not tekken and gpt-4o: their rules in llama.cpp differ from the published ones at accents.
-WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")  # a word of the vocabulary stays one token, without merges
+# pre-tokenization rules, as llama.cpp names them, that `_tokenizer` supports; a test compares token ids with llama.cpp.
+# tekken and gpt-4o are missing, because for accents llama.cpp's rules differ from the published ones.
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")  # rules that keep a word of the vocabulary as one token
 PRE_TOKENIZERS = ("gpt-2", "olmo", "smollm", "dbrx", "smaug-bpe", "qwen2", "deepseek-r1-qwen", *WHOLE_WORDS)
-UNREADABLE = (ValueError, KeyError, OSError, TypeError, AttributeError)  # errors of transformers' reader
+UNREADABLE = (ValueError, KeyError, OSError, TypeError, AttributeError)  # raised by transformers for a bad file
 
 
 @dataclass(frozen=True)
@@ -50,30 +50,30 @@ class GgufHeader:
     """The header of a GGUF file."""
 
     path: Path
-    values: dict[str, Any]  # key, such as ``llama.block_count`` -> value; True for an entry with several values
+    values: dict[str, Any]  # key, such as ``llama.block_count`` -> value; True stands for a list of values
     tokens: int  # size of the vocabulary
     types: frozenset[str]  # names of the tensors' types, such as Q4_1
     rows: dict[str, int]  # tensor name -> number of rows
-    elements: int  # number of elements of all tensors
+    elements: int  # number of elements in all tensors together
 
     @property
     def architecture(self) -> str:
         return str(self.values.get("general.architecture", ""))
 
     def of_model(self, key: str) -> Any:
-        """Return the architecture's entry `key`, such as ``attention.key_length``; None if there is no such entry."""
+        """Return the value of a key without its architecture prefix, such as ``attention.key_length``, or None."""
         return self.values.get(f"{self.architecture}.{key}")
 
     @property
     def head_dim(self) -> int | None:
-        """Size of an attention head; None if the header does not say."""
+        """Dimensions of an attention head; None if the header does not give them."""
         if (length := self.of_model("attention.key_length")) is not None:
             return int(length)
         width, heads = self.of_model("embedding_length"), self.of_model("attention.head_count")
         return int(width) // int(heads) if width and heads else None
 
     def refusal(self) -> str | None:
-        """Return why the file is not converted, such as a part that transformers would ignore; None if it can be."""
+        """Return why the file cannot be converted, for example because transformers would ignore a part; else None."""
         part = PART.search(self.path.name)
         parts = int(self.values.get("split.count") or (part[1] if part else 1))
         scaling, rotated = self.of_model("rope.scaling.type"), self.of_model("rope.dimension_count")
@@ -94,20 +94,20 @@ class GgufHeader:
             ),
             (
                 embedded != self.tokens,
-                f"token_embd.weight has {embedded} rows, and tokenizer.ggml.tokens {self.tokens} entries: parts of two "
-                "models; fetch it again",
+                f"token_embd.weight has {embedded} rows, but tokenizer.ggml.tokens has {self.tokens} entries: the file "
+                "mixes two models; fetch it again",
             ),
             (scaled, f"its rope is scaled ({scaling or 'by factors'}), {ignored}"),
             (
                 rotated is not None and self.head_dim is not None and rotated != self.head_dim,
-                f"its rope turns {rotated} of {self.head_dim} numbers of a head, {ignored}",
+                f"its rope rotates {rotated} of {self.head_dim} dimensions of a head, {ignored}",
             ),
             (
                 self.architecture == "llama" and self.of_model("attention.sliding_window"),
                 f"it has a sliding window, {ignored}",
             ),
             (self.of_model("expert_count"), f"it is a mixture of experts, {ignored}"),
-            (other, f"{other} scales its queries by a number of its own, {ignored}"),
+            (other, f"{other} scales its queries by a factor of its own, {ignored}"),
         ]
         return next((reason for holds, reason in reasons if holds), None)
 
@@ -139,10 +139,10 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[str], None]) -> None:
-    """Convert a GGUF file to a checkpoint in `output`, a new or empty folder, which appears once it is complete.
+    """Convert a GGUF file to a checkpoint in `output`, a new or empty folder. The folder appears once it is complete.
 
-    dtype: type of the written weights. report: called with lines of text about the progress. Raises UserError if the
-    file cannot be converted, or `output` holds files; most reasons are found before weights are read.
+    dtype: type of the written weights. report: called with each progress line. Raises UserError if the file cannot be
+    converted (mostly before weights are read), or if `output` holds files.
     """
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise UserError(f"OUT: {output} exists and is not empty; remove it, or choose a new folder")
@@ -151,12 +151,12 @@ def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[st
     config = _config(header)
     tokenizer = _tokenizer(header, config)
     if quantized := sorted(header.types - PLAIN):
-        report(f"quantized weights ({', '.join(quantized)}) stay as coarse as they were")
+        report(f"quantized weights ({', '.join(quantized)}) keep the precision of their quantization")
     size, name = gib(header.elements * dtype.itemsize), str(dtype).removeprefix("torch.")
     report(f"converting {header.elements / 1e6:,.0f} million weights to {name}, {size}")
     model = _model(header, config, dtype)
     partial = output.resolve().with_name(f".{output.resolve().name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed conversion
+    shutil.rmtree(partial, ignore_errors=True)  # an earlier conversion may have been killed
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     for path in partial.iterdir():
@@ -169,12 +169,12 @@ def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[st
 
 
 def _read(header: GgufHeader, kind: Any, **options: Any) -> Any:
-    """Read a part of the file with one of transformers' auto classes."""
+    """Read config, tokenizer or model from the file with `kind`, one of transformers' auto classes."""
     return kind.from_pretrained(header.path.parent, gguf_file=header.path.name, local_files_only=True, **options)
 
 
 def _config(header: GgufHeader) -> PretrainedConfig:
-    """Return transformers' config, with missing entries added. Raises UserError for a model that cannot run."""
+    """Return transformers' config, completed from the header. Raises UserError if the model cannot be run."""
     try:
         config: PretrainedConfig = _read(header, AutoConfig)
     except UNREADABLE as error:
@@ -185,17 +185,17 @@ def _config(header: GgufHeader) -> PretrainedConfig:
         config.head_dim = header.head_dim
     if hasattr(config, "sliding_window"):
         config.sliding_window = header.of_model("attention.sliding_window")
-    config.update(_token_ids(header))  # the library's defaults may lie outside the vocabulary
+    config.update(_token_ids(header))  # transformers' default ids may lie outside the vocabulary
     family_of(config)
     return config
 
 
 def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokenizerBase:
-    """Return the file's tokenizer, which splits texts as llama.cpp does. Raises UserError if its rule is unknown."""
+    """Return a tokenizer that splits texts as llama.cpp does. Raises UserError if the file's rule is not supported."""
     rule, is_bpe = header.values.get("tokenizer.ggml.pre"), header.values["tokenizer.ggml.model"] == "gpt2"
     if is_bpe and rule not in PRE_TOKENIZERS:
         raise UserError(
-            f"{header.path}: tokenizer.ggml.pre = {rule!r}: texts might be split into other tokens than by llama.cpp; "
+            f"{header.path}: tokenizer.ggml.pre = {rule!r} is not supported: llama.cpp may split texts differently; "
             f"supported rules: {', '.join(PRE_TOKENIZERS)}; take the safetensors checkpoint"
         )
     try:
@@ -213,28 +213,28 @@ def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokeni
 
 
 def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the dequantized model. Raises UserError if the file lacks a weight, or has one that the model lacks."""
+    """Return the dequantized model. Raises UserError if the weights of the file and of the model do not match."""
     options = {"config": config, "dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
-    # mismatched sizes are in the report
+    # wrong sizes raise no error here; `check_report` refuses them
     model, report = _read(header, AutoModelForCausalLM, ignore_mismatched_sizes=True, **options)
     check_report(model, report, {}, str(header.path))
     used = sum(parameter.numel() for parameter in model.parameters())  # parameters() yields tied weights once
     if used != header.elements:
         raise UserError(
-            f"{header.path}: {header.elements:,} weights, and transformers' {config.model_type} has {used:,}: some "
-            "would be left out; take the safetensors checkpoint"
+            f"{header.path}: it has {header.elements:,} weights, but transformers' {config.model_type} has {used:,}, "
+            "so some would be left out; take the safetensors checkpoint"
         )
-    # with these attributes the library would not save the dequantized weights as plain weights
+    # without these attributes, transformers saves the dequantized weights as plain weights
     model.is_quantized, model.hf_quantizer = False, None
     for holder, name in ((model, "quantization_method"), (model.config, "quantization_config")):
         if getattr(holder, name, None) is not None:
             delattr(holder, name)
-    model.generation_config = GenerationConfig(**_token_ids(header))  # GGUF has no sampling values
+    model.generation_config = GenerationConfig(**_token_ids(header))  # GGUF stores no sampling parameters
     return cast(PreTrainedModel, model)
 
 
 def _token_ids(header: GgufHeader) -> dict[str, Any]:
-    """Return the ids of the tokens that begin, end and pad a text. End of sequence and of turn both end an answer."""
+    """Return the ids of BOS, EOS and padding. An end-of-turn token counts as EOS too, because it ends an answer."""
     ids = {name: header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
     ends = [*dict.fromkeys(ids[name] for name in ("eos", "eot") if ids[name] is not None)]
     return {

@@ -1,4 +1,4 @@
-"""Checks that every node sees the same files of a local checkpoint as the driver."""
+"""Checks that every node sees the same files in a local checkpoint folder as the driver."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from pathlib import Path
 from actors.engine.errors import UserError
 from actors.engine.model.file_digests import WEIGHTS, answer_files, file_digest
 
-SAMPLE_BYTES = 2**20  # bytes hashed at each end of a weights file; the header is in the first ones
+SAMPLE_BYTES = 2**20  # bytes hashed at the start (with the header) and at the end of a weights file
 
 
 @dataclass(frozen=True)
 class PinnedFolder:
-    """A local folder as the driver saw it. samples: (file name, "size:SHA-256 of the content or its ends")."""
+    """A local folder as the driver saw it. samples: (file name, "size:digest"), with a digest as in `_sample`."""
 
     path: str
     samples: tuple[tuple[str, str], ...]
 
 
 def pin(folder: Path) -> PinnedFolder:
-    """Return the folder with a sample of every file, for `check_same` on other nodes."""
+    """Return the folder with the size and a digest of every file, for `check_same` on other nodes."""
     return PinnedFolder(str(folder.resolve()), tuple((path.name, _sample(path)) for path in answer_files(folder)))
 
 
 def check_same(pinned: PinnedFolder, *, weights: bool) -> Path:
     """Return the folder if this node sees the same files in it as the driver.
 
-    Small files are compared whole. Weights, if `weights` is set, are compared by their size and both ends. Raises
-    UserError that names the host and the first file that differs.
+    Small files are compared whole; weights only if `weights` is set, by their size, start and end. Raises UserError
+    that names the host and the first file that differs.
     """
     folder = Path(pinned.path)
     for name, sample in pinned.samples:
@@ -40,8 +40,8 @@ def check_same(pinned: PinnedFolder, *, weights: bool) -> Path:
             problem = "differs from" if path.is_file() else "is missing, unlike"
             if not path.is_file() or _sample(path) != sample:
                 raise UserError(
-                    f"{path}: {problem} the file where the job was planned, on host {socket.gethostname()}; give every "
-                    "node the same files, or a checkpoint in s3:// or on the hub"
+                    f"{path}: {problem} the file where the job was planned (this host: {socket.gethostname()}); give "
+                    "every node the same files, or take a checkpoint in s3:// or on the hub"
                 )
     return folder
 

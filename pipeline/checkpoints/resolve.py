@@ -1,7 +1,7 @@
-"""A job's checkpoint: a local folder, `s3://` or the hub. Pinned when the job is planned, fetched once per node.
+"""Resolves a job's checkpoint (a local folder, `s3://` or the hub) when the job is planned; fetches it on each node.
 
-Planning fetches the small files only. On each node a file lock lets one process download while the others wait.
-Files are verified after download; the record, written last, marks the folder complete.
+Planning pins the files and fetches only the small ones. On each node one process downloads under a file lock, while the
+others wait. Downloaded files are verified. A record, written last, marks the folder as complete.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)@(\S+)")
 UNPINNED = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 TRIES = 2
 HEADERS_AT_ONCE = 8
-FIRST_SECONDS, SECONDS = 1.5, 10.0  # seconds before a download's first line of progress, and between lines
+FIRST_SECONDS, SECONDS = 1.5, 10.0  # seconds from a download's start to its first progress line, and between lines
 Report = Callable[[str], None]
 
 
@@ -52,13 +52,13 @@ class RemoteCheckpoint:
     store: BucketStore | HubStore
     key: str  # the checkpoint's name in a node's cache
     files: tuple[RemoteFile, ...]
-    cache: str | None  # the nodes' cache folder; None is each node's default
+    cache: str | None  # cache folder on every node; None: the node's default
 
     @classmethod
     def pinned(
         cls, path: str, store: BucketStore | HubStore, files: Sequence[RemoteFile], cache: str | None
     ) -> RemoteCheckpoint:
-        """Pin files of a store, and derive the unique key of this set of files in the nodes' caches."""
+        """Pin `files` of a store. Derive their key in the nodes' caches from names, sizes and versions."""
         commit = store.revision if isinstance(store, HubStore) else None
         text = "\n".join([path, str(commit), *(f"{file.name} {file.size} {file.version}" for file in files)])
         name = re.sub(r"[^\w.-]+", "-", path.removeprefix("s3://"))[-60:].strip("-.")
@@ -66,7 +66,7 @@ class RemoteCheckpoint:
 
     @property
     def commit(self) -> str | None:
-        """The commit on the hub; None for a bucket."""
+        """Commit of the model on the hub; None for a checkpoint in a bucket."""
         return self.store.revision if isinstance(self.store, HubStore) else None
 
     @property
@@ -79,7 +79,7 @@ class RemoteCheckpoint:
 class ResolvedCheckpoint:
     """A checkpoint that was resolved and inspected.
 
-    source: a local folder, or the pinned files of a store. adapter: the source of the speed adapter.
+    source: local folder or pinned remote files. adapter: folder or files of the speed adapter; None if there is none.
     """
 
     checkpoint: Checkpoint
@@ -87,7 +87,7 @@ class ResolvedCheckpoint:
     adapter: str | RemoteCheckpoint | None = None
 
     def identity(self) -> dict[str, Any]:
-        """Return the digests of local files, or the versions that a store lists, for the job's fingerprint."""
+        """Return values that identify the files, for the job's fingerprint: digests if local, else listed versions."""
         values: dict[str, Any] = {"files": _versions(self.source)}
         if self.adapter is not None:
             found = _versions(self.adapter)
@@ -97,24 +97,24 @@ class ResolvedCheckpoint:
         return {**values, "hub": self.source.path, "commit": self.source.commit}
 
     def pinned(self) -> PinnedFolder | RemoteCheckpoint:
-        """Return the source for other processes. `fetch` then refuses files that differ from those at planning."""
+        """Return the checkpoint's source for other processes, where `fetch` refuses files that have changed."""
         return pin(Path(self.source)) if isinstance(self.source, str) else self.source
 
     def pinned_adapter(self) -> PinnedFolder | RemoteCheckpoint | None:
-        """Return the source of the speed adapter for other processes; see `pinned`."""
+        """Return the speed adapter's source for other processes, where `fetch` refuses files that have changed."""
         return pin(Path(self.adapter)) if isinstance(self.adapter, str) else self.adapter
 
     def schedule(self, changes: dict[str, Any], model: ModelConfig, *, unadapted: bool) -> Schedule:
         """Return the checkpoint's schedule with `changes` to its keys.
 
-        Raises UserError if it cannot be built, or if the checkpoint is not adapted to it and `unadapted` is false.
+        Raises UserError if the schedule is impossible, or if the checkpoint is not trained for it and not `unadapted`.
         """
         if unadapted:
             return self.checkpoint.schedule(changes)
         return self.checkpoint.adapted_schedule(changes, model.path, "set schedule.unadapted: true")
 
     def weights_digest(self) -> str | None:
-        """Return the weights' digest, which a speed adapter records as its base; None if the store lists no SHA-256."""
+        """Return the weights' digest, which identifies a speed adapter's base; None if the store lists no SHA-256."""
         if isinstance(self.source, str):
             return base_digest(self.checkpoint.path)
         found = {file.name: self.source.store.digests(file).get("sha256") for file in self.source.weights}
@@ -122,7 +122,7 @@ class ResolvedCheckpoint:
         return weights_digest(known) if len(known) == len(found) else None
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return tensor name -> tensor, read from headers of the weights in the local folder or the store."""
+        """Return tensor name -> `StoredTensor`, from the headers of the weights files, without reading weights."""
         if isinstance(self.source, str):
             return folder_tensors(self.checkpoint.path)
         with ThreadPoolExecutor(HEADERS_AT_ONCE) as threads:
@@ -130,7 +130,7 @@ class ResolvedCheckpoint:
 
 
 def _versions(source: str | RemoteCheckpoint) -> dict[str, str]:
-    """Return file name -> digest of a local file, or version as the store lists it."""
+    """Return file name -> digest if `source` is a local folder, else size and version as the store lists them."""
     if isinstance(source, str):
         return digests(Path(source))
     return {file.name: f"{file.size}:{file.version}" for file in source.files}
@@ -139,13 +139,13 @@ def _versions(source: str | RemoteCheckpoint) -> dict[str, str]:
 def resolve_checkpoint(
     model: ModelConfig, storage: StorageConfig, pinned: dict[str, Any] | None = None
 ) -> ResolvedCheckpoint:
-    """Locate the checkpoint of `model.path`, pin its files and inspect it. Downloads the small files only.
+    """Locate the checkpoint of `model.path`, pin its files and inspect it. Downloads no weights, only small files.
 
-    A speed adapter is downloaded, and checked against the checkpoint. If a bucket lists no SHA-256 of the
-    weights, their digest is checked when they are loaded.
+    A speed adapter is downloaded whole, and its base is compared with the checkpoint. If a bucket lists no SHA-256 of
+    the weights, this comparison waits until the weights are loaded.
 
-    pinned: model identity of the job that is resumed: its commit is used even if the hub's revision has moved. Raises
-    UserError for a checkpoint that does not exist, may not be read or cannot be run, StoreFailed if the store fails.
+    pinned: `identity()` at planning if the job is resumed; its commit is used even if the branch has moved. Raises
+    UserError if the checkpoint is missing, unreadable or not supported, StoreFailed if the store fails.
     """
     path = model.path
     refuse_file(path)
@@ -183,7 +183,7 @@ def resolve_checkpoint(
 
 
 def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: StorageConfig) -> ResolvedCheckpoint:
-    """Return the checkpoint with the adapter of `model.speed_adapter`, which must have been trained for its weights."""
+    """Return `base` with `model.speed_adapter`. Raises UserError if the adapter was trained for another checkpoint."""
     if model.speed_adapter is None:
         return base
     path = str(model.speed_adapter).rstrip("/")
@@ -210,11 +210,11 @@ def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: Storage
 
 
 def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True, report: Report | None = None) -> Path:
-    """Return the checkpoint's folder on this node, downloaded if necessary; safe to call from many processes.
+    """Return the checkpoint's folder on this node. Download it if necessary. Many processes may call this at once.
 
-    weights: whether the weights are needed too. report: is called with lines on the progress of a download; default:
-    the log. Raises UserError if the files differ from the pinned ones, or the cache cannot hold them;
-    StoreFailed if the store fails.
+    weights: whether the weights are needed too. report: called with each progress line of a download; default: the log.
+    Raises UserError if the files differ from the pinned ones or do not fit into the cache; StoreFailed if the store
+    fails.
     """
     if isinstance(source, str):
         return Path(source)
@@ -234,7 +234,7 @@ def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True
         raise UserError(f"{root}: cannot hold checkpoints: {error.strerror}; set model.cache") from None
     with lock:
         folder = _recorded(record, files)
-        if folder is None:  # otherwise another process has downloaded it
+        if folder is None:  # no other process has downloaded it while this one waited
             folder, verified = _download(source, files, root / source.key, report)
             temporary = record.with_suffix(f".{os.getpid()}")
             temporary.write_text(json.dumps({"path": source.path, "folder": str(folder), "files": verified}, indent=2))
@@ -243,7 +243,7 @@ def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True
 
 
 def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
-    """Return the folder that a record names; None without a record, or if a file's size is not the recorded one."""
+    """Return the complete folder that `record` names. None if there is no record, or a file does not have its size."""
     try:
         values = json.loads(record.read_text())
         folder = Path(values["folder"])
@@ -262,7 +262,7 @@ def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
 def _download(
     source: RemoteCheckpoint, files: Sequence[RemoteFile], folder: Path, report: Report | None
 ) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Download files. Return their folder, and file name -> size and SHA-256. A damaged file is fetched once more."""
+    """Download and verify files; retry damaged ones once. Return their folder, and file name -> size and SHA-256."""
     store, problem = source.store, ""
     for _ in range(TRIES):
         with download_progress(source.path, sum(file.size for file in files), store.arrivals(folder), report):
@@ -274,7 +274,7 @@ def _download(
                 verified[file.name] = {"size": file.size, "sha256": _verify(path, file, store.digests(file))}
             except ValueError as error:
                 problem = str(error)
-                path.resolve().unlink(missing_ok=True)  # the hub's cache holds a link to the content
+                path.resolve().unlink(missing_ok=True)  # in the hub's cache, `path` is a link to the content
                 path.unlink(missing_ok=True)
         if len(verified) == len(files):
             return target, verified
@@ -283,9 +283,9 @@ def _download(
 
 
 def _verify(path: Path, file: RemoteFile, digests: dict[str, str]) -> str:
-    """Return a downloaded file's SHA-256. Raises UserError if size or header is wrong, or `digests` do not match."""
+    """Return the SHA-256 of a downloaded file. Raises UserError if its size, header or one of `digests` is wrong."""
     if not path.is_file() or path.stat().st_size != file.size:
-        raise UserError(f"{path}: not the {file.size} bytes that the store lists")
+        raise UserError(f"{path}: its size is not the {file.size} bytes that the store lists")
     sha256 = file_digest(path, "sha256")
     for algorithm, expected in digests.items():
         if (sha256 if algorithm == "sha256" else file_digest(path, algorithm)) != expected:
@@ -298,7 +298,7 @@ def _verify(path: Path, file: RemoteFile, digests: dict[str, str]) -> str:
 
 @contextmanager
 def download_progress(path: str, total: int, folder: Path, report: Report | None = None) -> Iterator[None]:
-    """During the block, report regularly how many of a download's `total` bytes have arrived in `folder`."""
+    """During the `with` block, report regularly how many of the download's `total` bytes have arrived in `folder`."""
     before = _bytes_in(folder)
 
     def tell() -> None:
@@ -310,9 +310,9 @@ def download_progress(path: str, total: int, folder: Path, report: Report | None
 
 
 def _bytes_in(folder: Path) -> int:
-    """Return the bytes on disk of all files below a folder; 0 if there is no folder."""
+    """Return the bytes on disk of all files below `folder`; 0 if the folder does not exist."""
     total = 0
     for path in folder.rglob("*"):
-        with suppress(OSError):  # a file may vanish meanwhile
+        with suppress(OSError):  # a file may be renamed or removed at any time
             total += path.lstat().st_blocks * 512
     return total

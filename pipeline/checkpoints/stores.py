@@ -1,6 +1,6 @@
-"""Lists, inspects and downloads remote checkpoints in their stores: an S3 bucket or the hub.
+"""Lists, inspects and downloads checkpoints in a store: an S3 bucket or the hub.
 
-Methods of the stores raise UserError if files are missing or access is refused, and StoreFailed if the store fails.
+All methods raise UserError if files are missing or access is refused, and StoreFailed if the store fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STREAMS = 4  # files downloaded in parallel
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file as the store lists it. size: bytes. version: changes with the content. sha256: None if not listed."""
+    """A file as the store lists it. size: in bytes. version: changes with the content. sha256: None if not listed."""
 
     name: str
     size: int
@@ -46,7 +46,7 @@ class BucketStore:
     storage: StorageConfig
 
     def files(self) -> list[RemoteFile]:
-        """Return the files directly in the checkpoint's folder, sorted by name."""
+        """Return the files in the checkpoint's folder, without subfolders, sorted by name."""
         fs, path = filesystem(self.url, self.storage)
         with self._user_errors():
             entries = [entry for entry in fs.ls(path, detail=True) if entry["type"] == "file"]
@@ -56,14 +56,14 @@ class BucketStore:
             if entry["name"].startswith(f"{path}/") and not entry["name"].endswith("/")
         ]
         if not found:
-            raise UserError(f"{self.url}: no checkpoint here: no such folder in the bucket")
+            raise UserError(f"{self.url}: no checkpoint here: the bucket has no such folder")
         for file in found:
-            if "/" in file.name:  # the name becomes a file's name on every node
-                raise UserError(f"{self.url}: the bucket lists {file.name!r} as a file in it, which no folder can hold")
+            if "/" in file.name:  # nodes store the file under this name
+                raise UserError(f"{self.url}: the bucket lists {file.name!r}, which cannot be a file name in a folder")
         return sorted(found, key=lambda file: file.name)
 
     def tensors(self, file: RemoteFile) -> dict[str, StoredTensor]:
-        """Return the tensors of a safetensors file, from its header."""
+        """Return tensor name -> `StoredTensor`, from the header of the safetensors file `file`."""
         fs, path = filesystem(self.url, self.storage)
 
         def read(count: int, first: int) -> bytes:
@@ -74,13 +74,13 @@ class BucketStore:
             return file_tensors(read, file.size, f"{self.url}/{file.name}")
 
     def arrivals(self, folder: Path) -> Path:
-        """Return the folder into which `download` writes complete and incomplete files."""
+        """Return the folder where the bytes of a running `download` to `folder` appear, to measure its progress."""
         return folder
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
-        """Download files that `folder` lacks, and return `folder`. The caller locks `folder` and verifies contents."""
+        """Download the files that `folder` lacks. Return `folder`. The caller must hold a lock and verify contents."""
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(".*.incomplete"):  # a killed process left it: only the lock's holder writes here
+        for left in folder.glob(".*.incomplete"):  # left by a killed process, since only the lock's holder writes here
             left.unlink()
         present = {path.name: path.stat().st_size for path in folder.iterdir()}
         missing = [file for file in files if present.get(file.name) != file.size]
@@ -95,14 +95,14 @@ class BucketStore:
         return folder
 
     def digests(self, file: RemoteFile) -> dict[str, str]:
-        """Return the digests that the store knows of the file's content: algorithm -> hexadecimal digest."""
+        """Return algorithm -> hexadecimal digest of the file's content, for each digest that the store knows."""
         fs, path = filesystem(self.url, self.storage)
         bucket, _, key = f"{path}/{file.name}".partition("/")
         with self._user_errors():
             head = fs.call_s3("head_object", Bucket=bucket, Key=key, ChecksumMode="ENABLED")
         found: dict[str, str] = {}
         checksum = head.get("ChecksumSHA256", "-")
-        # the checksum of a multipart upload covers its parts, not the object
+        # the checksum of a multipart upload may be computed from the checksums of its parts, not from the content
         if "-" not in checksum and head.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":
             found["sha256"] = base64.b64decode(checksum).hex()
         # the ETag is the content's MD5, except for multipart uploads, encryption with a KMS key and directory buckets
@@ -115,7 +115,7 @@ class BucketStore:
         fs, path = filesystem(self.url, self.storage)
         temporary = folder / f".{file.name}.{uuid.uuid4().hex}.incomplete"
         with fs.open(f"{path}/{file.name}", "rb", block_size=CHUNK, cache_type="none") as source:
-            # s3fs sends the ETag as If-Match, so that all reads are of this version
+            # s3fs sends the ETag as If-Match, so all reads get the same version
             if str(source.details.get("ETag", file.version)).strip('"') != file.version:
                 raise UserError(
                     f"{self.url}/{file.name}: changed since the job was planned; restore it, or start again with "
@@ -140,9 +140,9 @@ class BucketStore:
 
 @dataclass(frozen=True)
 class HubStore:
-    """A commit of a model repository on the hub. huggingface_hub downloads it, with its own cache and locks.
+    """A commit of a model repository on the hub. The library huggingface_hub downloads it, with its own locks.
 
-    endpoint: address of the hub; None is the public hub. cache: `model.cache`, the folder for downloads; None:
+    endpoint: address of the hub; None: the public hub. cache: folder for downloads (`model.cache`); None:
     $SKIPDECODE_CACHE if it is set, else huggingface_hub's cache.
     """
 
@@ -152,7 +152,7 @@ class HubStore:
     cache: str | None
 
     def commit(self) -> tuple[str, list[RemoteFile]]:
-        """Return the commit that the revision names now, and its files."""
+        """Return the commit to which the branch, tag or commit `revision` points now, and the commit's files."""
         from huggingface_hub import HfApi
 
         with self._user_errors():
@@ -166,7 +166,7 @@ class HubStore:
         return info.sha, sorted(files, key=lambda file: file.name)
 
     def tensors(self, file: RemoteFile) -> dict[str, StoredTensor]:
-        """See `BucketStore`."""
+        """Return tensor name -> `StoredTensor`, from the header of the safetensors file `file`."""
         from huggingface_hub import HfApi
 
         with self._user_errors():
@@ -176,11 +176,11 @@ class HubStore:
         return {name: StoredTensor(where, tuple(tensor.shape)) for name, tensor in header.tensors.items()}
 
     def arrivals(self, folder: Path) -> Path:
-        """See `BucketStore`."""
+        """Return the folder where the bytes of a running `download` appear, to measure its progress."""
         return self._cache() / f"models--{self.repo.replace('/', '--')}"
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
-        """Download files into the hub library's cache, and return the folder that holds them."""
+        """Download files into huggingface_hub's cache, and return the folder there; `folder` is not used."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -191,7 +191,7 @@ class HubStore:
             return Path(snapshot_download(self.repo, allow_patterns=names, max_workers=STREAMS, **options))
 
     def digests(self, file: RemoteFile) -> dict[str, str]:
-        """See `BucketStore`."""
+        """Return algorithm -> hexadecimal digest of the file's content: SHA-256 if the hub lists it."""
         return {} if file.sha256 is None else {"sha256": file.sha256}
 
     def _cache(self) -> Path:
@@ -211,7 +211,7 @@ class HubStore:
             raise UserError(f"{name}: gated: ask for access on the hub, and set HF_TOKEN to your token") from None
         except errors.RepositoryNotFoundError:
             raise UserError(
-                f"{name}: no such model on the hub, or no access to it: a private one needs HF_TOKEN"
+                f"{name}: no such model on the hub, or no access to it: a private model needs HF_TOKEN"
             ) from None
         except errors.RevisionNotFoundError:
             raise UserError(f"{name}: the model has no such revision: give a branch, tag or commit") from None

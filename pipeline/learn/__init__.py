@@ -1,1 +1,1 @@
-"""Train checkpoints with the layers that inference runs, measure their speeds, adapt a checkpoint to a job's rows."""
+"""Train a checkpoint to skip layers (tune), measure every speed (evaluate), do both for a job's own rows (adapt)."""

@@ -1,12 +1,12 @@
-"""Measures `keep_order`: ranks layers by how much agreement with full depth is lost without them. Caches the result.
+"""Measures and caches a checkpoint's layer order (`keep_order`): the layers that answers need most come first.
 
-Two rankings from the literature are combined. Influence (ShortGPT: Men et al., 2024, arXiv 2403.03853) is
-1 - cos(input, output) of a layer, and one pass gives it for all layers; but if two layers can replace each other, it
-does not show that one of them must stay. Greedy elimination (SLEB: Song et al., 2024, arXiv 2402.09025) shows that, at
-the cost of one pass for each layer and step. Here each step tries only the layers of least influence, and measures the
-KL divergence of the next-token distribution from full depth's. Once the divergence is so large that nothing of full
-depth's text is left, differences between layers say nothing: the remaining layers are ranked by their influence at full
-depth. As in generation, layers are bypassed for response tokens only.
+Two methods from the literature are combined. ShortGPT (Men et al., 2024, arXiv 2403.03853) ranks layers by their
+influence, 1 - cos(input, output). One pass measures all layers, but does not show that of two interchangeable layers
+one must stay. Greedy elimination (SLEB: Song et al., 2024, arXiv 2402.09025) shows it, but every step needs one pass
+for each layer. Here, a step tries only the layers of least influence. It removes the layer without which the next-token
+distribution stays closest to full depth's (KL divergence). When the divergence exceeds `LOST`, nothing of full depth's
+text is left and further steps would mean nothing, so the remaining layers are ranked by their influence at full depth.
+As in generation, layers are bypassed for response tokens only.
 
 Shapes: N response tokens of a batch, E hidden size, V vocabulary size.
 """
@@ -35,13 +35,13 @@ from pipeline.runtime.announce import announce
 
 log = logging.getLogger(__name__)
 Row = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response
-ROWS = 32  # most rows (a prompt and its response) on which an order is measured
-VERSION = 1  # version of the algorithm; orders that another version has cached are measured again
-ROWS_PER_PASS = 8  # small, so that a pass over a bad candidate ends early
-CANDIDATES = 6  # layers of least influence that a step tries
-LOST = 3.0  # nats per token beyond which the text is lost: full depth's token has a probability of about 5%
-PROMPT_TOKENS = 2**14  # most prompt tokens of all rows: their keys and values stay in memory
-PROBABILITIES = 2**27  # most probabilities of all rows, [N, V]: 512 MiB in fp32
+ROWS = 32  # an order is measured on at most this many rows (prompt and response)
+VERSION = 1  # version of the algorithm; an order that another version has cached is measured again
+ROWS_PER_PASS = 8  # rows of a batch; few, so that a bad candidate is recognized after little work
+CANDIDATES = 6  # number of layers that a step tries to leave out: those of least influence
+LOST = 3.0  # nats per token: full depth's token then has a probability of about 5%, exp(-3), and the text is lost
+PROMPT_TOKENS = 2**14  # limit for the prompt tokens of all rows, whose keys and values stay in memory
+PROBABILITIES = 2**27  # limit for the probabilities [N, V] of all rows: 512 MiB in fp32
 
 
 def measured_order(
@@ -51,14 +51,14 @@ def measured_order(
     warmup: int | None,
     cache: str | None,
 ) -> tuple[tuple[int, ...], int]:
-    """Return a checkpoint's keep order and warm-up, which `rank_layers` measures on prompts and full-depth responses.
+    """Return a checkpoint's layer order (keep order) and number of warm-up layers, from the cache or `rank_layers`.
 
     Args:
-        identity: Digests or versions of the checkpoint's files.
-        load: The checkpoint's model; not called if the order is in the cache.
-        rows: Prompts and responses; `ROWS` evenly spaced ones are used.
-        warmup: Number of lowest layers that always run; None: as many as begin the order, at most an eighth of all.
-        cache: Folder that `model.cache` names; None is the default folder.
+        identity: Digests or versions of the checkpoint's files; part of the cache key.
+        load: Loads the checkpoint's model; not called if the cache holds the order.
+        rows: Prompts and the model's responses at full depth; `ROWS` evenly spaced rows are used.
+        warmup: Number of lowest layers that always run; None: set by `LayerRanking.warmup`, at most 1/8 of all layers.
+        cache: Folder of the cache (`model.cache`); None: the default folder.
     """
     kept = min(ROWS, len(rows))
     chosen = [(list(prompt), list(response)) for prompt, response in (rows[n * len(rows) // kept] for n in range(kept))]
@@ -77,7 +77,7 @@ def measured_order(
 
 
 def _read(record: Path) -> tuple[tuple[int, ...], int] | None:
-    """Return keep order and warm-up from the file `record`; None if it does not exist or is damaged."""
+    """Return the layer order and number of warm-up layers in the file `record`; None if it is missing or damaged."""
     try:
         values = json.loads(record.read_text())
         order, warmup = tuple(values["keep_order"]), values["warmup"]
@@ -92,32 +92,32 @@ def _read(record: Path) -> tuple[tuple[int, ...], int] | None:
 
 @dataclass(frozen=True)
 class LayerRanking:
-    """Layers ranked by elimination.
+    """Layers ranked by eliminating one after the other.
 
-    keep_order: the most needed layer first. divergence: nats per response token after each elimination, least needed
-    layer first.
+    keep_order: all layers, the most needed first. divergence: KL divergence from full depth after each elimination, in
+    nats per response token; the first entry is for the least needed layer.
     """
 
     keep_order: tuple[int, ...]
     divergence: tuple[float, ...]
 
     def warmup(self, most: int) -> int:
-        """Return the number of lowest layers, at most `most`, with which the order begins."""
+        """Return the largest n <= `most` for which the first n entries of `keep_order` are the layers 0 to n - 1."""
         leading = range(1, min(most, len(self.keep_order)) + 1)
         return max((count for count in leading if set(self.keep_order[:count]) == set(range(count))), default=0)
 
 
 def rank_layers(decoder: Decoder, rows: Sequence[Row], *, warmup: int = 0) -> LayerRanking:
-    """Rank the layers on prompts and the responses of full depth.
+    """Rank the layers by how much the model's responses at full depth need them.
 
-    Deterministic on one machine; of equal layers the higher one is kept longer. The order of a model tuned to skip is
-    biased towards the layers that it was tuned to keep.
+    The result is deterministic on one machine. If two layers are equal, the higher one is kept longer. A model tuned to
+    skip layers gets an order biased towards the layers that it was tuned to keep.
 
     Args:
         decoder: The model.
-        rows: Prompts and responses. A row without a prompt or response, or beyond the bounds on memory, is ignored. If
-            a response has one token, the prompt's last token counts as a response token too.
-        warmup: Number of lowest layers that are kept before all others.
+        rows: Prompts and responses. Rows without a prompt or response, and rows beyond the memory limits, are ignored.
+            If a response has one token, the prompt's last token counts as a response token too.
+        warmup: Number of lowest layers that come first in the order without being tried.
 
     Raises:
         UserError: No row has a prompt and a response.
@@ -163,7 +163,7 @@ def _eliminate(batches: Sequence[ResponsePasses], layers: range) -> LayerRanking
 
 
 def _work_left(layers: int) -> int:
-    """Return a measure of the work until one layer is left: candidates times remaining layers, summed over steps."""
+    """Estimate the work to eliminate all but one of `layers` layers: candidates times remaining layers, all steps."""
     return sum(min(CANDIDATES, left) * left for left in range(2, layers + 1))
 
 
@@ -172,7 +172,7 @@ def _influence(batches: Sequence[ResponsePasses], layers: Sequence[int]) -> dict
 
 
 def _divergence(batches: Sequence[ResponsePasses], layer: int, limit: float) -> float:
-    """Return the summed divergence if `layer` is bypassed too; inf once it exceeds `limit`: no batch lowers the sum."""
+    """Return the divergence with `layer` bypassed too, summed over batches; inf as soon as the sum exceeds `limit`."""
     total = 0.0
     for batch in batches:
         total += batch.divergence_without(layer)
@@ -182,10 +182,10 @@ def _divergence(batches: Sequence[ResponsePasses], layer: int, limit: float) -> 
 
 
 class ResponsePasses:
-    """Runs a batch's response tokens repeatedly without some layers; the prompts run once, at full depth.
+    """Runs a batch's response tokens many times, each time without some layers. The prompts run once, at full depth.
 
-    The hidden states before every layer are kept, so that a pass without one layer begins behind that layer. The
-    decoder must run with `packed_attention`, both here and in each call.
+    The hidden states before every layer are kept, so that a pass without layer L does not repeat the layers below L.
+    Create and use an object only inside `with packed(decoder.model)`.
     """
 
     def __init__(self, decoder: Decoder, pairs: Sequence[Row]) -> None:
@@ -198,34 +198,34 @@ class ResponsePasses:
             for place, token in enumerate(response[:-1])
         )
         self.tokens = len(self._responses.ids)
-        self._inputs: list[Tensor] = []  # [1, N, E] before every layer, and the output of the last one
+        self._inputs: list[Tensor] = []  # hidden states [1, N, E] before every layer and after the last layer
         logits = self._logits(self._run(self._inputs))
         self._expected = logits.softmax(dim=-1)  # [N, V]
         self._entropy = logits.logsumexp(dim=-1) - (self._expected * logits).sum(dim=-1)  # [N]
 
     def influence(self, layer: int) -> float:
-        """Return 1 - cos(input, output) of a layer, summed over response tokens."""
+        """Return 1 - cos(input, output) of `layer`, summed over response tokens."""
         before, after = self._inputs[layer].float(), self._inputs[layer + 1].float()
         return float((1 - nn.functional.cosine_similarity(before, after, dim=-1)).sum())
 
     def divergence_without(self, layer: int) -> float:
-        """Return KL(full depth || without the bypassed layers and this one), nats, summed over response tokens."""
+        """Return KL(full depth || model without `layer` and the bypassed layers), nats, summed over response tokens."""
         return self._divergence(self._logits(self._run(self._inputs[: layer + 1], {layer})))
 
     def agreement(self, layers: Collection[int]) -> tuple[int, float]:
-        """Return at how many tokens `layers` alone predict full depth's likeliest token, and the summed divergence."""
+        """Run only `layers`. Return how often they predict full depth's likeliest token, and the summed divergence."""
         logits = self._logits(self._run(self._inputs[:1], set(range(self._decoder.num_layers)) - set(layers)))
         agreed = logits.argmax(dim=-1) == self._expected.argmax(dim=-1)
         return int(agreed.sum()), self._divergence(logits)
 
     def bypass(self, layer: int) -> None:
-        """Bypass a further layer from now on."""
+        """Bypass `layer`, besides the layers bypassed before, in all later passes."""
         self._bypassed.add(layer)
         del self._inputs[layer + 1 :]
         self._run(self._inputs)
 
     def _run(self, inputs: list[Tensor], without: Collection[int] = ()) -> Tensor:
-        """Run the layers after the last of `inputs`, append their inputs, and return the output [1, N, E]."""
+        """Run from the layer whose input is the last in `inputs`. Append later inputs; return the output [1, N, E]."""
         running = set(range(self._decoder.num_layers)) - self._bypassed - set(without)
         ranks = prompt_ranks(self._decoder.num_layers, running)
         return run_level(self._decoder, self._responses, ranks, self._rows, [self._prompts], inputs=inputs)[0]
@@ -239,11 +239,11 @@ class ResponsePasses:
 
 
 def batches(rows: Sequence[Row], vocab_size: int) -> list[list[Row]]:
-    """Return the first rows within the bounds on memory, in batches of similar length; at least one row."""
+    """Cut the rows into batches of similar length. Use only as many rows as fit the memory limits, but at least one."""
     chosen: list[Row] = []
     prompts = responses = 0
     for prompt, response in rows:
-        if len(response) == 1 and len(prompt) > 1:  # the prompt's own pass predicts it, by its last token
+        if len(response) == 1 and len(prompt) > 1:  # the prompt's last token predicts the response's only token
             prompt, response = prompt[:-1], [prompt[-1], *response]
         if not len(prompt) or len(response) < 2:
             continue

@@ -1,4 +1,4 @@
-"""Checks and tokenizes prompts and responses of tune and evaluate, which are text or token ids."""
+"""Checks and tokenizes the prompts and responses that `tune` and `evaluate` read: texts or lists of token ids."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Text = str | list[int]
 
 
 def is_text(value: Any) -> bool:
-    """Tell whether a value is a text or a list of token ids, and not empty."""
+    """Tell whether a value is a text that is not blank, or a list of token ids that is not empty."""
     if isinstance(value, list):
         return bool(value) and all(type(token) is int and token >= 0 for token in value)
     return isinstance(value, str) and is_unicode(value) and bool(value.strip())
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, values: Sequence[Text], *, special: bool = True) -> list[list[int]]:
-    """Return the token ids of each value. special: whether texts get the tokenizer's special tokens."""
+    """Tokenize the texts in `values`; lists of token ids stay as they are. special: whether to add special tokens."""
     texts = [value for value in values if isinstance(value, str)]
     encoded = iter(tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else [])
     return [next(encoded) if isinstance(value, str) else value for value in values]

@@ -1,4 +1,4 @@
-"""Turns rows into prompts of token ids, and reads a row's own settings. A bad row gets an error.
+"""Turns rows into prompts of token ids, and reads the rows' own settings. A bad row gets an error and is not answered.
 
-Imports input, checkpoints, config and messages; `stage` also imports runtime. Nothing here imports ray.
+This package imports input, checkpoints, config and messages; its module `stage` also imports runtime. None imports ray.
 """

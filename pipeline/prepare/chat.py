@@ -22,15 +22,14 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Chat:
-    """What a job adds to every row's messages.
+    """Settings that a job adds to the messages of every row.
 
     Args:
-        system: system message for rows that have none; a template if it contains Jinja's braces.
-        examples: (user, assistant) exchanges after the system message; templates like `system`.
-        values: variables for the chat template.
-        continue_final: whether an answer continues the row's last message if that is the assistant's.
-        now: time that the chat template reads, seconds since 1970. It is constant, so that a resumed job writes the
-            same prompts.
+        system: System message for rows that have none; a template if it contains Jinja's braces.
+        examples: (user, assistant) exchanges to insert after the system message; each text may be a template too.
+        values: Variables for the chat template.
+        continue_final: Whether the answer continues the row's last message if it is the assistant's.
+        now: Time for the chat template, in seconds since 1970; constant, so that a resumed job makes equal prompts.
     """
 
     system: str | None = None
@@ -40,7 +39,7 @@ class Chat:
     now: float = 0.0
 
     def rendered(self, row: Mapping[str, Any]) -> Chat:
-        """Render the templates over a row's columns. Raises UserError with the reason if one fails."""
+        """Fill the templates in `system` and `examples` with a row's values. Raises UserError if a template fails."""
         if not any(map(is_template, self.texts)):
             return self
         system, *others = [render(text, row) if is_template(text) else text for text in self.texts]
@@ -49,12 +48,12 @@ class Chat:
 
     @property
     def texts(self) -> list[str]:
-        """Return the system message, "" if there is none, and the texts of the examples."""
+        """Return the system message (or "") followed by the texts of all examples."""
         return [self.system or "", *(text for exchange in self.examples for text in exchange)]
 
 
 def conversation(chat: Chat, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the system message (the row's, else the job's), the examples and the row's other messages."""
+    """Return a row's whole chat: system message (the row's, else the job's), examples, the row's other messages."""
     roles = [message["role"] for message in messages]
     start = next((number for number, role in enumerate(roles) if role != "system"), len(roles))
     system: list[Mapping[str, Any]] = list(messages[:start])
@@ -69,10 +68,10 @@ def conversation(chat: Chat, messages: Sequence[Mapping[str, Any]]) -> list[Mapp
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
-    """Return a row's messages. value: a list of objects with role and content, or the JSON text of that list.
+    """Return a row's messages. value: a list of objects with role and content, or such a list as JSON text.
 
-    The text parts of a message are joined by newlines; null fields are dropped. Raises UserError that names the wrong
-    message.
+    Text parts of a message are joined with newlines; null fields are dropped. Raises UserError, with the number of the
+    message, if a message is wrong.
     """
     if value is None:
         raise UserError("messages is null")
@@ -86,7 +85,7 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def ends_with_assistant(value: Any) -> bool:
-    """Tell whether a row's messages are valid and end with an assistant's turn."""
+    """Tell whether a row's messages are valid and the last one is the assistant's."""
     try:
         return bool(read_messages(value)[-1]["role"] == "assistant")
     except UserError:
@@ -121,7 +120,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
 
 
 def _call(name: str, call: Any) -> dict[str, Any]:
-    """Return a tool call with arguments as an object, which chat templates expect. OpenAI sends them as JSON text."""
+    """Return a tool call whose arguments are an object, as chat templates expect. OpenAI's format has JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise UserError(f"{name}: a tool call must be {{function: {{name, arguments}}}}")
@@ -134,23 +133,23 @@ def _call(name: str, call: Any) -> dict[str, Any]:
 def _part(name: str, part: Any) -> str:
     kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
     if kind != "text":
-        raise UserError(f"{name} has a part of type {kind!r}; only text is answered")
+        raise UserError(f"{name} has a part of type {kind!r}; only text is supported")
     if not isinstance(text, str):
         raise UserError(f"{name} has a part without text")
     return text
 
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message; templates read the first or second
-CONTINUED = "CONTINUED_FROM_HERE "  # is appended to a message that the answer continues, to find its end
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message; templates read the first or the second
+CONTINUED = "CONTINUED_FROM_HERE "  # appended to a message that the answer continues, to find the message's end
 
 Tools = Sequence[Mapping[str, Any]]
 log = logging.getLogger(__name__)
 
 
 def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
-    """Render the chat template over messages. Raises `TEMPLATE_ERRORS`.
+    """Return the prompt text that the chat template makes from messages. Raises one of `TEMPLATE_ERRORS`.
 
-    If the answer continues the last message, the prompt ends after the content of that message, as in transformers.
+    If the answer continues the last message, the prompt ends with the content of this message, as in transformers.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -176,11 +175,11 @@ def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], to
     before, tag, behind = rendered.rpartition(CONTINUED.strip())
     if not tag:
         raise UserError("the chat template leaves out the end of the message that input.continue_final continues")
-    return before if behind.startswith(" ") else before.rstrip()  # no space: the template strips contents
+    return before if behind.startswith(" ") else before.rstrip()  # a lost space: the template strips messages
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without null fields. Its reasoning is stored under each name that templates read."""
+    """Return a message without null fields, and with its reasoning under both keys that chat templates read."""
     fields = {name: value for name, value in message.items() if value is not None}
     reasoning = next((fields[name] for name in REASONING if name in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
@@ -189,11 +188,10 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 def render_chat(
     tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], tools: Tools = (), *, parse: bool = False
 ) -> tuple[str, int]:
-    """Return the prompt as text, and the number of control tokens that occur in messages and tools.
+    """Return the prompt as text, and the number of control tokens (such as `<|im_end|>`) in messages and tools.
 
-    tools: tools that the model may call. parse: whether to parse control tokens, see `ControlTokens.prompt`.
-
-    Raises UserError if the chat template refuses the messages.
+    tools: tools that the model may call. parse: whether control tokens in messages and tools stay tokens; if not, they
+    are marked to become plain text. Raises UserError if the chat template refuses the messages.
     """
     values = (conversation(chat, messages), list(tools))
     try:
@@ -205,9 +203,10 @@ def render_chat(
 
 
 def check_chat(tokenizer: Any, chat: Chat, path: object) -> None:
-    """Check the chat template with a trial conversation. path: the checkpoint's path, for messages.
+    """Check the chat template with a trial conversation. path: the checkpoint's path, for error messages.
 
-    Raises UserError if there is no chat template, it does not compile, or it refuses the job's system or examples.
+    Raises UserError if there is no chat template, if it does not compile, or if it refuses the job's system message or
+    examples. Logs a warning if the prompt begins without the BOS token.
     """
     signature = inspect.signature(tokenizer.apply_chat_template)
     reserved = sorted({*signature.parameters, "messages"} & set(chat.values))

@@ -1,4 +1,4 @@
-"""Holds the settings that turn a row into a prompt, and checks what would fail for every row."""
+"""Holds the settings that turn rows into prompts, and finds mistakes in them that would make every row fail."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PromptSpec:
-    """Settings that turn a row into a prompt.
+    """Settings that turn rows into prompts.
 
     Args:
-        checkpoint: checkpoint whose tokenizer is used.
-        vocab_size: number of tokens in the model's vocabulary.
-        context_length: maximum number of tokens of prompt and answer together.
-        input: names the columns of the prompt and of the row's settings, which override the job's.
-        sampling: the job's sampling parameters.
-        choices: the job's labels; () for free text.
-        output_format: format of the job's answers; None for free text.
-        now: when the job was planned, seconds since 1970; chat templates read it as the current time.
+        checkpoint: Checkpoint whose tokenizer is used.
+        vocab_size: Number of tokens in the model's vocabulary.
+        context_length: Maximum number of tokens of prompt and answer together.
+        input: Names the columns for the prompt and for settings of single rows, which override the job's settings.
+        sampling: The job's sampling parameters.
+        choices: The job's labels; () for free text.
+        output_format: Format of the job's answers; None for free text.
+        now: Time for chat templates in seconds since 1970: when the job was planned.
     """
 
     checkpoint: Source
@@ -52,7 +52,7 @@ class PromptSpec:
 
     @cached_property
     def chat(self) -> Chat | None:
-        """Return what the job adds to the messages of each row; None if prompts are not chats."""
+        """Return the settings that the job adds to the messages of each row; None if prompts are not chats."""
         section = self.input
         examples = tuple((example.user, example.assistant) for example in section.examples)
         chat = Chat(section.system, examples, section.chat_template_kwargs, section.continue_final, self.now)
@@ -74,7 +74,7 @@ def prompt_spec(config: JobConfig, resolved: ResolvedCheckpoint, planned: float)
 
 
 def check_spec(spec: PromptSpec) -> None:
-    """Raise UserError if chat template, stop tokens, output format, labels or lengths would make every row fail."""
+    """Raise UserError if a setting (chat template, stop tokens, format, labels, lengths) would make every row fail."""
     tokenizer, context = tokenizer_of(spec.checkpoint), spec.context_length
     if spec.chat is not None and not (spec.input.is_batch and tokenizer.chat_template is None):
         check_chat(tokenizer, spec.chat, shown_path(spec.checkpoint))
@@ -102,7 +102,7 @@ def check_spec(spec: PromptSpec) -> None:
 
 
 def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
-    """Log a warning that names the settings in the checkpoint's generation_config.json that the job ignores.
+    """Log a warning with the settings in the checkpoint's generation_config.json that the job does not follow.
 
     Raises UserError if the id of an end token lies outside the vocabulary.
     """
@@ -111,13 +111,13 @@ def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
     left = settings_not_followed(folder, config.sampling.model_fields_set)
     if left and not config.choices:
         asked = ", ".join(f"{name}: {value}" for name, value in left.items())
-        log.warning("generation_config.json asks for what the job does not follow, see its sampling: %s", asked)
+        log.warning("generation_config.json has settings that the job does not follow, see `sampling`: %s", asked)
 
 
 def read_names(section: InputConfig) -> list[str]:
-    """Return the input columns that hold a row's prompt and settings, each once.
+    """Return the names of all input columns from which a row's prompt and settings are read, without repetition.
 
-    Raises UserError that names the key of the job file if a template does not compile.
+    Raises UserError, with the key of the job file, if a template does not compile.
     """
     names = [section.prompt_column, section.messages]
     texts = [("system, examples", text) for text in section.chat_texts if is_template(text)]
@@ -134,9 +134,9 @@ def read_names(section: InputConfig) -> list[str]:
 
 
 def marks_of_thinking(config: JobConfig, resolved: ResolvedCheckpoint) -> dict[str, str] | None:
-    """Return the arguments of `Reasoning`: the job's delimiters of thinking, or with `auto` the chat template's.
+    """Return the texts that begin and end thinking, as arguments for `Reasoning`; None if answers have no thinking.
 
-    Raises UserError if a delimiter is a special token.
+    With `reasoning: auto` the chat template gives the texts. Raises UserError if one of them is a special token.
     """
     if config.reasoning is None:
         return None

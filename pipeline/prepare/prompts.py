@@ -1,8 +1,8 @@
 """The CPU stage: turns the rows of a shard into prompts of token ids.
 
-A row's values become a text (from a prompt column, a template, or a chat), and its own sampling parameters and labels.
-The texts of all rows are tokenized in batches. A prompt that does not fit the context is refused or truncated. A row
-that fails in any step keeps its place and gets the reason as its error; other rows are not affected.
+Each row gets a text, made from a prompt column, a template or a chat, and its own sampling parameters and labels. The
+texts of all rows are tokenized in batches. A prompt that does not fit the context is refused or truncated. A row that
+fails in any step keeps its place in the table and gets an error; other rows are not affected.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pipeline.prepare.row_settings import own_sampling, read_batch_row, read_ove
 from pipeline.prepare.templates import render
 from pipeline.prepare.tokenizer import fewest_tokens, longest, tokenize, tokenize_labels, tokenizer_of
 
-TRUNCATED_CHARACTERS = 2**23  # `too_long: truncate_left` keeps at most this many characters at a prompt's end
-# columns that are added to a shard's table; planning refuses input columns with these names
+TRUNCATED_CHARACTERS = 2**23  # `too_long: truncate_left` keeps at most this many characters, from the prompt's end
+# names of columns that `prepare_table` adds; planning refuses input columns with these names
 PROMPT_IDS, ERROR = "__prompt_ids", schema.ERROR
-# columns with a row's own settings: sampling parameters (canonical JSON), labels, answer format
+# added columns with a row's own settings: sampling parameters (canonical JSON), labels, answer format
 SAMPLING, CHOICES, FORM = "__sampling", "__choices", "__form"
-TOOLS = "__tools"  # true where the prompt offers tools
-CONTROL_TOKENS = "__control_tokens"  # column: how many control tokens in the row's values were parsed
+TOOLS = "__tools"  # added column: true if the prompt offers tools to the model
+CONTROL_TOKENS = "__control_tokens"  # added column: number of control tokens in the row's values that stay tokens
 ADDED = {
     PROMPT_IDS: pa.list_(pa.int32()),
     ERROR: pa.string(),
@@ -45,19 +45,19 @@ ADDED = {
     TOOLS: pa.bool_(),
     CONTROL_TOKENS: pa.int32(),
 }
-_NOT_PYTHON = (ValueError, OverflowError, LookupError)  # Arrow values that Python cannot hold: years, time zones
+_NOT_PYTHON = (ValueError, OverflowError, LookupError)  # raised for Arrow values such as the year 300,000
 
 
 @dataclass
 class Row:
-    """A row that is being turned into a prompt. Once `error` is set, no further step is done.
+    """A row on its way to a prompt. Once `error` is set, all further steps skip the row.
 
     Args:
-        label: number of tokens of the longest label, plus one for the end token; 0 for a row without labels.
-        is_chat: whether the chat template has written the prompt, including special tokens.
-        control_tokens: how many control tokens in the row's values are parsed.
-        is_marked: whether markers in the prompt show control tokens that must become text, see `ControlTokens`.
-        tools: whether the prompt offers tools.
+        label: Number of tokens of the longest label, plus one for the end token; 0 for a row without labels.
+        is_chat: Whether a chat template makes the prompt, including its special tokens.
+        control_tokens: Number of control tokens in the row's values that stay tokens (`input.special_tokens: parse`).
+        is_marked: Whether the prompt holds marked control tokens, which must become plain text (see `ControlTokens`).
+        tools: Whether the prompt offers tools to the model.
     """
 
     prompt: str | list[int] = ""
@@ -74,7 +74,7 @@ class Row:
 
 
 def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
-    """Return the shard's table with the columns of `ADDED`. A failed row has an error and empty prompt ids."""
+    """Add the columns in `ADDED` to a shard's table. A row that fails gets an error and no token ids."""
     table, errors = schema.split_errors(table)
     rows = [Row(error=error) for error in errors]
     values = iter(_python_rows(table, read_names(spec.input)))
@@ -88,7 +88,7 @@ def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
         _attempt(row, _set_label, label_ids, label)
         _attempt(row, _bound, spec)
         _attempt(row, _encode_marked, spec)
-    for is_chat in (False, True):  # the tokenizer adds special tokens to texts that no chat template has written
+    for is_chat in (False, True):  # the tokenizer adds special tokens, except in chats, whose template writes them
         texts = [row for row in rows if row.error is None and row.is_chat == is_chat and isinstance(row.prompt, str)]
         encoded = tokenize(spec.checkpoint, [str(row.prompt) for row in texts], special_tokens=not is_chat)
         for row, tokens in zip(texts, encoded, strict=True):
@@ -99,7 +99,7 @@ def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
 
 
 def error_table(table: pa.Table, errors: Sequence[str]) -> pa.Table:
-    """Return the table that `prepare_table` would return if each row failed with the error in `errors`."""
+    """Return the table that `prepare_table` returns if every row fails. errors: the error of each row."""
     return _with_added(schema.split_errors(table)[0], [Row(error=error) for error in errors])
 
 
@@ -120,7 +120,7 @@ def _with_added(table: pa.Table, rows: Sequence[Row]) -> pa.Table:
 
 
 def _attempt(row: Row, step: Callable[..., None], *arguments: Any) -> None:
-    """Call a step with a row that has no error. An exception becomes the row's error."""
+    """Call `step` with `row` unless the row has an error. A ValueError becomes the row's error."""
     if row.error is None:
         try:
             step(row, *arguments)
@@ -129,8 +129,8 @@ def _attempt(row: Row, step: Callable[..., None], *arguments: Any) -> None:
 
 
 def _python_rows(table: pa.Table, columns: Sequence[str]) -> list[Any]:
-    """Return each row as a dictionary, or an exception if Python cannot hold it. Examples are text that is not UTF-8
-    (Arrow does not check) and the year 300,000."""
+    """Return each row as a dictionary. If Python cannot hold a value, such as the year 300,000 or text that is not
+    UTF-8 (Arrow does not check), the row becomes the exception."""
     selected = table.select(list(columns))
     try:
         return list(selected.to_pylist())
@@ -145,7 +145,7 @@ def _python_rows(table: pa.Table, columns: Sequence[str]) -> list[Any]:
 
 
 def _read(row: Row, values: Mapping[str, Any] | Exception, spec: PromptSpec) -> None:
-    """Set the prompt (text or token ids), sampling parameters, labels and answer format of `row` from `values`."""
+    """Set the prompt (text or token ids), sampling parameters, labels and answer format of `row` from its `values`."""
     if isinstance(values, UnicodeDecodeError):
         raise UserError(f"not UTF-8: {values}")
     if isinstance(values, Exception):
@@ -177,7 +177,7 @@ def _read(row: Row, values: Mapping[str, Any] | Exception, spec: PromptSpec) -> 
     if row.form is not None or spec.output_format is not None:
         check_compatible("output_format", row.params)
     if tools and (row.choices or spec.choices or spec.output_format):
-        raise UserError("tools do not go with choices or output_format: a call would have another form")
+        raise UserError("tools do not go with choices or output_format: a tool call has another form")
     row.tools = bool(tools)
 
 
@@ -188,7 +188,7 @@ def _set_prompt(
     tools: list[dict[str, Any]],
     spec: PromptSpec,
 ) -> None:
-    """Set the row's prompt. Control tokens in the row's values are parsed, or marked so that they become plain text."""
+    """Set the row's prompt. Control tokens in the row's values stay tokens, or are marked to become plain text."""
     section, template, tokenizer = spec.input, spec.input.template, tokenizer_of(spec.checkpoint)
     content: Any = None
     messages: Any = None
@@ -226,7 +226,7 @@ def _set_prompt(
 
 
 def _own_form(values: Mapping[str, Any], spec: PromptSpec) -> OutputFormat | None:
-    """Return the answer format that the row's own columns give; None if they give none."""
+    """Return the answer format in the row's own columns; None if the row has no format of its own."""
     for kind, column in (spec.input.output_format or {}).items():
         if values[column] is not None:
             after = spec.output_format is not None and spec.output_format.after and kind == "json_schema"
@@ -265,7 +265,7 @@ def _set_label(row: Row, ids: Mapping[str, tuple[int, ...]], of_job: int) -> Non
 
 
 def _bound(row: Row, spec: PromptSpec) -> None:
-    """Before a text is tokenized, refuse it if it cannot fit the context, or keep only the end that may be needed."""
+    """Before tokenizing, refuse a text that is too long for the context, or cut it to its end (`truncate_left`)."""
     if not isinstance(row.prompt, str):
         return
     if spec.input.too_long == "truncate_left":
@@ -277,7 +277,7 @@ def _bound(row: Row, spec: PromptSpec) -> None:
 
 
 def _encode_marked(row: Row, spec: PromptSpec) -> None:
-    """Tokenize the prompt if it has marked control tokens."""
+    """Tokenize the prompt if it holds marked control tokens, which become plain text."""
     if row.is_marked:
         assert isinstance(row.prompt, str)
         control = control_tokens(tokenizer_of(spec.checkpoint))
@@ -285,7 +285,10 @@ def _encode_marked(row: Row, spec: PromptSpec) -> None:
 
 
 def _fit(row: Row, spec: PromptSpec) -> None:
-    """Refuse or truncate a prompt of token ids that leaves no room for the longest label, or a token of free text."""
+    """Refuse a prompt (token ids) that leaves no room for the answer: the longest label, or one token; or truncate it.
+
+    A truncated prompt leaves room for `max_new_tokens`.
+    """
     tokens, context, truncates = row.prompt, spec.context_length, spec.input.too_long == "truncate_left"
     assert isinstance(tokens, list)
     if not tokens:
@@ -296,7 +299,7 @@ def _fit(row: Row, spec: PromptSpec) -> None:
     if not truncates:
         raise _no_room(str(len(tokens)), row, spec)
     if answer >= context:
-        raise UserError(f"prompt of {len(tokens)} tokens: {answer} new ones leave it no room in a context of {context}")
+        raise UserError(f"prompt of {len(tokens)} tokens: {answer} new tokens leave no room in a context of {context}")
     row.prompt = tokens[answer - context :]
 
 

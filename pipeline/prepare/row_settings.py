@@ -1,6 +1,6 @@
-"""Reads a row's settings from its columns, or from its request in an OpenAI batch file.
+"""Reads the settings of single rows: from columns, or from the request in a row of an OpenAI batch file.
 
-Source of batch files: https://platform.openai.com/docs/guides/batch
+Format of batch files: https://platform.openai.com/docs/guides/batch
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from actors.openai_requests import CompletionRequest, read_request
 from pipeline.messages import is_unicode, one_line
 
 BATCH_COLUMNS = ("custom_id", "method", "url", "body")
-_LARGEST = 2**31 - 1  # largest integer allowed, except for the seed: it fits into an int32 tensor
+_LARGEST = 2**31 - 1  # largest integer for all parameters except `seed`, because they go into int32 tensors
 
 
 def from_json(text: str, name: str) -> Any:
-    """Return the value of a JSON text. Raises UserError if it is not JSON. name: what the text is, for messages."""
+    """Parse a JSON text. Raises UserError if it is not JSON. name: what the text is, for the error message."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -27,7 +27,7 @@ def from_json(text: str, name: str) -> Any:
 
 
 def read_batch_row(values: Mapping[str, Any]) -> CompletionRequest:
-    """Return the request in a row of a batch file. Raises UserError if it is wrong."""
+    """Return the request in a row of an OpenAI batch file. Raises UserError if the request is wrong."""
     for name in BATCH_COLUMNS:
         if values[name] is None:
             raise UserError(f"{name} is missing")
@@ -40,7 +40,7 @@ def read_batch_row(values: Mapping[str, Any]) -> CompletionRequest:
 
 
 def read_overrides(value: Any) -> dict[str, Any]:
-    """Return the sampling parameters in a column's value: a struct, a map (pairs), or a JSON object; {} for null."""
+    """Return the sampling parameters in `value`: a struct, a map (list of pairs), JSON text, or null for none."""
     if isinstance(value, str):
         value = from_json(value, "sampling")
     if value is None:
@@ -53,9 +53,9 @@ def read_overrides(value: Any) -> dict[str, Any]:
 
 
 def own_sampling(base: SamplingParams, changes: Mapping[str, Any]) -> tuple[SamplingParams, str | None]:
-    """Return a row's sampling parameters, and its overrides (`changes`) as canonical JSON; None without overrides.
+    """Return a row's sampling parameters: `base` (the job's) with the row's `changes`, and the changes alone as JSON.
 
-    base: the job's parameters. Raises UserError for unknown names and impossible values.
+    The JSON is canonical, and None if nothing changes. Raises UserError for unknown names and impossible values.
     """
     own = [name for name, value in changes.items() if value is not None]
     if not own:

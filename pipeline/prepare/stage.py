@@ -1,4 +1,4 @@
-"""The prepare stage: prepares whole shards. A row that kills its process gets an error. Imports no ray."""
+"""The prepare stage: turns rows of shards into prompts. A row that kills its process gets an error. Imports no ray."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from pipeline.prepare.prompts import error_table, prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
-# time limit for a table, far above what its rows need; the process of a template that never ends is killed
+# time limit for a table, far above what its rows need; a process that exceeds it, as in an endless template, is ended
 DEADLINE_SECONDS, SECONDS_PER_ROW, BYTES_PER_SECOND = 20.0, 0.05, 1e5
 
 
 def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine | None = None) -> dict[str, Any]:
-    """Add the columns of `ADDED` to each shard's rows. Return the columns of `batch`, and prepare_seconds.
+    """Turn the rows of each shard into prompts. Return the columns of `batch` and the new column `prepare_seconds`.
 
     Args:
-        batch: columns shard, url, first_row and rows (Arrow IPC bytes of the shard's rows).
-        quarantine: finds rows that kill their process, which Ray Data would retry for ever; None: no time limit.
+        batch: Columns shard, url, first_row and rows (the shard's rows as Arrow IPC bytes; prompts are added here).
+        quarantine: Finds rows that kill their process, which Ray Data would retry for ever. None: no time limit.
     """
-    if quarantine is not None:  # set in worker processes; Ray runs several of them on one machine
+    if quarantine is not None:  # a worker process; Ray runs several on one machine, so each tokenizes in one thread
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     began = time.perf_counter()
     tables = [
@@ -60,8 +60,8 @@ def _prepare_shard(shard: int, table: pa.Table, spec: PromptSpec, quarantine: Qu
 
 @contextmanager
 def _deadline(table: pa.Table, spec: PromptSpec) -> Iterator[None]:
-    """End this process if the block takes too long for the table's rows. A later attempt finds the row that hangs."""
-    tokenizer_of(spec.checkpoint)  # fetches the tokenizer if necessary
+    """End this process if the `with` block takes too long for the table. A later attempt finds the row that hangs."""
+    tokenizer_of(spec.checkpoint)  # loaded before the time limit begins
     seconds = DEADLINE_SECONDS + SECONDS_PER_ROW * table.num_rows + table.nbytes / BYTES_PER_SECOND
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
@@ -71,7 +71,7 @@ def _deadline(table: pa.Table, spec: PromptSpec) -> Iterator[None]:
 
 
 def prepare_isolated(table: pa.Table, spec: PromptSpec, attempt: ShardAttempt) -> pa.Table:
-    """Prepare a shard whose process has died: record each group of rows before it runs. Rows keep their order."""
+    """Prepare a shard whose process died before. Record each group of rows before it runs. Rows keep their order."""
     order = list(attempt.errors)
     tables = [error_table(table.take(order), list(attempt.errors.values()))] if order else []
     for group in attempt.groups:

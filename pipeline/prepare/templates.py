@@ -1,4 +1,4 @@
-"""Jinja templates over a row's columns: sandboxed, strict about missing values, compiled once per process."""
+"""Renders Jinja templates over a row's columns: sandboxed, strict about missing values, compiled once per process."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from actors.engine.errors import UserError
 from pipeline.messages import one_line
 
-# errors that an expression over a row's values may raise
+# errors that a template may raise when it is filled with a row's values
 TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError),
     *(MemoryError, RecursionError, TypeError, ValueError),
 )
-# errors when a template parses but does not compile, such as one that is nested too deeply
+# errors of a template that parses but does not compile, for example because it is nested too deeply
 NOT_COMPILED = (SyntaxError, RecursionError, MemoryError, ValueError, OverflowError)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Renders templates. `meta.items` in a template is the struct's field `items` if it exists, else the method.
+    """Renders templates. `meta.items` in a template is the field `items` of the struct `meta`, if it has one.
 
-    Of Jinja's globals only `range` is kept, because columns may have the names of the others. The filter `random` is
-    removed, because a row must always give the same prompt.
+    Of Jinja's globals only `range` is kept, because columns may have the names of other globals. The filter `random`
+    is removed, because a row must always give the same prompt.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -42,7 +42,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 @lru_cache(maxsize=16)
 def compile_template(text: str) -> jinja2.Template:
-    """Return a sandboxed template that refuses undefined names. Raises UserError if the text does not compile."""
+    """Compile a sandboxed template that refuses undefined names. Raises UserError if the text does not compile."""
     environment = _Environment(undefined=jinja2.StrictUndefined, autoescape=False, finalize=_printable)
     try:
         return environment.from_string(text)
@@ -53,28 +53,28 @@ def compile_template(text: str) -> jinja2.Template:
 
 
 def _printable(value: Any) -> Any:
-    """Return a value that a template prints. Raises UndefinedError for null, a method or a function."""
-    if value is None:  # otherwise the prompt would read "None"
-        raise jinja2.UndefinedError("a null is printed; if that may be, write {{ column or '' }}")
-    if callable(value) and not isinstance(value, jinja2.Undefined):  # {{ meta.title }} of a text is its method
-        raise jinja2.UndefinedError("a method or function is printed, no value of the row; is the column a struct?")
+    """Return `value`, which a template prints. Raises UndefinedError if it is null, a method or a function."""
+    if value is None:  # Jinja would print "None"
+        raise jinja2.UndefinedError("a null is printed; if null is allowed, write {{ column or '' }}")
+    if callable(value) and not isinstance(value, jinja2.Undefined):  # for a text `meta`, meta.title is Python's method
+        raise jinja2.UndefinedError("a method or function is printed, not a value of the row; is the column a struct?")
     return value
 
 
 def is_template(text: str) -> bool:
-    """Tell whether a text other than `input.template` is a template: whether it contains Jinja's braces."""
+    """Tell whether a text contains Jinja's braces and so is a template. `input.template` always is a template."""
     return any(mark in text for mark in ("{{", "{%", "{#"))
 
 
 def template_columns(text: str) -> list[str]:
-    """Return the columns that a template reads, sorted. Raises UserError if the text does not compile."""
+    """Return the names of the columns that a template reads, sorted. Raises UserError if the text does not compile."""
     compile_template(text)
     environment = _Environment()
     return sorted(jinja2.meta.find_undeclared_variables(environment.parse(text)))
 
 
 def render(text: str, row: Mapping[str, Any]) -> str:
-    """Fill the template `text` with the values of one row. Raises UserError with the reason if that fails."""
+    """Fill the template `text` with the values of one row. Raises UserError if that fails."""
     try:
         return compile_template(text).render(row)
     except TEMPLATE_ERRORS as error:

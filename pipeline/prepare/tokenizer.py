@@ -1,4 +1,4 @@
-"""Loads the checkpoint's tokenizer once per process, and tokenizes texts within bounded memory."""
+"""Loads a checkpoint's tokenizer once per process, and tokenizes texts in batches that bound the memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pipeline.messages import is_unicode, one_line
 
 @dataclass(frozen=True)
 class KnownTokenizer:
-    """A checkpoint, and its tokenizer's class for `load_tokenizer`. Comparisons ignore the class."""
+    """A checkpoint and the name of its tokenizer's class, for `load_tokenizer`. Comparisons ignore the class name."""
 
     checkpoint: PinnedFolder | RemoteCheckpoint
     class_name: str | None = field(default=None, compare=False)
 
 
 Source = str | PinnedFolder | RemoteCheckpoint | KnownTokenizer
-BATCH_CHARACTERS = 2**20  # characters tokenized at once; a tokenizer holds over 100 bytes per token
-SHORT_CHARACTERS = 2**16  # shorter texts are always tokenized
+BATCH_CHARACTERS = 2**20  # characters tokenized at once; a tokenizer needs over 100 bytes per token
+SHORT_CHARACTERS = 2**16  # `fewest_tokens` is 0 for texts up to this length
 
 
 @lru_cache(maxsize=2)
@@ -40,13 +40,13 @@ def tokenizer_of(checkpoint: Source) -> Any:
 
 
 def known_tokenizer(checkpoint: ResolvedCheckpoint) -> KnownTokenizer:
-    """Load the tokenizer to find its class, which other processes then know. Raises UserError if it is damaged."""
+    """Load the tokenizer to find its class name, for other processes. Raises UserError if the tokenizer is damaged."""
     unknown = KnownTokenizer(checkpoint.pinned())
     return replace(unknown, class_name=tokenizer_class_name(tokenizer_of(unknown)))
 
 
 def shown_path(checkpoint: Source) -> str:
-    """Return a checkpoint's name for messages."""
+    """Return the path of a checkpoint, for error messages."""
     if isinstance(checkpoint, KnownTokenizer):
         checkpoint = checkpoint.checkpoint
     return checkpoint if isinstance(checkpoint, str) else checkpoint.path
@@ -54,17 +54,17 @@ def shown_path(checkpoint: Source) -> str:
 
 @lru_cache(maxsize=2)
 def _longest_token(checkpoint: Source) -> int:
-    """Return the number of characters of the longest token."""
+    """Return the number of characters of the longest token in the vocabulary."""
     return max(map(len, tokenizer_of(checkpoint).get_vocab()))
 
 
 def fewest_tokens(checkpoint: Source, text: str) -> int:
-    """Return a lower bound of a text's number of tokens: its length / the longest token's length; 0 if it is short."""
+    """Return a lower bound for the number of tokens: the text's length / the longest token's; 0 for a short text."""
     return 0 if len(text) <= SHORT_CHARACTERS else -(-len(text) // _longest_token(checkpoint))
 
 
 def tokenize(checkpoint: Source, texts: Sequence[str], special_tokens: bool) -> Iterator[list[int]]:
-    """Yield the token ids of each text, in batches of `BATCH_CHARACTERS`, with at most one BOS token.
+    """Yield the token ids of each text, with at most one BOS token. Tokenizes about `BATCH_CHARACTERS` at once.
 
     special_tokens: whether to add the tokenizer's special tokens; a chat template writes them itself.
     """
@@ -81,7 +81,7 @@ def tokenize(checkpoint: Source, texts: Sequence[str], special_tokens: bool) -> 
 
 
 def tokenize_labels(tokenizer: Any, labels: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Return label -> its token ids, without special tokens. Labels that are not valid Unicode are left out."""
+    """Return label -> token ids, without special tokens. Labels that are not valid Unicode are left out."""
     valid = [label for label in dict.fromkeys(labels) if is_unicode(label)]
     if not valid:
         return {}
@@ -90,13 +90,13 @@ def tokenize_labels(tokenizer: Any, labels: Iterable[str]) -> dict[str, tuple[in
 
 
 def longest(labels: Sequence[str], ids: Mapping[str, Sequence[int]]) -> int:
-    """Return the longest label's number of tokens. Raises UserError if a label has no tokens, or two have the same."""
+    """Return the most tokens that a label has. Raises UserError if a label has no tokens, or two have equal tokens."""
     seen: dict[tuple[int, ...], str] = {}
     for label in labels:
         tokens = tuple(ids.get(label, ()))
         if not tokens:
             raise UserError(f"choices: {label!r} has no tokens")
         if tokens in seen:
-            raise UserError(f"choices: {seen[tokens]!r} and {label!r} are the same to the tokenizer")
+            raise UserError(f"choices: {seen[tokens]!r} and {label!r} have the same tokens")
         seen[tokens] = label
     return max(len(tokens) for tokens in seen)

@@ -1,1 +1,1 @@
-"""Adapt a checkpoint to the rows of a job: sample, answer, tune, evaluate, choose a speed."""
+"""Adapt a checkpoint to the rows of a job: draw and answer a sample, train, evaluate, and choose a speed."""

@@ -1,4 +1,4 @@
-"""Chooses the fastest speed within the tolerance, and computes when an adaptation pays and how long its stages take."""
+"""Chooses the fastest speed within the tolerance. Estimates when an adaptation pays, and how long its stages take."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SPREAD = 2.0  # an estimated time is shown as an interval: from time ÷ SPREAD t
 
 
 def choose(metric: str, tolerance: float, lines: Sequence[Line], chance: Scores) -> Line | None:
-    """Return the fastest speed-up whose `loss_high` is within `tolerance`; of equally fast ones the shallower.
+    """Return the fastest speed-up above 1x whose `loss_high` is within `tolerance` and that is better than chance.
 
-    None if there is none. Neither 1x nor a line that is no better than chance is chosen.
+    If two are equally fast, return the line with fewer layers. If there is no such speed-up, return None.
     """
     within = [
         line
@@ -32,7 +32,7 @@ def choose(metric: str, tolerance: float, lines: Sequence[Line], chance: Scores)
 
 
 def nearest(metric: str, lines: Sequence[Line], chance: Scores) -> Line:
-    """Return the speed-up that the smallest tolerance would admit; a useless one only if all are."""
+    """Return the speed-up that needs the smallest tolerance. A useless speed-up is returned only if all are useless."""
     return min(
         _speedups(lines),
         key=lambda line: (uselessness(line, chance, metric) is not None, line.scores[metric].loss_high, line.seconds),
@@ -49,12 +49,12 @@ def _speedups(lines: Sequence[Line]) -> list[Line]:
 
 
 def parallel_actors(actors: int, gpus: float, threads: int, cores: int | None, devices: int | None) -> float:
-    """Return the number of actors that work in parallel, each on hardware of its own; further actors share it.
+    """Return how many actors can work at full speed at the same time, each on its own CPU cores or GPUs.
 
-    cores, devices: CPU cores and GPUs of the machine; None for a cluster, assumed to be large enough.
+    gpus, threads: of each actor. cores, devices: CPU cores and GPUs of the machine; None: a large enough cluster.
     """
     if gpus:
-        parallel = actors * min(gpus, 1.0)  # actors that share a GPU work in turn
+        parallel = actors * min(gpus, 1.0)  # actors on the same GPU take turns
         capacity = parallel if devices is None else devices / max(gpus, 1.0)
     else:
         parallel = float(actors)
@@ -66,8 +66,8 @@ def parallel_actors(actors: int, gpus: float, threads: int, cores: int | None, d
 class BreakEven:
     """Cost and savings of an adaptation, in seconds.
 
-    cost: wall clock of the adaptation. full, fast: time of one actor for one row, at full depth without adaptation and
-    at the chosen speed with it. rows: rows of the job. actors: number of parallel actors, all as fast as the measured.
+    cost: wall clock of the adaptation. full: time that one actor needs for a row at full depth, not adapted. fast: time
+    for a row at the chosen speed, adapted. rows: rows of the job. actors: number of actors that work in parallel.
     """
 
     cost: float
@@ -78,20 +78,20 @@ class BreakEven:
 
     @property
     def at_rows(self) -> int | None:
-        """Number of rows from which the adaptation pays; None if a row saves no time."""
+        """Number of rows from which on the adaptation pays; None if it saves no time on a row."""
         saved = self.full - self.fast
         return math.ceil(self.cost * self.actors / saved) if saved > 0 else None
 
     @property
     def saved(self) -> float:
-        """Seconds that this job saves, less the cost of adaptation; negative if it loses."""
+        """Seconds that the job saves minus the cost of the adaptation; negative if the adaptation does not pay."""
         return self.rows * (self.full - self.fast) / self.actors - self.cost
 
     def sentences(self, speed: str) -> list[str]:
         """Return cost and savings as text."""
         job, without = f"this job has {self.rows:,} rows", self.rows * self.full / self.actors
         if self.at_rows is None:
-            verdict = f"never, for {speed} saves no time on this hardware; adaptation does not pay"
+            verdict = f"never: {speed} saves no time on this hardware, so adaptation does not pay"
         elif self.rows < self.at_rows:
             verdict = f"{self.at_rows:,} rows; {job}, so for this job alone adaptation does not pay"
         else:
@@ -100,8 +100,8 @@ class BreakEven:
                 f"adaptation included: {100 * self.saved / without:.0f}% saved"
             )
         return [
-            f"adaptation took {duration(self.cost)}, without the evaluation before it; a row takes one actor "
-            f"{duration(self.full)} at full depth without it and {duration(self.fast)} at {speed} with it",
+            f"adaptation took {duration(self.cost)}, without the evaluation before the training; one actor needs "
+            f"{duration(self.full)} a row at full depth before adaptation, and {duration(self.fast)} at {speed} after",
             f"break-even: {verdict}",
             f"(assumed: {self.actors:.3g} actor{'s' * (self.actors != 1)} in parallel, each on hardware of "
             "its own, as fast as this machine)",
@@ -110,7 +110,7 @@ class BreakEven:
 
 @dataclass(frozen=True)
 class RowCost:
-    """Mean cost of a row at full depth: tokens of prompt and answer, seconds of prompt and of decode steps."""
+    """Mean cost of a row at full depth: tokens of prompt and answer, seconds of prefill and of decode steps."""
 
     prompt: float
     answer: float
@@ -119,21 +119,21 @@ class RowCost:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the row's prompt and decode steps."""
+        """Seconds of prefill and decode steps together."""
         return self.prefill_seconds + self.decode_seconds
 
 
 def stage_seconds(task: Task, row: RowCost) -> tuple[int, dict[str, float]]:
-    """Return the steps of the training, and the seconds of each stage after the sample."""
+    """Estimate the number of training steps, and the seconds of each stage after `sample`, from the cost of a row."""
     options, recipe = task.options, configs.tune_config(task, ".", 4, ["full"]).training
     drawn = min(options.rows, task.rows)
     trained = max(drawn - options.held_out, 1)
     steps = training_steps(recipe, trained)
     shares = [1 / speed for speed in options.speedups]
-    # backward, without gradients of weights, costs as much as forward; the teacher runs once
+    # a backward pass without gradients of frozen weights costs as much as a forward pass; the teacher runs once a row
     tokens = steps * recipe.batch_size * 2 * (row.prompt + row.answer * sum(shares))
     tokens += trained * (row.prompt + row.answer)
-    if task.shape["keep_order"] == MEASURED:  # each layer: candidates are tried, each over half of the layers left
+    if task.shape["keep_order"] == MEASURED:  # each layer is a step; a pass runs half of the layers left
         tokens += ORDER_ROWS * (row.prompt + row.answer * CANDIDATES * task.resolved.checkpoint.num_layers / 4)
     evaluated = options.held_out * sum(row.prefill_seconds + row.decode_seconds * share for share in [1.0, *shares])
     return steps, {
@@ -145,7 +145,7 @@ def stage_seconds(task: Task, row: RowCost) -> tuple[int, dict[str, float]]:
 
 
 def announcement(task: Task, row: RowCost, done: Collection[str]) -> str:
-    """Return a line with the steps of the training and the time of the stages that are not in `done`."""
+    """Return a line with the number of training steps and the estimated time of each stage that is not in `done`."""
     steps, seconds = stage_seconds(task, row)
     left = {stage: value for stage, value in seconds.items() if stage not in done}
     low, high = (duration(sum(left.values()) * factor) for factor in (1 / SPREAD, SPREAD))

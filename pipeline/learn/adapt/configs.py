@@ -1,4 +1,4 @@
-"""Makes an adaptation's configurations: the full-depth job, the recipes of tune and evaluate, the job file."""
+"""Makes the configuration of each adaptation stage (job at full depth, tune, evaluate), and the final job file."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from pipeline.config.load import dump_yaml, validated
 from pipeline.config.tune import TuneConfig
 from pipeline.input.files import InputFile
 
-KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # schedule keys that adapt keeps
-CHECKS = ("min_agreement", "agreement_rows")  # keys of the user's schedule that the job file keeps
-NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # key -> the decay that it shapes
+KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # schedule keys without the depths
+CHECKS = ("min_agreement", "agreement_rows")  # keys of the user's `schedule` that the final job file keeps
+NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # schedule key that adapt cannot change -> decay that uses it
 SAMPLE, ANSWERS, TRAIN = "sample.parquet", "full-depth", "train.parquet"
-DEV, HELD_OUT = "dev.parquet", "held-out.parquet"  # rows for choosing the best training step; for choosing the speed
+DEV, HELD_OUT = "dev.parquet", "held-out.parquet"  # rows that choose the best training step, and the speed
 CHECKPOINT, ADAPTER, BEFORE, AFTER, JOB_FILE = "checkpoint", "speed-adapter", "before", "after", "job.yaml"
 STAGE_FILES = (SAMPLE, ANSWERS, TRAIN, DEV, HELD_OUT, CHECKPOINT, ADAPTER, BEFORE, AFTER)
-PROMPT_SHARE = 1 / 3  # prompts' share of a job's time at which prompts at full depth limit every speed-up to 3x
+PROMPT_SHARE = 1 / 3  # if prompts take this share of a job's time at full depth, they limit every speed-up to 3x
 
 
 @dataclass(frozen=True)
 class Task:
     """An adaptation to run.
 
-    source: name of the job file. files, schema: files and columns of the input. shape: the schedule's keys that
-    training keeps. inputs: digest of the list of input files.
+    source: name of the job file. files, schema: files and columns of the input. shape: schedule keys and values without
+    the depths, see `schedule_shape`. inputs: digest of the list of input files.
     """
 
     config: JobConfig
@@ -57,13 +57,13 @@ class Task:
 
     @property
     def rows(self) -> int:
-        """Rows of the job's input."""
+        """Number of rows of the job's input."""
         return sum(file.rows for file in self.files)
 
     def prompt_policies(self, prompt_share: float) -> list[str]:
         """Return the prompt policies to train and evaluate, the checkpoint's own first.
 
-        prompt_share: share of the prompts in the job's time at full depth.
+        prompt_share: share of the job's time at full depth that prompts take.
         """
         if self.options.prompt != "auto":
             return [self.options.prompt]
@@ -72,7 +72,7 @@ class Task:
 
 
 def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -> JobConfig:
-    """Return the job changed to answer the sample at full depth, with one answer a row and ids made of row numbers."""
+    """Return a job that answers the sample at full depth, with one answer for each row and ids from row numbers."""
     folder = folder.resolve()  # workers on other nodes have other working directories
     whole = {"format": None, "snapshot": None, "id": None, "since": None, "changed": "error"}
     plain: dict[str, Any] = {"format": None, "table": None, "keep": [], "token_ids": True, "cumulative_logprob": False}
@@ -84,38 +84,38 @@ def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path
             "schedule": JobScheduleConfig(speedup=1.0),
             "sampling": config.sampling.model_copy(update={"n": 1}),
             "adapt": None,
-            "budget": None,  # the job's alone
+            "budget": None,  # the budget is only for the job itself
         }
     )
 
 
 def pinned_path(config: JobConfig, resolved: ResolvedCheckpoint) -> str:
-    """Return the path by which every node finds the job's checkpoint; on the hub with the commit that was resolved."""
+    """Return the path of the job's checkpoint, with the resolved commit if it is on the hub, for use on all nodes."""
     if isinstance(resolved.source, str) or resolved.source.commit is None:
         return config.model.path
     return f"{config.model.path.partition('@')[0]}@{resolved.source.commit}"
 
 
 def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, Any]:
-    """Return the schedule's keys that tune keeps, all but the depths: the job's on top of the checkpoint's.
+    """Return the schedule to train for, without its depths: the job's keys, else those of `stored` (the checkpoint's).
 
-    If neither has a keep order, it is measured, and the warm-up follows unless the job sets it. Raises
-    UserError for a key that tune lacks.
+    If neither sets a layer order (keep order), it is measured, and the warm-up too unless the job sets it. Raises
+    UserError if the job changes a key that `tune` lacks.
     """
     changes = {key: value for key, value in config.schedule.changes().items() if key in KEPT}
     start = stored or ScheduleSpec(keep_order=MEASURED)
     spec = start.overridden(changes)
     for key, decay in NOT_TRAINED_FOR.items():
         if spec.decay == decay and getattr(spec, key) != getattr(start, key):
-            raise UserError(f"schedule.{key}: adapt trains for {getattr(start, key)} alone; leave it out")
+            raise UserError(f"schedule.{key}: adapt can only train for {getattr(start, key)}; leave this key out")
     left_out = {*NOT_TRAINED_FOR, *({"warmup"} - changes.keys() if spec.keep_order == MEASURED else ())}
     return {key: value for key, value in spec.to_dict().items() if key in KEPT and key not in left_out}
 
 
 def tune_config(task: Task, model: str, max_tokens: int, prompts: Sequence[str]) -> TuneConfig:
-    """Return the recipe for tune, which starts from the local checkpoint `model`. Raises UserError for wrong options.
+    """Return the recipe with which `tune` trains the local checkpoint `model`. Raises UserError for wrong options.
 
-    max_tokens: tokens of the longest pair. prompts: prompt policies; all are drawn equally often.
+    max_tokens: limit of a pair's tokens if the job sets none. prompts: prompt policies, which get equal training.
     """
     adapt, own = task.options, prompts[0]
     also = [{"speedup": speed, "prompt": prompt} for prompt in prompts[1:] for speed in adapt.speedups if speed > 1]
@@ -144,18 +144,18 @@ def tune_config(task: Task, model: str, max_tokens: int, prompts: Sequence[str])
 def eval_values(
     task: Task, model: str, shape: Mapping[str, Any], prompts: Sequence[str], *, tuned: bool
 ) -> dict[str, Any]:
-    """Return evaluate's recipe for the held-out rows, with greedy sampling: sampled answers differ without any loss.
+    """Return an evaluation file (keys and values) for the held-out rows, without threads, cache and rows in flight.
 
-    Keys for threads, cache and rows in flight are not included.
+    Sampling is greedy, because sampled answers differ even without a loss of quality.
 
     Args:
-        model: folder of the job's checkpoint.
-        shape: the trained schedule without its depths.
-        tuned: if true, evaluate the trained checkpoint against the job's own at full depth. If false, evaluate the
-            job's own, timed once: the choice of a speed does not depend on its times.
+        model: Folder of the job's checkpoint.
+        shape: The trained schedule without its depths.
+        tuned: True: evaluate the trained checkpoint, compared with the job's checkpoint at full depth. False: evaluate
+            the job's checkpoint, timed only once, because the choice of a speed does not use these times.
     """
     config, adapt = task.config, task.options
-    whole = tuned and adapt.weights == "full"  # an adapter's 1x is the job's own checkpoint
+    whole = tuned and adapt.weights == "full"  # with a speed adapter, 1x already is the job's own checkpoint
     path = {"path": str(task.trained) if whole else model}
     adapter = {"speed_adapter": str(task.trained)} if tuned and not whole else {}
     greedy = {"temperature": 0.0, "n": 1, "logprobs": None}
@@ -175,9 +175,9 @@ def eval_values(
 
 
 def tuned_model(task: Task) -> dict[str, str]:
-    """Return the model section of the job file: the trained checkpoint, or the resolved base and its speed adapter.
+    """Return `model` keys for the final job file: the trained checkpoint, or the job's checkpoint and speed adapter.
 
-    The path is relative only if the user's own path is.
+    The path of the trained files is relative if `model.path` in the user's job file is a relative local path.
     """
     relative = isinstance(task.resolved.source, str) and not Path(task.config.model.path).is_absolute()
     own = str(task.trained if relative else task.trained.resolve())
@@ -188,7 +188,7 @@ def tuned_model(task: Task) -> dict[str, str]:
 def job_text(
     values: Mapping[str, Any], model: Mapping[str, str], schedule: Mapping[str, Any], comment: Sequence[str]
 ) -> str:
-    """Return the user's job file with these model keys and the chosen schedule, without its `adapt` section."""
+    """Return the user's job file (`values`) as text, with `model` and `schedule` replaced and without `adapt`."""
     checks = {key: value for key, value in (values.get("schedule") or {}).items() if key in CHECKS}
     job = {**values, "model": {**values["model"], **model}, "schedule": {**checks, **schedule}}
     job.pop("adapt", None)

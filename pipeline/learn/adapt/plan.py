@@ -1,4 +1,4 @@
-"""The plan of an adaptation, validated before any model is loaded, and `adapt.json`, the record of its stages."""
+"""Plans and checks an adaptation before a model is loaded, and keeps `adapt.json`, the record of finished stages."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from pipeline.storage.owned_folder import FILES, OwnedFolder, check_apart
 
 RECORD, FORMAT = "adapt.json", 3
 STAGES = ("sample", "answers", "tune", "before", "after")
-START = "adapt.adapter.start"  # key that names a speed adapter to train further
+START = "adapt.adapter.start"  # config key: a speed adapter to train further
 
 
 def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
-    """Return the task of a job file and the record of its finished stages. Raise UserError for a mistake in the file.
+    """Return the adaptation to run and the record of its finished stages. Raise UserError for a mistake in the job.
 
     source: name of the job file.
     """
@@ -57,8 +57,8 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
     _check_job(config, options)
     if options.output is None and on_cluster():
         raise UserError(
-            f"adapt.output: the cluster's nodes must all read and write the sample and its answers, and {folder} may "
-            "be of this node alone: name a folder on a file system that they share, or unset RAY_ADDRESS"
+            "adapt.output: all nodes of the cluster must read and write the adaptation's files, and "
+            f"{folder} may be on this node only: name a folder on a shared file system, or unset RAY_ADDRESS"
         )
     needed = ["sacrebleu", "rouge_score", *(["peft"] if options.weights == "adapter" else [])]
     missing = [name for name in needed if find_spec(name) is None]
@@ -89,7 +89,7 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
     shape = configs.schedule_shape(config, stored_spec)
     inputs = hashlib.sha256(repr(sorted(listed.items())).encode()).hexdigest()
     task = Task(config, source, folder, resolved, files, schema, shape, inputs)
-    recipe = configs.tune_config(task, ".", 4, task.prompt_policies(1.0))  # checks tune's options
+    recipe = configs.tune_config(task, ".", 4, task.prompt_policies(1.0))  # checks the options of the training
     if "tune" not in record.done:
         check_machine(recipe.workers)
     for speedup in options.speedups:
@@ -100,8 +100,8 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
         further = {name: values for name, values in rows.items() if name not in needed_columns(config)}
         if (right := true_answers(further, config.choices)) is not None:
             announce(
-                f"column {right!r} looks like true answers: with adapt.references: {right} the loss against them "
-                "decides; without, agreement with full depth stands in for it"
+                f"column {right!r} looks like true answers: set adapt.references: {right} to choose the speed by the "
+                "loss against them; without this key, agreement with full depth decides"
             )
     return task, record
 
@@ -109,34 +109,34 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
 def _check_job(config: JobConfig, options: AdaptConfig) -> None:
     """Raise UserError for a job that adapt cannot evaluate."""
     if config.input.is_batch:
-        raise UserError("input.format: openai_batch: adapt evaluates rows of one kind; give it a table of messages")
+        raise UserError("input.format: adapt cannot evaluate openai_batch files; give it a table of messages")
     if config.input.choices is not None:
-        raise UserError("input.choices: adapt cannot evaluate rows with labels of their own; give the job's choices")
+        raise UserError("input.choices: adapt cannot evaluate rows with labels of their own; set choices for the job")
     if config.output_format is not None or config.input.output_format is not None:
-        raise UserError("output_format: adapt evaluates free answers; leave it out, and add it to the job.yaml written")
+        raise UserError("output_format: adapt evaluates free answers; leave it out, and add it to the new job.yaml")
     if config.input.tools is not None:
-        raise UserError("input.tools: adapt evaluates free answers; give it a job of such chats without tools")
+        raise UserError("input.tools: adapt evaluates free answers; give it a job of the same chats without tools")
     if config.choices is not None and options.metric in (*OF_TEXTS, "fidelity"):
         raise UserError(f"adapt.metric: {options.metric} is not for labels; with choices take exact_match")
     if config.model.speed_adapter is not None:
-        raise UserError("model.speed_adapter: adapt trains one for model.path; leave it out")
+        raise UserError("model.speed_adapter: adapt trains a speed adapter for model.path itself; leave this key out")
 
 
 def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]:
-    """Return stage -> settings that it adds to those of earlier stages. Metric and tolerance may change at any time."""
+    """Return stage -> settings that its result depends on, without those of earlier stages, metric and tolerance."""
     config, values = task.config, task.options.model_dump()
 
     def chosen(*names: str) -> dict[str, Any]:
         return {"adapt": {name: values[name] for name in names}}
 
-    # the input's files are left out: files may be added later
+    # keys about input files and the list of files are left out, because files may be added later
     of_files = {"since", "changed", "unreadable", "csv_field_bytes", "duplicate_ids"}
     model = config.model.model_dump(exclude={"path", "cache", "speed_adapter"})
     actors = {"actors": config.actors.model_dump(include={"max_batch", "threads", "cache_bytes"})}
     names = ("speedups", "prompt", "max_tokens", "loss", "weights", "adapter", "training")
     tune = {"schedule": dict(task.shape), **chosen(*names)}
     start, done = task.options.adapter.get("start"), record.done.get("tune")
-    if start is not None and (done is None or START in done["settings"]):  # earlier versions recorded its path alone
+    if start is not None and (done is None or START in done["settings"]):  # earlier versions recorded no digest
         tune[START] = {"weights": file_digest(Path(start) / WEIGHTS, "sha256")}
     settings = {
         "sample": {
@@ -160,15 +160,15 @@ def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]
 
 
 class StageRecord:
-    """Finished stages in a folder, with settings, results and seconds. A stage that runs again removes later ones.
+    """The finished stages in an adaptation's folder: settings, results and seconds, stored in `adapt.json`.
 
-    Raises UserError if the record cannot be read.
+    If a stage runs again, later stages no longer count as finished. Raises UserError if the record cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = OwnedFolder(folder, RECORD, "adapt.output")
-        self.done: dict[str, dict[str, Any]] = {}  # name -> {"settings", "result"}
-        self.seconds: dict[str, float] = {}  # seconds of every attempt
+        self.done: dict[str, dict[str, Any]] = {}  # stage -> {"settings", "result"}
+        self.seconds: dict[str, float] = {}  # stage -> seconds of all attempts together
         values = self.folder.values()
         if not values.keys() - {FILES}:
             return  # no record, or no stage yet
@@ -180,7 +180,7 @@ class StageRecord:
             raise UserError(f"{folder}/{RECORD}: not of this version: {flat(error)}; remove the folder") from None
 
     def check(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise UserError that names the settings of finished stages that differ from the present ones."""
+        """Raise UserError if a finished stage had other settings than `settings`; the error names these settings."""
         names = [
             name
             for stage, done in self.done.items()
@@ -195,9 +195,9 @@ class StageRecord:
     def run(
         self, stage: str, settings: Mapping[str, Any], files: Sequence[str], work: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return the stage's result. Call `work` for it, unless the stage is done and its `files` exist.
+        """Return the result of `stage`. Call `work` to compute it, unless the stage is done and its `files` exist.
 
-        The seconds of an attempt that failed count too.
+        The stage's seconds include failed attempts.
         """
         if stage in self.done and all((self.folder.path / name).exists() for name in files):
             return dict(self.done[stage]["result"])

@@ -1,7 +1,7 @@
-"""`skipdecode adapt --probe`: estimates in minutes, without training, what an adaptation could gain for a job here.
+"""`skipdecode adapt --probe`: estimates in minutes, without training, how much time an adaptation could save a job.
 
-rows of the input ──> answers at full depth, timed ──> keep order ──> divergence of fewer layers
-                                 └──> clock of each speed, cost of the adaptation, rows from which it pays
+rows of the input ──> timed answers at full depth ──> layer order (keep order) ──> divergence with fewer layers
+                                 └──> time at each speed, cost of the adaptation, rows from which on it pays
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ HEAD_CALLS = 20
 
 
 def probe(config: JobConfig, source: str) -> dict[str, Any]:
-    """Measure some rows of a job at full depth, and return plain values (seconds: per row and actor). Writes no file.
+    """Measure some rows of a job at full depth. Return estimates as plain values; seconds are for one row and actor.
 
-    source: name of the job file. Raises UserError for a mistake, or if no row can be answered.
+    Writes no file. source: name of the job file. Raises UserError for a mistake, or if no row can be answered.
     """
     task, _ = plan_adaptation(config, source)
     generator, prompts = _load(task), _prompts(task)
@@ -102,10 +102,10 @@ def _prompts(task: Task) -> list[Prompt]:
 
 @torch.inference_mode()
 def _head_seconds(generator: Generator, rows: int) -> float:
-    """Return the seconds of norm and vocabulary head for a token of one row, in decode steps of `rows` rows."""
+    """Return the seconds of final norm and vocabulary head per token, measured in decode steps of `rows` rows."""
     decoder = generator.engine.decoder
     hidden = torch.randn(rows, decoder.model.config.hidden_size).to(decoder.device, decoder.dtype)
-    head = getattr(decoder, "likeliest", decoder.logits)  # the CPU's kernels screen it
+    head = getattr(decoder, "likeliest", decoder.logits)  # the CPU decoder finds the likeliest token without all logits
     head(hidden)
     began = time.perf_counter()
     for _ in range(HEAD_CALLS):
@@ -114,7 +114,7 @@ def _head_seconds(generator: Generator, rows: int) -> float:
 
 
 def _divergence(generator: Generator, pairs: Sequence[Row], order: Sequence[int]) -> list[dict[str, float]]:
-    """Run only the first n layers of the order, for several n; return the divergence and agreement of each."""
+    """Run only the first n layers of `order`, for several n. Return divergence from and agreement with full depth."""
     decoder, found = generator.engine.decoder, list[dict[str, float]]()
     with torch.inference_mode(), packed(decoder.model):
         passes = [ResponsePasses(decoder, batch) for batch in batches(pairs, decoder.vocab_size)]
@@ -129,7 +129,7 @@ def _divergence(generator: Generator, pairs: Sequence[Row], order: Sequence[int]
 def _speed(
     task: Task, row: RowCost, head: float, shape: Mapping[str, Any], speed: float, cost: float
 ) -> dict[str, Any]:
-    """Return the speed-up on the clock if only layers get faster, with the better prompt policy, and when it pays."""
+    """Estimate the wall-clock speed-up and when adaptation pays. Only layers take less time, not the head."""
     schedule = task.resolved.checkpoint.schedule({**shape, "speedup": speed})
     kept = (schedule.mean_depth(round(row.answer)) or schedule.num_layers) / schedule.num_layers
     policies = task.prompt_policies(row.prefill_seconds / row.seconds)
@@ -140,7 +140,7 @@ def _speed(
 
 
 def print_probe(console: Console, found: Mapping[str, Any]) -> None:
-    """Print the values of a probe as a table and sentences."""
+    """Print the values `found` by `probe` as a table and sentences."""
     console, seconds, tokens = wide(console), found["seconds"], found["tokens"]
     total = seconds["prompt"] + seconds["decode"]
     console.print(
@@ -150,8 +150,8 @@ def print_probe(console: Console, found: Mapping[str, Any]) -> None:
     )
     for kept in found["kept_layers"]:
         console.print(
-            f"{kept['layers']} of {kept['of']} layers, not adapted: {kept['token_kl']:.3f} nats a token from full "
-            f"depth, {kept['agreed']:.0%} of its tokens"
+            f"{kept['layers']} of {kept['of']} layers, not adapted: KL {kept['token_kl']:.3f} nats a token from full "
+            f"depth, {kept['agreed']:.0%} of the tokens equal"
         )
     table = Table(box=None, pad_edge=False)
     for name in ("speed", "clock at most", "pays from rows", "saves here"):
@@ -163,7 +163,7 @@ def print_probe(console: Console, found: Mapping[str, Any]) -> None:
     console.print(table)
     cost = duration(found["adaptation_seconds"])
     best = max(found["speeds"], key=lambda one: one["saved"])
-    verdict = f"worth it if the quality holds: {best['speedup']:g}x would save {duration(max(best['saved'], 0))}"
+    verdict = f"worth it if the loss is small: {best['speedup']:g}x would save {duration(max(best['saved'], 0))}"
     console.print(
         f"adaptation takes about {cost} here, and this job has {found['rows']:,} rows: "
         f"{verdict if found['worth_it'] else 'not worth it'}"

@@ -1,4 +1,4 @@
-"""Shows the result of an adaptation, on a terminal and as JSON."""
+"""Prints the result of an adaptation, and returns it as JSON values."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pipeline.learn.adapt.run import Adapted
 from pipeline.learn.evaluate.results import bracketed, remarks, uselessness
 from pipeline.runtime.wide_console import wide
 
-# columns of the table that appear if they were measured
+# metric -> title of its column; the column is shown if the metric was measured
 FURTHER = {"kappa": "kappa", "token_kl": "token KL", "length_ratio": "length", "repetition": "repeats %"}
 
 
 def print_adapted(console: Console, adapted: Adapted) -> None:
-    """Print the table before and after, the choice, the break-even and the paths."""
+    """Print the scores before and after the training, the chosen speed, the break-even and the paths."""
     console, counts, folder = wide(console), adapted.counts, adapted.folder
     console.print(
         f"{counts['drawn']:,} of {counts['job']:,} rows drawn: {counts['train']:,} trained on, "
-        f"{counts.get('dev', 0):,} to watch the training, {counts['held_out']:,} held out; left out: "
+        f"{counts.get('dev', 0):,} in the dev set, {counts['held_out']:,} held out; left out: "
         f"{counts['unreadable'] + counts['errors']:,} with an error, {counts['empty']:,} with an empty answer, "
         f"{counts['unreferenced']:,} without a reference, {counts['repeated']:,} with a held-out row's prompt",
     )
@@ -33,12 +33,12 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
     unit = "nats" if adapted.metric == "token_kl" else "points of 100"
     console.print(f"{adapted.metric}: {MEANINGS[adapted.metric]}")
     console.print(
-        f"losses are against the job's own checkpoint at full depth, over the held-out rows, greedy, in {unit}, with "
-        f"95% intervals by paired bootstrap over rows; tolerance {adapted.tolerance:g}",
+        f"losses are against the job's own checkpoint at full depth, on held-out rows, sampled greedily, in {unit}, "
+        f"with 95% intervals by paired bootstrap over rows; tolerance {adapted.tolerance:g}",
     )
     if adapted.metric in adapted.chance:
         console.print(
-            f"chance: {adapted.chance[adapted.metric].value:.4g} {adapted.metric}, of answers that do not depend on "
+            f"chance: {adapted.chance[adapted.metric].value:.4g} {adapted.metric}, for answers that do not depend on "
             "their row: the commonest label, or another row's text"
         )
     for text in [*adapted.harmed, *remarks(adapted.after, adapted.chance, adapted.metric)]:
@@ -55,11 +55,11 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
 
 
 def too_tight(adapted: Adapted) -> str:
-    """Return a line for an adaptation that chose no speed: which tolerance or number of held-out rows allows one."""
+    """Return the message for an adaptation that chose no speed: which tolerance or held-out rows would allow one."""
     closest = adapted.nearest
     if uselessness(closest, adapted.chance, adapted.metric) is not None:
         return (
-            f"every speed-up is useless, for none has more {adapted.metric} than chance, and no job file is written; "
+            f"every speed-up is useless: none has more {adapted.metric} than chance. No job file is written; "
             "raise adapt.rows or training.epochs"
         )
     score = closest.scores[adapted.metric]
@@ -68,8 +68,8 @@ def too_tight(adapted: Adapted) -> str:
     if score.loss < adapted.tolerance:  # an interval narrows with the square root of the rows
         factor = ((score.loss_high - score.loss) / (adapted.tolerance - score.loss)) ** 2
         rows = (
-            f"; if it loses {score.loss:.2g} on more rows too, about {math.ceil(factor * held_out):,} held-out rows in "
-            f"place of {held_out:,} show it"
+            f"; if its loss stays {score.loss:.2g} on more rows, about {math.ceil(factor * held_out):,} held-out rows "
+            f"(now {held_out:,}) would show it"
         )
     return (
         f"no speed-up is within adapt.tolerance = {adapted.tolerance:g} of {adapted.metric}, and no job file is "
@@ -78,7 +78,7 @@ def too_tight(adapted: Adapted) -> str:
 
 
 def to_dict(adapted: Adapted) -> dict[str, Any]:
-    """Return the result as plain values for JSON, with `at_rows` and `saved` of its break-even."""
+    """Return the result as plain values for JSON, including the break-even's `at_rows` and `saved`."""
     values = asdict(adapted)
     if adapted.break_even is not None:
         values["break_even"] |= {"at_rows": adapted.break_even.at_rows, "saved": adapted.break_even.saved}

@@ -1,4 +1,4 @@
-"""Draws rows of a job's input, and writes prompts and full-depth answers as token ids for tune and evaluate."""
+"""Draws rows from a job's input, and writes their prompts and full-depth answers as files for tune and evaluate."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from pipeline.storage.owned_folder import replacing
 from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
-SEED = 0  # seed of the draw of rows
-DEV_ROWS, DEV_SHARE = 64, 0.1  # maximum number of dev rows, and their share of the rows drawn for training
+SEED = 0  # random seed with which rows are drawn
+DEV_ROWS, DEV_SHARE = 64, 0.1  # the dev set is this share of the rows drawn for training, up to 64 rows
 SCHEMA = pa.schema(
     [
         ("prompt", pa.list_(pa.int32())),
@@ -51,9 +51,9 @@ def draw(total: int, count: int) -> list[int]:
 
 
 def layout(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
-    """Return the input files, and the schema of the columns that the job reads, including the references.
+    """Return the input files and the schema of the columns to read: the job's, and `adapt.references`.
 
-    Raises UserError for an unreadable file, or a column that is missing or of the wrong type.
+    Raises UserError if a file cannot be read, or a column is missing or has the wrong type.
     """
     assert config.adapt is not None
     keep = [] if config.adapt.references is None else [config.adapt.references]
@@ -70,9 +70,9 @@ def layout(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema
 def read_sample(
     config: JobConfig, files: Sequence[InputFile], schema: pa.Schema, drawn: Sequence[int]
 ) -> tuple[pa.Table, list[bool]]:
-    """Return the drawn rows in their order, without unreadable ones, and which rows are readable.
+    """Read the rows `drawn`. Return a table of the readable ones, in the order of `drawn`, and which are readable.
 
-    drawn: row numbers over all files. Only row groups that hold a drawn row are read.
+    drawn: row numbers, counted through all files. Only row groups that hold a drawn row are read.
     """
     in_order, ends = sorted(drawn), accumulate((file.rows for file in files), initial=0)
     single_rows = [
@@ -80,7 +80,7 @@ def read_sample(
         for file, (first, end) in zip(files, pairwise(ends), strict=True)
         for row in in_order[bisect_left(in_order, first) : bisect_left(in_order, end)]
     ]
-    rows = {  # copies: a slice would keep its whole batch in memory
+    rows = {  # copied by way of IPC, because a slice would keep its whole batch in memory
         shard.index: from_ipc(to_ipc(table)) for shard, table in read_shards(files, single_rows, schema, config.storage)
     }
     readable = [rows[row][ERROR][0].as_py() is None for row in drawn]
@@ -93,9 +93,9 @@ def write_pairs(
 ) -> dict[str, int]:
     """Join the sample with its answers, and write the held-out rows, the training rows and the dev rows.
 
-    Return counts of written rows (`train`, `dev`, `held_out`), of rows that are left out (`errors`, `empty` answers,
-    `unreferenced`: held-out rows without a usable reference, `repeated`: training rows with a held-out row's prompt),
-    and `longest`, the tokens of the longest pair with its end token. Raises UserError if too few rows are left.
+    Returns counts of written rows (`train`, `dev`, `held_out`) and of rows left out (`errors`; `empty` answers;
+    `unreferenced`: held-out rows without a usable reference; `repeated`: training rows with a held-out row's prompt),
+    and the number of tokens in the longest pair (`longest`). Raises UserError if too few rows are left.
 
     held_out: number of rows at the start of the sample that are not trained on. references: column of the sample with
     right answers. choices: labels; references that are not labels are ignored.
@@ -116,7 +116,7 @@ def write_pairs(
     for row, prompt in prompts.items():
         response = answers[row]["token_ids"]
         ended = response[-1:] == [end]
-        response = response[:-1] if ended else response  # an answer without the end token teaches no end
+        response = response[:-1] if ended else response  # the training adds an end token if `ended`
         usable, text = _usable_references(values[row], labels), answers[row]["generated_text"]
         pair = {"prompt": prompt, "response": response, "ended": ended, "text": text, "references": usable}
         if prompt is None:
@@ -124,7 +124,7 @@ def write_pairs(
         elif not response:
             left_out["empty"] += 1
         elif row >= held_out and tuple(prompt) in evaluated:
-            left_out["repeated"] += 1  # a score of a memorized answer says nothing
+            left_out["repeated"] += 1  # a held-out row must not be in the training rows too
         elif row >= held_out:
             kept[TRAIN].append(pair)
         elif references is not None and not usable:
@@ -136,7 +136,7 @@ def write_pairs(
         if len(kept[name]) < least:
             raise UserError(
                 f"{folder}: {len(kept[name])} rows left {purpose}: of {sample.num_rows} answered at full depth "
-                f"{left_out['errors']} have an error, {left_out['empty']} are empty, "
+                f"{left_out['errors']} have an error, {left_out['empty']} have an empty answer, "
                 f"{left_out['unreferenced']} have no reference, {left_out['repeated']} have a held-out row's prompt; "
                 f"raise adapt.rows, or look into {folder / ANSWERS}"
             )
@@ -160,9 +160,9 @@ def prompt_ids(table: pa.Table, spec: PromptSpec) -> list[list[int] | None]:
 
 
 def metric_of(folder: Path, asked: str | None, *, choices: bool, references: bool) -> str:
-    """Return the metric `asked` for; if that is None, the default metric for the job's held-out rows.
+    """Return the metric `asked`, or the default metric for the job's held-out rows if `asked` is None.
 
-    Raises UserError if a metric of texts is asked for labels.
+    choices, references: whether the job has them. Raises UserError if `asked` is a metric for texts, not for labels.
     """
     table = read_parquet((folder / HELD_OUT).read_bytes(), ["references", "response"])
     texts = table["references"].to_pylist()
@@ -183,13 +183,13 @@ def metric_of(folder: Path, asked: str | None, *, choices: bool, references: boo
 
 
 def _usable_references(value: Any, labels: Collection[str] | None) -> list[str]:
-    """Return the references that are text; with `labels` only those that are labels."""
+    """Return the references in `value` that are not blank, and are in `labels` if `labels` is given."""
     texts = [text for text in (value if isinstance(value, list) else [value]) if text and text.strip()]
     return texts if labels is None else [text for text in texts if normalized(text) in labels]
 
 
 def _answers(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return row number in the sample -> first answer. The job's ids end with the row number."""
+    """Return row number in the sample -> its first answer. Ids of the answers end with the row number."""
     columns = ["id", "sample_index", "generated_text", "token_ids", "error"]
     parts = [read_parquet(path.read_bytes(), columns) for path in sorted(folder.glob("part-*.parquet"))]
     rows = pa.concat_tables(parts).to_pylist()

@@ -1,10 +1,10 @@
-"""`skipdecode adapt`: a job's own rows make its checkpoint fast for that job.
+"""`skipdecode adapt`: makes a job's checkpoint faster by training it on rows of the job.
 
     input ──> sample ──> answers at full depth ──> tune ──> evaluate before and after ──> job file
               k rows     by the job's pipeline     on all    on the held-out rows         fastest within tolerance
                                                    but the held-out
 
-Each stage leaves its files in one folder; the same command again skips the stages that are done.
+All stages write into one folder. If the command is repeated, it skips the stages that are done.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Adapted:
     """Result of an adaptation.
 
     trained: name of the folder in `folder` with the speed adapter or the checkpoint. before, after: measurements of the
-    job's checkpoint and of the tuned one. chance: scores of answers that do not depend on their row. harmed: a line for
-    each speed that is worse after the training. chosen, break_even, job_file: None if no speed-up is within the
-    tolerance. nearest: the speed-up closest to it. counts: numbers of rows. seconds: stage -> seconds.
+    job's checkpoint and of the tuned one. chance: scores of answers that do not depend on their row. harmed: a warning
+    for each speed that is worse after the training. chosen, break_even, job_file: None if no speed-up is within the
+    tolerance. nearest: speed-up that needs the smallest tolerance. counts: kind of rows -> number. seconds: by stage.
     """
 
     folder: Path
@@ -82,17 +82,17 @@ class Adapted:
 
 
 def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose: bool = False) -> Adapted:
-    """Adapt the job's checkpoint to its own rows and choose a speed, stage by stage.
+    """Adapt the job's checkpoint to the job's rows and choose a speed, stage by stage.
 
-    values, source: content and name of the user's job file; the job file that is written changes these values. verbose:
-    see `job.run`. Raises UserError for a mistake, if possible before Ray starts; and the errors of `job.run`.
+    values, source: content and name of the user's job file; the written job file is a changed copy. verbose: see
+    `job.run`. Raises UserError for a mistake, if possible before Ray starts, and the errors of `job.run`.
     """
     task, stored = plan_adaptation(config, source)
     settings = stage_settings(task, stored)
     stored.check(settings)
     stored.folder.claim(configs.STAGE_FILES)
     with interruptible(), leased(LocalFolder(str(task.folder), task.folder)):
-        record = StageRecord(task.folder)  # the record is read again: another run may have held the folder until now
+        record = StageRecord(task.folder)  # read again, because another run may have changed it until now
         record.check(settings)
         return _adapt(task, values, record, settings, verbose)
 
@@ -133,10 +133,10 @@ def _adapt(
     chosen = choose(metric, tolerance, lines, chance)
     seconds = {stage: record.seconds[stage] for stage in STAGES}
     break_even, job_file = None, None
-    record.folder.discard([configs.JOB_FILE])  # the job file was written for another tolerance
+    record.folder.discard([configs.JOB_FILE])  # an earlier run may have had another tolerance
     if chosen is not None:
         break_even = BreakEven(
-            cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # only for the table
+            cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # "before" serves only the table
             full=full_depth(lines).seconds,
             fast=chosen.seconds,
             rows=task.rows,
@@ -177,11 +177,11 @@ def _sample(task: Task) -> dict[str, Any]:
 
 
 def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
-    """Answer the sample by the job's own pipeline, and write the files that tune and evaluate read."""
+    """Answer the sample at full depth as a job of its own, and write the files that tune and evaluate read."""
     job = configs.full_depth_job(task.config, task.resolved, task.folder)
     result = jobs.run(job, verbose=verbose)
     batching, totals = result.manifest.batching, result.totals
-    for line in totals.warnings:  # training would copy such answers
+    for line in totals.warnings:  # signs of bad answers, which the training would copy
         log.warning("in the sample, at full depth, %s", line)
     spec = prompt_spec(job, task.resolved, batching.planned)
     counts = write_pairs(task.folder, spec, held_out, task.options.references, task.config.choices)
@@ -201,25 +201,25 @@ def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
 
 
 def _tune(task: Task, longest: int, prompts: Sequence[str]) -> dict[str, Any]:
-    from pipeline.learn.tune.run import tune  # imports the Trainer, only after Ray has been shut down
+    from pipeline.learn.tune.run import tune  # imported late: the training starts only after Ray has been shut down
 
     recipe = configs.tune_config(task, str(fetch(task.resolved.source)), longest, prompts)
-    with memory_freed(), redirect_stdout(sys.stderr):  # losses are progress; only the result goes to stdout
+    with memory_freed(), redirect_stdout(sys.stderr):  # stdout is for the result; losses are progress
         folder = tune(recipe)
     return {"harmed": json.loads((folder / "tune.json").read_text()).get("harmed", [])}
 
 
 def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mapping[str, int | None]) -> dict[str, Any]:
-    """Evaluate the job's checkpoint, or the tuned one against it, at every speed, with the settings of one actor.
+    """Evaluate every speed of the job's checkpoint, or, if `tuned`, of the trained one compared with the job's.
 
-    actors: threads, bytes of cache and rows in flight of one actor of the job.
+    actors: threads, cache bytes and rows in flight of one of the job's actors, which the evaluation uses too.
     """
     from pipeline.learn.evaluate import run as evaluate_run
 
     spec = load_spec(task.trained, task.resolved.checkpoint.num_layers)
     assert spec is not None, "tune writes one"
     shape = {key: value for key, value in spec.to_dict().items() if key in configs.KEPT}
-    model = str(fetch(task.resolved.source))  # the resolved commit, even if its name means another one now
+    model = str(fetch(task.resolved.source))  # the resolved commit, even if a branch has moved since
     values = configs.eval_values(task, model, shape, prompts, tuned=tuned) | dict(actors)
     with memory_freed():
         evaluation = evaluate_run.evaluate(validated(EvalConfig, values, "adapt"))
@@ -231,7 +231,7 @@ def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mappin
 
 @contextmanager
 def memory_freed() -> Iterator[None]:
-    """Free a stage's memory at its end: a trainer is a reference cycle, which only the collector frees."""
+    """Free the memory of a stage when the `with` block ends. A trainer is a reference cycle and needs the collector."""
     try:
         yield
     finally:
@@ -241,7 +241,7 @@ def memory_freed() -> Iterator[None]:
 
 
 def working_actors(config: JobConfig, threads: int | None = None) -> float:
-    """Return the number of the job's actors that work in parallel. threads: per actor; default: the config's."""
+    """Return the number of the job's actors that work in parallel. threads: per actor; default: `actors.threads`."""
     machine = (None, None) if on_cluster() else (process_cpus(), torch.cuda.device_count())
     actors, each = config.actors, threads or config.actors.threads or 1
     return parallel_actors(actors.most, actors.gpus, each, *machine)
@@ -250,10 +250,10 @@ def working_actors(config: JobConfig, threads: int | None = None) -> float:
 def _write_job(task: Task, values: Mapping[str, Any], chosen: Line, metric: str, tolerance: float, path: Path) -> None:
     score = chosen.scores[metric]
     comment = [
-        f"Written by `skipdecode adapt {task.source}`: its job at the fastest speed within the tolerance.",
-        f"At {chosen.name} {metric} loses {score.loss:.3g}, at worst {score.loss_high:.3g} of {tolerance:g}, over "
-        "held-out rows of its own input.",
-        f"It answers every row, those of {task.folder / configs.SAMPLE} too. skipdecode run {path}",
+        f"Written by `skipdecode adapt {task.source}`: the same job at the fastest speed within the tolerance.",
+        f"At {chosen.name}, {metric} loses {score.loss:.3g} on held-out rows of its own input (upper end of the "
+        f"interval: {score.loss_high:.3g}; tolerance: {tolerance:g}).",
+        f"The job answers every row, also those of {task.folder / configs.SAMPLE}. skipdecode run {path}",
     ]
     schedule = {"speedup": chosen.nominal} | ({} if chosen.prompt == "full" else {"prompt": chosen.prompt})
     path.write_text(configs.job_text(values, configs.tuned_model(task), schedule, comment))

@@ -30,15 +30,15 @@ from pipeline.learn.rows import Text, is_text, token_ids
 from pipeline.prepare.tokenizer import longest, tokenize_labels
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
 
-REFERENCE = "reference model"  # name of the reference model's line at full depth
+REFERENCE = "reference model"  # the reference model's name in evaluate's table
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A schedule to measure, which becomes a line of evaluate's table.
+    """A schedule or model to measure, which becomes a line of evaluate's table.
 
-    group: what the line varies: speed, prompt, reference or model. spec: the complete schedule, with the checkpoint's
-    keys. nominal: nominal speed-up; None for another model.
+    group: "speed", "prompt" (a further prompt policy), "reference" or "model". spec: the complete schedule. nominal:
+    nominal speed-up; None for a reference model or baseline.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Variant:
 
 
 def speeds(spec: ScheduleSpec, speedups: Sequence[float], prompts: Sequence[str] = ()) -> list[Variant]:
-    """Return variants of `spec`: 1x, each speed-up, and each pair of a speed-up above 1x and a policy in `prompts`."""
+    """Return variants of `spec`: 1x, each speed-up, and each speed-up above 1x with each prompt policy in `prompts`."""
     speedups = list(dict.fromkeys([1.0, *map(float, speedups)]))
     variants = [Variant(f"{each:g}x", "speed", spec.overridden({"speedup": each}), each) for each in speedups]
     for prompt in prompts:
@@ -61,7 +61,7 @@ def speeds(spec: ScheduleSpec, speedups: Sequence[float], prompts: Sequence[str]
 
 @dataclass(frozen=True)
 class EvalRow:
-    """Row `number` of the file `path`, to answer and score. references, id: empty and None if the data has none."""
+    """Row `number` of the file `path`. references: () if the data has no references. id: None if it has no ids."""
 
     prompt: Text
     references: tuple[str, ...]
@@ -74,8 +74,8 @@ class EvalRow:
 class EvalInputs:
     """Inputs of an evaluation.
 
-    prompts: token ids of each row. new_tokens: maximum tokens of an answer. others: the reference
-    model and the baselines, by the names of their lines. spec: the checkpoint's schedule with the recipe's changes.
+    prompts: token ids of each row. new_tokens: maximum number of tokens of an answer. others: line name -> reference
+    model or baseline. spec: the checkpoint's schedule with the changes from the evaluation file.
     """
 
     config: EvalConfig
@@ -89,7 +89,7 @@ class EvalInputs:
 
     @property
     def is_labelling(self) -> bool:
-        """Whether answers are labels: there are choices, or every reference is a single word."""
+        """Whether answers are labels: `choices` is set, or every reference is a single word."""
         return self.config.choices is not None or (
             self.config.data.references is not None
             and all(len(reference.split()) == 1 for row in self.rows for reference in row.references)
@@ -97,22 +97,22 @@ class EvalInputs:
 
     @property
     def metric(self) -> str:
-        """The metric that lines are judged by."""
+        """Name of the main metric, which decides how good a line is."""
         if self.config.data.references is not None:
             return "exact_match" if self.is_labelling else "bleu"
         return "agreement_exact" if self.is_labelling or self.new_tokens <= SHORT else "fidelity"
 
     def load(self, checkpoint: ResolvedCheckpoint, *, fast: bool = False) -> Generator:
-        """Load one of the models at full depth. fast: whether to merge its speed adapter, as a job above 1x does."""
+        """Load `checkpoint` with a schedule at full depth. fast: merge its speed adapter, as a job above 1x does."""
         config = self.config
         full = checkpoint.checkpoint.schedule({"speedup": 1.0})
-        # baselines keep their own weight type
+        # `model.weights` is for the checkpoint in `model` only
         model = config.model if checkpoint is self.model else config.model.model_copy(update={"weights": None})
         on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not torch.cuda.is_available())
         generator = Generator(
             str(fetch(checkpoint.source)),
             speed_adapter=str(fetch(checkpoint.adapter)) if fast and checkpoint.adapter is not None else None,
-            # any schedule below full depth merges the adapter
+            # loaded with a schedule that skips layers, because only then the adapter is merged
             schedule={"depths": (max(1, full.warmup),)} if fast else full,
             unadapted=True,
             **generator_settings(model, config.sampling, config.choices),
@@ -128,14 +128,14 @@ def prepare(config: EvalConfig) -> EvalInputs:
 
     Raises UserError of one line for a mistake.
     """
-    # vLLM has no logits under a schedule
+    # always the project's own engine: vLLM gives no logits for a schedule that skips layers
     config = config.model_copy(update={"model": config.model.model_copy(update={"engine": "library", "vllm": None})})
     folder = _output_folder(config.output)
     rows = read_rows(config.data, config.choices, config.storage)
     model = resolve_checkpoint(config.model, config.storage)
     changes = config.schedule.changes()
     if config.schedule.keep_order == MEASURED:
-        changes["keep_order"] = "paper"  # the paper's order until the order is measured
+        changes["keep_order"] = "paper"  # until the order is measured
     spec = (model.checkpoint.spec or ScheduleSpec()).overridden(changes)
     variants = speeds(spec, config.speedups, config.prompts)
     try:
@@ -147,14 +147,14 @@ def prepare(config: EvalConfig) -> EvalInputs:
     taken = {slug(name): name for name in names}
     for name in config.baselines:
         if slug(name) in taken:
-            raise UserError(f"baselines: {name!r} is the name of another line, {taken[slug(name)]!r}; choose its own")
+            raise UserError(f"baselines: {name!r} would write the same file as line {taken[slug(name)]!r}; rename it")
         taken[slug(name)] = name
     folder.check(output_files([*names, *config.baselines]))
     reserved, new_tokens = 1, config.sampling.max_new_tokens
     if config.choices is not None:
         tokenizer = load_tokenizer(model.checkpoint.path)
         ids = tokenize_labels(tokenizer, config.choices)
-        longest(config.choices, ids)  # its error shows the text of a wrong label, the trie's error only the number
+        longest(config.choices, ids)  # its error shows a wrong label's text, ChoiceTrie's only its number
         trie = ChoiceTrie([ids[label] for label in config.choices], tokenizer.eos_token_id)
         reserved = new_tokens = trie.most_tokens
     prompts = _tokenized(rows, model, reserved)
@@ -170,7 +170,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
 
 
 def read_rows(data: EvalDataConfig, choices: Sequence[str] | None, storage: StorageConfig) -> list[EvalRow]:
-    """Return at most `data.limit` rows. Raises UserError that names file, column and row that cannot be scored."""
+    """Return at most `data.limit` rows. Raises UserError, with file, row and column, if a row cannot be scored."""
     labels = None if choices is None else {normalized(label) for label in choices}
     columns = [data.prompt, *([data.references] if data.references is not None else [])]
     rows: list[EvalRow] = []
@@ -183,7 +183,7 @@ def read_rows(data: EvalDataConfig, choices: Sequence[str] | None, storage: Stor
         except MissingColumn as error:
             if error.column != data.references:
                 raise
-            hint = "data.references: null measures agreement with full depth, without references"
+            hint = "to measure agreement with full depth, without references, set data.references: null"
             raise UserError(f"{error}; {hint}") from None
         prompts = values[data.prompt]
         ids: list[Any] = values.get(data.id, [None] * len(prompts))
@@ -201,14 +201,14 @@ def read_rows(data: EvalDataConfig, choices: Sequence[str] | None, storage: Stor
                     raise UserError(f"{row}: label {label!r} is not one of choices; add it, or leave the row out")
             rows.append(EvalRow(prompt, right, name, path, number))
     if len(rows) < 2:
-        raise UserError(f"{data.path[0]}: {len(rows)} rows to score; intervals are over rows: give at least 2")
+        raise UserError(f"{data.path[0]}: {len(rows)} rows to score; intervals need several: give at least 2")
     return rows
 
 
 def _output_folder(output: str) -> OwnedFolder:
     """Make and return the output folder. Raises UserError if it holds files of the user, or is not writable."""
     if "://" in output:
-        raise UserError(f"output: {output}: evaluate writes into a local folder; copy it from there")
+        raise UserError(f"output: {output}: evaluate writes into a local folder; name one, and copy it afterwards")
     folder = OwnedFolder(Path(output), RECORD, "output")
     folder.check([])
     try:
@@ -221,23 +221,23 @@ def _output_folder(output: str) -> OwnedFolder:
 
 
 def _same_tokenizer(key: str, path: str, model: ResolvedCheckpoint, config: EvalConfig) -> ResolvedCheckpoint:
-    """Resolve the checkpoint `path`. Raises UserError if its tokenizer differs: all models get the same token ids."""
+    """Resolve the checkpoint `path`. Raises UserError if its tokenizer differs from the tokenizer of `model`."""
     other = resolve_checkpoint(config.model.model_copy(update={"path": path, "speed_adapter": None}), config.storage)
     if load_tokenizer(other.checkpoint.path).get_vocab() != load_tokenizer(model.checkpoint.path).get_vocab():
         raise UserError(
-            f"{key}: {path} has another tokenizer than {config.model.path}; answers can only be compared token by "
-            "token if the vocabulary is the same"
+            f"{key}: {path} has another tokenizer than {config.model.path}; answers are compared token by token, which "
+            "needs the same vocabulary"
         )
     return other
 
 
 def _tokenized(rows: Sequence[EvalRow], model: ResolvedCheckpoint, reserved: int) -> list[Prompt]:
-    """Return the rows' token ids. Raises UserError for a row that does not fit the model with `reserved` new tokens."""
+    """Tokenize the rows. Raises UserError if a row and `reserved` new tokens exceed the model's context."""
     encoded = token_ids(load_tokenizer(model.checkpoint.path), [row.prompt for row in rows])
     vocabulary = model.checkpoint.config.vocab_size
     for row, tokens in zip(rows, encoded, strict=True):
         if max(tokens, default=vocabulary) >= vocabulary:
-            told = f"no token, or one outside the model's vocabulary of {vocabulary}"
+            told = f"the prompt has no token, or a token outside the model's vocabulary of {vocabulary}"
             raise UserError(f"{row.path}: row {row.number}: {told}; leave the row out")
     prompts = [Prompt(tokens, row.path, row.number) for row, tokens in zip(rows, encoded, strict=True)]
     _check_context(prompts, model, reserved, "a context")
@@ -245,7 +245,7 @@ def _tokenized(rows: Sequence[EvalRow], model: ResolvedCheckpoint, reserved: int
 
 
 def _check_context(prompts: Sequence[Prompt], model: ResolvedCheckpoint, reserved: int, named: str) -> None:
-    """Raise UserError for a row whose prompt leaves fewer than `reserved` tokens of the context."""
+    """Raise UserError if a prompt leaves less room than `reserved` tokens in the model's context."""
     context = model.checkpoint.context_length
     for prompt in prompts:
         if len(prompt.ids) + reserved > context:

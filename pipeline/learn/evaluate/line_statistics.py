@@ -1,4 +1,4 @@
-"""Computes each row's statistics for every metric and every line of evaluate's table (a speed, a model, or chance)."""
+"""Computes statistics of all answers for all metrics. A line (of evaluate's table) is a speed, a model, or chance."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from pipeline.learn.evaluate.metrics import (
 )
 from pipeline.runtime.announce import RowProgress
 
-CHANCE = "chance"  # a line of answers that do not depend on their row's prompt
-MOST_LABELS = 200  # distinct answers for which kappa is computed
+CHANCE = "chance"  # name of the line whose answers do not depend on the row's prompt
+MOST_LABELS = 200  # kappa is computed only up to this number of distinct answers
 Answers = Sequence[Answer]
 
 
 def by_chance(answers: Answers, *, labels: bool) -> Answers:
-    """Return answers that ignore the prompt: the commonest of `answers` if they are labels, else the next row's."""
+    """Return answers that ignore the prompt: the next row's answer or, with `labels`, always the commonest answer."""
     if not labels:
         return [*answers[1:], answers[0]]
     commonest, _ = Counter(answer.generated_text for answer in answers).most_common(1)[0]
@@ -43,10 +43,10 @@ def line_statistics(
     answers: Mapping[str, Answers],
     full_depth: str,
 ) -> dict[str, dict[str, Array]]:
-    """Return statistics [N, K] of the N rows by line and metric, for each metric that can be computed from the rows.
+    """Return line -> metric -> statistics [N, K] of the N rows, for each metric that the rows allow.
 
-    answers: by line, and for `CHANCE`, whose answers no model gave and which has no token_kl or perplexity. full_depth:
-    name of the line that agreement is measured against.
+    answers: the answers of each line, and of the line `CHANCE`, which has no model and thus no token_kl or perplexity.
+    full_depth: name of the line that agreement is measured against.
     """
     texts = {name: [answer.generated_text or "" for answer in given] for name, given in answers.items()}
     expected, references = texts[full_depth], [row.references for row in inputs.rows]
@@ -83,7 +83,7 @@ def line_statistics(
 
 
 def _regret(full: Model, pairs: Mapping[str, Sequence[Pair]]) -> dict[str, Array]:
-    """Return line -> `answer_regret` of its answers [N]. Full depth reads equal answers of a row only once."""
+    """Return line -> regret [N] of the line's answers (see `answer_regret`). Equal answers to a row are scored once."""
     distinct = {(row, tuple(pair[1])): pair for each in pairs.values() for row, pair in enumerate(each)}
     report = RowProgress("scoring the lines' own answers", len(distinct)).at
     found = dict(zip(distinct, answer_regret(full, list(distinct.values()), report).tolist(), strict=True))

@@ -1,7 +1,7 @@
-"""Computes metrics from sums over rows: each row's statistics are computed once, and a sum of them gives a score.
+"""Computes metrics in two steps: K statistics for each row, then a score from the sums of the statistics over rows.
 
-A bootstrap of corpus metrics is cheap, because a resampled data set is another sum of the same statistics.
-Statistics are arrays [N, K] of N rows; sums [S, K] of S data sets give scores [S].
+This makes the bootstrap of a corpus metric cheap: a resampled data set only needs new sums.
+Shapes: N rows have statistics [N, K]; S data sets have sums [S, K] and scores [S].
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ log = logging.getLogger(__name__)
 Array = npt.NDArray[np.float64]
 ORDER = 4  # longest n-gram of BLEU
 TOKENS, OWN_TOKENS, REPEATS, GRAMS, REGRET = range(5)  # columns of `answer_statistics`
-CONFIDENCE = 0.95  # share of the resampled scores in an interval
-SAMPLES, SEED = 1000, 0  # resampled data sets of every interval, and the seed of their draw
-DRAWN_AT_ONCE = 2**22  # maximum number of row numbers drawn at once, 32 MiB
+CONFIDENCE = 0.95  # an interval holds this share of the resampled scores
+SAMPLES, SEED = 1000, 0  # number of resampled data sets, and the random seed that draws them
+DRAWN_AT_ONCE = 2**22  # limit for the row numbers drawn at once, which take 32 MiB
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. title: its name in tables. unit: "" for points of 100. score: sums [S, K] -> scores [S].
+    """A metric. title, unit: as shown in tables. score: computes scores [S] from sums [S, K].
 
-    higher_is_better: None where any distance from full depth's value is a loss.
+    higher_is_better: None means that any difference from full depth's value, up or down, is a loss.
     """
 
     title: str
@@ -98,12 +98,12 @@ METRICS = {
 
 
 def bleu_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-    """Return [N, 10]: lengths of answer and closest reference, matched n-grams and all n-grams of 1 ... 4 words.
+    """Return [N, 10]: answer length, closest reference's length, and for n = 1 to 4 the matched and then all n-grams.
 
-    sacrebleu counts them with tokenizer 13a, in lower case, against all references of a row. Sums over rows give the
+    sacrebleu counts with tokenizer 13a, in lower case, against all references of a row. The sums over rows give the
     corpus BLEU.
     """
-    # effective_order changes no count; without it sacrebleu warns at every sentence
+    # effective_order changes no count, but without it sacrebleu warns about every sentence
     metric = BLEU(lowercase=True, tokenize="13a", effective_order=True)
     scores = [metric.sentence_score(text, each) for text, each in zip(texts, references, strict=True)]
     counts = [[score.sys_len, score.ref_len, *score.counts, *score.totals] for score in scores]
@@ -111,28 +111,28 @@ def bleu_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -
 
 
 def exact_match_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-    """Return [N, 2]: 1 if the text equals a reference but for case and outer white space, else 0; the second is 1."""
+    """Return [N, 2]: whether the text equals a reference except for case and outer space (1 or 0), and a constant 1."""
     pairs = zip(texts, references, strict=True)
     return mean_statistics([normalized(text) in map(normalized, each) for text, each in pairs])
 
 
 def same_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
-    """Return [N, 2]: 1 if both texts are the same, character by character, else 0; the second is 1."""
+    """Return [N, 2]: whether both texts are equal, character by character (1 or 0), and a constant 1."""
     return mean_statistics([text == other for text, other in zip(texts, others, strict=True)])
 
 
 def kappa_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
-    """Return [N, 2 + 2 K]: 1 if both texts are the same, else 0; 1; and each text, one-hot over K distinct `others`."""
+    """Return [N, 2 + 2 K]: `same_statistics`, then text and other text, each one-hot over the K distinct `others`."""
     labels = {label: column for column, label in enumerate(dict.fromkeys(others))}
-    rows = np.eye(len(labels) + 1)[:, :-1]  # the last row is for a text that is no label
+    rows = np.eye(len(labels) + 1)[:, :-1]  # the last row is zeros, for a text that is not in `others`
     both = [rows[[labels.get(text, -1) for text in each]] for each in (texts, others)]
     return np.concatenate([same_statistics(texts, others), *both], axis=1)
 
 
 def rouge_l_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-    """Return [N, 2]: the best ROUGE-L F of the text over its references (rouge_score, no stemming); and 1.
+    """Return [N, 2]: the best ROUGE-L F score of the text over its references (no stemming), and a constant 1.
 
-    rouge_score counts only words of a-z and 0-9; a text equal to a reference scores 1 in every script.
+    rouge_score counts only words of a-z and 0-9. A text that equals a reference scores 1 in every script.
     """
     pairs = zip(texts, references, strict=True)
     return mean_statistics([max(_rouge_l(reference, text) for reference in each) for text, each in pairs])
@@ -141,25 +141,25 @@ def rouge_l_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]
 def answer_statistics(answers: Sequence[Sequence[int]], own: Sequence[Sequence[int]], regret: Array) -> Array:
     """Return [N, 5]: tokens of the answer, tokens of full depth's answer, repeated 4-grams, all 4-grams, and regret.
 
-    Fidelity is 100 · exp(-regret / tokens) · min(length ratio, 1 / length ratio) · (1 - repeated 4-grams / 4-grams):
-    the likelihood of single tokens hardly shows a wrong length or repetition, so each of them is a factor.
+    Fidelity is 100 · exp(-regret / tokens) · min(length ratio, 1 / length ratio) · (1 - repeated 4-grams / 4-grams).
+    Length and repetition are factors because the likelihood of single tokens hardly shows that they are wrong.
 
     Args:
-        answers, own: token ids of the answers and of full depth's own answers, with end tokens.
-        regret: `answer_regret` of the answers, nats, [N].
+        answers, own: Token ids of the answers and of full depth's answers, with end tokens.
+        regret: Regret of `answers` in nats, [N]; see `answer_regret`.
     """
     counts = [(len(answer), len(other), *repeated_ngrams(answer)) for answer, other in zip(answers, own, strict=True)]
     return np.concatenate([np.array(counts, dtype=np.float64), regret[:, None]], axis=1)
 
 
 def mean_statistics(values: Sequence[float] | Array) -> Array:
-    """Return [N, 2]: the values [N] and 1. The ratio of the sums is the mean over rows."""
+    """Return [N, 2]: the values and a constant 1. The sum of values divided by the sum of ones is the mean."""
     first = np.asarray(values, dtype=np.float64)
     return np.stack([first, np.ones_like(first)], axis=1)
 
 
 def warn_of_other_scripts(texts: Sequence[str]) -> None:
-    """Log a warning if ROUGE-L finds no word in most of the texts."""
+    """Log a warning if most of the texts hold no word that ROUGE-L counts."""
     unseen = sum(1 for text in texts if text.strip() and not re.search("[a-z0-9]", text.lower()))
     if 2 * unseen > len(texts):
         log.warning("ROUGE-L counts only words of a-z and 0-9, and %d of %d texts have none", unseen, len(texts))
@@ -176,10 +176,10 @@ def _rouge_l(reference: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of one line, over the rows themselves, with intervals from resampled rows.
+    """One line's score in one metric: values from the rows themselves, intervals from resampled rows.
 
-    loss: paired difference from full depth, positive if the line is worse. low, high: interval of `value`, which may
-    lie outside. loss_low, loss_high: interval of `loss`.
+    loss: difference from full depth on the same rows, positive if the line is worse. low, high: interval for `value`;
+    `value` may lie outside of it. loss_low, loss_high: interval for `loss`.
     """
 
     value: float
@@ -191,13 +191,13 @@ class Score:
 
 
 def resampled_counts(rows: int, samples: int, rng: np.random.Generator) -> Array:
-    """Return how often each data set, drawn with replacement, holds each row: [samples, rows]."""
+    """Draw `samples` data sets with replacement. Return how often each data set holds each row, [samples, rows]."""
     positions = rng.integers(rows, size=(samples, rows)) + rows * np.arange(samples)[:, None]
     return np.bincount(positions.ravel(), minlength=samples * rows).reshape(samples, rows).astype(np.float64)
 
 
 def resampled_sums(statistics: Array, samples: int, seed: int) -> Array:
-    """Return the sums of statistics [N, K] over each resampled data set: [samples, K]."""
+    """Draw `samples` data sets from the N rows of `statistics` [N, K]. Return each data set's sums, [samples, K]."""
     rng, rows = np.random.default_rng(seed), len(statistics)
     at_once = max(1, DRAWN_AT_ONCE // rows)
     return np.concatenate(
@@ -206,16 +206,16 @@ def resampled_sums(statistics: Array, samples: int, seed: int) -> Array:
 
 
 def paired_scores(statistics: Mapping[str, Mapping[str, Array]], full_depth: str) -> dict[str, dict[str, Score]]:
-    """Return the scores of every line and metric, with percentile intervals by paired bootstrap over rows.
+    """Return line -> metric -> score, with percentile intervals from a paired bootstrap over rows.
 
-    After Koehn, "Statistical Significance Tests for Machine Translation Evaluation", EMNLP 2004: data sets of as many
-    rows are drawn with replacement, the same ones for every line, and scored whole.
+    Method: Koehn, "Statistical Significance Tests for Machine Translation Evaluation", EMNLP 2004. Data sets of N rows
+    are drawn with replacement, and every line is scored on the same data sets.
 
     Args:
-        statistics: line -> metric -> [N, K] over the same N rows.
-        full_depth: name of the line from which losses are measured.
+        statistics: Line -> metric -> statistics [N, K] of the same N rows.
+        full_depth: Name of the line that losses are measured against.
     """
-    values_of = {}  # [1 + samples]: the data set itself, then the resampled ones
+    values_of = {}  # (line, metric) -> scores [1 + samples]: of the rows themselves, then of the resampled data sets
     for line, metrics in statistics.items():
         for metric, rows in metrics.items():
             sums = np.concatenate([rows.sum(axis=0)[None], resampled_sums(rows, SAMPLES, SEED)])

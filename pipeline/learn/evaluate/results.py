@@ -1,4 +1,4 @@
-"""Holds the results of an evaluation; writes files of scores and answers, and prints tables."""
+"""Holds the results of an evaluation, writes `table.json` and `table.parquet`, and prints tables."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from pipeline.learn.evaluate.metrics import CONFIDENCE, METRICS, Score
 from pipeline.runtime.wide_console import wide
 
 RECORD = "evaluate.json"
-Scores = dict[str, Score]  # scores by the metric's name
+Scores = dict[str, Score]  # metric name -> score
 
 
 @dataclass(frozen=True)
 class Line:
-    """The measurements of one schedule or baseline.
+    """One line of evaluate's table: the measurements of a schedule, the reference model or a baseline.
 
     Args:
-        name: Speed and prompt policy, or another name.
-        nominal: Speed-up in the recipe; None for another model.
-        layer_ratio: Layers of full depth divided by layers run, over all decode steps; None for another model.
+        name: Speed and prompt policy, or the name of the reference model or baseline.
+        nominal: Requested speed-up; None for the reference model or a baseline.
+        layer_ratio: Layers at full depth divided by layers run, over all decode steps; None if `nominal` is None.
         seconds: Time to answer all rows, median over timed rounds; in the record of `adapt`, time of one row.
         group: See `Variant`.
-        mean_depth: Mean number of layers of a decode step. None if no answer had a decode step.
+        mean_depth: Mean number of layers of a decode step; None if there was no decode step.
         decode_seconds: Time of all decode steps, median over timed rounds.
         tokens_per_second: Generated tokens divided by `seconds`.
-        wall_clock, decode_wall_clock: Seconds at 1x divided by seconds of this line, of the whole run and of decode.
-        cache_bytes: Key/value cache of the largest batch.
+        wall_clock, decode_wall_clock: Speed-ups: `seconds` and `decode_seconds` of the 1x line divided by this line's.
+        cache_bytes: Size of the KV cache of the largest batch.
         warnings: Signs of bad answers, such as one text for most rows.
     """
 
@@ -57,7 +57,7 @@ class Line:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Line:
-        """Return the line that a record holds. Records of an earlier version hold no name for it."""
+        """Build a line from the values in a record. Records of an earlier version hold no name, so it is derived."""
         nominal, prompt = values["nominal"], values["prompt"]
         policy = "" if prompt == "full" or nominal in (None, 1) else f" prompt={prompt}"
         name = "full depth" if nominal is None else f"{nominal:g}x{policy}"
@@ -66,13 +66,13 @@ class Line:
 
 
 def scores_of(values: Mapping[str, Mapping[str, float]]) -> Scores:
-    """Return the scores that a record holds as plain values."""
+    """Build scores from the values in a record."""
     return {name: Score(**score) for name, score in values.items()}
 
 
 def uselessness(line: Line, chance: Scores, metric: str) -> str | None:
-    """Return a sentence that says that a line is useless, if its metric is at or below chance; else None."""
-    metric = metric if metric in chance else "agreement_exact"  # chance has no distributions
+    """Return a sentence that calls `line` useless if its score is at or below chance; else None."""
+    metric = metric if metric in chance else "agreement_exact"  # chance has no score for token_kl and perplexity
     if metric not in chance or line.scores[metric].value > chance[metric].value:
         return None
     title, value = METRICS[metric].title, line.scores[metric].value
@@ -80,7 +80,7 @@ def uselessness(line: Line, chance: Scores, metric: str) -> str | None:
 
 
 def remarks(lines: Sequence[Line], chance: Scores, metric: str) -> list[str]:
-    """Return sentences about the lines: which ones are useless, and signs of bad answers."""
+    """Return sentences that name useless lines and signs of bad answers."""
     useless = [text for line in lines if (text := uselessness(line, chance, metric)) is not None]
     return [*useless, *(f"{line.name}: {text}" for line in lines for text in line.warnings)]
 
@@ -89,9 +89,9 @@ def remarks(lines: Sequence[Line], chance: Scores, metric: str) -> list[str]:
 class Evaluation:
     """Results of an evaluation.
 
-    lines: in the table's order. rows: number of rows that each line answers. batch: most rows of a batch. metric: name
-    of the metric that lines are judged by. full_depth: name of the line from which losses are measured. chance: scores
-    of answers that do not depend on their prompt.
+    lines: in the table's order. rows: number of rows that each line answers. batch: maximum number of rows in a batch.
+    metric: name of the main metric. full_depth: name of the line that losses are measured against. chance: scores of
+    answers that do not depend on their prompt.
     """
 
     lines: list[Line]
@@ -104,25 +104,25 @@ class Evaluation:
 
 
 def slug(name: str) -> str:
-    """Return a line's name as part of a file name."""
+    """Return the name of a line in a form that fits into a file name."""
     return re.sub(r"[^\w.]+", "-", name).strip("-")
 
 
 def answers_file(line: str) -> str:
-    """Return the name of the file with a line's answers."""
+    """Return the name of the file that holds the answers of `line`."""
     return f"answers-{slug(line)}.parquet"
 
 
 def output_files(lines: Iterable[str]) -> list[str]:
-    """Return the names of all files that an evaluation of these lines writes, except its record."""
+    """Return the names of all files that an evaluation of `lines` writes, except the record `evaluate.json`."""
     return ["table.json", "table.parquet", *map(answers_file, lines)]
 
 
 def write_table(evaluation: Evaluation) -> None:
     """Write `table.json` and `table.parquet`, with one row for each line of the evaluation.
 
-    For each metric m a row holds `m`, `m_low`, `m_high`, `m_loss`, `m_loss_low`, `m_loss_high`, and `m_chance`, the
-    score of answers that do not depend on their prompt.
+    For each metric m a row holds `m`, `m_low`, `m_high`, `m_loss`, `m_loss_low`, `m_loss_high` and `m_chance` (the
+    score of answers that do not depend on their prompt).
     """
     rows = []
     for line in evaluation.lines:
@@ -142,7 +142,7 @@ def write_table(evaluation: Evaluation) -> None:
 
 
 def print_tables(console: Console, evaluation: Evaluation) -> None:
-    """Print speed and the metric that lines are judged by, the other metrics below, and which lines are useless."""
+    """Print a table of speeds and the main metric, a table of the other metrics, and warnings about bad lines."""
     console = wide(console)
     console.print(_main_table(evaluation))
     console.print()
@@ -184,7 +184,7 @@ def _main_table(evaluation: Evaluation) -> Table:
 
 
 def _further_table(evaluation: Evaluation) -> Table:
-    """Return a table with a row per metric except `evaluation.metric`; if that is BLEU, exact match is left out too."""
+    """Return a table of all metrics except the main one. If BLEU is the main metric, exact match is left out too."""
     names = [name for name in evaluation.lines[0].scores if name != evaluation.metric]
     if evaluation.metric == "bleu":
         names.remove("exact_match")
@@ -205,7 +205,7 @@ def _table(*columns: str) -> Table:
 
 
 def bracketed(value: float, low: float, high: float, decimals: int, signed: bool = False) -> str:
-    """Return a value and its interval; the value alone if the interval is empty."""
+    """Return a value and its interval as text; the value alone if the interval has no width after rounding."""
     value, low, high = (round(number, decimals) + 0.0 for number in (value, low, high))  # + 0.0: no -0.0
     sign = "+" if signed and value else ""
     if low == value == high:

@@ -2,9 +2,9 @@
 
     rows, checkpoints → lines → answers, timed in turn → statistics of rows → scores with intervals → tables
 
-Quality is measured against references if there are any, and always against full depth and chance. Speed is three
-numbers: nominal speed-up, layer ratio over the decode steps that ran, and wall clock of the whole run and of decode
-alone, compared with the same engine at full depth over the same rows in the same batches.
+A line is one speed or model. Quality is measured against full depth and chance, and against references if there are
+any. The measures of speed are the nominal speed-up, the layer ratio of the decode steps, and the time of the whole run
+and of its decode steps, each compared with full depth on the same engine, rows and batches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pipeline.runtime.announce import RowProgress, announce
 
 
 def evaluate(config: EvalConfig) -> Evaluation:
-    """Answer the rows at every speed, score and time them; write tables, answers and a record of the settings.
+    """Answer the rows at every speed, score and time the answers, and write tables, answers and `evaluate.json`.
 
     Raises UserError of one line for a mistake, before a model is loaded.
     """
@@ -76,10 +76,10 @@ def evaluate(config: EvalConfig) -> Evaluation:
 
 
 def load_models(inputs: EvalInputs) -> tuple[Generator, Generator, dict[str, Generator]]:
-    """Load all models of an evaluation. All of them answer the rows in the same batches.
+    """Load all models of an evaluation, with a common batch limit, so that all answer the rows in the same batches.
 
-    Return the model without its speed adapter, the model with it (the same object if it has none), and line name ->
-    reference model or baseline.
+    Returns the model without its speed adapter, the model with its speed adapter (the same object if it has none), and
+    line name -> reference model or baseline.
     """
     config, rows = inputs.config, f", for {len(inputs.rows):,} rows"
     announce(f"loading {config.model.path}{rows}")
@@ -97,7 +97,7 @@ def load_models(inputs: EvalInputs) -> tuple[Generator, Generator, dict[str, Gen
 
 
 def with_measured_order(inputs: EvalInputs, generator: Generator) -> EvalInputs:
-    """Return the inputs. If the recipe says so, set a keep order measured on full-depth answers of the first rows."""
+    """Return `inputs`. If `schedule.keep_order` says so, measure the layer order on full-depth answers and set it."""
     model, schedule = inputs.config.model, inputs.config.schedule
     if schedule.keep_order != MEASURED:
         return inputs
@@ -111,7 +111,7 @@ def with_measured_order(inputs: EvalInputs, generator: Generator) -> EvalInputs:
 
 @dataclass
 class TimedRun:
-    """Answers of a line, and their times. seconds, decode_seconds: one number for each timed round."""
+    """Answers of a line. seconds, decode_seconds: time of the whole run and of its decode steps in each timed round."""
 
     answers: list[Answer]
     stats: EngineStats
@@ -120,32 +120,32 @@ class TimedRun:
 
 
 def common_batch(generator: Generator, prompts: Sequence[Prompt], new_tokens: int) -> int:
-    """Return the most rows per batch with which all schedules form the batches of full depth, which needs most memory.
+    """Return the maximum rows per batch that fits full depth's KV cache, so that all schedules run the same batches.
 
-    generator: at full depth. new_tokens: most tokens of an answer. Raises UserError if a row exceeds the cache budget.
+    generator: at full depth. new_tokens: maximum tokens of an answer. Raises UserError if one row alone does not fit.
     """
     engine, longest = generator.engine, max(prompts, key=lambda prompt: len(prompt.ids))
     length, shortest = len(longest.ids), min(len(prompt.ids) for prompt in prompts)
 
     def row_bytes(prompt_tokens: int) -> int:
-        """Return the most cache bytes of a row with `prompt_tokens` tokens in a batch with the longest prompt."""
+        """Return the maximum cache size of a row with `prompt_tokens` tokens, padded to the longest prompt."""
         return engine.row_bytes(length, max(1, min(new_tokens, engine.decoder.context_length - prompt_tokens)))
 
     if row_bytes(length) > generator.cache_bytes:
         raise UserError(
             f"{longest.source}: row {longest.row}: needs {row_bytes(length)} bytes of cache at full depth, "
-            f"the budget is {generator.cache_bytes}; raise cache_bytes"
+            f"but cache_bytes is {generator.cache_bytes}; raise cache_bytes"
         )
     fitting = generator.cache_bytes // max(1, row_bytes(shortest))  # an answer of one token keeps no cache
     return max(1, min(generator.max_batch, fitting))
 
 
 def answer(generator: Generator, schedule: Schedule, prompts: Sequence[Prompt], stage: str = "answering") -> TimedRun:
-    """Answer all rows once, and announce the number of rows done under the name `stage`.
+    """Answer all rows once. Progress lines begin with `stage`.
 
-    Raises UserError for a row that cannot be answered, or if memory ran out.
+    Raises UserError if a row cannot be answered or memory ran out.
     """
-    scheduled = generator.at(schedule)  # on a CPU without buffers of an earlier run
+    scheduled = generator.at(schedule)  # on a CPU this drops the buffers of earlier runs
     progress = RowProgress(stage, len(prompts))
     began = time.perf_counter()
     answers = scheduled.answer(prompts, on_batch=progress)
@@ -154,18 +154,18 @@ def answer(generator: Generator, schedule: Schedule, prompts: Sequence[Prompt], 
     if bad is not None:
         raise UserError(f"{prompts[bad.row].source}: row {prompts[bad.row].row}: {bad.error}")
     stats = scheduled.take_stats()
-    if stats.out_of_memory:  # the batches were cut again, so that times are not comparable
-        raise UserError(f"memory ran out in {stats.out_of_memory} batches, nothing can be timed: lower max_batch")
+    if stats.out_of_memory:  # these batches were split, so their times cannot be compared
+        raise UserError(f"memory ran out in {stats.out_of_memory} batches, so times are wrong: lower max_batch")
     return TimedRun(answers, stats, [seconds], [stats.decode_seconds])
 
 
 def time_in_turn(
     lines: Mapping[str, tuple[Generator, Schedule]], prompts: Sequence[Prompt], rounds: int
 ) -> dict[str, TimedRun]:
-    """Answer all rows under every line, `rounds` times: one line after the other, so that a drift affects all.
+    """Answer all rows with every line in turn, `rounds` times. A drift of the machine's speed then affects all lines.
 
-    Every line warms up first: on its largest batch, or in a whole round if there are several rounds or on a GPU, where
-    each new shape costs time. Answers and counts are the last round's.
+    Every line first warms up on its largest batch. With several rounds, or on a GPU, where each new shape costs time,
+    it warms up on all rows. Returns line -> answers and counts of the last round, and times of all rounds.
     """
     whole = rounds > 1 or any(generator.device.type == "cuda" for generator, _ in lines.values())
     longest = sorted(prompts, key=lambda prompt: -len(prompt.ids))
@@ -186,7 +186,7 @@ def time_in_turn(
 
 
 def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Line:
-    """Return the line of a run. base: the run at 1x, for the speed-ups. A line of another model has no layer ratio."""
+    """Make a line of the table from `run`. base: the run at 1x, which speed-ups are measured against."""
     stats, seconds, decode = run.stats, median(run.seconds), median(run.decode_seconds)
     own_layers = variant.nominal is not None
     signs = warnings_of([answer.generated_text or "" for answer in run.answers])
@@ -204,12 +204,12 @@ def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Li
         decode_wall_clock=median(base.decode_seconds) / decode if decode else 1.0,
         cache_bytes=stats.cache_bytes,
         scores=scores,
-        warnings=tuple(text.partition(";")[0] for text in signs),  # signs without the advice that follows them
+        warnings=tuple(text.partition(";")[0] for text in signs),  # without the advice after the semicolon
     )
 
 
 def _write(evaluation: Evaluation, inputs: EvalInputs, runs: Mapping[str, TimedRun], generator: Generator) -> None:
-    """Replace the files of the last evaluation. The record, written last, holds the settings of these numbers."""
+    """Replace the files of an earlier evaluation in the folder. The record with the settings is written last."""
     folder, columns = inputs.folder, _columns(inputs.rows)
     folder.discard(folder.files())
     folder.claim(output_files(runs))
@@ -231,9 +231,9 @@ def _write(evaluation: Evaluation, inputs: EvalInputs, runs: Mapping[str, TimedR
 
 
 def _columns(rows: Sequence[EvalRow]) -> dict[str, list[Any]]:
-    """Return the rows' own columns in the files of answers: id and references if the data has them, and prompt."""
+    """Return the input columns for the answers files: prompt, and id and references if the data has them."""
     prompts: list[Any] = [row.prompt for row in rows]
-    if any(isinstance(prompt, str) for prompt in prompts):  # if some prompts are texts, token ids are written as text
+    if any(isinstance(prompt, str) for prompt in prompts):  # a column has one type, so token ids become text too
         prompts = [prompt if isinstance(prompt, str) else json.dumps(prompt) for prompt in prompts]
     columns = {"id": [row.id for row in rows]} if any(row.id is not None for row in rows) else {}
     columns["prompt"] = prompts

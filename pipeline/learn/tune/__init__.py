@@ -1,1 +1,1 @@
-"""Train a checkpoint with the layers that inference runs: plan, train, save."""
+"""Train a checkpoint to skip layers as generation does: plan, train, save."""

@@ -1,4 +1,4 @@
-"""Speed adapters in training (LoRA, Hu et al. 2021, arXiv 2106.09685) by the peft library: checked, added, saved."""
+"""Checks, adds and saves speed adapters with the library peft. They are LoRA (Hu et al. 2021, arXiv 2106.09685)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_targets(adapter: AdapterConfig, config: PretrainedConfig) -> None:
-    """Raise UserError if a target is no linear layer of a model with this config; loads no weights."""
+    """Raise UserError if a name in `adapter.targets` is no linear layer of a model with `config`. Loads no weights."""
     known = _linear_names(config)
     for target in adapter.targets or ():
         if target not in known:
@@ -26,7 +26,7 @@ def check_targets(adapter: AdapterConfig, config: PretrainedConfig) -> None:
 
 
 def started(base: Checkpoint, folder: str) -> Checkpoint:
-    """Return `base` with the adapter in `folder`, to train further. Raises UserError if it belongs to another base."""
+    """Return `base` with the adapter in `folder`. Raises UserError if the adapter belongs to another checkpoint."""
     try:
         found = with_adapter(base, folder)
         assert found.adapter is not None
@@ -37,7 +37,7 @@ def started(base: Checkpoint, folder: str) -> Checkpoint:
 
 
 def add_adapters(model: PreTrainedModel, adapter: AdapterConfig) -> PeftModel:
-    """Return the model, frozen, with trainable adapters: those in `adapter.start`, or new ones at the targets."""
+    """Freeze the model and add trainable adapters: new ones at `adapter.targets`, or those in `adapter.start`."""
     import peft
 
     if adapter.start is not None:
@@ -58,10 +58,10 @@ def add_adapters(model: PreTrainedModel, adapter: AdapterConfig) -> PeftModel:
 
 
 def round_frozen(model: torch.nn.Module) -> None:
-    """Round the weights of frozen linear layers to bfloat16: autocast would do the same at every use.
+    """Round the weights of frozen linear layers to bfloat16 once; autocast would do it again at every use.
 
-    A head whose weights are the embeddings gets its own. Embeddings and norms keep their type; they are copied, since
-    one tensor that lies in the checkpoint's file keeps all of it in memory.
+    A head that shares the weights of the embeddings gets its own copy. Embeddings and norms keep their type. They are
+    copied out of the checkpoint's file, because one tensor in the mapped file keeps the whole file in memory.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and not module.weight.requires_grad:
@@ -72,16 +72,16 @@ def round_frozen(model: torch.nn.Module) -> None:
 
 
 def save_adapters(model: PeftModel, base: str, folder: Path) -> None:
-    """Write the adapters, rounded to bfloat16, and the digest of the checkpoint folder `base` that they belong to."""
+    """Write the adapters, rounded to bfloat16, into `folder`, with the digest of their checkpoint folder `base`."""
     import peft
 
     state: dict[str, Any] = peft.get_peft_model_state_dict(model)
     model.save_pretrained(str(folder), state_dict={name: weight.to(torch.bfloat16) for name, weight in state.items()})
     (folder / "README.md").unlink(missing_ok=True)  # peft's empty template
-    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors leaves the file to its owner alone
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors makes the file readable by its owner only
     save_record(folder, base_digest(Path(base)))
 
 
 def _linear_names(config: PretrainedConfig) -> list[str]:
-    """Return the last names of the linear layers in the decoder layers, sorted."""
+    """Return the names of the linear modules in a decoder layer, such as `q_proj`, sorted."""
     return sorted({name.rpartition(".")[2] for name in linear_layers(config)})

@@ -1,11 +1,11 @@
-"""The training objective, and its gradients without the logits of all tokens at once.
+"""Computes the training objective and its gradients chunk by chunk, so that the logits of all tokens never exist.
 
-The objective of a response token is the cross-entropy of its label plus KL(teacher || student), computed at
-`loss.temperature` and scaled by its square (Hinton et al. 2015, arXiv 1503.02531). Tokens outside the teacher's K
-likeliest ones count as one: a lower bound of the divergence over the vocabulary, lower by the mass of the rest times
-the divergence within it. The gradient of the logits is computed from its formula, in a few passes over the vocabulary
-(SmolLM2-135M, 400 tokens, one thread: head and objective take 1.1 s a step; by autograd 1.6 of 6.9 s).
-Shapes: M response tokens, E hidden size, V vocabulary size, K entries of the teacher's distribution that are kept.
+The objective of a response token is the cross-entropy of its label plus KL(teacher || student). KL is computed at
+`loss.temperature` T and multiplied by T squared (Hinton et al. 2015, arXiv 1503.02531). All tokens but the teacher's K
+likeliest count as one class. The KL is thus a lower bound of the KL over the whole vocabulary: it leaves out the KL
+within that class, weighted with the teacher's mass there. The gradient of the logits comes from its formula, not from
+autograd (SmolLM2-135M, 400 tokens, one thread: head and objective take 1.1 s; with autograd 1.6 s of 6.9 s a step).
+Shapes: M response tokens, E hidden size, V vocabulary size, K kept entries of the teacher's distribution.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor, nn
 from actors.engine.decoder import Decoder
 from pipeline.config.tune import LossConfig
 
-CHUNK_BYTES = 64 * 2**20  # bytes of one chunk's logits in fp32
-BLOCK_BYTES = 4 * 2**20  # bytes of the fp32 logits differentiated at once: they stay in the processor's caches
+CHUNK_BYTES = 64 * 2**20  # limit for the fp32 logits of one chunk
+BLOCK_BYTES = 4 * 2**20  # limit for the fp32 logits differentiated at once, so that they stay in the processor's caches
 
 LogitsLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Targets:
-    """A teacher's distributions over the next token: its K likeliest entries, and the mass of all others.
+    """A teacher's next-token distributions: for each token the K likeliest entries and the mass of all others.
 
     ids: int32 [M, K]. log_probs: [M, K]. rest: [M], logarithm of the mass of all other entries; -inf if there are none.
-    entries: size of the teacher's vocabulary; further entries of the student are padding.
+    entries: number of tokens in the teacher's vocabulary; further entries of the student's logits are padding.
     """
 
     ids: Tensor
@@ -42,7 +42,7 @@ class Targets:
 
     @classmethod
     def of(cls, logits: Tensor, loss: LossConfig, vocabulary: int) -> Targets:
-        """Make targets of a teacher's logits [M, V]. vocabulary: the student's size; entries beyond it are padding."""
+        """Make targets from a teacher's logits [M, V]. Entries beyond `vocabulary`, the student's size, are dropped."""
         scaled = logits[:, :vocabulary].float() / loss.temperature
         scaled = scaled - scaled.logsumexp(-1, keepdim=True)
         log_probs, ids = scaled.topk(min(loss.teacher_top_k, scaled.shape[-1]), dim=-1)
@@ -51,7 +51,7 @@ class Targets:
 
     @classmethod
     def joined(cls, parts: Sequence[Targets]) -> Targets:
-        """Concatenate several targets."""
+        """Concatenate `parts` along the tokens."""
         ids, log_probs, rest = (
             torch.cat([getattr(one, name) for one in parts]) for name in ("ids", "log_probs", "rest")
         )
@@ -61,7 +61,7 @@ class Targets:
         return replace(self, ids=self.ids[tokens], log_probs=self.log_probs[tokens], rest=self.rest[tokens])
 
     def copied(self) -> Targets:
-        """Return a copy with its own memory: pickling a slice writes the whole tensor that it was cut from."""
+        """Return a copy with memory of its own. Pickling a slice would write the whole tensor that it is a view of."""
         return replace(self, ids=self.ids.clone(), log_probs=self.log_probs.clone(), rest=self.rest.clone())
 
     def to(self, device: torch.device | str) -> Targets:
@@ -72,10 +72,10 @@ class Targets:
 def summed_loss(
     decoder: Decoder, hidden: Tensor, labels: Tensor, targets: Targets | None, loss: LossConfig, smoothing: float
 ) -> Tensor:
-    """Return the summed objective for hidden states [M, E] before the final norm.
+    """Return the objective, summed over tokens, for hidden states [M, E] before the final norm.
 
-    Gradients are computed with each chunk's logits, which are freed at once: neither all logits nor their gradients
-    exist, and no head is computed twice.
+    Gradients are computed together with each chunk's logits, which are then freed. Memory holds the logits of one chunk
+    at most, and the head is computed only once.
     """
 
     def logits_loss(logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ def summed_loss(
 
 @torch.no_grad()
 def dev_loss(decoder: Decoder, hidden: Tensor, labels: Tensor, targets: Targets | None, loss: LossConfig) -> Tensor:
-    """Return the summed objective, without label smoothing, for hidden states [M, E] before the final norm."""
+    """Return the objective without label smoothing, summed over tokens. hidden: [M, E], before the final norm."""
     parts = [
         loss_and_gradient(
             decoder.logits(hidden[chunk]), labels[chunk], None if targets is None else targets[chunk], loss, 0.0
@@ -109,7 +109,7 @@ def dev_loss(decoder: Decoder, hidden: Tensor, labels: Tensor, targets: Targets 
 def loss_and_gradient(
     logits: Tensor, labels: Tensor, targets: Targets | None, loss: LossConfig, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed objective of the student's logits [M, V], and its gradient with respect to them."""
+    """Return the objective, summed over tokens, and its gradient with respect to the student's `logits` [M, V]."""
     total = logits.new_zeros((), dtype=torch.float32)
     gradient: Tensor | None = None
     if loss.references > 0:
@@ -129,7 +129,7 @@ def loss_and_gradient(
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Return the sum of the cross-entropy with label smoothing, and its gradient with respect to the logits [M, V]."""
+    """Return the summed cross-entropy with label smoothing, and its gradient with respect to `logits` [M, V]."""
     log_probs = logits.log_softmax(-1, dtype=torch.float32)
     total = nn.functional.nll_loss(log_probs, labels, reduction="sum") * (1 - smoothing)
     if smoothing > 0:
@@ -142,10 +142,11 @@ def _cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Te
 
 
 def _divergence(scores: Tensor, targets: Targets, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the sum of KL(teacher || student) over K + 1 classes, and its gradient by the scores [M, V] / temperature.
+    """Return the sum of KL(teacher || student) over K + 1 classes, and its gradient.
 
-    Let q be the student's and p the teacher's probability of a token. All tokens besides the K kept ones have Q in the
-    student and P in the teacher. The gradient is q - p for a kept token, and q - q P / Q for any other token.
+    The gradient [M, V] with respect to `scores` / `temperature` is q - p for a kept token, and q - q P / Q for any
+    other token. p and q are the token's probabilities under the teacher and the student. P and Q are the total
+    probabilities of all tokens that are not kept.
     """
     ids = targets.ids.long()
     if temperature != 1:
@@ -153,8 +154,8 @@ def _divergence(scores: Tensor, targets: Targets, temperature: float) -> tuple[T
     probabilities = scores.softmax(-1, dtype=torch.float32)
     least = torch.finfo(probabilities.dtype).tiny
     kept, kept_scores = probabilities.gather(1, ids), scores.gather(1, ids).float()
-    highest = kept.argmax(1, keepdim=True)  # the largest probability is the last one to vanish
-    whole = kept_scores.gather(1, highest) - kept.gather(1, highest).clamp_min(least).log()  # log of the sum of exp
+    highest = kept.argmax(1, keepdim=True)  # the largest probability underflows last
+    whole = kept_scores.gather(1, highest) - kept.gather(1, highest).clamp_min(least).log()  # logsumexp of the scores
     taught = targets.log_probs.exp()
     total = (taught * (targets.log_probs - (kept_scores - whole))).sum()
     if ids.shape[1] < scores.shape[1]:
@@ -166,7 +167,7 @@ def _divergence(scores: Tensor, targets: Targets, temperature: float) -> tuple[T
 
 
 class _Chunked(torch.autograd.Function):
-    """A sum over chunks of hidden states, whose gradient is computed chunk by chunk in the forward pass."""
+    """Sums a loss over chunks of hidden states. The forward pass computes the gradients too, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -205,7 +206,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def chunks(tokens: int, vocabulary: int, most: int | None = None) -> list[slice]:
-    """Return equal slices of `tokens` tokens whose fp32 logits fit `most` bytes, default `CHUNK_BYTES`."""
+    """Cut `tokens` tokens into equal slices whose fp32 logits each fit `most` bytes; default `CHUNK_BYTES`."""
     count = -(-tokens // max(1, (most or CHUNK_BYTES) // (4 * vocabulary)))
     size = -(-tokens // count)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]

@@ -1,4 +1,4 @@
-"""The plan of a training, checked before weights are loaded: tokenizer, architecture, token ids, schedules."""
+"""Plans a training before weights are loaded: reads and checks tokenizer, architecture, token ids and schedules."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from pipeline.learn.tune.adapters import check_targets, started
 
 log = logging.getLogger(__name__)
 Order = tuple[tuple[int, ...], int]  # a measured keep order, and its number of warm-up layers
-SHAPE = {"decay", "warmup", "keep_order", "prompt"}  # keys whose default is the start checkpoint's value
+SHAPE = {"decay", "warmup", "keep_order", "prompt"}  # schedule keys that default to the start checkpoint's values
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt and its response. ended: whether the end-of-sequence token follows the response."""
+    """A prompt and its response. ended: whether an end-of-sequence token is added to the response."""
 
     prompt: Text
     response: Text
@@ -37,10 +37,10 @@ class Pair:
 
 
 def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> list[Pair]:
-    """Return the pairs of prompt and response in `paths`; a list of references makes a pair of each reference.
+    """Return the pairs of prompt and response in the files `paths`. A row with several references gives several pairs.
 
-    Raises UserError that names file and row if a prompt or response is empty or neither text nor token ids, or if a
-    response is not one of `data.choices`.
+    reference: column with the responses. Raises UserError, with file and row, if a prompt or response is empty, is
+    neither text nor token ids, or is a response that `data.choices` does not list.
     """
     pairs: list[Pair] = []
     labels = None if data.choices is None else set(data.choices)
@@ -70,12 +70,12 @@ def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> li
 def encode(
     tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair], max_tokens: int, vocab_size: int
 ) -> list[dict[str, Any]]:
-    """Return `input_ids` and `prompt_tokens` of each pair; pairs above `max_tokens` are left out with a warning.
+    """Return `input_ids` and `prompt_tokens` of each pair. Leave out pairs above `max_tokens`, with a warning.
 
     Raises UserError for a token outside the vocabulary, or if the tokenizer has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no end-of-sequence token, so that no end could be learned")
+        raise UserError("the tokenizer has no end-of-sequence token, so the model cannot learn where an answer ends")
     prompts = token_ids(tokenizer, [pair.prompt for pair in pairs])
     responses = token_ids(tokenizer, [pair.response for pair in pairs], special=False)
     rows: list[dict[str, Any]] = []
@@ -109,7 +109,7 @@ class TrainingPlan:
 def plan_training(config: TuneConfig) -> TrainingPlan:
     """Read the data and inspect the checkpoints; loads no weights. Raises UserError of one line for a mistake.
 
-    A keep order that is to be measured is the paper's until `with_order` sets it.
+    If the layer order (keep order) is still to be measured, the plan has the paper's; `with_order` replaces it.
     """
     data = config.data
     train_pairs = read_pairs(data, data.train, data.train_reference)
@@ -129,24 +129,24 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
     longest = min(contexts)
     train, dev = (encode(tokenizer, pairs, longest, architecture.vocab_size) for pairs in (train_pairs, dev_pairs))
     if not train or not dev:
-        raise UserError(f"data: no pair within {longest} tokens, by max_tokens or the model's context")
+        raise UserError(f"data: every pair is longer than {longest} tokens, the limit of max_tokens and the context")
     kept = min(len(dev), data.dev_rows)
     dev = [dev[row * len(dev) // kept] for row in range(kept)]
     if len(dev) < 2:
-        raise UserError(f"{data.dev[0]}: a dev set of one pair says nothing: give at least two")
+        raise UserError(f"{data.dev[0]}: one pair is not enough for a dev set: give at least two")
     spec = _spec(config, stored, train)
     schedules = _schedules(config, spec, architecture.num_hidden_layers)
     return TrainingPlan(tokenizer, architecture, train, dev, spec, schedules)
 
 
 def training_steps(settings: TrainingConfig, rows: int) -> int:
-    """Return the number of optimizer steps of a training on this number of pairs."""
+    """Return the number of optimizer steps of a training on `rows` pairs."""
     by_epochs = math.ceil(math.ceil(rows / settings.batch_size) * settings.epochs)
     return settings.max_steps if settings.max_steps > 0 else by_epochs
 
 
 def with_order(config: TuneConfig, plan: TrainingPlan, order: Order | None) -> TrainingPlan:
-    """Return the plan with a measured keep order and warm-up, if they were measured."""
+    """Return the plan with the measured layer order and warm-up in `order`; unchanged if `order` is None."""
     if order is None:
         return plan
     spec = plan.spec.overridden({"keep_order": order[0], "warmup": order[1]})
@@ -154,9 +154,9 @@ def with_order(config: TuneConfig, plan: TrainingPlan, order: Order | None) -> T
 
 
 def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mapping[str, Any]]) -> ScheduleSpec:
-    """Return the schedule to store: the default speed, and the horizon for every job of this checkpoint.
+    """Return the schedule to store in the trained checkpoint, as default for its jobs.
 
-    Keys that the recipe leaves out are the start checkpoint's; a horizon that it leaves out follows from the data.
+    Keys that the recipe leaves out come from `stored`. The horizon, if left out, is the median response length.
     """
     schedule = config.schedule
     lengths = [len(row["input_ids"]) - row["prompt_tokens"] for row in rows]
@@ -173,7 +173,7 @@ def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mappin
 
 
 def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str, Schedule]:
-    """Return the schedules from which steps are drawn, by name: equal ones once, and for an adapter none at 1x."""
+    """Return name -> schedule to train for. Equal schedules appear once; an adapter is not trained at full depth."""
     section = config.schedule
     schedules = {f"{speed:g}x": spec.overridden({"speedup": speed}).build(layers) for speed in section.speedups}
     for further in section.also:
@@ -186,5 +186,5 @@ def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str,
         return drawn
     fast = {name: schedule for name, schedule in drawn.items() if not schedule.is_full_depth}
     if not fast:
-        raise UserError("schedule.speedups: an adapter is for speeds above 1x, and none is given: add one, such as 2")
+        raise UserError("schedule.speedups: an adapter is for speeds above 1x, and there is none: add one, such as 2")
     return fast

@@ -1,4 +1,4 @@
-"""Manages a training's folder: records the recipe to which saved state belongs, and moves the results into place."""
+"""Manages a training's output folder: records the recipe, checks it on resume, and moves the results into place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FREE: dict[str, Any] = {"training": {"epochs", "max_steps", "threads", "eval_ste
 
 
 def folder(config: TuneConfig) -> Path:
-    """Return the folder of the training's state."""
+    """Return the folder that holds the training's saved state."""
     return Path(config.output) / STATE
 
 
@@ -34,9 +34,9 @@ def finished(config: TuneConfig) -> bool:
 
 
 def begin(config: TuneConfig) -> None:
-    """Record the recipe, before anything is trained.
+    """Record the recipe in the output folder before the training starts; keep the record if the training is resumed.
 
-    Raises UserError if the output folder holds files of the user, a checkpoint, or the state of another recipe's run.
+    Raises UserError if the output folder holds files of the user, a checkpoint, or a training with another recipe.
     """
     output, state = Path(config.output), folder(config)
     models = {"model.path": config.model.path, "loss.teacher": config.loss.teacher, "adapter.start": _start(config)}
@@ -47,8 +47,8 @@ def begin(config: TuneConfig) -> None:
     if (state / STATE_FILE).exists():
         if not _is_recorded(config):
             raise UserError(
-                f"output: {state} holds a run of another recipe, or of files that have changed; remove it, or choose "
-                "another output"
+                f"output: {state} holds a training with another recipe, or its input files have changed; remove it, or "
+                "choose another output"
             )
         return
     if any((output / name).exists() for name in ("config.json", "adapter_config.json")):
@@ -59,26 +59,26 @@ def begin(config: TuneConfig) -> None:
 
 
 def finish(config: TuneConfig, save: Callable[[Path], None], record: Mapping[str, Any]) -> None:
-    """Move the files that `save` writes into the output folder, and write the record last.
+    """Call `save` on a temporary folder, move its files into the output folder, and write `record` last.
 
-    Raises UserError if a file of the user has one of their names.
+    Raises UserError if the output folder holds a file of the user with one of the names.
     """
     output, new = Path(config.output), folder(config) / "new"
     shutil.rmtree(new, ignore_errors=True)
     save(new)
     owned = OwnedFolder(output, RECORD, "output")
     names = sorted(path.name for path in new.iterdir())
-    owned.save({})  # the training is not finished while files are replaced
+    owned.save({})  # until the record is complete, the training does not count as finished
     owned.claim(names)
     for name in names:
         (new / name).replace(output / name)
-    owned.discard(owned.files() - {STATE, *names})  # for example shards of another training
+    owned.discard(owned.files() - {STATE, *names})  # for example weight files of an earlier training
     new.rmdir()
     owned.save(record)
 
 
 def _is_recorded(config: TuneConfig) -> bool:
-    """Return True if the recorded recipe is this one; earlier versions recorded removed keys, and no `start`."""
+    """Tell whether the recorded recipe equals the recipe of `config`. Records of earlier versions are accepted."""
     stored, recipe = _read(folder(config) / RECIPE), _recipe(config)
     if not isinstance(stored, dict) or not isinstance(stored.get("config"), dict):
         return False
@@ -86,7 +86,7 @@ def _is_recorded(config: TuneConfig) -> bool:
 
 
 def _recipe(config: TuneConfig) -> dict[str, Any]:
-    """Return the config without the keys in `FREE`, and size and time of its files; `start`: the start adapter's."""
+    """Return what a resumed training must have unchanged: config without the keys in `FREE`, and versions of files."""
     files = [Path(path) for path in (*config.data.train, *config.data.dev)]
     for checkpoint in (config.model.path, config.loss.teacher):
         if checkpoint is not None:
@@ -105,7 +105,7 @@ def _start(config: TuneConfig) -> str | None:
 
 
 def _versions(files: list[Path]) -> dict[str, list[int]]:
-    """Return size and time of each file."""
+    """Return path -> size in bytes and modification time in nanoseconds."""
     states = {str(path): path.stat() for path in files}
     return {path: [state.st_size, state.st_mtime_ns] for path, state in states.items()}
 

@@ -1,7 +1,7 @@
-"""`skipdecode tune`: adapt a checkpoint to a schedule or to any speed.
+"""`skipdecode tune`: trains a checkpoint for one or more schedules.
 
-recipe ──> plan ──────────────> train (in this process, or by workers) ──> checkpoint, tune.json
-           data, tokenizer,      one schedule drawn for each step
+recipe ──> plan ──────────────> train (in this process or in workers) ──> checkpoint, tune.json
+           data, tokenizer,      draws schedules at each step
            schedules
 """
 
@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 
 def tune(config: TuneConfig) -> Path:
-    """Train as `config` says and write the checkpoint; a run that was interrupted continues from its last saved step.
+    """Train as `config` says and write the checkpoint. Resume an interrupted training from its last saved step.
 
-    Raises UserError of one line, before anything is trained, if configuration or data are wrong.
+    Raises UserError of one line before the training starts if configuration or data are wrong.
     """
     plan = plan_training(config)
     if resume.finished(config):
@@ -54,7 +54,7 @@ def tune(config: TuneConfig) -> Path:
 
 
 def measured(config: TuneConfig, plan: TrainingPlan) -> Order:
-    """Measure the keep order of the start weights; return it with the recipe's warm-up, or else the order's own."""
+    """Measure the start checkpoint's layer order (keep order). Return it with the recipe's or a measured warm-up."""
     path, device = Path(config.model.path), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" and config.training.bf16 else torch.float32
     set_threads(config.training.threads)
@@ -66,7 +66,7 @@ def measured(config: TuneConfig, plan: TrainingPlan) -> Order:
     given = config.schedule.warmup if "warmup" in config.schedule.model_fields_set else None
     identity = {"files": digests(path), "dtype": str(dtype).removeprefix("torch.")}
     order = measured_order(identity, load, rows, given, None)
-    if device.type == "cuda":  # the training, perhaps in another process, has the GPU's memory
+    if device.type == "cuda":  # the training, perhaps in another process, needs the GPU's memory
         gc.collect()
         torch.cuda.empty_cache()
     return order

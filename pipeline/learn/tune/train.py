@@ -1,4 +1,4 @@
-"""Runs a training in this process, alone or as one of several workers, from its plan to the saved checkpoint."""
+"""Runs a training, or one worker of it, in this process: from the plan to the saved checkpoint."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from pipeline.learn.tune.trainer import LOSS, Teacher, Training
 
 log = logging.getLogger(__name__)
 
-ACTIVATIONS = 3 * 2**30  # bytes kept for the backward pass of a micro-batch on a CPU
-MIN_TOKENS = 256
+ACTIVATIONS = 3 * 2**30  # bytes of activations that a micro-batch may keep for the backward pass on a CPU
+MIN_TOKENS = 256  # a micro-batch may always have this many tokens
 
 
 def train(config: TuneConfig, plan: TrainingPlan) -> None:
-    """Train in this process, and save the best step's weights and `tune.json` into `config.output`.
+    """Train in this process, and save the weights of the best step and `tune.json` into `config.output`.
 
-    Call `resume.begin` first. Training continues from the last saved step, if there is one. Of several workers only
-    the first saves.
+    Call `resume.begin` first. Training resumes from the last saved step, if there is one. If there are several workers,
+    only the first one saves.
     """
     began = time.monotonic()
     set_threads(config.training.threads)
@@ -54,7 +54,7 @@ def train(config: TuneConfig, plan: TrainingPlan) -> None:
         log.warning("%s", line)
 
     def rounded(entries: Sequence[Mapping[str, float]]) -> list[dict[str, float | None]]:
-        """Return losses rounded for JSON; None for NaN, which JSON does not have."""
+        """Round losses; replace NaN and infinity, which JSON does not have, by None."""
         return [
             {name: round(value, 4) if math.isfinite(value) else None for name, value in entry.items()}
             for entry in entries
@@ -67,7 +67,7 @@ def train(config: TuneConfig, plan: TrainingPlan) -> None:
         "kept_step": kept.pop("step"),
         "harmed": harmed,
         "seconds": round(time.monotonic() - began, 1),
-        "step_seconds": round(step_seconds, 2),  # loading and saving the checkpoint are left out
+        "step_seconds": round(step_seconds, 2),  # without loading and saving the checkpoint
         "step_processor_seconds": round(processor, 2),
         "dev_loss": rounded([kept])[0],
         "dev_losses": rounded(training.dev_losses),
@@ -77,7 +77,7 @@ def train(config: TuneConfig, plan: TrainingPlan) -> None:
 
 
 def harm(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
-    """Return a line for each schedule whose dev-set loss rose. before, after: step and losses of two evaluations."""
+    """Return a warning for each schedule whose dev-set loss rose. before, after: step number and losses, by name."""
     return [
         f"the training harmed {name.removeprefix(LOSS + '_')}: its held-out loss is {value:.3f} nats a token at step "
         f"{after['step']}, and was {before[name]:.3f} at step {before['step']}"
@@ -110,9 +110,9 @@ def _training(config: TuneConfig, plan: TrainingPlan) -> Training:
 
 
 def tokens_at_once(model: PreTrainedModel, bf16: bool, workers: int = 1) -> int:
-    """Return the number of tokens whose activations fit `ACTIVATIONS` bytes, or a quarter of a GPU's memory.
+    """Return the number of tokens whose activations fit a worker's memory: `ACTIVATIONS` bytes, or 1/4 of its GPU's.
 
-    workers: number of workers that share the bytes, or have a GPU each.
+    workers: number of workers. On a CPU they share the `ACTIVATIONS` bytes; on GPUs each worker has its own GPU.
     """
     shape, device = ModelShape.of(model.config), model.device
     of_layer = (16 * shape.hidden + 6 * shape.feed_forward) * (2 if bf16 else 4)
@@ -125,7 +125,7 @@ def _teacher(config: TuneConfig, student: Decoder, adapted: Any, bf16: bool) -> 
     if config.loss.distillation == 0:
         return None
     if config.loss.teacher is None and config.adapter is not None:
-        # the start weights, which the adapters leave unchanged
+        # the student with its adapters disabled, that is, the start weights
         return Teacher(student, config.loss, student.vocab_size, adapted.disable_adapter)
     dtype = torch.bfloat16 if bf16 else torch.float32
     decoder = load_decoder(config.loss.teacher or config.model.path, dtype, student.device)
@@ -134,7 +134,7 @@ def _teacher(config: TuneConfig, student: Decoder, adapted: Any, bf16: bool) -> 
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Tell whether the device has bfloat16 instructions; a CPU without them computes bfloat16 slower than float32."""
+    """Tell whether the device has bfloat16 instructions. Without them a CPU computes bfloat16 slower than float32."""
     if device.type == "cpu":
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
@@ -157,17 +157,17 @@ def _save(config: TuneConfig, plan: TrainingPlan, trained: Any, record: dict[str
 
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
-LARGEST, DEFAULT = 32 * 2**20, 128 * 2**10  # bytes; the C library's largest and default MMAP_THRESHOLD
+LARGEST, DEFAULT = 32 * 2**20, 128 * 2**10  # bytes: largest and default MMAP_THRESHOLD of the C library
 
 
 @contextmanager
 def kept_heap() -> Iterator[None]:
-    """Let the C library return only memory blocks above `LARGEST` bytes to the system, until the `with` block ends.
+    """Inside the `with` block, let the C library keep freed memory blocks of up to `LARGEST` bytes for reuse.
 
-    Activations are freed in the backward pass and needed again by the next step: without this the system clears each of
-    their pages at every step.
+    Activations are freed in each backward pass and allocated again in the next step. If the C library returned them to
+    the system, the system would clear all their pages at every step.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # only glibc has it
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # only glibc has mallopt
     mallopt(TRIM_THRESHOLD, 2**31 - 1)
     mallopt(MMAP_THRESHOLD, LARGEST)
     try:

@@ -1,4 +1,4 @@
-"""The training loop. Each step draws schedules, and computes each prompt once for all of these schedules."""
+"""The training loop. Each step draws one or more schedules, and runs each prompt only once for all of them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from pipeline.messages import duration
 from pipeline.runtime.announce import Timer, announce
 from pipeline.storage.owned_folder import replacing
 
-KEY = "key"  # column with a pair's key, under which its teacher's distributions are kept
-LOSS = "eval_loss"  # loss on the dev set, mean over schedules; a schedule's own loss has its name appended
-MAX_NORM = 1.0  # largest norm of a step's gradient
-LOGGED = 20  # steps between two losses of the record
+KEY = "key"  # column that identifies a pair; the teacher's distributions for the pair are cached under this key
+LOSS = "eval_loss"  # name of the dev-set loss, mean over schedules; `eval_loss_2x` is the loss of schedule 2x
+MAX_NORM = 1.0  # gradients with a larger norm are scaled down to this norm
+LOGGED = 20  # the record holds a training loss every 20 steps
 BEST = "best.pt"
 
 
@@ -36,10 +36,10 @@ class Teacher:
     """A full-depth model whose next-token distributions the student learns.
 
     Args:
-        decoder: frozen, or the student's own.
-        loss: section of the recipe; it says how much of a distribution is stored.
-        vocabulary: size of the student's vocabulary.
-        alone: a context in which the decoder has its weights from before training, such as disabled LoRA adapters.
+        decoder: The teacher's decoder: a frozen one, or the student's own.
+        loss: Section `loss` of the recipe, with the temperature and the number of entries to store of a distribution.
+        vocabulary: Size of the student's vocabulary.
+        alone: Context manager that gives the student's decoder its start weights, for example by disabling adapters.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Teacher:
         self._new: list[tuple[Any, Targets]] = []  # distributions computed since the last exchange
 
     def targets(self, pairs: Sequence[Pair]) -> Targets:
-        """Return the distributions of the pairs' response tokens. They are computed only once for a pair with a key."""
+        """Return the teacher's distributions for the response tokens of `pairs`; cached if a pair has a key."""
         known = {id(pair): self._kept[pair[KEY]] for pair in pairs if pair.get(KEY) in self._kept}
         missing = [pair for pair in pairs if id(pair) not in known]
         if missing:
@@ -70,9 +70,9 @@ class Teacher:
         return Targets.joined([known[id(pair)] for pair in pairs]).to(self.decoder.device)
 
     def exchange(self, gather: Callable[[list[Any]], list[Any]]) -> None:
-        """Store what all workers computed since the last call: in the next epoch another worker may get the pair.
+        """Store what all workers have computed since the last call, because pairs change workers every epoch.
 
-        gather: joins the lists of all workers; each worker calls it.
+        gather: called by every worker with its own list; returns the lists of all workers, joined.
         """
         found, self._new = gather(self._new), []
         self._kept |= dict(found)
@@ -99,17 +99,17 @@ class Teacher:
 
 
 class Training:
-    """A training: the model, the place in the data, and what was measured.
+    """State of a training: the model, the current step, and the losses so far.
 
     Args:
-        model: holds the weights; those that require gradients are trained.
-        decoder: decoder of the model, with the attention of `packed_attention`.
-        plan: pairs and schedules. Every worker and micro-batch of a step has the same schedules.
-        settings, loss: sections of the recipe.
-        teacher: teacher of the distillation.
-        tokens: maximum tokens of a micro-batch.
-        bf16: whether to compute in bfloat16, by autocast.
-        folder: holds the state to resume from, and the best weights.
+        model: Model to train; only weights that require gradients change.
+        decoder: Decoder of `model`, with the attention of `packed_attention`.
+        plan: Pairs and schedules. All workers and micro-batches of a step use the same schedules.
+        settings, loss: Sections `training` and `loss` of the recipe.
+        teacher: Teacher for the distillation; None: no distillation.
+        tokens: Maximum number of tokens of a micro-batch.
+        bf16: Whether to compute in bfloat16, with autocast.
+        folder: Folder for the state to resume from and the best weights.
     """
 
     def __init__(
@@ -143,13 +143,13 @@ class Training:
         }
         groups = [group for group in (matrices, others) if group["params"]]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=settings.weight_decay, fused=True)
-        self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and its rows
+        self._order: tuple[int, list[int]] = (-1, [])  # number of the current epoch, and its order of rows
         self.step, self.began_at = 0, 0
-        self.losses: list[dict[str, float]] = []  # losses of the training, every `LOGGED` steps
+        self.losses: list[dict[str, float]] = []  # step and training loss, every `LOGGED` steps
         self.dev_losses: list[dict[str, float]] = []
 
     def run(self) -> None:
-        """Train from the last saved step on."""
+        """Train from the last saved step to the end."""
         every = min(self.settings.eval_steps, math.ceil(self.steps / 10))
         self._resume()
         if not self.dev_losses:
@@ -169,17 +169,17 @@ class Training:
                 self._save(STATE_FILE)
 
     def load_best(self) -> dict[str, float]:
-        """Give the model the weights of the lowest dev-set loss, and return their step and losses."""
+        """Load the weights with the lowest dev-set loss into the model. Return their step and dev-set losses."""
         found = torch.load(self.folder / BEST, weights_only=True)
         self._set_weights(found["weights"])
         losses: dict[str, float] = found["dev_losses"][-1]
         return losses
 
     def _step(self) -> Tensor:
-        """Train on a batch; return its mean objective per response token and schedule."""
+        """Train on the batch of one step. Return the objective, mean over response tokens and schedules."""
         pairs, names = self._pairs(), self.drawn(self.step)
         own = pairs[self.rank :: self.workers]
-        torch.manual_seed(self.settings.seed + self.step)  # makes dropout the same after a resume
+        torch.manual_seed(self.settings.seed + self.step)  # dropout does not depend on whether the training was resumed
         self.model.train()
         count = len(response_labels(pairs)) * len(names)
         total = torch.zeros((), device=self.decoder.device)
@@ -196,7 +196,7 @@ class Training:
         return total
 
     def _pairs(self) -> list[Pair]:
-        """Return the pairs of the next step, over all workers."""
+        """Return the batch of pairs for the next step, which all workers share."""
         size = self.settings.batch_size
         epoch, place = divmod(self.step, math.ceil(len(self.train) / size))
         if self._order[0] != epoch:
@@ -205,7 +205,7 @@ class Training:
         return [self.train[row] for row in self._order[1][place * size : (place + 1) * size]]
 
     def _objective(self, pairs: Sequence[Pair], names: Sequence[str]) -> Tensor:
-        """Return the objective with its gradients, summed over the pairs' response tokens and schedules."""
+        """Return the differentiable objective of `pairs`, summed over response tokens and the schedules `names`."""
         drawn = [self.schedules[name] for name in names]
         keep = {"prompt_gradient": self.settings.prompt_gradient, "recompute": self.settings.checkpointing}
         with self._autocast():
@@ -214,7 +214,7 @@ class Training:
             return summed_loss(self.decoder, states, labels, targets, self.loss, self.loss.label_smoothing)
 
     def _share(self, total: Tensor) -> None:
-        """Add up the workers' gradients and losses, and exchange the teacher's distributions among the workers."""
+        """Replace gradients and `total` by their sums over workers, and exchange the teacher's distributions."""
         if self.workers == 1:
             return
         gradients = [total]
@@ -228,7 +228,7 @@ class Training:
             self.teacher.exchange(_gathered)
 
     def drawn(self, step: int) -> list[str]:
-        """Return the names of a step's schedules, drawn by seed and step. All run the same layers over prompts."""
+        """Draw the schedules to train at `step`; return their names. All of them run the same layers over prompts."""
         draw = random.Random(f"{self.settings.seed}/{step}")
         first = draw.choice(list(self.schedules))
         layers = self.schedules[first].prompt_layers
@@ -236,7 +236,7 @@ class Training:
         return [first, *draw.sample(others, min(self.settings.speeds_per_step - 1, len(others)))]
 
     def _expected(self, pairs: Sequence[Pair], schedules: int) -> tuple[Tensor, Targets | None]:
-        """Return labels and the teacher's distributions of the pairs' response tokens, repeated for each schedule."""
+        """Return labels and teacher's distributions for the response tokens of `pairs`, repeated `schedules` times."""
         labels = response_labels(pairs).to(self.decoder.device).repeat(schedules)
         if self.teacher is None:
             return labels, None
@@ -244,7 +244,7 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Measure the objective on the dev set at every schedule, nats per response token; keep the best weights."""
+        """Measure each schedule's dev-set loss, in nats per response token. Save the weights if the mean is lowest."""
         self.model.eval()
         names, size, timer = list(self.schedules), self.settings.batch_size, Timer()
         rows, sums = self.dev[self.rank :: self.workers], torch.zeros(len(names) + 1, dtype=torch.double)
@@ -266,11 +266,11 @@ class Training:
             self._save(BEST)
 
     def _dev_losses(self, pairs: Sequence[Pair]) -> list[float]:
-        """Return the summed loss of the pairs' response tokens at each schedule, and their number."""
+        """Return the loss of each schedule, summed over the response tokens of `pairs`, then the number of tokens."""
         found, schedules = dict[str, float](), self.schedules
         with self._autocast():
             labels, targets = self._expected(pairs, 1)
-            for layers in {one.prompt_layers for one in schedules.values()}:  # schedules that share the prompts' pass
+            for layers in {one.prompt_layers for one in schedules.values()}:  # these share a pass over the prompts
                 names = [name for name, one in schedules.items() if one.prompt_layers == layers]
                 states = predicting_states(self.decoder, pairs, [schedules[name] for name in names])
                 for name, hidden in zip(names, states, strict=True):
@@ -281,17 +281,17 @@ class Training:
         return torch.autocast(self.decoder.device.type, torch.bfloat16, enabled=self.bf16)
 
     def _since_best(self) -> int:
-        """Return the number of dev-set losses after the lowest one."""
+        """Return how many times the dev-set loss was measured after its lowest value."""
         losses = [entry[LOSS] for entry in self.dev_losses]
         return len(losses) - 1 - losses.index(min(losses))
 
     def _is_worse(self) -> bool:
-        """Tell whether early stopping ends the training."""
+        """Tell whether the training stops early because the dev-set loss no longer falls."""
         patience = self.settings.early_stopping
         return patience is not None and self._since_best() >= patience
 
     def _save(self, name: str) -> None:
-        """Write the weights with the state of the training."""
+        """Write weights and losses to the file `name`; with the optimizer's state if it is the file to resume from."""
         if self.rank > 0:
             return
         state = {
@@ -324,21 +324,21 @@ def _with_keys(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, A
 
 
 def _gathered(own: list[Any]) -> list[Any]:
-    """Return the lists of all workers, joined."""
+    """Return the lists `own` of all workers, joined."""
     found: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(found, own)
     return [one for each in found for one in each]
 
 
 def rate(step: int, warmup: int, steps: int) -> float:
-    """Return the share of the learning rate: it rises over the warm-up, and falls to zero as a cosine."""
+    """Return the factor for the learning rate at `step`. It rises to 1 in the warm-up, then falls to 0 as a cosine."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
 def by_length(lengths: Sequence[int], together: int, seed: str) -> list[int]:
-    """Return rows in random order, such that the `together` rows of a step are neighbours of similar lengths."""
+    """Return row numbers in random order, but so that the `together` rows of one step have similar lengths."""
     order = random.Random(seed).sample(range(len(lengths)), len(lengths))
     window = max(1, min(50, len(lengths) // (4 * together))) * together
     cuts = [order[start : start + window] for start in range(0, len(order), window)]
@@ -346,14 +346,14 @@ def by_length(lengths: Sequence[int], together: int, seed: str) -> list[int]:
 
 
 class StepProgress:
-    """Announces the number of steps, the first step, and from time to time how many are done."""
+    """Announces the start of the training, and from time to time how many steps are done."""
 
     def __init__(self, first: int, steps: int) -> None:
         self._began, self._first, self._steps, self._timer = time.monotonic(), first, steps, Timer()
         announce(f"training: {first:,} of {steps:,} steps")
 
     def done(self, step: int, loss: Tensor) -> None:
-        """Announce the steps done. loss: loss of the latest step, nats per response token."""
+        """Announce that `step` steps are done. loss: loss of the latest step, nats per response token."""
         if self._timer.is_due() or step == self._first + 1:
             each = (time.monotonic() - self._began) / (step - self._first)
             left = duration(each * (self._steps - step))

@@ -1,6 +1,6 @@
-"""Train in several processes of this machine: data parallel, gradients averaged.
+"""Trains in several processes of this machine, data parallel: each step adds up the gradients of all processes.
 
-The processes meet in a file and talk over the loopback interface, so nothing listens to other machines.
+The processes find each other through a file and talk over the loopback interface, so no other machine can connect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeline.learn.tune.plan import Order, plan_training, with_order
 from pipeline.learn.tune.train import train
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-SECONDS = 1.0  # time between two looks at the other processes; an interrupt is raised within this time
+SECONDS = 1.0  # time between two checks of the other processes; an interrupt is raised within this time
 OUT_OF_MEMORY = f"{torch.OutOfMemoryError.__module__}.{torch.OutOfMemoryError.__qualname__}: "
 
 
@@ -42,8 +42,8 @@ def run_processes(count: int, function: Callable[..., None], *arguments: Any) ->
 
     Raises:
         torch.OutOfMemoryError: A process ran out of memory.
-        RuntimeError: A process failed or died. The text is the last line of its traceback with the type's name, so
-            that a command recognizes a UserError. The cause is the whole traceback.
+        RuntimeError: A process failed or died. The text is the last line of the process's traceback, which names the
+            exception type, so that a command recognizes a UserError. The cause is the whole traceback.
     """
     context = start_processes(function, args=arguments, nprocs=count, join=False, daemon=True)
     try:
@@ -59,14 +59,14 @@ def run_processes(count: int, function: Callable[..., None], *arguments: Any) ->
         raise RuntimeError(f"worker {error.error_index} {ended}") from error
     finally:
         for process in context.processes:
-            process.kill()  # the output counts only once its last file is written
+            process.kill()  # safe: output without the record, which is written last, does not count
             process.join()
 
 
 def train_in_processes(config: TuneConfig, order: Order | None) -> None:
     """Run `train` in `workers.count` processes, each of which loads the model. Raises what `run_processes` raises.
 
-    order: Measured keep order and warm-up, or None.
+    order: Measured layer order (keep order) and warm-up, or None.
     """
     assert config.workers is not None
     with tempfile.TemporaryDirectory(prefix="skipdecode-workers-") as folder:
@@ -74,7 +74,7 @@ def train_in_processes(config: TuneConfig, order: Order | None) -> None:
 
 
 def _work(rank: int, store: str, config: TuneConfig, order: Order | None) -> None:
-    """Train as worker number `rank`. store: file through which the processes find each other."""
+    """Train as worker number `rank`. store: path of the file through which the processes find each other."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     workers = config.workers
     assert workers is not None
@@ -86,16 +86,16 @@ def _work(rank: int, store: str, config: TuneConfig, order: Order | None) -> Non
     meeting = torch.distributed.FileStore(store, workers.count)  # type: ignore[attr-defined]
     backend = "nccl" if workers.gpus else "gloo"
     torch.distributed.init_process_group(backend, store=meeting, rank=rank, world_size=workers.count)
-    with redirect_stdout(sys.stderr):  # losses are progress; a command may print its result alone
+    with redirect_stdout(sys.stderr):  # stdout is for a command's result; losses are progress
         train(config, with_order(config, plan_training(config), order))
-    # skipped after an error: other processes would fail before this one has written its traceback
+    # skipped after an error, because the others would fail before this process has written its traceback
     torch.distributed.destroy_process_group()
     sys.stderr.flush()
-    os._exit(0)  # no destructors: in them a library's thread may abort a process whose work is done
+    os._exit(0)  # skips destructors, in which a library's thread may abort the finished process
 
 
 def _end_with(parent: int) -> None:
-    """End this process soon after its launcher is killed: it would write to the same files as the next run."""
+    """End this process soon after its parent is killed. Otherwise it would write to the same files as the next run."""
     while os.getppid() == parent:
         time.sleep(SECONDS)
     os._exit(1)

@@ -125,5 +125,5 @@ def test_a_bucket_that_lists_a_way_out_is_refused(monkeypatch: pytest.MonkeyPatc
             return [{"name": f"{path}/{name}", "type": "file", "size": 1, "ETag": '"e"'}]
 
     monkeypatch.setattr("pipeline.checkpoints.stores.filesystem", lambda url, storage: (Lying(), "bucket/model"))
-    with pytest.raises(ValueError, match=r"^s3://bucket/model: the bucket lists '.*evil.json' as a file"):
+    with pytest.raises(ValueError, match=r"^s3://bucket/model: the bucket lists '.*evil.json', which cannot be a file"):
         BucketStore("s3://bucket/model", StorageConfig()).files()

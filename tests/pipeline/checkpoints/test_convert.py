@@ -74,7 +74,7 @@ def test_quantized_weights_are_those_that_transformers_loads(tmp_path: Path) -> 
     source = write_gguf(tmp_path / "m.gguf", model, architecture, quantized=True, template=None)
     lines = converted(source, tmp_path / "out")
     assert lines[-2] == "the file has no chat template: prompts can be text, not messages"
-    assert "quantized weights (Q8_0) stay as coarse as they were" in lines
+    assert "quantized weights (Q8_0) keep the precision of their quantization" in lines
     result = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
     assert torch.equal(logits(result), logits(theirs))
@@ -123,15 +123,15 @@ def test_a_rule_that_is_not_known_is_refused_by_name(tmp_path: Path, rule: str |
         ({"rope_freqs__weight": [1.0, 2.0, 8.0, 8.0]}, "its rope is scaled (by factors), which transformers does not"),
         ({"llama__attention__sliding_window": 4096}, "it has a sliding window, which transformers does not read"),
         ({"llama__expert_count": 8}, "it is a mixture of experts, which transformers does not read"),
-        ({"without": "llama.rope.dim", "llama__rope__dimension_count": 4}, "its rope turns 4 of 8 numbers of a head"),
+        ({"without": "llama.rope.dim", "llama__rope__dimension_count": 4}, "its rope rotates 4 of 8 dimensions"),
         ({"without": "tokenizer."}, "no tokenizer in it; convert a file that has one"),
         (
             {"token_embd__weight": [[0.0] * 32] * 9},
-            "token_embd.weight has 9 rows, and tokenizer.ggml.tokens 300 entries",
+            "token_embd.weight has 9 rows, but tokenizer.ggml.tokens has 300 entries",
         ),
         ({"blk__0__ffn_up__weight": [[0.0] * 32] * 9}, "mlp.up_proj.weight has shape [9, 32], and a model of config.j"),
         ({"split__count": 3}, "one of 3 parts; join them: llama-gguf-split --merge"),
-        ({"blk__0__other__weight": [1.0, 2.0]}, "weights, and transformers' llama has"),
+        ({"blk__0__other__weight": [1.0, 2.0]}, "weights, but transformers' llama has"),
     ],
 )
 def test_a_file_that_transformers_would_read_in_part_is_refused(

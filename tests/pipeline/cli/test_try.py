@@ -117,7 +117,7 @@ def test_end_tokens_and_settings_that_are_not_followed_are_named(
     own = "'<sep>' (sampling.stop_token_ids), 'pub' (sampling.stop)"
     named = f"'<pad>' (generation_config.json), '</s>' (config.json, the tokenizer), {own}"
     assert f"answers end at {named}" in result.stdout
-    assert "does not follow, see its sampling: top_k: 20, suppress_tokens: [5]" in caplog.text
+    assert "does not follow, see `sampling`: top_k: 20, suppress_tokens: [5]" in caplog.text
     assert "top_k" not in caplog.text.replace("top_k: 20", "")
     (model / "generation_config.json").write_text('{"eos_token_id": 4000}')
     for command in ("try", "plan"):

@@ -40,7 +40,7 @@ def test_a_rows_labels_come_before_the_jobs(checkpoint: Path) -> None:
         ([" "], "choices: label 1 is empty"),
         (["a", None], "choices: label 2 is null"),
         (["a", "b", "a"], "choices: 'a' is repeated"),
-        (["yes", " yes"], "choices: 'yes' and ' yes' are the same to the tokenizer"),
+        (["yes", " yes"], "choices: 'yes' and ' yes' have the same tokens"),
     ],
 )
 def test_labels_with_the_same_tokens_are_a_row_error(
@@ -76,7 +76,7 @@ def test_a_prompt_leaves_room_for_the_longest_label(checkpoint: Path) -> None:
     ids, _, errors = prepared(checkpoint, [[label, "a"], ["a"]], prompts=[prompts[1]] * 2, too_long="truncate_left")
     assert errors == [None, None] and [len(one) for one in ids] == [64 - size - 1, lengths[1]]
     _, _, errors = prepared(checkpoint, [["a " * 100]], too_long="truncate_left")
-    assert errors[0] is not None and errors[0].endswith("new ones leave it no room in a context of 64")
+    assert errors[0] is not None and errors[0].endswith("new tokens leave no room in a context of 64")
 
 
 def test_labels_of_the_job_are_checked_before_it_runs(checkpoint: Path) -> None:
@@ -85,7 +85,7 @@ def test_labels_of_the_job_are_checked_before_it_runs(checkpoint: Path) -> None:
 
     check("yes", "yesterday")
     for labels, said in (
-        (("yes", " yes"), "are the same to the tokenizer"),
+        (("yes", " yes"), "have the same tokens"),
         (("\ud800",), "has no tokens"),
         (("a " * 100,), "leaves prompts no room in a context of 64"),
     ):

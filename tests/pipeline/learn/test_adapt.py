@@ -105,7 +105,7 @@ def test_without_a_speed_within_tolerance_no_job_file_is_left(tmp_path: Path, fa
     assert not path.exists()
     wide = command(tolerance=3.5).stderr.strip().splitlines()[-1]
     assert wide.endswith(
-        "2x would be within 4; if it loses 3 on more rows too, about 16 held-out rows in place of 4 show it"
+        "2x would be within 4; if its loss stays 3 on more rows, about 16 held-out rows (now 4) would show it"
     )
     assert fakes.calls == ["answers", "tune", "before", "after"]  # another tolerance needs no other model
     assert command(tolerance=4.0).exit_code == 0
@@ -351,7 +351,7 @@ def test_chance_harm_and_useless_speeds_are_told(tmp_path: Path, fakes: Fakes, c
     fakes.chance["agreement_exact"]["value"] = 99.0
     shutil.rmtree(tmp_path / "out-adapt")
     none = command(tolerance=20.0)
-    assert none.exit_code == 1 and "every speed-up is useless, for none has more agreement_exact" in none.stderr
+    assert none.exit_code == 1 and "every speed-up is useless: none has more agreement_exact" in none.stderr
 
 
 def test_rows_of_their_own_watch_the_training(tmp_path: Path, fakes: Fakes, command: Run) -> None:
@@ -362,7 +362,7 @@ def test_rows_of_their_own_watch_the_training(tmp_path: Path, fakes: Fakes, comm
 
 
 def test_a_column_that_looks_like_true_answers_is_proposed(tmp_path: Path, fakes: Fakes, command: Run) -> None:
-    said = "column 'unused' looks like true answers: with adapt.references: unused the loss against them decides"
+    said = "column 'unused' looks like true answers: set adapt.references: unused to choose the speed by"
     labels = {"choices": ["x", "y"], "sampling": {}}
     assert said in command(job=labels).stderr
     assert said not in command(job=labels, references="unused", output=str(tmp_path / "other")).stderr

@@ -96,7 +96,7 @@ def test_from_the_break_even_on_time_is_saved_and_before_it_is_not(
             BreakEven(100, 0.2, 0.1, 10_000, actors=4),  # each row saves a quarter of it
             "break-even: 4,000 rows; this job has 10,000 rows: 8.3 min become 5.8 min",
         ),
-        (BreakEven(100, 0.1, 0.1, 10**9), "break-even: never, for 3x saves no time"),
+        (BreakEven(100, 0.1, 0.1, 10**9), "break-even: never: 3x saves no time"),
     ],
 )
 def test_the_sentences_of_the_break_even(account: BreakEven, said: str) -> None:

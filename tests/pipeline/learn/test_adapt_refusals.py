@@ -114,7 +114,7 @@ def test_new_input_files_are_logged_and_not_sampled(
         ({"lora": {"targets": ["q_proj"]}}, {}, "lora is now adapter, which is trained unless weights: full is set"),
         ({"weights": "full", "adapter": {"rank": 2}}, {}, "adapter has no effect with weights: full"),
         ({"loss": {"distillation": 0.0}}, {}, "there is nothing to learn from"),
-        ({}, {"schedule": {"decay": "power", "power": 3.0}}, "schedule.power: adapt trains for 2.0 alone"),
+        ({}, {"schedule": {"decay": "power", "power": 3.0}}, "schedule.power: adapt can only train for 2.0"),
         ({"references": "key"}, {}, "adapt.references: column 'key' is int16; it must be string, or a list"),
         (
             {"metric": "rouge_l", "references": "right"},
@@ -167,7 +167,7 @@ def test_on_a_cluster_the_folder_must_be_named(
     result = command()
     lines = result.stderr.strip().splitlines()
     assert (result.exit_code, len(lines), fakes.calls) == (2, 1, [])
-    assert "adapt.output: the cluster's nodes must all read and write" in lines[0]
+    assert "adapt.output: all nodes of the cluster must read and write" in lines[0]
     assert command(output=str(tmp_path / "shared")).exit_code == 0
     assert Path(fakes.job.input.path[0]).is_absolute() and Path(fakes.job.output.path).is_absolute()
 

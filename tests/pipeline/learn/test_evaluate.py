@@ -231,15 +231,15 @@ def test_batches_are_those_that_fit_at_full_depth(recipe: dict[str, Any]) -> Non
 
 
 BAD = [
-    ({"data": {"references": "answer"}}, r"no column 'answer'; it has .*; data.references: null measures agreement"),
+    ({"data": {"references": "answer"}}, r"no column 'answer'; it has .*; to measure agreement with full depth"),
     ({"data": {"prompt": "question"}}, "no column 'question'; it has prompt"),
     ({"data": {"references": "none"}}, "row 0 needs at least one reference; column 'none' must hold"),
     ({"data": {"references": "ids"}}, "row 0 needs at least one reference; column 'ids' must hold text"),
     ({"data": {"prompt": "blank"}}, "row 1: column 'blank' must hold text or token ids"),
     ({"data": {"prompt": "empty"}}, "row 1: column 'empty' must hold text or token ids"),
-    ({"data": {"prompt": "wild"}}, "row 2: no token, or one outside the model's vocabulary of"),
+    ({"data": {"prompt": "wild"}}, "row 2: the prompt has no token, or a token outside the model's"),
     ({"data": {"prompt": "long"}}, r"row 0: prompt of \d+ tokens leaves no room in a context of 64"),
-    ({"data": {"limit": 1}}, "1 rows to score; intervals are over rows: give at least 2"),
+    ({"data": {"limit": 1}}, "1 rows to score; intervals need several: give at least 2"),
     ({"data": {"references": "label"}, "choices": ["red", "green"]}, "row 3: label 'Blue ' is not one of choices"),
     ({"choices": ["red", "red"]}, "'red' is repeated"),
     ({"choices": ["red", "blue"], "sampling": {"stop": ["x"]}}, "choices do not go with sampling.stop"),
@@ -255,10 +255,10 @@ BAD = [
     ({"output": "link"}, "holds '.*' and no evaluate.json of an earlier run; choose"),
     ({"data": {"path": "."}, "output": "link/out"}, "link/out and data.path .* lie in each other"),
     ({"beside": {"dense": "other"}}, "beside is now baselines"),
-    ({"baselines": {"2x": "other"}}, "baselines: '2x' is the name of another line, '2x'"),
-    ({"baselines": {"reference/model": "other"}}, "'reference/model' is the name of another line, 'reference model'"),
+    ({"baselines": {"2x": "other"}}, "baselines: '2x' would write the same file as line '2x'"),
+    ({"baselines": {"reference/model": "other"}}, "'reference/model' would write the same file as line 'reference m"),
     ({"exact": True}, "exact was removed: leave it out"),
-    ({"baselines": {"a b": "other", "a/b": "other"}}, "baselines: 'a/b' is the name of another line, 'a b'"),
+    ({"baselines": {"a b": "other", "a/b": "other"}}, "baselines: 'a/b' would write the same file as line 'a b'"),
 ]
 
 

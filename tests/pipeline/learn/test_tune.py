@@ -66,7 +66,7 @@ def test_an_interrupted_run_resumes(recipe: dict[str, Any]) -> None:
     assert (first["steps"], first["resumed_at_step"]) == (6, 0)
     second = train_recipe(recipe)
     assert (second["steps"], second["resumed_at_step"]) == (12, 6)
-    with pytest.raises(ValueError, match="holds a run of another recipe"):
+    with pytest.raises(ValueError, match="holds a training with another recipe"):
         train_recipe(recipe, learning_rate=0.02)
 
 
@@ -98,7 +98,7 @@ def test_a_finished_run_is_unchanged(recipe: dict[str, Any], tmp_path: Path) -> 
     assert record.stat().st_mtime_ns == written
     table = pq.read_table(tmp_path / "train.parquet")
     pq.write_table(table.slice(1), tmp_path / "train.parquet")
-    with pytest.raises(ValueError, match="another recipe, or of files that have changed"):
+    with pytest.raises(ValueError, match="another recipe, or its input files have changed"):
         train_recipe(recipe)
     shutil.rmtree(tmp_path / "out" / "_training")
     with pytest.raises(ValueError, match="holds a checkpoint already"):
@@ -282,7 +282,7 @@ def test_an_adapter_to_go_on_from_that_has_changed_is_another_recipe(
         assert train_recipe(going_on) == record
         written.write_text(recorded)
     random_adapter(start, first, ScheduleSpec(speedup=3, horizon=5), rank=2)
-    with pytest.raises(UserError, match="holds a run of another recipe, or of files that have changed"):
+    with pytest.raises(UserError, match="holds a training with another recipe, or its input files have changed"):
         train_recipe(going_on)
 
 
@@ -356,7 +356,7 @@ def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any], t
     [
         ({}, {"data": {"train": "none.parquet"}}, "none.parquet: no such file or folder"),
         ({}, {"data": {"prompt": "question"}}, r"bad.parquet: no column 'question'; it has prompt, reference"),
-        ({}, {"data": {"max_tokens": 4}}, "no pair within 4 tokens"),
+        ({}, {"data": {"max_tokens": 4}}, "every pair is longer than 4 tokens"),
         ({}, {"schedule": {"speedups": [0.5]}}, "speedup = 0.5: must be at least 1"),
         ({}, {"schedule": {"keep_order": [0, 1]}}, "keep_order has 2 entries for 4 layers"),
         ({"reference": ["a", ""]}, {}, r"bad.parquet: row 1: reference is empty"),
@@ -374,7 +374,7 @@ def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any], t
         ({}, {"loss": {"distillation": 1.0, "teacher": "START"}}, "START has another tokenizer"),
         ({}, {"loss": {"references": 0.0}}, "nothing to learn from"),
         ({}, {"workers": {"count": 3}}, "batch_size = 16 cannot be cut into 3"),
-        ({}, {"data": {"dev": "ONE"}}, r"one.parquet: a dev set of one pair says nothing"),
+        ({}, {"data": {"dev": "ONE"}}, r"one.parquet: one pair is not enough for a dev set"),
         (
             {},
             {"model": {"path": "START"}, "adapter": {}, "schedule": {"speedups": [1]}},

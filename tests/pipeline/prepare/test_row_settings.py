@@ -95,7 +95,7 @@ def test_truncation_uses_the_rows_own_limit(checkpoint: Path) -> None:
     done = prepare_table(pa.table(columns), spec_of(checkpoint, params=BASE, too_long="truncate_left", sampling=own))
     assert [len(ids) for ids in done[PROMPT_IDS].to_pylist()] == [54, 24, 0]
     error = done[ERROR].to_pylist()[2]
-    assert error is not None and error.endswith("64 new ones leave it no room in a context of 64")
+    assert error is not None and error.endswith("64 new tokens leave no room in a context of 64")
 
 
 MESSAGES = [{"role": "user", "content": "alpha"}]
