@@ -1,7 +1,7 @@
 """`skipdecode …`, `python -m skipdecode …`, and `from skipdecode import Generator`.
 
-A user's own folder `pipeline` or file `actors.py` may lie where Python looks first. The command imports the packages
-beside this file all the same, in its own process and in Ray's workers.
+The folder in which a user works may hold a `pipeline` or an `actors.py` of its own, which Python would import first.
+The command always imports the packages beside this file, in its own process and in Ray's workers.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ PACKAGES = ("actors", "pipeline")
 
 
 def use_own_packages() -> None:
-    """Import the packages beside this file; what is imported from them later is theirs too."""
+    """Import the packages beside this file. Later imports of their modules then use these packages too."""
     sys.path.insert(0, str(ROOT))
     for name in PACKAGES:
         importlib.import_module(name)
 
 
 def worker_environment() -> dict[str, str] | None:
-    """Return the runtime environment with which Ray's workers import them too; None where they do so without.
+    """Return a Ray runtime environment that makes workers import these packages; None if workers find them anyway.
 
-    A worker looks in the job's working directory first.
+    A worker searches the working directory of the job first.
     """
     searched = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     found = [PathFinder.find_spec(name, searched) for name in PACKAGES]
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Generator":  # on first use: it brings torch along
+    if name == "Generator":  # imported on first use, because it imports torch
         from actors.generator import Generator
 
         return Generator

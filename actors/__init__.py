@@ -1,4 +1,4 @@
-"""The code of one accelerator. `actors.Generator` answers batches of rows in any program's `map_batches`."""
+"""Everything that runs on one accelerator. `Generator` answers batches of rows, e.g. in Ray Data's `map_batches`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Generator":  # on first use: it brings torch along
+    if name == "Generator":  # imported on first use, because it imports torch
         from actors.generator import Generator
 
         return Generator

@@ -18,10 +18,10 @@ Column = NDArray[Any]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row to answer. Its `sampling`, `choices` and `output_format`, where set, replace the Generator's."""
+    """A row to answer. If it sets `sampling`, `choices` or `output_format`, they override those of the Generator."""
 
     ids: Sequence[int]
-    source: str  # name of the row's file; with `row` and the seed it determines the row's random numbers
+    source: str  # name of the row's file. The seed, `source` and `row` determine the row's random numbers
     row: int  # number of the row in `source`
     error: str | None = None  # why the row cannot be answered
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -32,10 +32,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer to a row. A row that cannot be answered has a single answer, an error without text."""
+    """One answer to a row. A row that cannot be answered has a single Answer, with an error and without text."""
 
     row: int  # index of the prompt in the list of prompts
-    sample_index: int  # number of the answer among the `n` answers to its prompt
+    sample_index: int  # number of this answer among the `n` answers to the prompt, from 0
     generated_text: str | None
     finish_reason: str
     prompt_tokens: int
@@ -46,7 +46,7 @@ class Answer:
     cumulative_logprob: float | None
     logprobs: list[dict[str, Any]] | None  # one entry per token, see `TokenLogprob.to_dict`
     choice_probability: float | None
-    reasoning: str | None = None  # the model's thinking before the text
+    reasoning: str | None = None  # the model's thinking, which came before the text
     # the tool calls, which are removed from the text; None if no tools are offered or the calls cannot be read
     tool_calls: list[ToolCall] | None = None
 
@@ -57,7 +57,7 @@ def error_answer(row: int, prompt_tokens: int, error: str) -> Answer:
 
 
 def as_column(values: Sequence[Any]) -> Column:
-    """Return a column as an array [rows]. If any value is a list or a mapping, all elements are Python objects."""
+    """Convert a column's values to an array [rows]. If any value is a list or a mapping, the dtype is object."""
     if isinstance(values, np.ndarray):
         return values
     if any(isinstance(value, list | tuple | Mapping | np.ndarray) for value in values):
@@ -66,15 +66,15 @@ def as_column(values: Sequence[Any]) -> Column:
 
 
 def object_column(values: Sequence[Any]) -> Column:
-    """Return an array [rows] of Python objects."""
+    """Convert values to an array [rows] with dtype object."""
     column = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values):  # a slice assignment would split lists of equal length into columns
+    for row, value in enumerate(values):  # one by one: `column[:] = values` would split lists of equal length
         column[row] = value
     return column
 
 
 def answer_columns(answers: Sequence[Answer], optional: Sequence[str]) -> dict[str, Column]:
-    """Return one column for each field of the answers. A missing number is None, as in the output of a job.
+    """Convert answers to columns: field name -> values. A missing number is None, as in the output of a job.
 
     optional: names of the optional fields to include.
     """

@@ -1,9 +1,9 @@
-"""Encodes control tokens such as `<|im_end|>` as plain text if a user wrote them, as tokens if the template did.
+"""Encodes control tokens such as `<|im_end|>`: as plain text if a user wrote them, as tokens if the template did.
 
 Markers are put around a user's control tokens. The markers, and the encoding of a marked text, are those of
-transformers 5.23 (`apply_chat_template` with `sanitize_control_tokens`); with an earlier version, rows that contain
-control tokens are refused. This module renders a template without markers too, so that markers change none of the
-template's decisions. A prompt without control tokens has the tokens of the plain text.
+transformers 5.23 (`apply_chat_template` with `sanitize_control_tokens`). With an earlier version, rows that contain
+control tokens are refused. Templates are rendered without markers too, so that markers cannot change what a template
+writes. A prompt without control tokens is encoded as usual.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 from actors.engine.errors import UserError
 
-UNCLEAR = "the template cuts control tokens that the row's texts spell: remove them, or set input.special_tokens: parse"
+UNCLEAR = "the template splits control tokens in the row's text: remove them, or set input.special_tokens: parse"
 START, END = "\U000f0000", "\U000f0001"  # transformers' markers
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return text and id of the tokens that decode to no text: a tokenizer may mark more as special than it names."""
+    """Return a dictionary text -> id of all special tokens, also of unnamed ones. These tokens decode to no text."""
     named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     return named | {one.content: token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
 
@@ -41,14 +41,14 @@ class ControlTokens:
     def prompt(
         self, render: Callable[[Any], str], values: Any, *, source: str | None = None, parse: bool = False
     ) -> tuple[str, int]:
-        """Return the rendered text, in which control tokens from `values` are marked for `encode`, and their number.
+        """Return a prompt's text, and how many control tokens come from `values`. These are marked for `encode`.
 
-        Raises UserError if the template's control tokens cannot be told from those in `values`.
+        Raises UserError if it is unclear whether the template or `values` wrote a control token.
 
         Args:
             render: Fills the template with `values`: messages, tools or columns.
-            source: The template's own text, if it contains every control token that the template writes.
-            parse: Whether to parse control tokens in `values` like those of the template; then nothing is marked.
+            source: The template's source text. Give it if it contains every control token that the template writes.
+            parse: Whether control tokens in `values` are encoded as tokens too. If so, nothing is marked.
         """
         text = render(values)
         if self.pattern.search(text) is None:
@@ -64,7 +64,7 @@ class ControlTokens:
         return (text if parse or not spelled else marked), spelled
 
     def encode(self, marked: str, *, special_tokens: bool) -> list[int]:
-        """Return the token ids of a marked text. special_tokens: whether to add the tokenizer's own, such as BOS.
+        """Return the token ids of a marked text. special_tokens: whether to add special tokens, e.g. BOS.
 
         Raises UserError if transformers is older than 5.23, which cannot encode a marked text, or if the tokenizer
         turns even plain text into a control token.
@@ -73,7 +73,7 @@ class ControlTokens:
             from transformers.utils.chat_template_utils import encode_marked_chat
         except ImportError:
             raise UserError(
-                "control tokens that the row's texts spell need transformers 5.23: remove them, or set "
+                "control tokens in the row's text need transformers 5.23: remove them from the text, or set "
                 "input.special_tokens: parse"
             ) from None
         try:
@@ -87,7 +87,7 @@ class ControlTokens:
         return [*whole[:first], *ids, *whole[first + len(bare) :]]
 
     def _mark(self, value: Any) -> Any:
-        """Mark the control tokens of all texts in a value, dictionary keys included. Remove earlier markers first."""
+        """Mark the control tokens in every string of a nested value, also in dictionary keys. Drop earlier markers."""
         if isinstance(value, dict):
             return {self._mark(key): self._mark(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -95,7 +95,7 @@ class ControlTokens:
         return self.pattern.sub(lambda one: _mark(one[0]), _unmarked(value)) if isinstance(value, str) else value
 
     def _written(self, marked: str) -> list[bool]:
-        """Tell for each control token whether the template wrote it. Such a token has no marker on either side."""
+        """Return for each control token in `marked` whether the template wrote it, i.e. whether it has no marker."""
         written = []
         for found in self._marked.finditer(marked):
             written.append(not found[0].startswith(START))
@@ -105,9 +105,9 @@ class ControlTokens:
         return written
 
     def _aligned(self, text: str, marked: str, written: list[bool]) -> str:
-        """Return `text` with the markers of `marked`, for templates whose output depends on the markers.
+        """Copy the markers of `marked` to `text`, for templates that write other text because of the markers.
 
-        A control token in `text` counts as the template's if the token at its place in `marked` is, see `written`.
+        The control tokens of both texts are aligned. written: for each one in `marked`, whether the template wrote it.
         """
         ours, theirs = self.pattern.split(text), self.pattern.split(_unmarked(marked))
         if len(written) != len(theirs) // 2:
@@ -115,7 +115,7 @@ class ControlTokens:
         is_template = [False] * len(ours)
         for block in SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks():
             for offset in range(block.size):
-                if (block.b + offset) % 2:  # odd pieces are control tokens
+                if (block.b + offset) % 2:  # every second piece is a control token
                     is_template[block.a + offset] = written[(block.b + offset) // 2]
         return "".join(
             _mark(piece) if number % 2 and not is_template[number] else piece for number, piece in enumerate(ours)
@@ -131,12 +131,12 @@ def _unmarked(text: str) -> str:
 
 
 def one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Return `ids` with at most one BOS at the start: a text may begin with BOS, and the tokenizer adds another."""
+    """Return `ids` with at most one BOS at the start. A text may begin with BOS, and the tokenizer adds another."""
     first = next((at for at, token in enumerate(ids) if token != tokenizer.bos_token_id), len(ids))
     return ids[max(0, first - 1) :]
 
 
 @lru_cache(maxsize=4)
 def control_tokens(tokenizer: Any) -> ControlTokens:
-    """Return the control tokens of a loaded tokenizer, from a cache."""
+    """Return the cached `ControlTokens` of a loaded tokenizer."""
     return ControlTokens(tokenizer)

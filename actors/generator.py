@@ -1,9 +1,9 @@
-"""A plain callable class that answers batches of rows: columns in, the same columns and answers out.
+"""`Generator`, a callable class that answers batches of rows. It returns a batch's columns and columns of answers.
 
     ds.map_batches(Generator, fn_constructor_kwargs={"checkpoint": "…"}, compute=ActorPoolStrategy(size=2), num_cpus=0)
 
-It does not import ray. Rows are answered in batches of similar length that fit a budget of cache bytes. The batches
-depend on the rows and the settings alone.
+This module does not import ray. The rows of a call run in smaller batches: rows of similar length, as many as fit the
+budget of cache bytes. These batches depend on the rows and the settings alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-ROWS_SECONDS = 20.0  # an actor of Ray Data may log a warning if no rows have come after so many seconds
+ROWS_SECONDS = 20.0  # time without rows after which an actor of Ray Data may log a warning
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ class RowsAtWork:
     """Rows that `Generator.begin` has queued."""
 
     prompts: Sequence[Prompt]
-    owners: Sequence[int]  # for each request of `call` the index of its row in `prompts`
-    errors: Mapping[int, str]  # index of the row -> error, for rows that have no request
+    owners: Sequence[int]  # for each request of `call`: index of its prompt in `prompts`
+    errors: Mapping[int, str]  # index in `prompts` -> why this row has no request
     call: Call
 
 
 class Generator:
     """Answers rows with one model on one device.
 
-    Several threads may call it: calls run one after the other, or together if vLLM runs them. Loading prints nothing.
+    Several threads may call it. Their calls run one after the other, with vLLM together. Loading prints nothing.
 
     Args:
         checkpoint: Folder with config.json, safetensors and a tokenizer.
@@ -75,24 +75,24 @@ class Generator:
         output_format: Form of every answer: {"json_schema": schema}, {"regex": …} or {"grammar": …} (Lark). An answer
             that the length limit cuts off before its format is complete keeps its text and gets an error.
         reasoning: {"start": …, "end": …}, the delimiters of thinking (default <think> and </think>). Thinking becomes
-            the answer's `reasoning`; choices or output_format apply to the text after it. None: it stays in the text.
+            the answer's `reasoning`; choices or output_format apply to the text after it. None: thinking is text.
         strip: Remove white space from both ends of an answer that is free text.
         dtype: Data type of weights, activations and cache: float32, bfloat16 or float16.
         weights: "int8" rounds linear layers and head to 8 bits, on a CPU with bfloat16. None: the checkpoint's weights.
         device: auto, cpu, cuda or cuda:N; auto is cuda where torch sees a GPU.
-        threads: torch threads on a CPU; None keeps the process's setting, at most one for each CPU that it may use.
-        cache_bytes: Bytes of key/value cache for the rows in flight; 0, with vLLM only: as many as its settings leave.
+        threads: torch threads on a CPU. None keeps the process's setting, but at most one thread for each usable CPU.
+        cache_bytes: Bytes of KV cache for the rows in flight. 0, with vLLM only: as many as vLLM's settings allow.
         max_batch: Maximum number of rows in flight.
         scheduler: lock_step: a batch runs until its last row ends; refill: waiting rows take the slots of ended rows.
-        vllm: Engine arguments for vLLM, which then runs the model, see `actors.vllm.engine`. None: vLLM is not used.
+        vllm: Engine arguments of vLLM, if vLLM runs the model; see `actors.vllm.engine`. None: vLLM is not used.
         cumulative_logprob: Add a column with the sum of each answer's log-probabilities in nats; this takes time.
-        row_logprobs: A row may ask for log-probabilities even if `sampling` does not; `answer` returns them.
-        seed: Seed of the random numbers. Those of a row follow from this seed and the row's prompt.
+        row_logprobs: Rows may ask for log-probabilities even if `sampling` does not; `answer` returns them.
+        seed: Random seed. A row's random numbers follow from this seed and the row's prompt.
         share_prefixes: Compute a prefix only once if several prompts of a call share it.
         prompt_column: Column of a batch that holds the prompts.
 
     Raises:
-        UserError: Arguments, checkpoint or device cannot be used; the message is one line.
+        UserError: The arguments, the checkpoint or the device cannot be used. The message is one line.
     """
 
     @without_collections()
@@ -127,7 +127,7 @@ class Generator:
         if weights is not None:
             check_choice("weights", weights, ("int8",))
             if dtype != "bfloat16":
-                raise UserError("weights = 'int8' is for bfloat16")
+                raise UserError("weights = 'int8' needs dtype = 'bfloat16'")
         self.sampling = SamplingParams().merged(dict(sampling or {}))
         self.prompt_column, self.cumulative_logprob = prompt_column, cumulative_logprob
         self.scheduler, self.share_prefixes = scheduler, share_prefixes
@@ -160,7 +160,7 @@ class Generator:
             from actors.vllm.engine import VllmEngine
 
             if reasoning is not None and (choices is not None or output_format is not None):
-                raise UserError("engine vllm has no choices or output_format behind reasoning; leave one of them out")
+                raise UserError("engine vllm cannot combine choices or output_format with reasoning; leave one out")
             how |= {"max_rows": max_batch, "share_prefixes": share_prefixes, "options": vllm}
             self.engine = cast("Engine", VllmEngine(inspected, self.schedule, self.tokenizer, **how))
         self.calls = self._loop()
@@ -183,12 +183,12 @@ class Generator:
             threading.Thread(target=self._warn_without_rows, daemon=True).start()
 
     def _warn_without_rows(self) -> None:
-        """Log a warning if no rows come because Ray Data has no CPU left for the tasks that read them."""
+        """Log a warning if no rows come because Ray Data has no CPU left for the tasks that read the input."""
         ray = sys.modules["ray"]
         if not self._rows_came.wait(ROWS_SECONDS) and (free := ray.available_resources().get("CPU", 0.0)) < 1:
             log.warning(
-                "no rows came in %g s, and %g CPUs of the cluster are free: the pool may have taken those that reading "
-                "needs; give map_batches num_cpus=0, or a smaller pool",
+                "no rows came in %g s, and %g CPUs of the cluster are free: the actor pool may hold the CPUs that "
+                "reading needs; pass num_cpus=0 to map_batches, or use a smaller pool",
                 ROWS_SECONDS,
                 free,
             )
@@ -200,7 +200,7 @@ class Generator:
 
         Args:
             schedule: Schedule of the returned generator.
-            max_batch: Maximum number of rows in flight of the returned generator; None: as in this generator.
+            max_batch: Maximum number of rows in flight in the returned generator; None: as in this generator.
         """
         other = copy.copy(self)
         other.schedule, other.engine = schedule, self.engine.at(schedule)
@@ -222,10 +222,10 @@ class Generator:
         )
 
     def schedule_at(self, speedup: float) -> Schedule:
-        """Return the schedule of another nominal speed-up. Its rows may share decode steps with rows of this schedule.
+        """Return the schedule for another nominal speed-up. Rows of both schedules may share decode steps.
 
         Raises:
-            UserError: A speed that the checkpoint was not trained for, or that needs other weights or another engine.
+            UserError: The checkpoint was not trained for this speed, or the speed needs other weights.
         """
         depths = ("speedup", "max_depth", "min_depth", "depths")
         changes = {name: value for name, value in self._changes.items() if name not in depths}
@@ -235,19 +235,18 @@ class Generator:
         if schedule == replace(self.schedule, speedup=schedule.speedup):
             return self.schedule
         if self._inspected.adapter is not None and schedule.is_full_depth != self.schedule.is_full_depth:
-            raise UserError(f"speed = {speedup:g}: 1x and the speeds above it have different weights; serve them apart")
+            raise UserError(f"speed = {speedup:g}: 1x and higher speeds need different weights; serve them separately")
         if not self._unadapted:
             self._inspected.check_adapted(schedule, str(self._inspected.path), "choose a lower speed")
         return schedule
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer the prompts in the column `prompt_column` of a batch; return the batch's columns and answer columns.
+        """Answer the prompts in a batch's column `prompt_column`. Return the batch's columns and columns of answers.
 
-        A prompt is text, a list of token ids, or a list of messages for the checkpoint's chat template. A row's
-        random numbers follow from seed and prompt, so answers do not depend on how rows are cut into batches, and
-        equal prompts have equal answers. With n above 1, a row is repeated n times. A missing number, such as the
-        `mean_depth` of an answer of one token, is None. A chat template runs in transformers' own sandbox, which
-        limits neither its time nor its memory.
+        A prompt is text, a list of token ids, or a list of messages for the checkpoint's chat template. Seed and prompt
+        determine a row's random numbers, so answers do not depend on how rows are batched, and equal prompts have
+        equal answers. With n above 1, each row is repeated n times. A missing number is None, e.g. `mean_depth` if
+        an answer has one token. Chat templates run in transformers' sandbox, which limits neither time nor memory.
         """
         kept = {name: as_column(values) for name, values in batch.items()}
         if (name := self.prompt_column) not in kept:
@@ -272,13 +271,13 @@ class Generator:
         prefix: Sequence[int] = (),
         on_batch: Callable[[Sequence[int]], None] | None = None,
     ) -> list[Answer]:
-        """Answer each row `n` times; return the answers in row order. A failed row has one answer, its error.
+        """Answer each row `n` times; return the answers in row order. A row that fails has one answer, with the error.
 
         Args:
             prompts: The rows.
             prefix: Token ids with which most prompts begin; their keys and values are computed once.
-            on_batch: Called before each batch with the indices of the rows that may be in flight until the next call of
-                `on_batch`, and at the end with no rows.
+            on_batch: Called before each batch with the indices of the rows that may be in flight until `on_batch` is
+                called again. Called with no rows at the end.
         """
         work = self.begin(prompts, prefix, on_batch)
         self.run(work)
@@ -291,9 +290,9 @@ class Generator:
         on_batch: Callable[[Sequence[int]], None] | None = None,
         on_drain: Callable[[], None] | None = None,
     ) -> RowsAtWork:
-        """Queue rows: the first part of `answer`. Any thread may do so; calls of `run` and then `finish` must follow.
+        """Queue rows, from any thread. This is the first part of `answer`: call `run` and then `finish` next.
 
-        on_drain: With vLLM only: called in the thread of `run`, once there are free slots for the rows of another call.
+        on_drain: With vLLM only. Called once, in the thread of `run`, when rows of another call would find free slots.
         """
         self._rows_came.set()
         requests: list[Request] = []
@@ -317,12 +316,12 @@ class Generator:
         return RowsAtWork(prompts, owners, errors, call)
 
     def run(self, work: RowsAtWork) -> None:
-        """Answer rows that `begin` has queued, and rows queued meanwhile. One thread at a time runs; others wait."""
+        """Answer rows that `begin` has queued, and rows queued meanwhile. One thread at a time does so; others wait."""
         with self._running, current_device(self.device):
             self.calls.finish(work.call)
 
     def finish(self, work: RowsAtWork) -> list[Answer]:
-        """Return the answers to rows that have been run."""
+        """Return the answers to the rows of `work`; call `run` first."""
         completions, prompts, errors = work.call.result(), work.prompts, dict(work.errors)
         if work.call.on_batch is not None:
             work.call.on_batch(())
@@ -340,7 +339,7 @@ class Generator:
         return sorted(answers, key=lambda answer: (answer.row, answer.sample_index))
 
     def completed(self, prompt: Prompt, row: int, sample: int, request: Request, completion: Completion) -> Answer:
-        """Return the answer that `completion` holds; it must have tokens. request: the request that it answers."""
+        """Convert a completion, which must have tokens, to an Answer. request: the request that was answered."""
         count = len(completion.token_ids)
         text, reasoning = self.builder.text(request, completion)
         answer = Answer(
@@ -361,7 +360,7 @@ class Generator:
         return self.builder.with_calls(answer) if prompt.tools else answer
 
     def _requests(self, prompt: Prompt) -> list[Request]:
-        """Return the row's samples as requests; raises UserError for a row that cannot be answered."""
+        """Return one request for each of the row's `n` answers. Raises UserError if the row cannot be answered."""
         requests = self.builder.requests(prompt)
         limit = requests[0].new_tokens_limit(self.engine.decoder.context_length)
         needed = self.engine.row_bytes(len(prompt.ids), limit)
@@ -383,7 +382,7 @@ class Generator:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
     def device_name(self) -> str:
-        """Return the GPU's name, or "cpu", for the statistics; then in brackets CUDA_VISIBLE_DEVICES, if it is set."""
+        """Return the GPU's name or "cpu", for the statistics. If CUDA_VISIBLE_DEVICES is set, append it in brackets."""
         name = "cpu"
         if self.device.type == "cuda":
             import torch

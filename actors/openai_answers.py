@@ -24,17 +24,17 @@ def completion_body(
     job: str,
     prompt_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Return the body of a response.
+    """Convert the answers to one request to the body of a response.
 
     Args:
         url: the endpoint, one of `ENDPOINTS`.
-        answers: the answers to one request, at least one, with the fields of `Answer`. Thinking is returned as
-            `reasoning_content`, as by the servers of DeepSeek and vLLM.
-        key: text from which ids are made.
+        answers: at least one answer, with the fields of `Answer`. Thinking becomes `reasoning_content`, the name that
+            the servers of DeepSeek and vLLM use.
+        key: text from which the ids in the body are made.
         created: seconds since 1970.
         model: name of the model.
-        job: text that identifies everything besides the request on which the answers depend.
-        prompt_tokens: sum over all prompts, if there are several.
+        job: text that identifies everything, apart from the request, that the answers depend on.
+        prompt_tokens: number of tokens of all prompts; needed if there are several prompts.
     """
     is_chat = url == CHAT
     choices = []
@@ -65,12 +65,12 @@ def completion_body(
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Return OpenAI's `usage` object. prompt, completion: counts of tokens."""
+    """Return OpenAI's `usage` object. prompt, completion: numbers of tokens."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def shown_logprobs(url: str, tokens: Sequence[Mapping[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
-    """Return log-probabilities in the endpoint's format; None without `tokens`. offset: characters before `tokens`."""
+    """Return log-probabilities in the endpoint's format, None without `tokens`. offset: characters before `tokens`."""
     if tokens is None:
         return None
     if url == CHAT:
@@ -80,26 +80,26 @@ def shown_logprobs(url: str, tokens: Sequence[Mapping[str, Any]] | None, offset:
     return {
         "tokens": texts,
         "token_logprobs": [token["logprob"] for token in tokens],
-        # `top` begins with the likeliest token; of tokens with the same text, the likeliest one is kept
+        # `top` begins with the likeliest token; if several tokens have the same text, the likeliest is kept
         "top_logprobs": [{one["token"]: one["logprob"] for one in reversed(token["top"])} for token in tokens],
         "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
     }
 
 
 def _entry(token: Mapping[str, Any]) -> dict[str, Any]:
-    # a token may be only a part of a character: its text is then U+FFFD, which does not tell the token's bytes
+    # the text of a token may hold U+FFFD because the token is part of a character; then its bytes are unknown
     spelled = None if REPLACEMENT in token["token"] else list(token["token"].encode())
     return {"token": token["token"], "logprob": token["logprob"], "bytes": spelled}
 
 
 def error_body(message: str, *, is_request: bool) -> dict[str, Any]:
-    """Return the body of a refusal. is_request: whether the request is at fault, not the server."""
+    """Return the body of an error response. is_request: whether the request caused the error, not the server."""
     kind = "invalid_request_error" if is_request else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
 def shown_calls(calls: Sequence[Mapping[str, str]], key: str) -> list[dict[str, Any]]:
-    """Return tool calls in OpenAI's format. key: text from which the calls' ids are made."""
+    """Convert tool calls to OpenAI's format. key: text from which the ids of the calls are made."""
     return [
         {"id": f"call_{key}-{number}", "type": "function", "function": {**call}} for number, call in enumerate(calls)
     ]

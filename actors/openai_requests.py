@@ -1,7 +1,7 @@
-"""Converts OpenAI's request bodies to prompts and sampling parameters; refuses an unsupported key by name.
+"""Converts OpenAI's request bodies to prompts and sampling parameters. An unsupported key is an error that names it.
 
-Sources: https://platform.openai.com/docs/api-reference/chat/create and .../completions/create; keys that
-OpenAI does not have are those of vLLM's server.
+Sources: https://platform.openai.com/docs/api-reference/chat/create and .../completions/create. Keys
+that OpenAI does not define are those of vLLM's server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SAME = (
 )
 _RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 _NO_EFFECT = ("model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key")  # keys without effect
-# keys that are accepted only with a value that changes nothing
+# key -> values that are accepted, because they change nothing; any other value is an error
 _ONLY: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "logit_bias": ({},),
@@ -45,15 +45,15 @@ class CompletionRequest:
 
     messages: Any  # the messages of a chat
     prompt: str | list[int] | None  # prompt of a completion; None for a chat
-    sampling: dict[str, Any]  # sampling parameters that the body sets, under their names in `SamplingParams`
+    sampling: dict[str, Any]  # sampling parameters that the body sets, named as in `SamplingParams`
     output_format: OutputFormat | None = None
     tools: Any = None  # tools that a chat offers
     tool_choice: Any = None  # OpenAI's `tool_choice`, if the answer must call tools
 
     def checked_form(self, tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> OutputFormat | None:
-        """Return the output format of the answer, or of the tool calls that it must make; None for free text.
+        """Return the format that the answer must have: an output format, or tool calls. None: free text.
 
-        Raises UserError for an output format or a `tool_choice` that is not supported.
+        Raises UserError if the output format or `tool_choice` is not supported.
 
         Args:
             tools: the request's tools, as `checked_tools` returns them.
@@ -69,7 +69,7 @@ class CompletionRequest:
 def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
     """Parse a request body. A key whose value is null counts as missing.
 
-    Raises UserError that names an unknown, unsupported or wrong key.
+    Raises a UserError that names the key if a key is unknown, unsupported or wrong.
     """
     if url not in ENDPOINTS:
         raise UserError(f"url {url!r} is not supported; known: {', '.join(ENDPOINTS)}")
@@ -102,12 +102,12 @@ def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
     if forced is not None and not tools:
         raise UserError(f"body: tool_choice = {choice!r} needs tools")
     if form is not None and tools:
-        raise UserError("body: response_format does not go with tools: a call would have another form")
+        raise UserError("body: response_format cannot be combined with tools: a tool call has another format")
     return CompletionRequest(given["messages"], None, sampling, form, tools, forced)
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> Any:
-    """Return how many alternatives per token the body asks for; None if it asks for no log-probabilities."""
+    """Return how many likeliest tokens to report at each position; None if no log-probabilities are asked for."""
     wanted = body.get("logprobs", False)
     if not isinstance(wanted, bool):
         raise UserError(f"body: logprobs = {wanted!r}: must be true or false in a chat")
@@ -140,4 +140,4 @@ def _prompt(prompt: Any) -> str | list[int]:
         return prompt
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return prompt
-    raise UserError("body: prompt must be one text or one list of token ids; write a line for each prompt")
+    raise UserError("body: prompt must be one text or one list of token ids; write one line for each prompt")

@@ -1,4 +1,4 @@
-"""Converts prompts of any kind to token ids and engine requests, and completions to texts."""
+"""Converts prompts (text, token ids or messages) to engine requests, and completions to texts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ KEPT_CONSTRAINTS, KEPT_CHARACTERS = (
 class RequestBuilder:
     """Builds engine requests for one model. `Generator` explains the arguments that are not explained here.
 
-    `sampling`, `choices`, `output_format` and `seed` apply to rows that do not set their own. Raises UserError for
-    choices that cannot be distinguished, a wrong or unsupported output_format, or if both are given.
+    `sampling`, `choices`, `output_format` and `seed` apply to rows that do not set their own. Raises UserError if
+    choices cannot be told apart, if output_format is wrong or unsupported, or if both are given.
 
     Args:
         vocab_size: Number of token ids of the model.
@@ -59,7 +59,7 @@ class RequestBuilder:
         self.vocab_size, self.stop_ids = vocab_size, frozenset(stop_ids)
         self.has_logprobs = row_logprobs or sampling.logprobs is not None
         self.special_ids = special_tokens(tokenizer)
-        self.token_text = lru_cache(2**16)(lambda token: str(tokenizer.decode([token])))  # special tokens included
+        self.token_text = lru_cache(2**16)(lambda token: str(tokenizer.decode([token])))  # also of special tokens
         self.choices = None if choices is None else tuple(choices)
         self.output_format, self.reasoning = output_format, reasoning
         self._compiler: GrammarCompiler | None = None
@@ -75,12 +75,12 @@ class RequestBuilder:
                 self._constraint(form)
 
     def logprobs(self, completion: Completion) -> list[dict[str, Any]] | None:
-        """Return a completion's log-probabilities, as in `TokenLogprob.to_dict`."""
+        """Return the log-probabilities of a completion's tokens, see `TokenLogprob.to_dict`; None if it has none."""
         found = completion.logprobs
         return None if found is None else [token.to_dict(self.token_text) for token in found]
 
     def prompt(self, value: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
-        """Convert a text, token ids or messages to a `Prompt`. tools: tools that messages offer, already checked."""
+        """Convert a text, token ids or messages to a `Prompt`. tools: for messages, the result of `checked_tools`."""
         ids: list[int] = []
         error = None
         try:
@@ -89,17 +89,17 @@ class RequestBuilder:
             elif value is None or isinstance(value, str) or len(value) == 0:
                 error = "prompt is null or empty"
             elif isinstance(value, bytes | bytearray):
-                error = "prompt is bytes, no text: decode it"
+                error = "prompt is bytes, not text: decode it"
             elif isinstance(value[0], Mapping):
                 chat = list(map(dict, value)), list(map(dict, tools))
                 ids = self.chat_ids(*control_tokens(self.tokenizer).prompt(self._render, chat))
             elif all(not isinstance(token, bool) and token == int(token) >= 0 for token in value):
                 ids = [int(token) for token in value]
             else:
-                error = "prompt holds values that are no token ids"
+                error = "prompt holds values that are not token ids"
         except UserError as problem:
             error = str(problem)
-        # errors that a value of any type, or a chat template, may raise
+        # a value of an unexpected type, or a chat template, may raise any of these
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
             error = f"prompt cannot be read: {' '.join(str(problem).split())}"
         return Prompt(ids, f"prompt:{ids}", 0, error, tools=bool(tools))
@@ -120,7 +120,7 @@ class RequestBuilder:
         return one_bos(self.tokenizer, ids)
 
     def requests(self, prompt: Prompt) -> list[Request]:
-        """Return the row's `n` requests; raises UserError for a row that cannot be answered."""
+        """Return the row's `n` requests. Raises UserError if the row cannot be answered."""
         if prompt.error is not None:
             raise UserError(prompt.error)
         params = self._params(prompt)
@@ -142,18 +142,18 @@ class RequestBuilder:
         return [Request(prompt.ids, params, key, ending, constraint) for key in keys]
 
     def _params(self, prompt: Prompt) -> SamplingParams:
-        """Return the row's checked sampling parameters. Special tokens among stop strings become stop tokens too."""
+        """Return the row's checked sampling parameters. Special tokens among the stop strings are also stop tokens."""
         try:
             params = self.sampling.merged(prompt.sampling)
         except ValueError as error:
             raise UserError(f"sampling: {error}") from None
         if params.logprobs is not None and not self.has_logprobs:
-            raise UserError("sampling: logprobs: set it for the whole job too (0 will do), so that there is a column")
+            raise UserError("sampling: logprobs: set it for the whole job too (0 is enough): that adds the column")
         for name, ids in (("sampling: stop_token_ids", params.stop_token_ids), ("prompt", prompt.ids)):
             if ids and max(ids) >= self.vocab_size:
                 raise UserError(f"{name}: token {max(ids)} lies outside the model's vocabulary of {self.vocab_size}")
         special = [self.special_ids[text] for text in params.stop if text in self.special_ids]
-        if special:  # special tokens decode to no text, so no stop string can be found
+        if special:  # special tokens decode to no text, so they are never found as stop strings
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
         return params
 
@@ -166,7 +166,7 @@ class RequestBuilder:
         return self.output_format if self.choices is None else self.choices
 
     def _constraint(self, form: tuple[str, ...] | OutputFormat) -> Constraint:
-        """Return the constraint for labels or an output format, from a cache. Raises UserError if not supported."""
+        """Return the cached constraint for labels or an output format. Raises UserError if it is not supported."""
         if form not in self._constraints:
             constraint = self._grammar(form) if isinstance(form, OutputFormat) else self._trie(form)
             if self.reasoning is not None:
@@ -204,21 +204,21 @@ class RequestBuilder:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def answer_start(self, prompt_ids: Sequence[int]) -> Callable[[str], int | None]:
-        """Return a function text -> index at which the answer begins, after the thinking; see `StopStrings`."""
+        """Return a function that finds where in a text the answer begins, after any thinking; see `StopStrings`."""
         if self.reasoning is None:
             return lambda text: 0
         return partial(self.reasoning.answer_start, begun=self.reasoning.begun_by(self._end(prompt_ids)))
 
     def begins_thinking(self, request: Request) -> bool:
-        """Return whether the answer begins with thinking: the prompt opens it, or the constraint begins after it."""
+        """Return whether generation begins inside thinking: the prompt opened it, or a constraint waits for its end."""
         if self.reasoning is None or isinstance(request.constraint, AfterReasoning):
             return self.reasoning is not None
         return self.reasoning.begun_by(self._end(request.prompt_ids))
 
     def _end(self, prompt_ids: Sequence[int]) -> str:
-        """Return a prompt's text after its last special tokens but those at its end.
+        """Return the text after a prompt's last special token; special tokens at the very end do not count.
 
-        In a chat the template writes it, and not the user.
+        In a chat, the template wrote this text, not the user.
         """
         special, kept = set(self.special_ids.values()), list[int]()
         for token in reversed(prompt_ids):
@@ -229,7 +229,7 @@ class RequestBuilder:
         return self.decode(kept[::-1])
 
     def text(self, request: Request, completion: Completion) -> tuple[str, str | None]:
-        """Return the answer's text, and the thinking before it or None. The text ends before the stop token or string.
+        """Return the answer's text, and its thinking or None. The text ends before the stop token or stop string.
 
         `strip` applies to free text and to thinking, not to text in an output format.
         """
@@ -249,7 +249,7 @@ class RequestBuilder:
         return text, thinking.strip() if self.strip and thinking is not None else thinking
 
     def error(self, prompt: Prompt, completion: Completion, text: str) -> str | None:
-        """Return why there is no answer, or why `text` does not complete the requested format; None if all is well."""
+        """Return why there is no answer, or why `text` does not complete the requested format; else None."""
         form, error = self._form(prompt), completion.error
         if error is None:
             return form.problem(text) if isinstance(form, OutputFormat) else None
@@ -258,14 +258,14 @@ class RequestBuilder:
             share = "all" if blank == len(text) else "most"
             return (
                 f"{error.partition(':')[0]}: cut off after {len(completion.token_ids)} tokens: {share} of its text is "
-                "white space, so that a higher max_new_tokens does not help"
+                "white space, so a higher max_new_tokens would not help"
             )
         return error
 
     def with_calls(self, answer: Answer) -> Answer:
         """Move the tool calls out of an answer's text. If they cannot be read, keep the text and set an error.
 
-        `requests` has been called for the row, so the format of tool calls is known to be supported.
+        Call `requests` for the row first: it checks that the format of the tool calls is supported.
         """
         try:
             text, calls = split_calls(answer.generated_text or "", form_of(self.tokenizer))

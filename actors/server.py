@@ -1,4 +1,4 @@
-"""Ray Serve deployment of the HTTP interface: a replica holds one engine. The only module of `actors` that imports ray.
+"""Ray Serve deployment of the HTTP interface; a replica holds one engine. Only this module of `actors` imports ray.
 
 serve.run(Server.bind(load, Limits()))
 """
@@ -20,7 +20,7 @@ class Server:
     """One replica of the server.
 
     Args:
-        load: Returns the model; called on the replica's node, where it may fetch the checkpoint.
+        load: Function that loads the model. It is called on the replica's node and may fetch the checkpoint.
         limits: Limits on requests.
     """
 
@@ -31,6 +31,6 @@ class Server:
         return create_app(self._model, self._limits)
 
     def check_health(self) -> None:
-        """Raise RuntimeError if the engine fails, so that Ray Serve replaces the replica."""
+        """Raise RuntimeError if the engine keeps failing; Ray Serve then replaces the replica."""
         if not self._model.loop.healthy:
             raise RuntimeError("the engine fails")

@@ -1,7 +1,7 @@
 """Reads tool calls in answers, in the format that a chat template asks the model for.
 
-hermes        <tool_call>{"name": …, "arguments": {…}}</tool_call>, any number of them: Hermes, Qwen
-llama3_json   the answer is {"name": …, "parameters": {…}}, several of them with ";" between: Llama 3.1 and 3.2
+hermes        <tool_call>{"name": …, "arguments": {…}}</tool_call>, any number of times; used by Hermes and Qwen
+llama3_json   the answer is {"name": …, "parameters": {…}}, or several of these joined by ";"; used by Llama 3.1 and 3.2
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from actors.engine.errors import UserError, flat
 
 ToolFormat = Literal["hermes", "llama3_json"]
 BEGIN, END = "<tool_call>", "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"  # may stand before Llama's calls
-# text in a chat template -> name of the unsupported format that the text shows; the first match counts
+PYTHON_TAG = "<|python_tag|>"  # Llama may write this tag before tool calls
+# text in a chat template -> the unsupported format of tool calls that it stands for; the first match counts
 _OTHERS = {
     "<function=": "Qwen3-Coder's <function=…>",
     "<arg_key>": "GLM's <arg_key>",
@@ -31,21 +31,21 @@ _OTHERS = {
     "functools[": "Functionary's functools[…]",
 }
 _DECODER = json.JSONDecoder()
-ToolCall = dict[str, str]  # keys: `name`, and `arguments`, an object as JSON text
+ToolCall = dict[str, str]  # keys: `name` and `arguments`, a JSON object as text
 
 
 def tool_format(template: str) -> ToolFormat:
-    """Return the tool-call format that a chat template asks for. Raises UserError if it asks for no supported one."""
+    """Return the tool-call format that a chat template asks for. Raises UserError if the format is not supported."""
     if "tools" not in template:
-        raise UserError("tools: the chat template takes none")
+        raise UserError("tools: the chat template does not support tools")
     for text, name in _OTHERS.items():
         if text in template:
-            raise UserError(f"tools: the chat template asks for calls in {name}, a form that is not read")
+            raise UserError(f"tools: the chat template asks for calls in {name}, which is not supported")
     if BEGIN in template:
         return "hermes"
     if '"name": function name' in template and '"parameters"' in template:
         return "llama3_json"
-    raise UserError("tools: the chat template asks for calls in a form that is not known; read are hermes, llama3_json")
+    raise UserError("tools: the chat template asks for calls in an unknown format; known: hermes, llama3_json")
 
 
 def form_of(tokenizer: Any) -> ToolFormat:
@@ -55,21 +55,21 @@ def form_of(tokenizer: Any) -> ToolFormat:
     except UserError:
         raise
     except ValueError:
-        raise UserError("tools: the tokenizer has no chat template, which takes them") from None
+        raise UserError("tools: the tokenizer has no chat template, so it cannot take tools") from None
     if form == "hermes" and BEGIN in special_tokens(tokenizer):
-        raise UserError(f"tools: {BEGIN!r} is a special token, which has no text, so that calls cannot be read")
+        raise UserError(f"tools: {BEGIN!r} is a special token, which has no text, so calls cannot be read")
     return form
 
 
 def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any, form: ToolFormat) -> OutputFormat:
     """Return the output format of an answer that must call tools.
 
-    Raises UserError for a `choice`, or parameters of a tool, that are not supported.
+    Raises UserError if `choice` or the parameters of a tool are not supported.
 
     Args:
         tools: tools as `checked_tools` returns them.
-        choice: OpenAI's `tool_choice`: "required" for one or more calls of any tools, or {"type": "function",
-            "function": {"name": …}} for one call of this tool.
+        choice: OpenAI's `tool_choice`: "required" for one or more calls of any tools, or
+            {"type": "function", "function": {"name": …}} for one call of the named tool.
         form: format of tool calls.
     """
     functions = [tool["function"] for tool in tools]
@@ -98,10 +98,10 @@ def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any, form: ToolForma
 
 
 def split_calls(text: str, form: ToolFormat) -> tuple[str, list[ToolCall]]:
-    """Return the text of an answer without its calls, and the calls.
+    """Split an answer into its text without tool calls, and the tool calls.
 
-    A Llama answer that cannot be read as calls is a text, because Llama has no delimiters for calls. Raises
-    ValueError, with the number of the call from 1, if a call between hermes delimiters cannot be read.
+    A Llama answer that cannot be read as calls counts as text, because Llama has no delimiters for calls. Raises a
+    ValueError with the call's number, from 1, if a call between hermes delimiters cannot be read.
     """
     calls: list[ToolCall] = []
     if form == "llama3_json":
@@ -150,10 +150,10 @@ def _call(value: Any, key: str) -> ToolCall:
 
 
 def checked_tools(value: Any) -> list[dict[str, Any]]:
-    """Return a row's tools, a list of {"type": "function", "function": {"name": …}}.
+    """Check a row's tools; return them as a list of {"type": "function", "function": {"name": …}}.
 
-    value: the list, whose null fields are dropped, or its JSON text, or None for no tools. Raises UserError that
-    names the wrong tool, counted from 1.
+    value: a list of tools, the list as JSON text, or None for no tools. Null fields are dropped from a list. Raises a
+    UserError that gives the number of a wrong tool, from 1.
     """
     if value is None:
         return []
@@ -163,7 +163,7 @@ def checked_tools(value: Any) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise UserError(f"tools: not JSON: {flat(error)}") from None
     else:
-        value = _without_nulls(value)  # in a column of structs, each row has the fields of all rows
+        value = _without_nulls(value)  # in a column of structs, a field that any row uses is null in the other rows
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UserError(f"tools is of type {type(value).__name__}; it must be a list")
     tools: list[dict[str, Any]] = []

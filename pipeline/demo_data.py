@@ -1,8 +1,8 @@
-"""Prompts for the demo: restaurants in the style of the E2E data set, drawn from slots and values with a seed.
+"""Makes the demo's prompts: restaurants in the style of the E2E data set, drawn at random from slots and values.
 
     python -m pipeline.demo_data FOLDER [--rows 2000] [--files 8] [--seed 0]
 
-The slot values are those of the E2E data set (CC BY-SA 4.0); none of its sentences is used.
+The slot values are from the E2E data set (CC BY-SA 4.0); no sentence of the data set is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES = [
     "The Golden Palace", "The Mill", "The Olive Grove", "The Phoenix", "The Plough", "The Punter", "The Rice Boat",
     "The Twenty Two", "The Vaults", "The Waterman", "The Wrestlers", "Travellers Rest Beefeater", "Wildwood", "Zizzi",
 ]
-OPTIONAL_SLOTS = {  # slots in the order of the data set
+OPTIONAL_SLOTS = {  # in the same order as in the data set
     "eatType": ["coffee shop", "pub", "restaurant"],
     "food": ["Chinese", "English", "Fast food", "French", "Indian", "Italian", "Japanese"],
     "priceRange": ["cheap", "high", "less than £20", "moderate", "more than £30", "£20-25"],
@@ -42,7 +42,7 @@ SLOT_COUNTS, SLOT_WEIGHTS = [2, 3, 4, 5, 6, 7], [4, 15, 30, 30, 16, 5]
 
 
 def make_prompt(rng: random.Random) -> str:
-    """Draw a restaurant: its name and two to seven other slots."""
+    """Draw the slots of a restaurant at random: the name and two to seven others."""
     slots = {"name": rng.choice(NAMES)}
     chosen = set(rng.sample(list(OPTIONAL_SLOTS), rng.choices(SLOT_COUNTS, SLOT_WEIGHTS)[0]))
     slots |= {slot: rng.choice(values) for slot, values in OPTIONAL_SLOTS.items() if slot in chosen}
@@ -50,7 +50,7 @@ def make_prompt(rng: random.Random) -> str:
 
 
 def write_prompts(folder: Path, rows: int, files: int, seed: int) -> None:
-    """Write `rows` rows of id and prompt as `files` Parquet files; existing files are kept."""
+    """Write `rows` rows with columns id and prompt to `files` Parquet files. Existing files are kept."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     prompts = [make_prompt(rng) for _ in range(rows)]
@@ -65,7 +65,7 @@ def write_prompts(folder: Path, rows: int, files: int, seed: int) -> None:
 
 
 def write_demo(folder: Path, rows: int = 2000) -> Path:
-    """Write the demo's prompts and its job file, which names the included checkpoint; return the job file's path."""
+    """Write the demo's prompts and its job file, which uses the included checkpoint. Return the job file's path."""
     jobs = Path(__file__).parents[1] / "configs" / "demo.yaml"
     checkpoint = jobs.parent / "demo" / "checkpoint"
     if not jobs.is_file():  # the program is installed from a wheel

@@ -1,6 +1,6 @@
-"""Estimate time and cost of a job before it runs (`skipdecode plan`).
+"""Estimates time and cost of a job before it runs (`skipdecode plan`).
 
-Actors answer a sample of the job's rows at each speed. The job takes start-up + rows · seconds a row ÷ actors.
+Actors answer a sample of the job's rows at each speed. Predicted time: start-up + rows · seconds per row ÷ actors.
 """
 
 from __future__ import annotations
@@ -50,29 +50,29 @@ from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import open_folder
 
 SAMPLE_SECONDS = 120.0  # time limit for all speeds together, without loading models
-SAMPLE_SHARE = 0.01  # share of the job's rows to answer, if that is more than two batches an actor
-LEAST_ROWS = 64  # rows that an actor answers at each speed
+SAMPLE_SHARE = 0.01  # share of the job's rows to answer, if that is more than two batches for each actor
+LEAST_ROWS = 64  # minimum rows for each actor to answer at each speed
 SAMPLED_ACTORS = 8  # maximum number of actors that measure at the same time
 WARM_UP_ROWS = 8
-BATCH_GAIN = 4  # seconds a row in a warm-up divided by seconds a row in a full batch, at most
-PREPARED_ROWS, PLACES = 2048, 16  # rows to tokenize, read from this many places of the input
-STAGES_SECONDS = 2.5  # time from a loaded model to the first shard, and for totals, report and exit
-WORKER_SHARE = 1.0  # processor seconds to start a worker that reads and prepares, divided by seconds of planning
-CROWDED = 1.05  # seconds of an actor in a run divided by those in the sample, if all actors share one machine
-REPLICATES, LOW, HIGH = 400, 5, 95  # bootstrap samples, and percentiles of the interval
-SPREAD, STARTUP_SPREAD = 0.08, 0.1  # standard deviation of a run's speed and start-up on one machine, as a share
-OFFERED = (1.5, 2.0, 3.0, 4.0, 5.0)  # speeds to time if no tune.json lists the trained speeds
+BATCH_GAIN = 4  # a warm-up takes at most this many times the seconds per row of a full batch
+PREPARED_ROWS, PLACES = 2048, 16  # rows to tokenize, and number of places in the input to read them from
+STAGES_SECONDS = 2.5  # seconds between loading the model and the first shard, and for totals, report and exit
+WORKER_SHARE = 1.0  # CPU seconds to start a worker process (for reading and preparing rows) ÷ seconds of planning
+CROWDED = 1.05  # actors on one machine: an actor's time in a run ÷ its time for the same work in the sample
+REPLICATES, LOW, HIGH = 400, 5, 95  # bootstrap samples; percentiles that bound the interval
+SPREAD, STARTUP_SPREAD = 0.08, 0.1  # relative standard deviations of a run's speed and of its start-up on one machine
+OFFERED = (1.5, 2.0, 3.0, 4.0, 5.0)  # speeds to time if no tune.json lists trained speeds
 DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")
-METRICS = tuple(dict.fromkeys(("bleu", "rouge_l", "exact_match", *TOLERANCES)))  # metrics, the preferred one first
+METRICS = tuple(dict.fromkeys(("bleu", "rouge_l", "exact_match", *TOLERANCES)))  # preferred metrics first
 
 
 class NothingLeft(Exception):
-    """The job has no row left to answer."""
+    """All rows of the job are answered already."""
 
 
 @dataclass(frozen=True)
 class TimedCall:
-    """Measurements of one call of a `Generator`."""
+    """What was measured in one call of a `Generator`."""
 
     rows: int
     prompt_tokens: int
@@ -89,14 +89,14 @@ def estimate(
     process_began: float | None = None,
     seconds: float = SAMPLE_SECONDS,
 ) -> dict[str, Any]:
-    """Plan a job, and time a sample of its rows at each speed, in about `seconds` for all speeds. Write no output.
+    """Plan a job, and time a sample of its rows at each speed. Write no output. seconds: time for all speeds together.
 
-    Return plain values. `chosen` is the entry of `speeds` for the job's own speed. `startup` has the seconds in which
-    nothing is answered: plan (from the start of the process), ray (to start or find Ray, and to leave it), load (until
-    the last actor has its model), stages (before the first and after the last row). Other arguments: see `job.run`.
+    Return plain values. `chosen`: the entry of `speeds` for the job's own speed. `startup`: seconds in which nothing is
+    answered, i.e. plan (from the start of the process), ray (to start or find Ray, and to leave it), load (until the
+    last actor has its model) and stages (before the first row and after the last). Other arguments: see `job.run`.
 
     Raises:
-        UserError: `job.run` would refuse the job, or no sampled row can be answered.
+        UserError: `job.run` would refuse the job, or none of the sampled rows can be answered.
         NothingLeft: Every row is answered already.
     """
     began = process_began or time.time()
@@ -120,7 +120,7 @@ def estimate(
         speeds, chosen = schedules(job), name_of(job.schedule)
         before = time.monotonic()
         with ExitStack() as stack:
-            stack.enter_context(backend.ready(job.config.actors))  # says so itself if it starts Ray
+            stack.enter_context(backend.ready(job.config.actors))  # prints a line itself if it starts Ray
             ray = time.monotonic() - before
             job = stack.enter_context(jobs.checked(job, stored, backend))
             asked = time.time()
@@ -128,7 +128,7 @@ def estimate(
             before = time.monotonic()
         ray += time.monotonic() - before
     load, crowd = max(loaded for loaded, _ in samples) - asked, 1.0
-    if backend.on_this_machine and backend.starts_workers:  # a run starts a worker per core while the models load
+    if backend.on_this_machine and backend.starts_workers:  # a run starts a worker for each core while models load
         load += WORKER_SHARE * planned * min(process_cpus(), len(left)) / process_cpus()
         crowd = 1.0 if config.actors.gpus else CROWDED
     startup = {"plan": planned, "ray": ray, "load": load, "stages": STAGES_SECONDS}
@@ -180,10 +180,10 @@ def estimate(
 
 
 def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[PlannedJob, Manifest | None, list[Shard]]:
-    """Return the planned job, the plan stored in its output folder if any, and the shards to answer. Write nothing."""
+    """Return the planned job, the plan in its output folder (or None), and the shards to answer. Write nothing."""
     if config.input.since is not None:
         if limit is not None:
-            raise UserError("--limit: an incremental run has no limit; leave out --limit or input.since")
+            raise UserError("--limit: an incremental run cannot have a limit; leave out --limit or input.since")
         new = runs.new_input(config, ledgers.read(open_folder(config.output.path, config.storage)))
         if not new.files:
             raise NothingLeft(f"{config.output.path}: nothing left to do: no file is new")
@@ -198,7 +198,7 @@ def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[Pl
 
 
 def sample_places(shards: Sequence[Shard], rows: int = PREPARED_ROWS) -> list[Shard]:
-    """Return the first rows of evenly spread shards, at most `rows` in all; all shards if they hold no more."""
+    """Return shards with the rows to sample: the first rows of evenly spread shards, at most `rows` rows in total."""
     if sum(shard.rows for shard in shards) <= rows:
         return list(shards)
     count = min(PLACES, len(shards))
@@ -209,7 +209,7 @@ def sample_places(shards: Sequence[Shard], rows: int = PREPARED_ROWS) -> list[Sh
 def read_prompts(
     places: Sequence[Shard], files: Sequence[InputFile], schema: pa.Schema, storage: StorageConfig, spec: PromptSpec
 ) -> list[Prompt]:
-    """Read the rows at `places` and return their prompts."""
+    """Read the rows of the shards `places`; return their prompts."""
     return [
         prompt
         for place, table in read_shards(files, places, schema, storage)
@@ -218,14 +218,14 @@ def read_prompts(
 
 
 def name_of(schedule: Schedule) -> str:
-    """Return the speed of a schedule as shown to users, such as `2x`."""
+    """Return the name of a schedule's speed, as shown to users: `2x`."""
     if schedule.is_full_depth:
         return "1x"
     return f"{schedule.speedup:g}x" if schedule.speedup is not None else "the job's schedule"
 
 
 def schedules(job: PlannedJob) -> dict[str, Schedule]:
-    """Return schedules by name: the job's own, other speeds that the checkpoint was trained for, and 1x at the end."""
+    """Return name -> schedule: the job's own, other speeds that the checkpoint was trained for, and 1x last."""
     checkpoint = job.checkpoint.checkpoint
     kept = {key: value for key, value in job.config.schedule.changes().items() if key not in DEPTH_KEYS}
     found = {name_of(job.schedule): job.schedule}
@@ -238,7 +238,7 @@ def schedules(job: PlannedJob) -> dict[str, Schedule]:
     for speed in trained:
         try:
             schedule = checkpoint.schedule({**kept, "speedup": speed})
-        except UserError:  # the checkpoint does not fit the schedule: for example a horizon is missing
+        except UserError:  # the checkpoint has no such schedule, e.g. because it has no horizon
             continue
         if checkpoint.trained is not None and checkpoint.trained.covers(schedule):
             found.setdefault(name_of(schedule), schedule)
@@ -249,7 +249,7 @@ def schedules(job: PlannedJob) -> dict[str, Schedule]:
 def _sample(
     job: PlannedJob, good: Sequence[Prompt], speeds: dict[str, Schedule], backend: Backend, seconds: float, rows: int
 ) -> list[tuple[float, dict[str, list[TimedCall]]]]:
-    """Let actors answer rows in parallel, each its own share at every speed. Return each actor's `time_speeds`."""
+    """Let actors answer rows in parallel. Each times its own share at every speed. Return results of `time_speeds`."""
     actors, batching = job.config.actors, job.manifest.batching
     count = min(len(good), max(math.ceil(SAMPLE_SHARE * rows), max(2 * batching.max_batch, LEAST_ROWS) * actors.most))
     workers = min(actors.most, SAMPLED_ACTORS, count)
@@ -273,21 +273,21 @@ def time_speeds(
     size: int,
     seconds: float,
 ) -> tuple[float, dict[str, list[TimedCall]]]:
-    """Answer and time rows at each speed, as many as `seconds` allows. Runs in the process of an actor.
+    """Answer rows at each speed, as many as `seconds` allows, and time the calls. Runs in an actor's process.
 
     Args:
-        generator: Arguments of `Generator`, checkpoint and speed adapter as `fetch` takes them.
-        chosen: Name of the job's own speed. It and 1x are always timed, another speed if there is time for a call.
-        size: Maximum rows of a call.
-        seconds: Time for all speeds after the first model is loaded. The first calls may exceed it.
+        generator: Arguments of `Generator`, in which checkpoint and speed adapter are sources for `fetch`.
+        chosen: Name of the job's own speed. This speed and 1x are always timed, other speeds if there is time.
+        size: Maximum number of rows in a call.
+        seconds: Time for all speeds, from the moment when the first model is loaded. The first calls may take longer.
 
-    Return the time at which the first model was ready (s since 1970), and speed -> timed calls without warm-up.
+    Return the time at which the first model was ready (s since 1970), and speed -> timed calls, without warm-ups.
     """
     from actors.generator import Generator
 
     settings, needed = fetched(generator), (chosen, "1x")
     adapter = settings["speed_adapter"]
-    # a speed adapter's weights are merged; and vLLM captures CUDA graphs at full depth alone
+    # two models are needed if 1x has no merged speed adapter, or if vLLM captures CUDA graphs for 1x
     apart = adapter is not None or settings.get("vllm") is not None
     skipping = {name: schedule for name, schedule in speeds.items() if apart and not schedule.is_full_depth}
     groups = [group for group in (skipping, {n: s for n, s in speeds.items() if n not in skipping}) if group]
@@ -300,7 +300,7 @@ def time_speeds(
         ordered = sorted(group, key=lambda name: name not in needed)
         generators = {name: one.at(group[name]) for name in ordered}
         calls |= _in_turn(generators, given, prefix, needed, size, began + seconds * number / len(groups))
-        if number < len(groups):  # both models would not fit into memory
+        if number < len(groups):  # two models would not fit into memory
             one.engine.close()
             del one, generators
             gc.collect()
@@ -315,11 +315,11 @@ def _in_turn(
     size: int,
     until: float,
 ) -> dict[str, list[TimedCall]]:
-    """Time one call at each speed, then the next at each speed, so that machine drift affects all speeds equally."""
+    """Time one call at each speed, then one more at each, and so on: machine drift then affects all speeds equally."""
     calls: dict[str, list[TimedCall]] = {name: [] for name in generators}
     parts = math.ceil(len(given) / size)
     for part in range(parts):
-        rows = given[part::parts]  # rows spread over the input
+        rows = given[part::parts]  # rows from all over the input
         for name, generator in generators.items():
             left = until - time.monotonic()
             if part == 0 and left <= 0 and name not in needed:
@@ -346,7 +346,7 @@ def _timed(generator: Any, rows: Sequence[Prompt], prefix: Sequence[int]) -> Tim
 
 
 def longest(shards: Iterable[int], actors: int) -> int:
-    """Return how many rows the last actor to end answers, if each shard goes to the actor that is free first."""
+    """Return how many rows the actor that ends last answers, if each shard goes to the first free actor."""
     ends = [0] * actors
     for rows in shards:
         heapq.heapreplace(ends, ends[0] + rows)
@@ -362,17 +362,17 @@ def predict(
     startup: float,
     crowd: float = 1.0,
 ) -> dict[str, dict[str, Any]]:
-    """Predict a whole run at each speed at which some row has an answer; slowest first.
+    """Predict a whole run at each speed, slowest first. Speeds at which no row has an answer are left out.
 
     Args:
-        rows: Rows to answer, without those that are expected to fail in preparation.
-        longest: Rows of the actor that ends last.
-        startup: Seconds of the run in which no actor answers.
-        crowd: Seconds of an actor in the run divided by seconds for the same work in the sample.
+        rows: Number of rows to answer, without rows that are expected to fail in preparation.
+        longest: Number of rows that the actor which ends last answers.
+        startup: Seconds of the run in which no actor answers rows.
+        crowd: An actor's seconds in the run ÷ its seconds for the same work in the sample.
 
-    Return speed -> values. seconds, low, high: wall clock with start-up, and its 5th and 95th percentile. busy_seconds:
-    working time, summed over actors. layer_ratio: layers of full depth divided by layers run, over decode steps.
-    speedup: seconds a row at 1x divided by seconds a row. ideal: `speedup` if time shrank with the layers run.
+    Return speed -> values. seconds, low, high: wall time with start-up, and its 5th and 95th percentiles. busy_seconds:
+    working time, summed over actors. layer_ratio: layers of full depth ÷ layers run, in decode steps. speedup: seconds
+    per row at 1x ÷ at this speed. ideal: what `speedup` would be if time were proportional to the layers run.
     """
     random = np.random.default_rng(0)
     measured = {
@@ -411,16 +411,16 @@ def predict(
 
 
 def _ideal(full: EngineStats, schedule: Schedule, layer_ratio: float) -> float | None:
-    """Return the speed-up if full depth's prefill and decode shrank with the layers that the schedule runs."""
+    """Return what the speed-up would be if prefill and decode times were proportional to the layers run."""
     seconds = full.prefill_seconds + full.decode_seconds
     prefill = full.prefill_seconds * len(schedule.prompt_layers) / schedule.num_layers
     return seconds / (prefill + full.decode_seconds / layer_ratio) if seconds else None
 
 
 def losses(config: JobConfig, prompt: str) -> dict[str, dict[str, Any]]:
-    """Return speed -> recorded loss against full depth: metric, loss (a gain is negative), low, high and source.
+    """Return speed -> recorded loss against full depth: metric, loss (negative for a gain), low, high and source.
 
-    Empty if no record of evaluate or adapt lies beside checkpoint or adapter. prompt: The job's prompt policy.
+    {} if there is no record of `evaluate` or `adapt` beside the checkpoint or adapter. prompt: the job's prompt policy.
     """
     folder = Path(config.model.speed_adapter or config.model.path)
     for place in (folder, folder / "evaluate", folder.parent) if folder.is_dir() else ():
@@ -433,7 +433,7 @@ def losses(config: JobConfig, prompt: str) -> dict[str, dict[str, Any]]:
                         loss, low, high = scores[metric]
                         line = {"metric": metric, "loss": loss, "low": low, "high": high, "source": str(path)}
                         found.setdefault(f"{nominal:g}x", line)
-            except (OSError, AttributeError, LookupError, TypeError, ValueError):  # no record, or another program's
+            except (OSError, AttributeError, LookupError, TypeError, ValueError):  # no valid record
                 continue
             if found:
                 return found
@@ -441,8 +441,8 @@ def losses(config: JobConfig, prompt: str) -> dict[str, dict[str, Any]]:
 
 
 def _recorded(record: Any) -> Iterator[tuple[float | None, str, dict[str, tuple[Any, ...]]]]:
-    """Yield each line of a record: its nominal speed, its prompt policy, and metric -> loss, low and high."""
-    if isinstance(record, list):  # table.json of evaluate
+    """Yield (nominal speed, prompt policy, metric -> (loss, low, high)) for each line of a record."""
+    if isinstance(record, list):  # table.json, written by `evaluate`
         for line in record:
             if line.get("group") in ("speed", "prompt"):
                 known = [name for name in METRICS if line.get(f"{name}_loss") is not None]

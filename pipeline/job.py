@@ -1,9 +1,9 @@
 """The bulk job: plan, lease, run the stages, finalize.
 
     read ──> prepare ──> generate
-    shards   token ids   answers, and a part: created once, then its record
+    shards   token ids   answers; a shard's output file (part), then its commit record
 
-Everything that can be wrong is checked before a stage runs. Imports no ray: a backend executes the stages.
+Mistakes in the job are found before any stage runs. This module imports no ray: a backend runs the stages.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ def run(
     backend: Backend | None = None,
     process_began: float | None = None,
 ) -> JobResult:
-    """Run the job to its end; if an earlier run was interrupted, answer only the shards that it left.
+    """Run the job to its end. If an earlier run was interrupted, answer only the remaining shards.
 
     Args:
-        limit: number of input rows to answer.
-        overwrite: replace the job that the output folder holds.
-        check: how the parts of earlier runs are checked.
-        backend, verbose: where the stages run (default Ray Data), and whether Ray Data shows its own messages.
-        process_began: time at which the process began, s since 1970; default now.
+        limit: maximum number of input rows to answer.
+        overwrite: replace the job in the output folder.
+        check: how to check parts (output files of shards) that earlier runs committed.
+        backend: where the stages run; default: Ray Data. verbose: whether Ray Data shows its own messages.
+        process_began: time at which the process began, s since 1970; default: now.
 
     Raises:
         UserError: configuration or input is wrong, or the output belongs to another job.
         LeaseHeld, LeaseLost: another run works on the output.
-        Interrupted: a signal came. BudgetSpent: the budget is used up. RayError: a task failed.
-        RowsMissing: the committed rows are not the planned ones.
+        Interrupted: a signal stopped the run. BudgetSpent: the budget is used up. RayError: a task failed.
+        RowsMissing: the committed rows differ from the planned rows.
     """
     assert config.input.since is None, "incremental.runs runs it"
     began, backend = time.monotonic(), backend or ray_backend(verbose=verbose)
@@ -80,7 +80,7 @@ def run(
         check_same_job(folder, stored, job.manifest)
         finished = stored is not None and has_results(folder, config) and has_table(folder, config)
         totals, fresh_rows = finished_totals(folder, job.manifest, check, config.input) if finished else None, 0
-        if totals is None:  # a finished job writes nothing, so read-only rights suffice
+        if totals is None:  # a finished job skips this, so it needs no right to write
             check_table(job.config, part_schema(job))
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             make_writable(folder)
@@ -94,7 +94,7 @@ def run(
 
 
 def output_folder(config: JobConfig) -> Folder:
-    """Return the output folder, after all checks that need neither input nor checkpoint."""
+    """Make all checks that need neither input nor checkpoint; return the output folder."""
     check_columns(config)
     check_output_disjoint(config)
     folder = open_folder(config.output.path, config.storage)
@@ -104,7 +104,7 @@ def output_folder(config: JobConfig) -> Folder:
 
 @contextmanager
 def checked(job: PlannedJob, stored: Manifest | None, backend: Backend) -> Iterator[PlannedJob]:
-    """Yield the job. First measure a new job's agreement with full depth; raise UserError if it is too low."""
+    """Yield the job. If it is new, first measure its agreement with full depth. Raises UserError if that is too low."""
     config, spec = job.config, prompt_spec(job.config, job.checkpoint, job.manifest.batching.planned)
     in_library = job.checkpoint.checkpoint.in_library
     if stored is not None or not in_library or not is_measured(config, job.schedule, spec):
@@ -117,7 +117,7 @@ def checked(job: PlannedJob, stored: Manifest | None, backend: Backend) -> Itera
 
 
 def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "quick") -> tuple[Totals, int]:
-    """Answer the shards that are not committed; return totals of the job, and the number of rows answered here."""
+    """Answer the shards that are not committed. Return the job's totals, and the number of rows answered now."""
     manifest = job.manifest
     done = committed_shards(folder, manifest.shards, manifest.fingerprint, check)
     left = [shard for shard in manifest.shards if shard.index not in done]
@@ -126,10 +126,9 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
     if done and left:
         log.warning("resuming: %d of %d shards are committed already", len(done), len(manifest.shards))
     if left:
-        folder.remove(SUCCESS)  # the job was finished, and has lost parts since
-        storage = job.config.storage.after_planning()
-        job = replace(job, config=job.config.model_copy(update={"storage": storage}))
-        folder = probe_create(open_folder(folder.url, storage))
+        folder.remove(SUCCESS)  # a finished job has lost parts
+        job = replace(job, config=job.config.model_copy(update={"storage": job.config.storage.after_planning()}))
+        folder = probe_create(open_folder(folder.url, job.config.storage))
         workload = Workload(len(manifest.shards), manifest.rows, len(done), manifest.rows - left_rows, job.began)
         budget = open_budget(job.config, folder, manifest.fingerprint)
         with (
@@ -145,7 +144,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
 
 
 def ray_backend(*, verbose: bool, metrics_port: int | None = None) -> Backend:
-    """Return a `RayData` backend with these arguments. Only this call imports ray."""
+    """Return a `RayData` backend. Ray is imported here, not with this module."""
     from pipeline.run.ray_data import RayData
 
     return RayData(verbose=verbose, metrics_port=metrics_port)

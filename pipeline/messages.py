@@ -1,4 +1,4 @@
-"""Makes text fit for messages: valid Unicode, on one line, without secrets."""
+"""Prepares text for messages: valid Unicode, on one line, without secrets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from actors.engine.errors import UserError, flat
 
 
 def is_unicode(text: str) -> bool:
-    """Return False if a text holds a lone surrogate: JSON and templates allow it, tokenizers and Arrow do not."""
+    """Return whether a text has no lone surrogates. JSON and templates allow these, but tokenizers and Arrow do not."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -30,7 +30,7 @@ def is_unicode(text: str) -> bool:
 
 
 def check_unicode(value: Any, where: str = "") -> None:
-    """Raise UserError if a text or key in nested values is not valid Unicode; the message names its place."""
+    """Raise UserError if a text or key in a nested value is not valid Unicode. The message names the place."""
     if isinstance(value, str) and not is_unicode(value):
         found = next(char for char in value if not is_unicode(char))
         raise UserError(f"{where}: holds {found!r}, a lone surrogate, which UTF-8 cannot store; remove it")
@@ -41,32 +41,32 @@ def check_unicode(value: Any, where: str = "") -> None:
         check_unicode(one, f"{where}.{index}")
 
 
-LINE = 1000  # maximum characters of a line, because an error may quote the whole input that caused it
+LINE = 1000  # maximum characters of a line; needed because an error may quote the whole input
 
 
 def one_line(error: BaseException) -> str:
-    """Return type and text of an error on one line of at most `LINE` characters."""
+    """Return an error's type and text as one line of about `LINE` characters at most."""
     return shortened(f"{type(error).__name__}: {flat(error)}", LINE)
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the text, cut to its first `most` characters and an ellipsis if it is longer."""
+    """Return the text. If it is longer than `most` characters, return its first `most` characters and an ellipsis."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 
 def printable(name: object) -> str:
-    """Return a name from the data for a message: on one line, and in quotes if it begins or ends with a space."""
+    """Return a name from the data as text for a message. Quote it if it is not printable, or has outer spaces."""
     text = str(name)
     return text if text.isprintable() and text == text.strip() != "" else repr(text)
 
 
 def listed(names: Iterable[object]) -> str:
-    """Return names from the data, separated by commas, in quotes if they could be misread."""
+    """Return names from the data, separated by commas. Names that could be misread are quoted."""
     return ", ".join(repr(str(name)) if set(str(name)) & set(",;'\"") else printable(name) for name in names)
 
 
 def where_sought(path: str | Path) -> str:
-    """Return where a local path was looked for, as the end of a message; "" outside of submitted Ray jobs."""
+    """Return the end of a message: where a local path was looked for. Return "" outside of submitted Ray jobs."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ or "://" in str(path):
         return ""
     host = f" on host {socket.gethostname()} of the cluster"
@@ -76,7 +76,7 @@ def where_sought(path: str | Path) -> str:
 
 
 def install_command(extras: str) -> str:
-    """Return the command that adds optional packages to this installation from its folder, wheel or release."""
+    """Return the command that adds extras to this installation, which may come from a folder, wheel or release."""
     try:
         origin = json.loads(distribution("skipdecode").read_text("direct_url.json") or "{}")
     except PackageNotFoundError:  # the program runs from a folder that is not installed
@@ -88,30 +88,30 @@ def install_command(extras: str) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number with its noun, whose plural ends in s: ``1 row``, ``2,000 rows``."""
+    """Return a number and a noun, with s for the plural: ``1 row``, ``2,000 rows``."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def duration(seconds: float) -> str:
-    """Return a span of time as text, in the largest unit that makes it at least 2: ``5.2 h``, ``90.0 s``."""
+    """Return a duration as text, in the largest unit in which it is at least 2: ``5.2 h``, ``90.0 s``."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"
     return f"{seconds:.1f} s" if seconds >= 0.1 or not seconds else f"{1000 * seconds:.2f} ms"
 
 
-# a password may hold "/"; "..." marks a quoted line that was cut, perhaps within the scheme or the host
+# a password may contain "/"; "..." shows that a quoted line was cut, perhaps inside a URL
 _END = r"(?:@|(?= \.\.\.))"
 _IN_URL = re.compile(rf"(\w://(?=[^/:\s'\"]*:)|\.\.\. )[^\s'\"]*{_END}|(\w://)[^/\s'\"]*{_END}")
 
 
 def without_secrets(text: str) -> str:
-    """Return a message whose URLs have stars in place of user and password."""
+    """Replace user and password in the URLs of a message with stars."""
     return _IN_URL.sub(r"\1\2***@", text)
 
 
 def in_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return nested objects and lists after `change` of every text in them; keys stay as they are."""
+    """Apply `change` to every text in nested objects and lists; return the result. Keys stay as they are."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -122,12 +122,12 @@ def in_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def parsed_control_tokens(count: int) -> str:
-    """Return a sentence that says how many control tokens in a job's prompts were parsed."""
-    return f"{counted(count, 'control token')} in prompts parsed; with input.special_tokens: text they are text"
+    """Return a sentence: how many control tokens in the prompts were parsed, and which setting changes that."""
+    return f"{counted(count, 'control token')} in prompts parsed as tokens; input.special_tokens: text keeps them text"
 
 
 def write_log(error: BaseException) -> Path | None:
-    """Write the error's traceback to a file in the temporary folder, and return its path; None if that fails."""
+    """Write an error's traceback to a new file in the temporary folder. Return the path, or None if writing fails."""
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     path = Path(tempfile.gettempdir()) / f"skipdecode-{now}-{getpid()}.log"
     text = f"{' '.join(sys.argv)}\n{''.join(traceback.format_exception(error))}"

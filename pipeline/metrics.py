@@ -1,7 +1,7 @@
-"""Metrics of a running job: names, units, and the sink that takes the amounts out of this process. Imports no ray.
+"""Metrics of a running job: names, units, and the sink that exports amounts from this process. Imports no ray.
 
-A process that exports metrics installs a sink, such as Ray's in `run.remote`. Without a sink amounts are dropped.
-Amounts are added per shard or retry, never per token.
+A process that exports metrics installs a sink, e.g. the one for Ray in `run.remote`. Without a sink, amounts are
+dropped. Amounts are added for each shard or retry, never for each token.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Part = Literal["prepare", "prefill", "decode", "commit"]
-Sink = Callable[[str, float, Part | None], None]  # arguments: name; a counter's increment or a gauge's value; part
+Sink = Callable[[str, float, Part | None], None]  # arguments: name, amount (counter) or value (gauge), part
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. text: what it counts or shows, with its unit."""
+    """A metric. text: what the metric counts or shows, with the unit."""
 
     kind: Literal["counter", "gauge"]
     text: str
@@ -42,7 +42,7 @@ _sink: Sink | None = None
 
 
 def install(sink: Sink | None) -> Sink | None:
-    """Send this process's metrics to a sink; None drops them. Returns the previous sink."""
+    """Send this process's metrics to `sink`; None: drop them. Return the previous sink."""
     global _sink
     before, _sink = _sink, sink
     return before
@@ -50,7 +50,7 @@ def install(sink: Sink | None) -> Sink | None:
 
 @contextmanager
 def installed(sink: Sink) -> Iterator[None]:
-    """Install a sink for the block."""
+    """Install a sink, and restore the previous one after the block."""
     before = install(sink)
     try:
         yield
@@ -59,14 +59,14 @@ def installed(sink: Sink) -> Iterator[None]:
 
 
 def add(name: str, amount: float = 1.0, *, part: Part | None = None) -> None:
-    """Increase a counter; an amount of 0 or less changes nothing. part: label of the counter `seconds`."""
+    """Increase a counter. An amount of 0 or less changes nothing. part: label, only for the counter `seconds`."""
     assert METRICS[name].kind == "counter" and (part is not None) == (name == "seconds"), name
     if _sink is not None and amount > 0:
         _sink(name, amount, part)
 
 
 def set_gauge(name: str, value: float) -> None:
-    """Set a gauge. It has to be set again and again: Ray forgets a value after 20 s."""
+    """Set a gauge. Call this again and again, because Ray forgets a value after 20 s."""
     assert METRICS[name].kind == "gauge", name
     if _sink is not None:
         _sink(name, value, None)

@@ -1,4 +1,4 @@
-"""Plans a job: checks its file, checkpoint, schedule and input, and makes the arguments of its stages."""
+"""Plans a job: checks job file, checkpoint, schedule and input, and makes the arguments of the stages."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from pipeline.runtime.announce import announced
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A job ready to run."""
+    """A job that has been planned and is ready to run."""
 
     config: JobConfig
     checkpoint: ResolvedCheckpoint
     schedule: Schedule
     manifest: Manifest
-    began: float = 0.0  # s since 1970, when its run began
+    began: float = 0.0  # time at which the run began, s since 1970
 
 
 def plan(
@@ -51,10 +51,10 @@ def plan(
     files: Files | None = None,
     preview: bool = False,
 ) -> PlannedJob:
-    """Plan a new job, or the continuation of the stored one, which keeps its pinned values.
+    """Plan a new job or, if `stored` is given, the rest of that job, which keeps its pinned values.
 
-    For arguments and errors see `plan_job`; in a preview ids are not compared. Also raises UserError if checkpoint,
-    prompt settings or input are wrong, or differ from the stored job's.
+    For arguments and errors see `plan_job`. In a preview, repeated ids are not looked for. Also raises UserError if
+    checkpoint, prompt settings or input are wrong, or differ from those of the stored job.
     """
     began = time.time()
     config = with_engine(config, None if stored is None else stored.identity["model"].get("engine", "auto"))
@@ -66,7 +66,7 @@ def plan(
     schedule = planned_schedule(config, checkpoint)
     check_generation(config, checkpoint)
     check_spec(prompt_spec(config, checkpoint, time.time()))
-    marks_of_thinking(config, checkpoint)  # wrong delimiters are refused before a model is loaded
+    marks_of_thinking(config, checkpoint)  # raises UserError for wrong delimiters before a model is loaded
     manifest = manifests.plan_job(
         config, checkpoint, schedule, limit, stored, files, hardware=hardware, preview=preview
     )
@@ -78,7 +78,7 @@ def plan(
 
 
 def _check_ids(config: JobConfig, manifest: Manifest) -> None:
-    """Raise UserError if an id of a batch file repeats, or, if the job asks for it, an id of Parquet files."""
+    """Raise UserError if ids in a batch file repeat, or ids in Parquet files with `input.duplicate_ids: error`."""
     column, is_batch = config.input.id_column, config.input.is_batch
     is_parquet = all(file.format == "parquet" for file in manifest.files)
     if column is None or not (is_batch or (is_parquet and config.input.duplicate_ids == "error")):
@@ -88,7 +88,7 @@ def _check_ids(config: JobConfig, manifest: Manifest) -> None:
         schema = pa.schema([manifest.schema.field(column)])
         for shard, table in read_shards(manifest.files, shards, schema, config.storage):
             ids = table[column]
-            if is_batch:  # a row without an id is that row's error
+            if is_batch:  # a missing id is a row error, so such rows get distinct ids here
                 rows = enumerate(zip(ids.to_pylist(), table[ERROR].to_pylist(), strict=True), shard.first_row)
                 ids = pa.chunked_array(
                     [[f"\0{shard.url}\0{row}" if one is None or error else one for row, (one, error) in rows]]
@@ -105,13 +105,13 @@ def _check_ids(config: JobConfig, manifest: Manifest) -> None:
 
 
 def planned_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Schedule:
-    """Return the job's schedule. Raises UserError as the checkpoint's `schedule` does."""
+    """Return the job's schedule. Raises UserError like `ResolvedCheckpoint.schedule`."""
     changes = config.schedule.changes()
     return checkpoint.schedule(changes, config.model, unadapted=config.schedule.unadapted)
 
 
 def generator_arguments(job: PlannedJob) -> dict[str, Any]:
-    """Return the arguments of `Generator`; checkpoint and speed adapter are in the form that `fetch` takes."""
+    """Return the arguments of `Generator`, in which checkpoint and speed adapter are sources for `fetch`."""
     batching = job.manifest.batching
     return {
         **generator_settings(job.config.model, job.config.sampling, job.config.choices, job.config.output_format),
@@ -131,7 +131,7 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
 
 
 def part_spec(job: PlannedJob) -> PartSpec:
-    """Return which columns and values the job's parts (output files, one per shard) hold."""
+    """Return the columns and values of the job's parts (output files, one for each shard)."""
     return PartSpec(
         id_column=job.config.input.id_column,
         keep=tuple(kept_columns(job.config)),
@@ -144,5 +144,5 @@ def part_spec(job: PlannedJob) -> PartSpec:
 
 
 def part_schema(job: PlannedJob) -> pa.Schema:
-    """Return the columns of the job's parts."""
+    """Return the schema of the job's parts (output files)."""
     return part_table(job.manifest.schema.empty_table(), [], part_spec(job), Shard(0, "", 0, 0)).schema

@@ -1,4 +1,4 @@
-"""Write a commented job file from an input's columns (`skipdecode init`)."""
+"""Writes a job file with comments, based on the columns of an input (`skipdecode init`)."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from pipeline.plan.columns import check_columns
 from pipeline.prepare.chat import Chat, check_chat
 from pipeline.prepare.tokenizer import tokenizer_of
 
-ROWS, SAMPLE_BYTES = 200, 2**26  # most rows of the first file to look at, and most bytes
+ROWS, SAMPLE_BYTES = 200, 2**26  # maximum rows and bytes to read from the first file
 IDS = ("id", "uuid", "key", "row_id", "custom_id", "index", "name")
 CHATS = ("messages", "conversation", "conversations", "chat")
-PROMPTS = ("prompt", "question", "instruction", "query", "request", "input")  # names of columns that say what to do
+PROMPTS = ("prompt", "question", "instruction", "query", "request", "input")  # names of columns that hold whole prompts
 TEXTS = ("text", "content", "body", "document", "article", "review", "sentence", "description", "title")
-ANSWERS = (  # names of columns of true answers
+ANSWERS = (  # usual names of columns with true answers
     *("label", "labels", "answer", "answers", "reference", "references", "target", "gold", "expected", "summary"),
     *("highlights", "completion", "response", "output", "category", "class", "intent", "sentiment", "emotion"),
 )
 REQUEST = {"custom_id", "method", "url", "body"}  # keys of an OpenAI batch request
 SUMMARY = "\n\nSummary:"  # end of a template for a model that continues texts
-LABELS, LABEL_LENGTH = 12, 40  # most values of a column of labels, and most characters of a label
-LONG = 400  # a text with this many characters or more is no id
+LABELS, LABEL_LENGTH = 12, 40  # maximum distinct values in a column of labels, and maximum characters of a label
+LONG = 400  # a text with at least this many characters is not an id
 DEMO = "configs/demo/checkpoint"
 SYSTEM = "You do what the user asks, and write nothing else."
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of an input. format: `input.format` if file names do not tell it. columns: name -> sampled values."""
+    """A sample of an input. format: `input.format`, None if file names show it. columns: name -> sampled values."""
 
     files: int
     format: InputFormat | None
@@ -56,22 +56,22 @@ class Sample:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Proposed keys of the section `input`, and a sentence about each choice."""
+    """Proposed keys of a job file's section `input`, and a sentence that explains each choice."""
 
     keys: dict[str, Any]
     notes: list[str]
-    labels: tuple[str, ...] = ()  # values of another column, which may be answers
+    labels: tuple[str, ...] = ()  # values of another column that may hold labels
 
 
 def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[Sample, Proposal]:
-    """Write the job file of an input (file, folder or glob, local or s3://) to a new file.
+    """Write a new job file for an input: a file, folder or glob, local or s3://.
 
-    model: Checkpoint; by default the demo's where it is found, else a placeholder. Raises UserError if the job file
-    exists, or the input has no rows or no prompts.
+    model: checkpoint; default: the demo's checkpoint if it is found, else a placeholder. Raises UserError if the job
+    file exists, or if the input has no rows or no prompts.
     """
     sample = read_sample(path, StorageConfig())
     if output.exists():
-        raise UserError(f"{output}: exists, and is not replaced; give another --output")
+        raise UserError(f"{output}: exists, and is not replaced; choose another --output")
     proposal = propose(sample.columns)
     text = job_text(path, sample, proposal, model or (DEMO if Path(DEMO).is_dir() else PLACEHOLDER))
     check_columns(validated(JobConfig, parse_yaml(text), path))
@@ -84,9 +84,9 @@ def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[S
 
 
 def read_sample(path: str, storage: StorageConfig) -> Sample:
-    """Read the first rows of the first file. Raise UserError if there are none, or the file cannot be read."""
+    """Read the first rows of the first file. Raises UserError if there are no rows, or the file cannot be read."""
     first: UserError | None = None
-    for given in (None, "jsonl", "csv"):  # a folder's name does not tell its format
+    for given in (None, "jsonl", "csv"):  # the name of a folder does not show the format of its files
         try:
             listed_files = list_files([path], storage, given)
             break
@@ -100,8 +100,8 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
 
 
 def first_rows(url: str, size: int, version: str, kind: str, storage: StorageConfig) -> dict[str, list[Any]]:
-    """Return column name -> values of a file's first rows. Raise UserError if none of these rows can be read."""
-    names: list[str] = [""]  # no column has this name: the first scan finds the names, the second the types
+    """Return column name -> values in a file's first rows. Raises UserError if none of these rows can be read."""
+    names: list[str] = [""]  # no column has this name; the first scan finds the names, the second one the types
     for _ in range(2):
         file, schema = read_layout(url, size, version, storage, kind, TextColumns(names), ROWS)
         names = schema.names
@@ -109,13 +109,13 @@ def first_rows(url: str, size: int, version: str, kind: str, storage: StorageCon
     shards = cut_shards([file], ROWS, SAMPLE_BYTES)[:1]
     tables = [table.filter(pc.field(ERROR).is_null()) for _, table in read_shards([file], shards, schema, storage)]
     if not tables or not tables[0].num_rows:
-        raise UserError(f"{url}: no row that can be read")
+        raise UserError(f"{url}: none of the first rows can be read")
     values: dict[str, list[Any]] = tables[0].select(schema.names).to_pydict()
     return values
 
 
 def true_answers(columns: Mapping[str, Sequence[Any]], choices: Collection[str] | None = None) -> str | None:
-    """Return the column that looks like true answers: it holds the job's labels, or has a usual name; else None."""
+    """Return the column that seems to hold true answers: the job's labels, or texts under a usual name; else None."""
     labels = None if choices is None else set(map(normalized, choices))
 
     def fits(value: Any) -> bool:
@@ -129,16 +129,16 @@ def true_answers(columns: Mapping[str, Sequence[Any]], choices: Collection[str] 
 
 
 def propose(columns: Mapping[str, Sequence[Any]]) -> Proposal:
-    """Choose id, prompt and labels among the columns. Raise UserError if no column can be a prompt.
+    """Choose columns for id, prompt and labels. Raises UserError if no column can be a prompt.
 
-    columns: Sampled values by name, None where a row has no value.
+    columns: column name -> sampled values, None if a row has no value.
     """
     found = _propose_input(columns)
     for name, values in columns.items():
         labels = tuple(sorted({value for value in values if isinstance(value, str)}))
         few = 2 <= len(labels) <= LABELS and len(values) >= 3 * len(labels)
         if few and _all(values, _is_label) and name not in str(found.keys):
-            note = f"{name} has {len(labels)} values: they stand as `choices`, in a comment."
+            note = f"{name} has {len(labels)} values: a comment lists them as `choices`."
             return Proposal(found.keys, [*found.notes, note], labels)
     return found
 
@@ -150,9 +150,9 @@ def _propose_input(columns: Mapping[str, Sequence[Any]]) -> Proposal:
     likely.sort(key=lambda name: IDS.index(name.lower()) if name.lower() in IDS else 2)
     found = next((name for name in likely if _is_id(columns[name])), None)
     keys = {} if found is None else {"id": found}
-    notes = ["No column has another value in each row: ids are made of file and row number."]
+    notes = ["No column has a different value in each row: ids are made from file and row number."]
     if found is not None:
-        notes = [f"{found} has no value twice in the sampled rows: it becomes `id`."]
+        notes = [f"{found} has a different value in each sampled row: it becomes `id`."]
 
     def chosen(key: str, value: str, note: str) -> Proposal:
         return Proposal({**keys, key: value}, [*notes, note])
@@ -173,7 +173,7 @@ def _propose_input(columns: Mapping[str, Sequence[Any]]) -> Proposal:
         return chosen("prompt", tokens, f"{tokens} holds prompts as token ids.")
     if not texts:
         raise UserError(
-            f"no column holds text, token ids or chats ({listed(columns)}); write a job with input.template"
+            f"no column holds text, token ids or chats ({listed(columns)}); write a job file with input.template"
         )
     named = [name for name in TEXTS if name in texts]
     text = named[0] if named else max(texts, key=lambda name: mean(len(value or "") for value in columns[name]))
@@ -192,7 +192,7 @@ def _is_id(values: Sequence[Any]) -> bool:
 
 
 def _all(values: Sequence[Any], fits: Any) -> bool:
-    """Return True if there are values, and all values that are not missing fit."""
+    """Return whether any value is present, and all present values fit."""
     given = [value for value in values if value is not None]
     return bool(given) and all(map(fits, given))
 
@@ -216,12 +216,12 @@ def _is_chat(value: Any) -> bool:
 
 
 def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
-    """Return a job file with a comment for each choice."""
+    """Return the text of a job file, with comments that explain the choices."""
     keys = {"path": path} | ({"format": sample.format} if sample.format else {}) | proposal.keys
     is_chat = "messages" in keys or keys.get("format") == "openai_batch"
     if not is_chat and _has_chat_template(model):
         keys["chat"] = True
-        try:  # the template may add a system message of its own, which small models repeat
+        try:  # set a system message: else the template may add one of its own, which small models repeat
             check_chat(tokenizer_of(model), Chat(system=SYSTEM), model)
             keys["system"] = SYSTEM
         except UserError:
@@ -235,7 +235,7 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
     used, template = [*proposal.keys.values()], str(keys.get("template"))
     rest = {key: one for key, one in sample.columns.items() if key not in used and f"{{ {key} }}" not in template}
     right = true_answers(rest)
-    looks = f"{right} looks like true answers, by which `skipdecode adapt` can judge"
+    looks = f"{right} seems to hold true answers, with which `skipdecode adapt` can measure losses"
     adapt = "" if right is None else f"# adapt: {{references: {right}}}       # {looks}\n"
     edit = "  # replace it: a folder, s3://…, or a model on the hub\n" if model == PLACEHOLDER else ""
     return f"""# Written by `skipdecode init {printable(path)}`. Every key: `skipdecode keys`.
@@ -248,25 +248,25 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
 
 {notes}{dump_yaml({"input": keys})}{hint}{dump_yaml({"output": {"path": f"answers/{name}"}})}\
   # keep: []                        # input columns to copy to the answers
-  # format: jsonl                   # answers.jsonl too
+  # format: jsonl                   # also write answers.jsonl
 {dump_yaml({"model": {"path": model}})}{edit}\
   # dtype: float32                  # default bfloat16
-# schedule: {{speedup: 2}}            # fewer layers a token; `skipdecode adapt` trains a model for it first
+# schedule: {{speedup: 2}}            # fewer layers for later tokens; first train the model with `skipdecode adapt`
 {adapt}sampling:
-  max_new_tokens: 128               # tokens of an answer, at most
+  max_new_tokens: 128               # maximum tokens of an answer
   temperature: 0.0                  # 0 is greedy
 {_choices(proposal.labels)}
 actors:
   count: 1                          # processes that hold the model
-  # gpus: 1                         # of each
-# price_per_hour: 2.5               # of a GPU, or of an actor on CPUs, for `plan`
+  # gpus: 1                         # GPUs of each process
+# price_per_hour: 2.5               # price of a GPU, or of an actor on CPUs, for `plan`
 # budget: {{hours: 10}}               # device-hours after which the job stops
 """
 
 
 def _choices(labels: Sequence[str]) -> str:
     line = dump_yaml({"choices": list(labels or ("positive", "negative"))}).replace("\n", "\n# ").rstrip("# \n")
-    return f"# labels, one of which is each answer:\n# {line}"
+    return f"# labels; every answer is one of them:\n# {line}"
 
 
 def _has_chat_template(model: str) -> bool:

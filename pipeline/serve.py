@@ -1,6 +1,6 @@
-"""`skipdecode serve`: plan a server, build its Ray Serve application, and run it until a signal comes.
+"""`skipdecode serve`: plans a server, builds its Ray Serve application, and runs it until a signal comes.
 
-`build` is for `serve build` files and RayService: `import_path: pipeline.serve:build`.
+Config files of Ray Serve and RayService use `build`: `import_path: pipeline.serve:build`.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ from pipeline.run.ray_session import actor_cpus, ray_session
 from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.signals import Interrupted, interruptible
 
-MAX_WAITING = 256  # most answers that wait; further requests get status 429
+MAX_WAITING = 256  # maximum answers in the queue; further requests get status 429
 MAX_BODY_BYTES = 8 * 2**20  # maximum bytes of a request
 NAME = "skipdecode"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-READY_SECONDS = 300.0  # time limit for the server to listen once the model is loaded
-GRACE_SECONDS = 20  # time for requests in flight when a replica stops
-# the replica's requests run in its first event loop, without a change of threads for each message; read by Ray Serve
+READY_SECONDS = 300.0  # time limit for the server to answer after the model is loaded
+GRACE_SECONDS = 20  # time that requests in flight get when a replica stops
+# makes Ray Serve run requests in a replica's first event loop, so that messages do not change threads
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 QUIET: Any = {"enable_access_log": False, "log_level": "WARNING"}
 
 
 @dataclass(frozen=True)
 class PlannedServer:
-    """A server whose model, schedule, memory and key have been checked. It holds neither weights nor the API key."""
+    """A server whose model, schedule, memory and API key have been checked. It holds neither weights nor the key."""
 
     config: ServeConfig  # configuration with the number of threads filled in
-    generator: dict[str, Any]  # arguments of `Generator` with a pinned checkpoint
+    generator: dict[str, Any]  # arguments of `Generator`, with a pinned checkpoint
     limits: Limits
-    schedule: Schedule  # schedule of requests that name no speed
-    described: str  # one line about parameters and memory
+    schedule: Schedule  # schedule for requests that name no speed
+    described: str  # one line that shows parameters and memory
 
     def load(self) -> ServedModel:
-        """Fetch the checkpoint on this node, compare it with the plan, and load the model."""
+        """Fetch the checkpoint to this node, compare it with the plan, and load the model."""
         return ServedModel(self.config.served_name, fetched(self.generator), MAX_WAITING, render)
 
 
 def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardware | None = None) -> PlannedServer:
-    """Check everything that needs no weights, and return the plan. Raises UserError of one line for a mistake.
+    """Check everything that can be checked without weights; return the plan. Raises a one-line UserError for a mistake.
 
-    on_this_machine: Whether the replica must fit into this machine's memory. hardware: Default: this process's.
+    on_this_machine: whether the replicas must fit into this machine's memory. hardware: default: this process's.
     """
     limits = Limits(config.http.timeout_seconds, MAX_BODY_BYTES, key_digest(config.http))
     checkpoint = resolve_checkpoint(config.model, config.storage)
@@ -108,7 +108,7 @@ def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardwar
 
 
 def key_digest(http: HttpConfig) -> str | None:
-    """Return the SHA-256 of the API key, None without one. Raises UserError if the key's variable is empty."""
+    """Return the SHA-256 of the API key; None if there is no key. Raises UserError if the key's variable is empty."""
     if http.api_key_env is None:
         return None
     key = os.environ.get(http.api_key_env, "").strip()
@@ -118,7 +118,7 @@ def key_digest(http: HttpConfig) -> str | None:
 
 
 def check_port(http: HttpConfig) -> None:
-    """Raise UserError if no server can listen at this address."""
+    """Raise UserError if no server can listen on this address."""
     family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
     with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -130,9 +130,9 @@ def check_port(http: HttpConfig) -> None:
 
 
 def render(tokenizer: Any, messages: Any, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, int]:
-    """Return a chat's prompt as a job writes it, and its number of marked control tokens; see `ControlTokens.prompt`.
+    """Render a chat as a job does. Return the prompt and its number of control tokens, see `ControlTokens.prompt`.
 
-    Raises UserError for messages that are wrong or that the chat template refuses.
+    Raises UserError if messages are wrong, or if the chat template refuses them.
     """
     if tokenizer.chat_template is None:
         raise UserError("this model has no chat template; use /v1/completions")
@@ -140,17 +140,17 @@ def render(tokenizer: Any, messages: Any, tools: Sequence[Mapping[str, Any]] = (
 
 
 def build(args: dict[str, str]) -> Application:
-    """Return the Ray Serve application that a serving file describes. args: {"config": path of the file}."""
+    """Return the Ray Serve application for a server's configuration file. args: {"config": path of the file}."""
     config = load_config(ServeConfig, args["config"])
     return application(plan_server(config, on_this_machine=False, hardware=RayData()))
 
 
 def application(planned: PlannedServer) -> Application:
-    """Return the Ray Serve application that runs the planned server."""
+    """Return the Ray Serve application of a planned server."""
     replicas, max_batch = planned.config.replicas, planned.generator["max_batch"]
     scaling: dict[str, Any] = {"num_replicas": replicas.count or 1}
     if replicas.max is not None:
-        target = max(1, max_batch // 2)  # number of requests of a replica above which another one starts
+        target = max(1, max_batch // 2)  # another replica starts above this many requests per replica
         limits = {"min_replicas": replicas.min, "max_replicas": replicas.max, "target_ongoing_requests": target}
         scaling = {"num_replicas": None, "autoscaling_config": limits}
     server = Server.options(  # type: ignore[attr-defined]
@@ -160,7 +160,7 @@ def application(planned: PlannedServer) -> Application:
             "num_gpus": replicas.gpus,
             "runtime_env": {"env_vars": ONE_LOOP},
         },
-        # a replica's own queue refuses further requests with a time to retry
+        # high enough that the replica's own queue refuses requests first: its refusals say when to retry
         max_ongoing_requests=2 * (max_batch + MAX_WAITING),
         max_queued_requests=MAX_WAITING,
         backpressure_config={"status_code": 429, "retry_after_s": 1},
@@ -171,9 +171,9 @@ def application(planned: PlannedServer) -> Application:
 
 
 def run_server(config: ServeConfig, *, verbose: bool) -> None:
-    """Serve until SIGTERM or SIGINT; requests in flight then get `GRACE_SECONDS`.
+    """Serve until SIGTERM or SIGINT; then requests in flight get `GRACE_SECONDS`.
 
-    Raises UserError if configuration, model or port do not fit, Interrupted for a signal before the server was ready.
+    Raises UserError if configuration, model or port are wrong; Interrupted if a signal comes before it is ready.
     """
     if not verbose:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -184,13 +184,13 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
         host, port = config.http.host, config.http.port
         if host not in LOOPBACK and config.http.api_key_env is None:
             announce(
-                f"{host}: others than this machine can send requests, without a key; http.api_key_env asks for one"
+                f"{host}: other machines can send requests, without an API key; set http.api_key_env to require one"
             )
         announce(planned.described)
         with ray_session(planned.config.replicas, verbose):
             announce("starting Ray Serve and loading the model")
             try:
-                with suppress(ray.exceptions.GetTimeoutError):  # on a busy machine the proxy is waited for later
+                with suppress(ray.exceptions.GetTimeoutError):  # the proxy may start late; it is waited for below
                     serve.start(http_options={"host": host, "port": port}, logging_config=QUIET)
                 serve.run(application(planned), name=NAME, logging_config=QUIET)
                 _wait_for_http(host, port)
@@ -205,7 +205,7 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
 
 
 def _wait_for_http(host: str, port: int) -> None:
-    """Wait until the server answers. Raises RuntimeError after `READY_SECONDS`."""
+    """Wait until the server answers. Raises RuntimeError if it does not within `READY_SECONDS`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/health"
     deadline = time.monotonic() + READY_SECONDS

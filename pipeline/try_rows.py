@@ -1,4 +1,4 @@
-"""Answers the first rows of a job in this process. Writes nothing, and imports no ray."""
+"""Answers the first rows of a job in this process (`skipdecode try`). Writes no files and imports no ray."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TriedRow:
-    """A row as the model saw it, and its answers."""
+    """A row as the model gets it, and the row's answers."""
 
-    id: Any  # the row's id column, else file and row number
-    prompt: str  # text of the prompt's tokens, special ones included; "" for a row with an error
+    id: Any  # value of the id column; without one, file and row number
+    prompt: str  # decoded prompt, with special tokens; "" if the row has an error
     answers: list[Answer]
     control_tokens: int  # number of control tokens in the row's values that were parsed
 
 
 def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] = log.debug) -> list[TriedRow]:
-    """Answer the first `rows` rows of the input. Pass notes on the job, such as tokens that end an answer, to `say`.
+    """Answer the first `rows` rows of the input. Pass notes about the job, e.g. which tokens end answers, to `say`.
 
-    Random numbers, prompts and row errors are those of the job. Batches are smaller and no prefix is shared, so
-    that an answer may differ in types other than float32. Raises UserError, or NoRows for an empty input.
+    Random numbers, prompts and row errors are the same as in the job. Batches are smaller and no prefix is shared,
+    so with data types other than float32 answers may differ. Raises UserError; NoRows if the input is empty.
     """
     check_columns(config)
     job = plan(_on_this_machine(config), None, Hardware(), limit=rows, preview=True)
@@ -65,8 +65,8 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
 
         generator = Generator(**fetched(generator_arguments(job)))
     if continued and not section.continue_final:
-        say("messages end with an assistant's turn: input.continue_final: true continues it; else a new one begins")
-    say(f"answers end at {', '.join(_ends(job.checkpoint.checkpoint.path, spec)) or 'no token: the model names none'}")
+        say("messages end with an assistant's turn: input.continue_final: true continues it; else a new turn begins")
+    say(f"answers end at {', '.join(_ends(job.checkpoint.checkpoint.path, spec)) or 'no token (the model names none)'}")
     with announced("answering"):
         answers = generator.answer([prompt for _, prompt, _ in prepared])
     tokenizer = tokenizer_of(spec.checkpoint)
@@ -82,7 +82,7 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
 
 
 def _ends(checkpoint: Any, spec: PromptSpec) -> list[str]:
-    """Return the tokens and texts that end an answer of the job, each with the setting that names it."""
+    """Return the tokens and texts that end an answer of the job, each with the setting or file that names it."""
     tokenizer, sampling = tokenizer_of(spec.checkpoint), spec.sampling
     ends = {} if sampling.ignore_eos else end_tokens(checkpoint, tokenizer, spec.vocab_size)
     tokens = [(token, ", ".join(places)) for token, places in sorted(ends.items())]
@@ -92,11 +92,11 @@ def _ends(checkpoint: Any, spec: PromptSpec) -> list[str]:
 
 
 def _on_this_machine(config: JobConfig) -> JobConfig:
-    """Return the job with a whole GPU if it asks for a GPU. Raises UserError if this machine has none."""
+    """Return the job, with a whole GPU if it asks for a share of a GPU. Raises UserError if this machine has no GPU."""
     if not config.actors.gpus:
         return config
     import torch
 
     if not torch.cuda.is_available():
-        raise UserError("actors.gpus: torch finds no GPU here; --set actors.gpus=0 tries the job on the CPU")
+        raise UserError("actors.gpus: torch finds no GPU here; to try the job on the CPU, add --set actors.gpus=0")
     return config.model_copy(update={"actors": config.actors.model_copy(update={"gpus": 1.0})})

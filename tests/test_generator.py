@@ -172,7 +172,7 @@ def test_a_jobs_schedule_goes_on_top_of_the_stored_one(checkpoint: Path, generat
     assert generator.schedule.speedup == 2 and len(generator.schedule.depths) == 6
     with pytest.raises(ValueError, match=r"^schedule: "):
         make(checkpoint, schedule={"max_depth": LAYERS + 1})
-    with pytest.raises(ValueError, match=r"not adapted to it .*another keep_order.* or pass unadapted=True"):
+    with pytest.raises(ValueError, match=r"not adapted to this schedule .*another keep_order.* or pass unadapted=True"):
         make(checkpoint, schedule={"keep_order": "early_exit"})
     assert make(checkpoint, schedule={"keep_order": "early_exit"}, unadapted=True).schedule.keep_order == (0, 1, 2, 3)
     with pytest.raises(ValueError, match="top_p = 0"):
@@ -269,7 +269,7 @@ def test_a_rows_own_parameters_go_on_top_of_the_jobs(generator: Generator, check
     assert errors == {
         5: "sampling: unknown key temperatur; did you mean temperature?",
         6: "sampling: n = 2: needs a temperature above 0: greedy answers are all the same",
-        7: "sampling: logprobs: set it for the whole job too (0 will do), so that there is a column",
+        7: "sampling: logprobs: set it for the whole job too (0 is enough): that adds the column",
         8: "sampling: stop_token_ids: token 1000000 lies outside the model's vocabulary of 300",
         9: "sampling: top_p = 0.0: must lie in (0, 1]",
     }
@@ -311,7 +311,7 @@ def test_choices_of_the_job_and_of_a_row(checkpoint: Path) -> None:
     rows[4] = replace(rows[4], choices=[])
     got = generator.answer(rows)
     assert got[1].generated_text in ("yes", "no") and got[1].choice_probability is not None
-    assert got[2].error == "choices: choices 0 and 1 are the same tokens (counted from 0)"
+    assert got[2].error == "choices: choices 0 and 1 have the same tokens (counted from 0)"
     assert got[3].error == "choices do not go with sampling.stop: the label alone ends the answer"
     assert got[4].error == "choices: no choices (counted from 0)"
     assert got[5].generated_text == done["generated_text"][5]
@@ -368,8 +368,8 @@ def test_prompts_may_be_token_ids_or_messages(checkpoint: Path, generator: Gener
         "prompt cannot be read: object of type 'int' has no len()",
         "prompt cannot be read: invalid literal for int() with base 10: 'a'",
         "prompt is null or empty",
-        "prompt is bytes, no text: decode it",
-        "prompt holds values that are no token ids",
+        "prompt is bytes, not text: decode it",
+        "prompt holds values that are not token ids",
     ]
     plain = generator({"prompt": column([chat])})["error"][0]  # without a template
     assert plain.startswith("prompt cannot be read: ") and "chat_template" in plain
@@ -451,7 +451,7 @@ def test_a_pool_that_leaves_no_cpu_is_a_warning(
     ("changes", "message"),
     [
         ({"dtype": "fp8"}, "dtype = 'fp8': must be one of float32, bfloat16, float16"),
-        ({"weights": "int8"}, "weights = 'int8' is for bfloat16"),
+        ({"weights": "int8"}, "weights = 'int8' needs dtype = 'bfloat16'"),
         ({"weights": "fp8", "dtype": "bfloat16"}, "weights = 'fp8': must be one of int8"),
         ({"device": "cuda:1"}, "device = 'cuda:1': this process sees 1 GPUs"),
         ({"device": "gpu"}, "device = 'gpu': must be auto, cpu, cuda or cuda:N"),

@@ -99,9 +99,9 @@ def test_the_form_is_the_templates() -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ messages }}", "tools: the chat template takes none"),
-        ("{{ tools }}", "in a form that is not known; read are hermes, llama3_json"),
-        ("{{ tools }}[TOOL_CALLS]", r"asks for calls in Mistral's \[TOOL_CALLS\], a form that is not read"),
+        ("{{ messages }}", "tools: the chat template does not support tools"),
+        ("{{ tools }}", "in an unknown format; known: hermes, llama3_json"),
+        ("{{ tools }}[TOOL_CALLS]", r"asks for calls in Mistral's \[TOOL_CALLS\], which is not supported"),
         (f"{HERMES} <function=name>", "Qwen3-Coder's"),
         (f"{HERMES} <arg_key>", "GLM's"),
     ],

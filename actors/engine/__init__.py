@@ -1,4 +1,4 @@
-"""Generates on one device: schedules, models, cache, sampling, and the engine that runs rows together.
+"""Text generation on one device: schedules, models, KV cache, sampling, and the engine that batches requests.
 
-Imports torch and transformers; never ray, pyarrow or pipeline.
+Modules in this folder may import torch and transformers, but never ray, pyarrow or pipeline.
 """

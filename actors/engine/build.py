@@ -1,4 +1,4 @@
-"""Build the engine of a checkpoint folder. torch is imported only when an engine is built."""
+"""Builds the engine for a checkpoint folder. torch is imported only when an engine is built."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    """Raise UserError if `value` is not one of `choices`. name: the argument's name, for the message."""
+    """Raise UserError if `value` is not one of `choices`. name: name of the argument, for the error message."""
     if value not in choices:
         raise UserError(f"{name} = {value!r}: must be one of {', '.join(choices)}")
 
@@ -45,20 +45,20 @@ def resolve_device(name: str) -> torch.device:
 
 
 def build_engine(
-    checkpoint: Checkpoint,  # checkpoint to load
+    checkpoint: Checkpoint,
     schedule: Schedule,  # schedule for requests that set none
     tokenizer: PreTrainedTokenizerBase,  # the checkpoint's tokenizer
     *,
-    dtype: str,  # type of weights, activations and cache: float32, bfloat16 or float16
-    device: str,  # auto, cpu, cuda or cuda:N
-    cache_bytes: int,  # bytes of key/value cache; a GPU must have them free in addition to the weights
-    int8: bool = False,  # whether to round linear layers and head to 8 bits; for bfloat16 on a CPU
-    cumulative_logprob: bool = False,  # whether completions carry the sum of their tokens' log-probabilities
+    dtype: str,  # type of weights, activations and KV cache: float32, bfloat16 or float16
+    device: str,  # device to run on: auto, cpu, cuda or cuda:N
+    cache_bytes: int,  # bytes of KV cache; a GPU must have this much memory free in addition to the weights
+    int8: bool = False,  # whether to round linear layers and head to 8 bits; only for bfloat16 on a CPU
+    cumulative_logprob: bool = False,  # whether completions hold the sum of their tokens' log-probabilities
 ) -> Engine:
     """Load the checkpoint's weights and build the engine.
 
-    A speed adapter is merged unless the schedule runs every layer for every token. Weights that the checkpoint stores
-    as 8-bit codes are multiplied in 8 bits if the CPU has the instructions, else they are expanded to `dtype`.
+    A speed adapter is merged into the weights unless `schedule` runs every layer for every token. Weights stored as
+    8-bit codes are multiplied in 8 bits if the CPU has the instructions. Otherwise they are expanded to `dtype`.
 
     Raises:
         UserError: Weights are missing or damaged, the speed adapter was trained for other weights, the device does not
@@ -95,7 +95,7 @@ def build_engine(
 
 @contextmanager
 def current_device(device: torch.device) -> Iterator[None]:
-    """Make a GPU this thread's current device, the default for streams, events and kernels. A CPU changes nothing."""
+    """Make a GPU this thread's current CUDA device inside the `with` block. If `device` is a CPU, do nothing."""
     if device.type != "cuda":
         yield
         return
@@ -107,7 +107,7 @@ def current_device(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' progress bars and load reports; the caller's settings are restored afterwards."""
+    """Silence transformers' progress bars and load reports inside the `with` block, then restore the old settings."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
     from transformers.utils import logging as settings
 

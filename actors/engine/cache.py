@@ -1,10 +1,10 @@
-"""Key/value cache in the shape of the schedule: a layer holds only the positions at which it runs.
+"""KV cache that follows the schedule: a layer has slots only for the positions at which the layer runs.
 
-Because depth never rises, layer l runs for the first n_l generated tokens of a row and never again. Its
-buffer has P + n_l slots (P: the longest prompt), none at all if n_l = 0. A token's slot is its position in the row.
-Buffers are allocated once; nothing is ever concatenated.
-Shapes: R rows that fit the cache, B rows of a pass, H key/value heads, D head size, S tokens per row in a pass, K slots
-that a pass attends to, C tokens of a prefix.
+Because depth never rises, layer l runs for the first n_l generated tokens of a row and never again. The buffer of layer
+l has P + n_l slots (P: longest prompt), or none if n_l = 0. A token's slot is its position in the row. Buffers are
+allocated once; nothing is ever concatenated.
+Shapes: R rows in the cache, B rows of a pass, H key/value heads, D head size, S tokens per row in a pass, K slots that
+a pass attends to, C tokens of a prefix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Buffers = tuple[Tensor, Tensor]  # keys and values
 
 
 class SlotShape(NamedTuple):
-    """The shape of a cache: `rows` rows, each with at most `prompt_tokens` and `max_new_tokens`, under `schedule`."""
+    """The shape of a KV cache for `rows` rows, each with at most `prompt_tokens` and `max_new_tokens` tokens."""
 
     schedule: Schedule
     rows: int
@@ -31,16 +31,16 @@ class SlotShape(NamedTuple):
 
     @property
     def slots(self) -> list[int]:
-        """Return the number of slots per row in each layer: 0 if no decode step runs the layer."""
+        """For each layer, the number of slots per row: 0 if no decode step runs the layer."""
         uses = (self.schedule.uses(layer, self.max_new_tokens) for layer in range(self.schedule.num_layers))
         return [self.prompt_tokens + used if used else 0 for used in uses]
 
     def bytes(self, token_bytes: int) -> int:
-        """Return the exact size of all slots in bytes. token_bytes: bytes per token and layer."""
+        """Return the exact size of the whole cache in bytes. token_bytes: cache bytes per token and layer."""
         return self.rows * sum(self.slots) * token_bytes
 
     def holds(self, other: SlotShape) -> bool:
-        """Return whether a cache of this shape has room for all rows that a cache of shape `other` holds."""
+        """Return whether a cache of this shape has room for all rows that fit a cache of shape `other`."""
         return (
             self.rows >= other.rows
             and self.prompt_tokens >= other.prompt_tokens
@@ -50,24 +50,24 @@ class SlotShape(NamedTuple):
 
 
 class PrefixKeys:
-    """Keys and values [1, H, C, D] of a shared prefix for each layer. The forward pass over the prefix stores them."""
+    """For each layer, the keys and values [1, H, C, D] of a shared prefix. The forward pass over it stores them."""
 
     def __init__(self) -> None:
         self.layers: dict[int, Buffers] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Buffers:
-        """Store keys and values [1, H, C, D], and return them: the pass attends to nothing else."""
-        self.layers[layer_idx] = (keys.contiguous(), values.contiguous())  # a view would keep the queries too
+        """Store keys and values [1, H, C, D], and return them: the prefix attends only to itself."""
+        self.layers[layer_idx] = (keys.contiguous(), values.contiguous())  # a view would keep the queries in memory too
         return keys, values
 
 
 class SkipCache:
     """Key and value buffers [R, H, P + n_l, D] for every layer that a decode step runs.
 
-    `begin_prefill` or `begin_step` announces a pass; then the model's attention layers call `update`.
+    Call `begin_prefill` or `begin_step` before a pass. During the pass the model's attention layers call `update`.
 
-    windows: for each layer, how many latest keys a token attends to, its own included; None: all keys. Older keys stay
-    in their slots, but are not read.
+    windows: sliding window of each layer: how many of the latest keys a token attends to, including its own key. None:
+        all keys. Keys outside the window stay in their slots, but are not read.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class SkipCache:
         windows: Sequence[int | None],
     ) -> None:
         self.slots, self.windows = shape.slots, windows
-        # zeros: a masked slot that was never written has attention weight 0, but 0 * NaN would be NaN
+        # buffers begin as zeros: an unwritten slot is masked and gets attention weight 0, but 0 * NaN would be NaN
         self.buffers: list[Buffers | None] = [
             (torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
             if (size := (shape.rows, kv_heads, slots, head_dim))[2]
@@ -89,39 +89,39 @@ class SkipCache:
             for slots in self.slots
         ]
         self._device = device
-        self._width = 0  # slots that a step attends to, in layers that have this many
-        self._rows = torch.zeros(0, dtype=torch.int64)  # [B], the rows of the announced pass
-        self._sources = self._rows  # [B], prompt index of each row in `_rows`
+        self._width = 0  # number of slots that the longest row uses; layers with fewer slots use all of theirs
+        self._rows = torch.zeros(0, dtype=torch.int64)  # [B], the cache rows of the current pass
+        self._sources = self._rows  # [B], for each row in `_rows` the index of its prompt in the prefill
         self._prefix: PrefixKeys | None = None
-        self._positions: Tensor | None = None  # [B, 1], one per row of the announced step; None: prefill
-        self._shortest = 0  # slots that the shortest row of the announced step attends to
-        # window -> the first slot that any row attends to in this step, and the mask [B, 1, 1, K] from there on
+        self._positions: Tensor | None = None  # [B, 1], position of each row's token in a decode step; None: prefill
+        self._shortest = 0  # number of slots that the shortest row of the decode step attends to, without a window
+        # window -> results of `_step_mask` in this decode step
         self._masks: dict[int | None, tuple[int, Tensor | None]] = {}
 
     def begin_prefill(self, rows: Sequence[int], sources: Sequence[int], prefix: PrefixKeys | None = None) -> None:
-        """Announce a pass over the prompts of new rows.
+        """Prepare for a prefill pass over the prompts of new rows.
 
         Args:
-            rows: Numbers of the new rows.
-            sources: For each new row the index of its prompt in the pass.
-            prefix: Keys and values of the prefix of all prompts; the pass covers only the tokens after the prefix.
+            rows: Indices of the new rows in the cache.
+            sources: For each new row, the index of its prompt in the pass.
+            prefix: Keys and values of a prefix that all prompts share. The pass runs only the tokens after the prefix.
         """
         self._rows, self._sources = (torch.tensor(list(one), device=self._device) for one in (rows, sources))
         self._prefix, self._positions = prefix, None
 
     def begin_step(self, positions: Sequence[int]) -> None:
-        """Announce a decode step with one token for each of the first rows: row i has it at `positions[i]`."""
+        """Prepare for a decode step: one token for each of the first cache rows, at `positions[i]` in row i."""
         self._positions = torch.tensor(positions, device=self._device)[:, None]
         self._rows = torch.arange(len(positions), device=self._device)
         self._shortest, self._width = min(positions) + 1, max(positions) + 1
         self._masks = {}
 
     def _step_mask(self, window: int | None) -> tuple[int, Tensor | None]:
-        """Return the first slot that any row attends to within `window`, and the mask [B, 1, 1, K] from there on."""
+        """Return the first slot that any row attends to, and the mask [B, 1, 1, K] from there on (None: no mask)."""
         if window not in self._masks:
             assert self._positions is not None
             first = 0 if window is None else max(0, self._shortest - window)
-            mask = None  # rows of equal length attend to every slot from `first` on
+            mask = None  # if all rows have equal length, they attend to every slot from `first` on
             if self._shortest < self._width:
                 keys, own = torch.arange(first, self._width, device=self._device), self._positions[:, None, :, None]
                 mask = keys <= own
@@ -131,7 +131,7 @@ class SkipCache:
         return self._masks[window]
 
     def mask(self, layer: int, rows: int) -> Tensor | None:
-        """Return the step's mask [rows, 1, 1, K] for the `rows` youngest rows; None: they attend to all K slots."""
+        """Return the decode step's mask [rows, 1, 1, K] for the `rows` youngest rows; None: attend to all K slots."""
         first, mask = self._step_mask(self.windows[layer])
         return None if mask is None else mask[-rows:, :, :, : self.slots[layer] - first]
 
@@ -150,13 +150,13 @@ class SkipCache:
             tokens = keys.shape[2]
             for buffer, new in zip(buffers, (keys, values), strict=True):
                 buffer[self._rows, :, :tokens] = new[self._sources]
-                buffer[self._rows, :, tokens:] = 0  # an earlier row may have left a NaN
+                buffer[self._rows, :, tokens:] = 0  # a row that used these slots before may have left NaN there
             self._width = max(self._width, tokens)
         return keys, values
 
     def _store_step(self, keys: Tensor, values: Tensor, layer: int, positions: Tensor) -> Buffers:
         buffers, rows, batch = self.buffers[layer], len(keys), len(positions)
-        assert buffers is not None, f"layer {layer} is run past its last use"
+        assert buffers is not None, f"no decode step runs layer {layer}"
         first, _ = self._step_mask(self.windows[layer])
         width = min(self._width, self.slots[layer])
         held = []
@@ -167,7 +167,7 @@ class SkipCache:
         return held[0], held[1]
 
     def arrange(self, order: Sequence[int]) -> None:
-        """Reorder the rows: new row i is the old row `order[i]`."""
+        """Reorder the cache's rows: row `order[i]` becomes row i."""
         moved = [(source, target) for target, source in enumerate(order) if source != target]
         if moved:
             sources, targets = torch.tensor(moved, device=self._device).T
@@ -185,10 +185,10 @@ class SkipCache:
 
 
 def compaction(ages: Sequence[object], alive: Sequence[bool]) -> list[int]:
-    """Return the old numbers of the live rows in a new order: oldest first, with as few moves as possible.
+    """Return the indices of the rows that are `alive` in a new order, oldest first, in which few rows change place.
 
-    ages: equal for rows with the same schedule and position. Rows of equal age may swap, so that the last of
-    them fills a hole, and only later groups shift.
+    ages: equal for rows with the same schedule and position, which form a group. The last rows of a group fill the gaps
+    that removed rows leave in it. Later groups move up.
     """
     order: list[int] = []
     for _, group in groupby(range(len(ages)), ages.__getitem__):

@@ -1,6 +1,6 @@
-"""Runs chosen layers of a Hugging Face decoder-only model, of any family in `families`.
+"""Runs chosen layers of a Hugging Face decoder-only model. Module `families` lists the supported model families.
 
-It does not depend on schedules, sampling or requests: callers say which layer runs over which rows and columns.
+This module knows no schedules, sampling or requests: callers choose which layer runs over which rows and columns.
 Shapes: B rows, S columns (tokens of a row in this pass), N tokens of a pass without padding, K keys attended to,
 E hidden size, H key/value heads, D head size, R rotary size, V vocabulary size.
 """
@@ -22,7 +22,7 @@ from actors.engine.model.families import ModelShape, Rotary, context_length, fam
 
 
 class KeyValueStore(Protocol):
-    """The interface between a cache and transformers' attention layers."""
+    """The methods of a KV cache that transformers' attention layers call."""
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new keys and values [B, H, S, D]; return the keys and values [B, H, K, D] that the pass attends to."""
@@ -30,14 +30,14 @@ class KeyValueStore(Protocol):
 
 
 def part(rotary: Rotary, rows: Any = slice(None), columns: Any = slice(None)) -> Rotary:
-    """Return a layer's cosines and sines [B, S, R] for some rows and columns."""
+    """Return the selected rows and columns of a layer's rotary cosines and sines [B, S, R]."""
     return None if rotary is None else (rotary[0][rows, columns], rotary[1][rows, columns])
 
 
 def causal_mask(columns: int, prefix: int, window: int | None, device: torch.device) -> Tensor:
-    """Return bool [1, 1, S, prefix + S]: the keys to which tokens at positions prefix ... prefix + S - 1 attend.
+    """Return a mask [1, 1, S, prefix + S] for S = `columns` tokens after `prefix` tokens: true for keys to attend to.
 
-    Key k is at position k. window: how many latest keys a token attends to, its own included; None: all keys.
+    window: how many of the latest keys a token attends to, including its own key; None: all keys.
     """
     keys = torch.arange(prefix + columns, device=device)
     queries = keys[prefix:, None]
@@ -48,7 +48,7 @@ def causal_mask(columns: int, prefix: int, window: int | None, device: torch.dev
 
 
 def _head_of(model: PreTrainedModel, tokens: int) -> nn.Module:
-    """Return the vocabulary head cut to the first `tokens` tokens: a padded vocabulary has more than the tokenizer."""
+    """Return the vocabulary head for the first `tokens` token ids only: a padded head has more outputs than that."""
     whole: Any = model.get_output_embeddings()
     if tokens == model.config.vocab_size:
         return whole  # type: ignore[no-any-return]
@@ -66,7 +66,7 @@ class Decoder:
 
     Args:
         model: The model.
-        tokens: Compute logits for the first `tokens` token ids only; None: for all.
+        tokens: Number of token ids for which logits are computed, from id 0 on; None: all.
 
     Raises:
         UserError: The model's family is not supported.
@@ -95,12 +95,12 @@ class Decoder:
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def embed(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Sequence[Rotary]]:
-        """Return hidden states [B, S, E] of ids [B, S], and each layer's rotary cosines and sines [B, S, R]."""
+        """Return the embeddings [B, S, E] of `ids` [B, S], and each layer's rotary cosines and sines [B, S, R]."""
         hidden = self.family.embed(self.model, ids, positions)
         return hidden, self.rotary(hidden, positions)
 
     def rotary(self, hidden: Tensor, positions: Tensor) -> Sequence[Rotary]:
-        """Return each layer's rotary cosines and sines [B, S, R]. hidden: gives dtype and device only."""
+        """Return each layer's rotary cosines and sines [B, S, R]. hidden: used only for its dtype and device."""
         return self.family.rotary(self.model, hidden, positions)
 
     def run_layer(
@@ -108,10 +108,10 @@ class Decoder:
         layer: int,  # index of the layer
         hidden: Tensor,  # [B, S, E]
         rotary: Rotary,  # cosines and sines of this layer
-        # bool [B or 1, 1, S, K]: true where a query may attend to a key, with the layer's window applied.
-        # None: causal if K = S, all keys if S = 1. `Attendance`: a mask for `packed_attention`
+        # bool [B or 1, 1, S, K]: true where a query may attend to a key, with the layer's sliding window applied.
+        # None: causal attention if K = S, attention to all keys if S = 1. `Attendance`: a mask for `packed_attention`
         mask: Tensor | Attendance | None,
-        # stores the layer's keys and values, and returns all to attend to; None: attend to the new ones only
+        # stores new keys and values, and returns all keys and values to attend to; None: attend to the new ones only
         cache: KeyValueStore | None = None,
     ) -> Tensor:
         """Run one layer over hidden states [B, S, E]."""
@@ -127,14 +127,14 @@ class Decoder:
         return output
 
     def skip_layer(self, layer: int, hidden: Tensor, skipping: Tensor) -> Tensor:
-        """Return hidden states [1, N, E] unchanged, since the tokens `skipping` (bool [N]) bypass this layer.
+        """Return `hidden` [1, N, E] unchanged, because tokens with `skipping` (bool [N]) True bypass this layer.
 
-        Only `token_tree` calls it. A subclass can override it to try another way to bypass a layer.
+        Only `token_tree` calls this method. A subclass can override it to try another way to bypass a layer.
         """
         return hidden
 
     def _added_mask(self, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
-        """Return the mask for eager attention: numbers to add to the scores. None for one token without a mask."""
+        """Convert a bool mask (None: causal) to numbers that eager attention adds to the scores. None: add nothing."""
         if mask is None:
             if hidden.shape[1] == 1:
                 return None
@@ -142,14 +142,14 @@ class Decoder:
         return torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply final norm and vocabulary head: [N, E] -> [N, V], capped if the config says so."""
+        """Apply final norm and vocabulary head: [N, E] -> logits [N, V], soft-capped if the config sets a cap."""
         output: Tensor = self.head(self.finish(hidden))
         if self.logit_cap is not None:
             output = torch.tanh(output / self.logit_cap) * self.logit_cap
         return output
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm: return the head's input [N, E]."""
+        """Apply the final norm; return the input [N, E] of the vocabulary head."""
         return self.family.finish(self.model, hidden)
 
     def prefill(
@@ -163,8 +163,8 @@ class Decoder:
     ) -> Tensor:
         """Run `layers` over right-padded prompts [B, S]; return logits [B, V] at column `last` [B] of each row.
 
-        prefix_columns: number C of prefix tokens before column 0. The cache returns C + S keys, the prefix's first, and
-        positions begin at C. Padding follows a row's own tokens, so the causal mask hides it from them.
+        Padding comes after a row's own tokens, so the causal mask hides it from them. prefix_columns: length C of the
+        prefix. With a prefix, the cache returns C + S keys (first those of the prefix), and positions begin at C.
         """
         hidden, rotary = self.embed(ids, positions)
         columns = ids.shape[1]
@@ -181,10 +181,10 @@ class Decoder:
     def step(
         self, tokens: Sequence[int], positions: Sequence[int], rows_per_layer: Sequence[int], cache: SkipCache
     ) -> Tensor:
-        """Run one token of B rows, oldest first; return hidden states [B, E] after the last layer.
+        """Run one token of each of B rows (oldest row first); return hidden states [B, E] after the last layer.
 
-        tokens, positions: [B]. rows_per_layer: for each layer, how many of the youngest rows it runs for. Depth never
-        rises along a row, so the rows of a layer are one contiguous slice.
+        tokens, positions: [B]. rows_per_layer: for each layer, the number of youngest rows that run it. Since depth
+        never rises from token to token of a row, these rows are one contiguous slice.
         """
         ids, places = (torch.tensor(column, device=self.device)[:, None] for column in (tokens, positions))
         hidden, rotary = self.embed(ids, places)

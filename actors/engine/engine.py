@@ -1,15 +1,15 @@
-"""The engine's slots: admit rows, generate one token for each in a step, retire ended rows.
+"""Generates tokens for rows (requests) in KV cache slots: admits rows, runs decode steps, and removes ended rows.
 
-    open(...)                            # allocate slots: how many rows, and their maximum lengths
+    open(...)                            # allocate slots for a number of rows and their maximum lengths
     admit(requests)                      # prefill, which yields each row's first token
     while rows in flight:
-        step()                           # one token per row, each row at its own depth; ended rows retire
+        step()                           # one token per row, each row at its own depth; ended rows are removed
 
-`loop` decides which rows are admitted when.
-Rows are ordered oldest first. Depth never rises along a row, so the rows that a layer runs for are the youngest
-ones, one contiguous slice; in the paper's lock-step batch all rows have the same age. Rows with different
-schedules share steps too: then rows are sorted by the depth of their next input token, the deepest last.
-Knows nothing of Ray, Parquet or text: token ids in, token ids out.
+Module `loop` decides when rows are admitted. The engine takes and returns token ids, not text.
+Rows are ordered oldest first. The depth of a row (how many layers run) never rises from token to token, so each layer
+runs for the youngest rows, which are one contiguous slice. In the paper's lock-step batch all rows have the same age.
+Rows with different schedules share decode steps too. Rows are then sorted by the depth of their next input token, with
+the deepest row last.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Engine:
         decoder: The model.
         schedule: Schedule for requests that set none.
         stop_ids: Tokens that end a row.
-        cumulative_logprob: Whether completions carry the sum of their tokens' log-probabilities.
+        cumulative_logprob: Whether completions hold the sum of their tokens' log-probabilities.
 
     Raises:
-        UserError: The schedule is for another number of layers than the decoder has.
+        UserError: Schedule and decoder have different numbers of layers.
     """
 
     def __init__(
@@ -60,42 +60,42 @@ class Engine:
         self.rows: list[Row] = []
         self.executor = CpuExecutor(decoder) if isinstance(decoder, StackDecoder) else LibraryExecutor(decoder)
         self._tickets = 0
-        self._free: list[int] = []  # free slots; the next one to use is last
+        self._free: list[int] = []  # free slots; the last slot in the list is used next
         self._row_bytes: dict[tuple[int, int], int] = {}
         self._shape = SlotShape(schedule, 0, 0, 0)
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> int:
-        """Return the exact cache bytes per row of a batch with these maximum numbers of prompt tokens and new tokens.
+        """Return the exact cache bytes of a slot for at most `prompt_tokens` and `max_new_tokens` tokens.
 
-        schedule: as for `open`.
+        schedule: see `open`.
         """
         lengths = prompt_tokens, max_new_tokens
         if schedule is not None:
             return SlotShape(schedule, 1, *lengths).bytes(self.decoder.token_bytes)
-        if lengths not in self._row_bytes:  # cached: few lengths occur, each a sum over layers
+        if lengths not in self._row_bytes:  # worth caching: few lengths occur, and each needs a sum over all layers
             self._row_bytes[lengths] = SlotShape(self.schedule, 1, *lengths).bytes(self.decoder.token_bytes)
         return self._row_bytes[lengths]
 
     def at(self, schedule: Schedule) -> Engine:
-        """Return a new engine for `schedule` with this decoder. Only one of the two may have rows in flight.
+        """Return a new engine with this decoder and `schedule`. Only one of both engines may have rows in flight.
 
         Raises UserError if the schedule is for another number of layers.
         """
         return Engine(self.decoder, schedule, self.stop_ids, cumulative_logprob=self.cumulative_logprob)
 
     def used_cache_bytes(self) -> int:
-        """Return the bytes of the slots of rows in flight."""
+        """Return the cache bytes of the slots that rows in flight use."""
         return self.executor.used_bytes()
 
     def take_stats(self) -> EngineStats:
-        """Return the counts since the last call."""
+        """Return the counts since the last call of `take_stats`."""
         stats, self.stats = self.stats, EngineStats()
         return stats
 
     def open(self, rows: int, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> None:
-        """Allocate slots for `rows` rows in flight, each with at most `prompt_tokens` and `max_new_tokens`.
+        """Allocate slots for `rows` rows in flight, each with at most `prompt_tokens` and `max_new_tokens` tokens.
 
-        schedule: At least as deep as the rows' schedules at every position, in the same keep order; None: the engine's.
+        schedule: runs every layer that a row's own schedule runs, at every position; None: the engine's schedule.
         """
         assert not self.rows, "rows are in flight"
         self._resize(SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens))
@@ -103,7 +103,7 @@ class Engine:
 
     @torch.inference_mode()
     def _resize(self, shape: SlotShape) -> None:
-        """Replace the slots by slots of `shape`, and move the rows in flight into the first of them."""
+        """Replace all slots with new slots of `shape`. Rows in flight move into the first of the new slots."""
         self.executor.open(shape, [row.slot for row in self.rows])
         self._shape, self._free = shape, [*reversed(range(shape.rows))]
         for row in self.rows:
@@ -112,14 +112,14 @@ class Engine:
 
     def widen(
         self,
-        rows: int,  # most rows in flight
-        prompt_tokens: int,  # longest prompt
-        max_new_tokens: int,  # most new tokens
+        rows: int,  # maximum number of rows in flight
+        prompt_tokens: int,  # maximum number of prompt tokens per row
+        max_new_tokens: int,  # maximum number of new tokens per row
         schedule: Schedule | None = None,  # see `open`
     ) -> None:
-        """Make the slots large enough for `rows` rows of these lengths, while rows are in flight.
+        """Make the slots large enough for `rows` rows of these lengths, even while rows are in flight.
 
-        If the slots are too small, the rows in flight are copied to new ones; both caches exist until that is done.
+        If the slots are too small, rows in flight are copied to new slots. Old and new cache exist during the copy.
         """
         shape = SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens)
         assert rows >= len(self.rows)
@@ -128,11 +128,11 @@ class Engine:
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
-        """Run the forward pass over the prompts and sample each row's first token. Return one ticket per request.
+        """Run prefill over the prompts and sample each row's first token. Return one ticket (row number) per request.
 
-        A prompt that several rows share is computed once. prefix: token ids with which all prompts begin.
-        Rows may be in flight: the admitted rows become the youngest ones. A row that ends with its first
-        token leaves with the next `retire` or `step`. All admitted rows run the same layers over their prompts.
+        A prompt that several requests share is computed once. Other rows may be in flight; the admitted rows become the
+        youngest. A row that ends with its first token is returned by the next `retire` or `step`. The requests'
+        schedules must run the same layers over prompts. prefix: token ids with which all prompts begin.
         """
         began = time.perf_counter()
         shape = self._shape
@@ -157,7 +157,7 @@ class Engine:
         return [row.ticket for row in newcomers]
 
     def _begin(self, request: Request) -> Row:
-        """Make a row with a new ticket and a slot."""
+        """Make the row for a request, with a new ticket and a free slot."""
         decoder = self.decoder
         self._tickets += 1
         row = begin_row(
@@ -172,29 +172,29 @@ class Engine:
         return row
 
     def close(self) -> None:
-        """Remove all rows in flight and free their slots. Their decode steps are no longer counted."""
+        """Remove all rows in flight, drop all slots, and subtract the removed rows' decode steps from the counts."""
         for row in self.rows:
             self.stats.add_steps(row.schedule, -max(len(row.tokens) - 1, 0))
         self.rows = []
         self.executor.open(None)
 
     def cancel(self, tickets: Collection[int]) -> None:
-        """Remove rows from flight, and drop what they have generated."""
+        """Remove the rows with these tickets, and drop the tokens that they have generated."""
         if self.rows:
             self._keep([row.ticket not in tickets for row in self.rows])
 
     @torch.inference_mode()
     def step(self) -> Ended:
-        """Generate one token for every row in flight; returns the rows that have ended."""
+        """Generate one token for every row in flight; return the rows that have ended."""
         began, stats = time.perf_counter(), self.stats
         ended = self.retire()
         rows = self.rows
         if rows:
-            # a row with a faster schedule may now be shallower than a row before it; equal depths keep their order
+            # a row with a faster schedule may now have less depth than older rows; the sort is stable for equal depths
             rows.sort(key=lambda row: row.schedule.depth(row.position))
             depths = [row.schedule.depth(row.position) for row in rows]
             record(rows, self._sampled([len(rows) - bisect_right(depths, rank) for rank in self.schedule.ranks]))
-            stats.decode_steps += len(rows)  # last, so that a step that runs out of memory does not count
+            stats.decode_steps += len(rows)  # counted only now, so that a step that runs out of memory does not count
             stats.layer_steps += sum(depths)
             stats.full_layer_steps += self.schedule.num_layers * len(rows)
             ended += self.retire()
@@ -202,7 +202,7 @@ class Engine:
         return ended
 
     def _sampled(self, per_layer: Sequence[int]) -> Drawn:
-        """Return the rows' next tokens. per_layer: for each layer, how many of the youngest rows it runs for."""
+        """Return the rows' next tokens. per_layer: for each layer, the number of youngest rows that run it."""
         rows, samplings = self.rows, [row.sampling for row in self.rows]
         tokens, slots = [row.tokens[-1] for row in rows], [row.slot for row in rows]
         positions = [len(row.request.prompt_ids) + row.position for row in rows]
@@ -211,12 +211,12 @@ class Engine:
         return greedy(found.tolist()) if argmax else sample(found, samplings, logprobs=self.cumulative_logprob)
 
     def retire(self) -> Ended:
-        """Remove the rows that have ended, and close the gaps; return (ticket, completion) of each ended row."""
+        """Remove the rows that have ended, and free their slots; return (ticket, completion) of each ended row."""
         ended = self._keep([row.finish is None for row in self.rows])
         return [(row.ticket, row.completion(self.cumulative_logprob)) for row in ended]
 
     def _keep(self, alive: Sequence[bool]) -> list[Row]:
-        """Keep the rows in flight that are `alive`, one bool per row; remove and return the others."""
+        """Remove and return the rows in flight whose entry in `alive` (one bool per row) is False."""
         if all(alive):
             return []
         left = [row for row, kept in zip(self.rows, alive, strict=True) if not kept]

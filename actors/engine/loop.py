@@ -1,18 +1,18 @@
-"""Answers requests: admits them to the engine's slots, and generates one token per step. Read this file first.
+"""Answers requests: admits them to the engine's cache slots, and generates one token per step. Read this file first.
 
     loop = Loop(engine, budget_bytes=2**30, max_rows=64, scheduler="refill")
-    call = loop.add(requests)             # any thread may call it
+    call = loop.add(requests)             # any thread may call `add`
     while not call.done.is_set():
-        loop.step()                       # open slots, admit prompts, or make a decode step for all rows in flight
+        loop.step()                       # open slots, prefill prompts, or run a decode step for all rows in flight
     completions = call.result()           # loop.finish(call) does the last three lines
 
-Which rows are in flight together:
+The scheduler decides which rows (requests) are in flight together:
 
-    lock_step  A batch is admitted and runs until its last row has ended. All its rows have the same depth.
-    refill     As rows end, waiting rows take their slots, in groups: continuous batching at ragged depth.
+    lock_step  A batch is admitted and runs until its last row has ended. All rows of a batch have the same depth.
+    refill     When enough rows have ended, waiting rows take their slots: continuous batching with mixed depths.
 
-Which rows run together depends only on a call's requests and their answers, so that a retry or a resumed job runs the
-same batches. A server is different: the next call's rows take the slots that the last rows of a call leave free.
+In a job, this depends only on a call's requests and their answers, so that a retry or a resumed job runs the same
+batches. In a server, rows of the next call take the slots that the last rows of a call leave free.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ from actors.engine.schedule.schedule import Schedule, envelope
 from actors.engine.scheduler import Prompt, Run, merge, plan_batches, shared_prefixes, smaller
 from actors.engine.types import SCHEDULERS, Completion, EngineStats, FinishReason, Request
 
-REFILL_SHARE = 8  # rows are admitted once 1/8 of the slots is free: prefill of one row costs as much as of a few
+REFILL_SHARE = 8  # wait until 1/8 of the slots are free: prefill of one row takes as long as prefill of a few rows
 OnBatch = Callable[[Sequence[int]], None]
 
 
 @dataclass(eq=False)
 class Call:
-    """Requests that are answered together. `Loop.add` makes it."""
+    """Requests that one call of `Loop.add` has queued, and their answers so far."""
 
     requests: Sequence[Request]  # the requests, all with the same `schedule`
-    # for each request, the beginning of its prompt that is computed once for several requests
+    # for each request, the beginning of its prompt that is computed once and shared with other requests
     prefixes: Sequence[Prompt]
-    lengths: Sequence[int]  # prompt tokens of each request
-    limits: Sequence[int]  # most new tokens of each request
-    runs: list[Run]  # runs that have not begun, the next one last
+    lengths: Sequence[int]  # number of prompt tokens of each request
+    limits: Sequence[int]  # maximum number of new tokens of each request
+    runs: list[Run]  # runs that have not begun; the last one in the list begins next
     on_batch: OnBatch | None = None  # see `Loop.add`
     # called when slots are free for rows of another call; only vLLM's engine calls it
     on_drain: Callable[[], None] | None = None
-    completions: dict[int, Completion] = field(default_factory=dict)  # completions so far, by index of the request
-    stats: EngineStats = field(default_factory=EngineStats)  # counts of the call, complete once `done` is set
-    error: BaseException | None = None  # the error that ended the call early
+    completions: dict[int, Completion] = field(default_factory=dict)  # index of a request -> its completion
+    stats: EngineStats = field(default_factory=EngineStats)  # counts of this call, complete once `done` is set
+    error: BaseException | None = None  # error that ended the call early
     done: threading.Event = field(default_factory=threading.Event)
-    too_large: float = math.inf  # bytes of the smallest cache that ran out of memory; retries stay below it
+    too_large: float = math.inf  # bytes of the smallest cache that ran out of memory; retries allocate less
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule that all requests set; None: the engine's."""
+        """The schedule that all requests set; None: they use the engine's schedule."""
         return self.requests[0].schedule
 
     def shape(self, rows: Sequence[int]) -> tuple[int, int]:
-        """Return the maximum prompt length and the maximum number of new tokens over these rows."""
+        """Return the length of the longest prompt among `rows`, and the largest limit on new tokens among them."""
         return max(self.lengths[row] for row in rows), max(self.limits[row] for row in rows)
 
     def left(self, run: Run) -> list[int]:
-        """Return the rows of a run that have not ended."""
+        """Return the rows of `run` that have no completion yet."""
         return [row for row in run.rows if row not in self.completions]
 
     def result(self) -> list[Completion]:
-        """Return the completions of all requests, in their order. Raises the error that ended the call."""
+        """Return the completions in the order of the requests. Raise the error that ended the call, if there is one."""
         if self.error is not None:
             raise self.error
         return [self.completions[row] for row in range(len(self.requests))]
@@ -78,16 +78,16 @@ class Call:
 
 @dataclass
 class _Flight:
-    """The rows that run or wait for a slot between the engine's `open` and `close`."""
+    """All rows that run or wait for a slot between the engine's `open` and `close`."""
 
-    capacity: int  # slots
-    shape: tuple[int, int]  # longest prompt and most new tokens that a slot holds
+    capacity: int  # number of slots
+    shape: tuple[int, int]  # longest prompt and maximum number of new tokens for which a slot has room
     online: bool = False  # see `Loop`
-    # runs with rows in flight or waiting; the last one is being admitted
+    # runs with rows in flight or waiting; rows of the last run in the list are being admitted
     members: list[tuple[Call, Run]] = field(default_factory=list)
     waiting: deque[tuple[Call, int]] = field(default_factory=deque)  # rows that wait for a slot
     tickets: dict[int, tuple[Call, int]] = field(default_factory=dict)  # the engine's ticket -> row in flight
-    reported: set[int] = field(default_factory=set)  # rows given to the latest `on_batch`
+    reported: set[int] = field(default_factory=set)  # rows given to the latest call of `on_batch`
     joined: bool = False  # whether rows of several runs have shared the slots
 
     @property
@@ -97,24 +97,24 @@ class _Flight:
 
     @property
     def has_free_slots(self) -> bool:
-        """Tell whether enough slots are free for a prefill."""
+        """Whether enough slots are free to make a prefill worth its time."""
         wanted = 1 if self.online else math.ceil(self.capacity / REFILL_SHARE)
         return self.capacity - len(self.tickets) >= wanted
 
     def add(self, call: Call, run: Run) -> None:
-        """Queue a run's rows for slots."""
+        """Append the rows of `run` to the rows that wait for slots."""
         self.joined = bool(self.members)
         self.members = [(one, other) for one, other in self.members if one.left(other)] + [(call, run)]
         self.waiting.extend((call, row) for row in run.rows)
 
     def next_rows(self) -> list[tuple[Call, int]]:
-        """Return the waiting rows to admit now: as many as there are free slots, if these are enough for a prefill."""
+        """Return the waiting rows to admit now: one per free slot, or none if too few slots are free for a prefill."""
         if self.tickets and not self.has_free_slots:
             return []
         return list(islice(self.waiting, self.capacity - len(self.tickets)))
 
     def report(self) -> None:
-        """Call `on_batch` with the rows in flight and those that may be admitted next."""
+        """Call `on_batch` with the rows in flight and the rows that may be admitted next."""
         if self.call.on_batch is not None:
             self.reported = {row for _, row in (*self.tickets.values(), *islice(self.waiting, self.capacity))}
             self.call.on_batch(sorted(self.reported))
@@ -122,24 +122,24 @@ class _Flight:
 
 @dataclass(eq=False)
 class Loop:
-    """Answers calls of requests one after the other; if `online`, a call's rows join the rows of the previous call.
+    """Answers calls (lists of requests) one after the other. If `online`, rows of successive calls run together.
 
-    If memory runs out, the rows that have not ended run again: first without rows of another run, then with half as
-    many in flight. A request that runs out of memory alone gets a completion with an error.
+    If memory runs out, the rows that have not ended run again: first without rows of other runs, then with half as
+    many rows in flight. A request that runs out of memory alone gets a completion with an error.
     """
 
-    engine: Engine  # engine without rows in flight; nothing else may use it
+    engine: Engine  # engine without rows in flight; only this loop may use it
     _: KW_ONLY
-    budget_bytes: int  # most cache bytes of all rows in flight
-    max_rows: int  # most rows in flight
-    share_prefixes: bool = True  # whether beginnings that only some prompts share are computed once too
-    scheduler: str = "lock_step"  # scheduler, one of SCHEDULERS
-    # whether calls come one by one, as to a server: a call's rows run together with the last rows of the call before,
-    # at ragged depth. Slots are then allocated for `max_rows` rows as far as the budget allows, and not only for the
-    # first call's rows. Lengths are rounded up, so that slots are seldom resized
+    budget_bytes: int  # maximum cache bytes of all rows in flight
+    max_rows: int  # maximum number of rows in flight
+    share_prefixes: bool = True  # whether beginnings that only some prompts share are computed only once, too
+    scheduler: str = "lock_step"  # one of SCHEDULERS
+    # whether calls arrive over time, as in a server. Then rows of a new call run together with the last rows of the
+    # previous call, with mixed depths. Slots are allocated for up to `max_rows` rows instead of the first call's rows,
+    # and their lengths are rounded up, so that slots are seldom resized
     online: bool = False
     _queue: deque[Call] = field(default_factory=deque, init=False)  # calls that have not begun
-    _begun: list[Call] = field(default_factory=list, init=False)  # calls that have begun, oldest first
+    _begun: list[Call] = field(default_factory=list, init=False)  # calls that have begun but not ended, oldest first
     _flight: _Flight | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -147,15 +147,15 @@ class Loop:
 
     def add(
         self,
-        requests: Sequence[Request],  # the rows
-        # token ids with which most prompts begin; its keys and values are kept until another prefix is given
+        requests: Sequence[Request],
+        # token ids with which most prompts begin; their keys and values are kept until `prefix` changes
         prefix: Sequence[int] = (),
-        # called with the indices of all requests that may be in flight until it is called again, before memory is
-        # allocated for them
+        # called before memory is allocated, with the indices of all requests that may be in flight until the next call
+        # of `on_batch`
         on_batch: OnBatch | None = None,
         on_drain: Callable[[], None] | None = None,  # see `Call`
     ) -> Call:
-        """Queue requests, from any thread.
+        """Queue requests; return the call that holds their answers. Any thread may call this.
 
         Raises:
             UserError: A request cannot be run.
@@ -186,15 +186,15 @@ class Loop:
         return call
 
     def finish(self, call: Call) -> list[Completion]:
-        """Step until a call has ended, from one thread at a time; return its completions."""
+        """Step until `call` has ended; return its completions. Only one thread at a time may call this."""
         while not call.done.is_set():
             self.step()
         return call.result()
 
     def step(self) -> list[tuple[Call, int, Completion]]:
-        """Open slots for the next run, then admit rows or make a decode step; return the rows that have ended.
+        """Prefill waiting rows (open slots for them first if necessary), or run a decode step; return ended rows.
 
-        There must be a call whose rows have not all ended.
+        Requires a call that has not ended.
         """
         ended: list[tuple[Call, int, Completion]] = []
         failed = False
@@ -215,7 +215,7 @@ class Loop:
             raise
         for call, row, completion in ended:
             call.completions[row] = completion
-        if failed:  # after the except clause: the error's traceback holds tensors
+        if failed:  # not inside the except clause, where the error's traceback keeps tensors alive
             ended = self._run_again()
         self._end()
         return ended
@@ -236,7 +236,7 @@ class Loop:
             capacity, shape = self._slots(shape, call.schedule, run.capacity)
         flight = self._flight = _Flight(capacity, shape, self.online)
         flight.add(call, run)
-        flight.report()  # before memory is allocated, which may kill the process
+        flight.report()  # report first, because allocating memory may kill the process
         self.engine.open(capacity, *shape, call.schedule)
         call.stats.batches += 1
         return flight
@@ -251,7 +251,7 @@ class Loop:
             self._queue.popleft()
 
     def _join(self, flight: _Flight) -> None:
-        """Once a run's last rows have been admitted and slots are free, queue the next run's rows."""
+        """Let the next run use free slots: queue its rows once all rows of earlier runs have been admitted."""
         if flight.waiting or not flight.has_free_slots or flight.members[-1][1].apart:
             return
         call = self._next_call()
@@ -266,7 +266,7 @@ class Loop:
             deepest = envelope([one or self.engine.schedule for one in schedules.values()])
         most, shape = self._slots(shape, deepest, len(flight.tickets) + len(run.rows))
         if most * self.engine.row_bytes(*shape, deepest) >= call.too_large or most <= len(flight.tickets):
-            return  # the run waits until rows that need longer slots have ended
+            return  # the next run must wait until rows in flight that need long slots have ended
         self.engine.widen(most, *shape, deepest)
         self._begin(call)
         call.runs.pop()
@@ -276,7 +276,7 @@ class Loop:
         call.stats.batches += 1
 
     def _slots(self, shape: tuple[int, int], schedule: Schedule | None, wanted: int) -> tuple[int, tuple[int, int]]:
-        """Return how many slots the budget allows, and their lengths, rounded up online if `wanted` slots still fit."""
+        """Return how many slots fit the budget, and a slot's lengths: `shape`, or more if `wanted` slots still fit."""
 
         def most(lengths: tuple[int, int]) -> int:
             size = self.engine.row_bytes(*lengths, schedule)
@@ -291,7 +291,7 @@ class Loop:
 
     @property
     def has_waiting(self) -> bool:
-        """Tell whether rows wait for slots."""
+        """Whether rows wait for slots."""
         flight = self._flight
         return bool(self._queue) or any(call.runs for call in self._begun) or bool(flight and flight.waiting)
 
@@ -300,7 +300,7 @@ class Loop:
         return [(*self._flight.tickets[row.ticket], row) for row in self.engine.rows] if self._flight else []
 
     def cancel(self, rows: Collection[tuple[Call, int]]) -> None:
-        """Drop rows that have not ended, between two steps; their calls get completions without tokens."""
+        """Drop those of `rows` that have not ended; each gets a completion without tokens. Call this between steps."""
         for call, row in rows:
             call.completions.setdefault(row, Completion((), FinishReason.ERROR, None, error="cancelled"))
             call.runs = [replace(run, rows=left) for run in call.runs if (left := call.left(run))]
@@ -317,7 +317,7 @@ class Loop:
         self._end()
 
     def _end(self) -> None:
-        """Close the engine after a flight's last row, and end the calls whose rows have all ended."""
+        """Close the engine's slots if no row runs or waits, and mark calls whose rows have all ended as done."""
         if self._flight is not None and not (self._flight.waiting or self._flight.tickets):
             self.engine.close()
             self._flight = None
@@ -327,12 +327,12 @@ class Loop:
             call.done.set()
 
     def _admit(self, flight: _Flight, rows: Sequence[tuple[Call, int]]) -> Ended:
-        """Admit `rows`, the first ones waiting; return the rows that have ended with their first token."""
+        """Prefill `rows`, the first waiting rows; return the rows that ended with their first token."""
         engine = self.engine
         if flight.call.on_batch is not None and not flight.reported.issuperset(row for _, row in rows):
             flight.report()
         for (_, prefix), members in groupby(rows, lambda one: (id(one[0]), one[0].prefixes[one[1]])):
-            alike = list(members)  # rows that one prefill pass computes
+            alike = list(members)  # rows of one call with the same prefix; one prefill computes them all
             call, before = alike[0][0], replace(engine.stats)
             tickets = engine.admit([call.requests[row] for _, row in alike], prefix)
             call.stats.add_prompts(engine.stats, before)
@@ -348,7 +348,7 @@ class Loop:
         return ended
 
     def _run_again(self) -> list[tuple[Call, int, Completion]]:
-        """After memory has run out, requeue the rows that have not ended; return a row that ran out of memory alone."""
+        """Requeue unfinished rows after memory has run out. Return the row, with an error, if it ran out alone."""
         flight, self._flight = self._flight, None
         self.engine.close()
         free_memory()
@@ -375,7 +375,7 @@ class Loop:
         return ended
 
     def _abandon(self, error: BaseException) -> None:
-        """End all calls whose rows are in flight."""
+        """Mark all calls that have begun as ended by `error`."""
         self._flight = None
         self.engine.close()
         for call in self._begun:
@@ -384,7 +384,7 @@ class Loop:
         self._begun = []
 
     def _count(self, call: Call) -> None:
-        """Count the tokens and steps of a call that has ended."""
+        """Add the tokens and decode steps of an ended call to the call's statistics."""
         call.stats.cache_bytes = self.engine.stats.cache_bytes
         for row, completion in call.completions.items():
             count = len(completion.token_ids)
@@ -401,6 +401,6 @@ def generate(
     on_batch: OnBatch | None = None,
     **how: Any,
 ) -> list[Completion]:
-    """Answer all requests, and return completions in their order. Arguments and errors: see `Loop`, `Loop.add`."""
+    """Return the requests' completions, in the order of `requests`. Arguments and errors: see `Loop` and `Loop.add`."""
     loop = Loop(engine, **how)
     return loop.finish(loop.add(requests, prefix, on_batch))

@@ -1,4 +1,4 @@
-"""Returns the CPUs and memory that this process may use: the machine's, or less in a container or batch job."""
+"""Finds how many CPUs and how much memory this process may use. A container or batch job may limit both."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def process_cpus(groups: Path = GROUPS, own: Path = OWN) -> int:
-    """Return the number of CPUs that the process may run on, limited by the CPU quotas of its control groups."""
+    """Return the number of CPUs that this process may use, given its CPU affinity and control groups (cgroups)."""
     count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     for folder in _control_groups("cpu", groups, own):
-        values = _text(folder / "cpu.max").split()  # version 2
+        values = _text(folder / "cpu.max").split()  # cgroup version 2
         values = values or [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]  # version 1
         if all(value.isdigit() and int(value) for value in values):
             quota, period = map(int, values)
@@ -24,7 +24,7 @@ def process_cpus(groups: Path = GROUPS, own: Path = OWN) -> int:
 
 
 def process_memory(groups: Path = GROUPS, own: Path = OWN) -> int:
-    """Return the machine's memory in bytes, or the lowest memory limit of the process's control groups if smaller."""
+    """Return the memory that this process may use, in bytes: the machine's, or a lower limit of its control groups."""
     limits = [int(psutil.virtual_memory().total)]
     for folder in _control_groups("memory", groups, own):
         texts = (_text(folder / name) for name in ("memory.max", "memory.limit_in_bytes"))  # versions 2 and 1
@@ -33,25 +33,25 @@ def process_memory(groups: Path = GROUPS, own: Path = OWN) -> int:
 
 
 def set_threads(threads: int | None) -> None:
-    """Set the number of torch threads of this process; None keeps torch's number, but at most one per CPU."""
-    import torch  # late: the driver counts CPUs before it knows whether the job is right
+    """Set the number of torch threads of this process. None: keep torch's default, but at most one thread per CPU."""
+    import torch  # imported here because a job's driver counts CPUs before it needs torch
 
     torch.set_num_threads(threads or min(torch.get_num_threads(), process_cpus()))
 
 
 def _control_groups(controller: str, groups: Path, own: Path) -> Iterator[Path]:
-    """Yield the folders of the process's control groups that have `controller`, innermost first."""
+    """Yield the folders of this process's control groups for `controller` (cpu or memory), innermost first."""
     for line in _text(own).splitlines():
         _, controllers, inside = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        top = groups / controller if controllers else groups  # each controller of version 1 has a tree of its own
+        top = groups / controller if controllers else groups  # in cgroup version 1, each controller has a folder tree
         folder = top / inside.strip("/")
         yield from (folder, *(parent for parent in folder.parents if parent.is_relative_to(top)))
 
 
 def _text(file: Path) -> str:
-    """Return a file's text, "" if there is none."""
+    """Return the text of `file`; "" if the file cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:

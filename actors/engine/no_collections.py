@@ -1,7 +1,7 @@
-"""Turns Python's garbage collector off during imports of torch and transformers, which make millions of objects.
+"""Turns Python's garbage collector off while torch and transformers are imported, which creates millions of objects.
 
-Making the demo's `Generator`, imports included, took 8.1 and 9.9 s of CPU time without garbage collection, and 9.4 and
-11.0 s with it.
+Creating the demo's `Generator`, including imports, took 8.1 and 9.9 s of CPU time without garbage collection (two
+runs), and 9.4 and 11.0 s with it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Turn garbage collection off in the block or in the decorated function."""
+    """Turn garbage collection off inside the `with` block or the decorated function."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

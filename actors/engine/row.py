@@ -1,4 +1,4 @@
-"""A row in flight, and functions over rows."""
+"""A row in flight (a request that is being answered), and functions that update rows."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class Row:
     """A request in flight, and what has been generated for it so far."""
 
     request: Request
-    ticket: int  # number of the row for the engine's caller
-    limit: int  # most new tokens
+    ticket: int  # number by which the engine's caller identifies the row
+    limit: int  # maximum number of new tokens
     sampling: RowSampling
     stop_ids: frozenset[int]  # tokens that end the row
     schedule: Schedule  # layers that run at each position
-    progress: AllowedTokens | None = None  # state of the request's constraint after the row's tokens
-    position: int = -1  # number t of the generated token that the next step takes as input; -1: there is none
+    progress: AllowedTokens | None = None  # state of the answer format (constraint) after the tokens so far
+    position: int = -1  # index t of the generated token that is the next decode step's input; -1: no token yet
     tokens: list[int] = field(default_factory=list)
     logprob: float = 0.0
     choice_logprob: float = 0.0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None  # why the row has ended; None while it runs
-    slot: int = -1  # number of the row's cache slot
-    has_no_token: bool = False  # whether it ended because the next token's logits were not numbers
+    slot: int = -1  # index of the row's cache slot
+    has_no_token: bool = False  # whether the row ended because the next token's logits were not numbers
 
     def completion(self, cumulative_logprob: bool) -> Completion:
         """Return the answer of a row that has ended."""
@@ -47,7 +47,7 @@ class Row:
         )
 
     def _error(self) -> str | None:
-        """Return why an ended row has no answer, or no complete one in its format; None if it has one."""
+        """Return the error of an ended row without an answer, or with an incomplete answer in its format; else None."""
         if self.has_no_token:
             return NOT_NUMBERS
         progress, constraint = self.progress, self.request.constraint
@@ -57,10 +57,10 @@ class Row:
             return f"{constraint.name}: {progress.error}"
         if progress.is_complete():
             return None
-        return f"{constraint.name}: cut off after {len(self.tokens)} tokens, before its end: raise max_new_tokens"
+        return f"{constraint.name}: the answer was cut off after {len(self.tokens)} tokens: raise max_new_tokens"
 
     def advance(self) -> FinishReason | None:
-        """Update the row's state after its last token; return why this token ends the row, or None."""
+        """Update the row's state for the newest token; return why this token ends the row, or None if it does not."""
         request, token, count = self.request, self.tokens[-1], len(self.tokens)
         if self.progress is not None:
             return self._advance_constraint(self.progress)
@@ -73,7 +73,7 @@ class Row:
         return FinishReason.LENGTH if count >= self.limit else None
 
     def _advance_constraint(self, progress: AllowedTokens) -> FinishReason | None:
-        """Do what `advance` does for a row with a constraint: only the constraint or the length limit ends it."""
+        """Do the work of `advance` for a row with a constraint. Only the constraint or the length limit ends it."""
         if progress.advance(self.tokens[-1]):
             finish = FinishReason.STOP
         elif progress.error is not None:
@@ -95,7 +95,7 @@ def begin_row(
     stop_ids: frozenset[int],
     schedule: Schedule,
 ) -> Row:
-    """Build the row of a request. stop_ids: the model's end tokens. schedule: used if the request has none."""
+    """Build the row for a request. stop_ids: the model's end tokens. schedule: used if the request sets none."""
     sampling = RowSampling.begin(request.sampling, request.key, request.prompt_ids)
     ends = request.sampling.all_stop_ids(stop_ids)
     limit = request.new_tokens_limit(context_length)
@@ -108,10 +108,10 @@ def begin_row(
 
 
 def record(rows: Sequence[Row], sampled: Drawn) -> None:
-    """Append to each row its sampled token, and end the rows that this token ends."""
+    """Append each row's sampled token to the row, and mark the rows that end with this token as ended."""
     for index, row in enumerate(rows):
         row.position += 1
-        if row.finish is not None:  # ended, and not yet retired
+        if row.finish is not None:  # the row has ended, but has not been removed yet
             continue
         token, sampling = sampled.tokens[index], row.sampling
         if token == NO_TOKEN:

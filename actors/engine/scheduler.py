@@ -1,7 +1,6 @@
-"""Decides which rows share the engine's slots, and which beginnings of prompts are computed only once.
+"""Decides which rows (requests) share the engine's cache slots, and which prompt beginnings are computed only once.
 
-Pure functions of prompts, lengths and budget: the same requests give the same runs, so that a resumed job runs the same
-batches.
+All functions are pure: the same requests give the same batches, so that a resumed job runs the same batches again.
 """
 
 from __future__ import annotations
@@ -13,41 +12,41 @@ from operator import itemgetter
 
 from actors.engine.errors import UserError
 
-SPREAD = 2  # maximum ratio of longest to shortest prompt in a run; every slot is padded to the longest
-SHORTEST_PREFIX = 16  # in tokens; sharing a shorter prefix of all prompts costs more than it saves
-LEAST_TOKENS = 32  # fewest tokens, after the prefix of all prompts, in a beginning that some prompts share
-LEAST_SAVED = 512  # fewest tokens that a shared beginning must save: for less, its own pass costs more
-MOST_NESTED = 50  # deepest recursion of the search for shared beginnings
+SPREAD = 2  # maximum ratio of longest to shortest prompt in a run, because every slot is as long as the longest prompt
+SHORTEST_PREFIX = 16  # minimum tokens in a prefix of all prompts; sharing a shorter prefix costs more than it saves
+LEAST_TOKENS = 32  # minimum tokens that a beginning shared by some prompts adds to the prefix of all prompts
+LEAST_SAVED = 512  # if sharing a beginning saves fewer tokens than this, its separate prefill pass costs more
+MOST_NESTED = 50  # maximum recursion depth of the search for shared beginnings
 Prompt = tuple[int, ...]
 Saved = tuple[
     int, list[tuple[Prompt, Sequence[Prompt]]]
-]  # number of prompt tokens saved; (shared prefix, prompts that start with it)
+]  # number of prompt tokens saved; list of (shared beginning, prompts that begin with it)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Rows that share the slots allocated by one `Engine.open`."""
+    """Rows that share the slots allocated by one call of `Engine.open`."""
 
-    rows: list[int]  # indices of requests, in the order of their admission
-    capacity: int  # most rows in flight
-    apart: bool = False  # whether no other run may share the slots, because memory has run out
+    rows: list[int]  # indices of the requests, in order of admission
+    capacity: int  # maximum number of rows in flight
+    apart: bool = False  # whether rows of other runs may not share the slots, because memory has run out before
 
 
 def plan_batches(
-    prompt_tokens: Sequence[int],  # tokens of each row's prompt
-    max_new_tokens: Sequence[int],  # most new tokens of each row
+    prompt_tokens: Sequence[int],  # number of prompt tokens of each row
+    max_new_tokens: Sequence[int],  # maximum number of new tokens of each row
     *,
-    row_bytes: Callable[[int, int], int],  # (longest prompt, most new tokens) of a batch -> cache bytes per row
-    budget_bytes: int,  # bytes of a batch's cache
+    row_bytes: Callable[[int, int], int],  # (prompt tokens, new tokens), maxima of a batch -> cache bytes per row
+    budget_bytes: int,  # maximum cache bytes of a batch
     max_rows: int,  # maximum number of rows in a batch
-    groups: Sequence[int] | None = None,  # group of each row; None: all rows are one group
+    groups: Sequence[int] | None = None,  # number of the group to which each row belongs; None: one group
 ) -> list[list[int]]:
-    """Return batches of row numbers, longest prompts first, so that running out of memory shows early.
+    """Divide rows into batches (lists of row indices). Long prompts come first, so that memory runs out early or never.
 
-    Rows of a group are next to each other. The group with the longest prompt comes first.
+    Rows of a group stay next to each other. The group with the longest prompt comes first.
 
     Raises:
-        UserError: A row does not fit the budget even alone.
+        UserError: A row exceeds the budget even if it is alone in a batch.
     """
     groups = groups or [0] * len(prompt_tokens)
     longest_of: dict[int, int] = {}
@@ -85,10 +84,10 @@ def merge(
     row_bytes: Callable[[int, int], int],
     budget_bytes: int,
 ) -> list[Run]:
-    """Join batches with prompts of similar length, longest first, into fewer and longer runs, whose slots are refilled.
+    """Join successive batches with prompts of similar length into longer runs, whose slots are refilled.
 
-    Every slot has room for the longest prompt and the most new tokens of its run. A batch is not joined if longer
-    slots would leave the run fewer than half as many slots.
+    `runs` are ordered by prompt length, longest first. Every slot of a run has room for the run's longest prompt and
+    largest number of new tokens. Batches are not joined if these longer slots would cost more than half of the slots.
     """
     merged: list[Run] = []
     most_new = 0
@@ -110,7 +109,7 @@ def merge(
 
 
 def smaller(run: Run) -> list[Run]:
-    """Return runs of the same rows with at most half as many in flight. A run that is one batch becomes two halves."""
+    """Divide a run into runs with at most half as many rows in flight. A run that is one batch becomes two halves."""
     if run.capacity == 1:
         return [replace(run, rows=[row]) for row in run.rows]
     if run.capacity >= len(run.rows):
@@ -121,10 +120,10 @@ def smaller(run: Run) -> list[Run]:
 
 
 def constant_prefix(ids: Sequence[Sequence[int]]) -> list[int]:
-    """Return the tokens with which all prompts begin. Every prompt is at least one token longer.
+    """Return the prefix that all prompts (token ids) share. Every prompt is at least one token longer than the prefix.
 
-    Return [] if there are fewer than `SHORTEST_PREFIX` tokens or only one prompt. The result may be used with other
-    prompts too, because the loop checks which prompts begin with it.
+    Return [] if there is only one prompt, or the prefix is shorter than `SHORTEST_PREFIX`. Prompts that do not begin
+    with the prefix can still be generated with it, because the loop checks each prompt.
     """
     if len(ids) < 2:
         return []
@@ -133,30 +132,30 @@ def constant_prefix(ids: Sequence[Sequence[int]]) -> list[int]:
 
 
 def common_length(lists: Sequence[Sequence[int]]) -> int:
-    """Return the number of equal tokens with which all lists begin."""
+    """Return the length of the prefix that all `lists` share."""
     ordered = [list(one) for one in lists]
-    least, greatest = min(ordered), max(ordered)  # of all pairs, these two differ earliest
+    least, greatest = min(ordered), max(ordered)  # no two lists have a shorter common prefix than these two
     pairs = enumerate(zip(least, greatest, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(least), len(greatest)))
 
 
 def begins_with(prompt: Sequence[int], prefix: Sequence[int]) -> bool:
-    """Return whether a prompt begins with a prefix and has further tokens."""
+    """Return whether `prompt` begins with `prefix` and is longer; False if `prefix` is empty."""
     return 0 < len(prefix) < len(prompt) and list(prompt[: len(prefix)]) == list(prefix)
 
 
 def shared_prefixes(
     prompts: Sequence[Sequence[int]], prefix: Sequence[int] = (), *, nested: bool = True
 ) -> list[Prompt]:
-    """Return for each prompt its beginning that is computed once for all prompts that share it; () if there is none.
+    """Return for each prompt the beginning that is computed once and shared with other prompts; () if there is none.
 
-    Every prompt is at least one token longer. Either all prompts that share a beginning use it, or groups of them use
-    longer beginnings, whichever saves more tokens.
+    Every prompt is at least one token longer than its beginning. Several prompts use one common beginning, or are
+    divided into groups with longer beginnings, whichever saves more tokens.
 
     Args:
-        prompts: Token ids.
+        prompts: Token ids of each prompt.
         prefix: Token ids with which most prompts begin.
-        nested: Whether to search for beginnings besides `prefix`.
+        nested: Whether to search for other beginnings than `prefix`.
     """
     base = tuple(prefix)
     having = [begins_with(prompt, base) for prompt in prompts]
@@ -172,7 +171,7 @@ def shared_prefixes(
 
 
 def _whole(members: Sequence[Prompt], length: int, before: int) -> Saved:
-    """Return what `members` save by sharing `length` tokens, the first `before` of which they share already."""
+    """Return what prompts save by sharing their first `length` tokens, of which `before` are already shared."""
     saved = (len(members) - 1) * (length - before)
     if length - before < LEAST_TOKENS or saved < LEAST_SAVED:
         return 0, []
@@ -184,14 +183,14 @@ def _best(ordered: Sequence[Prompt], before: int, nested: int) -> Saved:
 
     Args:
         ordered: Distinct prompts, sorted. Their first `before` tokens are equal.
-        before: Number of first tokens that are shared already.
+        before: Number of first tokens that are already shared.
         nested: Depth of this recursive call.
     """
     if len(ordered) < 2:
         return 0, []
     equal = common_length((ordered[0], ordered[-1]))
     whole = _whole(ordered, min(equal, len(ordered[0]) - 1), before)
-    if len(ordered[0]) == equal:  # without the first prompt, the others can share its last token too
+    if len(ordered[0]) == equal:  # the first prompt is a prefix of all others, which can share one more token
         whole = max(whole, _whole(ordered[1:], equal, before), key=itemgetter(0))
     if nested == MOST_NESTED:
         return whole

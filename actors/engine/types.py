@@ -1,4 +1,4 @@
-"""Inputs and outputs of the engine. Plain values; imports neither torch nor models."""
+"""Input and output types of the engine. They are plain values; this module imports neither torch nor models."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SCHEDULERS = ("lock_step", "refill")
 
 
 class FinishReason(StrEnum):
-    """Why a row ended: stop (a stop token, a stop string, or a complete constrained answer), length
-    (max_new_tokens, or a full context) or error."""
+    """Why generation ended for a row: STOP (a stop token, a stop string, or a complete answer in the required format),
+    LENGTH (`max_new_tokens` is reached or the context is full), or ERROR."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -30,28 +30,28 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of a row. Names and meanings are as in vLLM and transformers.
+    """Sampling parameters of one row (one request). Names and meanings are as in vLLM and transformers.
 
     Raises:
         UserError: A value is outside its range.
     """
 
-    max_new_tokens: int = 64  # most tokens of an answer, the stop token included
-    min_new_tokens: int = 0  # the row cannot end before it has this many tokens
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # sample only from this many likeliest tokens; 0: from all
-    top_p: float = 1.0  # sample only from the likeliest tokens with this total probability
-    min_p: float = 0.0  # least probability of a sampled token, as a fraction of the likeliest token's
-    repetition_penalty: float = 1.0  # applies to tokens of prompt and answer; 1: no penalty
-    presence_penalty: float = 0.0  # applies to tokens of the answer; 0: no penalty
-    frequency_penalty: float = 0.0  # applies to each occurrence in the answer; 0: no penalty
-    stop: tuple[str, ...] = ()  # stop strings; the text ends before the first one found
-    stop_token_ids: tuple[int, ...] = ()  # further tokens that end the row
-    ignore_eos: bool = False  # the model's own stop tokens do not end the row
+    max_new_tokens: int = 64  # maximum number of tokens in an answer, including the stop token
+    min_new_tokens: int = 0  # minimum number of tokens in an answer
+    temperature: float = 0.0  # sampling temperature; 0: greedy decoding
+    top_k: int = 0  # top-k: sample only from this many likeliest tokens; 0: from all tokens
+    top_p: float = 1.0  # top-p: sample only from the likeliest tokens that together have this probability
+    min_p: float = 0.0  # min-p: least probability of a sampled token, relative to the likeliest token's probability
+    repetition_penalty: float = 1.0  # repetition penalty for tokens of prompt and answer; 1: no penalty
+    presence_penalty: float = 0.0  # presence penalty, once for each distinct token of the answer; 0: no penalty
+    frequency_penalty: float = 0.0  # frequency penalty, for every occurrence of a token in the answer; 0: no penalty
+    stop: tuple[str, ...] = ()  # stop strings; the text ends before the first stop string that is found
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end the row, in addition to the model's own stop tokens
+    ignore_eos: bool = False  # whether to continue when the model generates one of its own stop tokens
     n: int = 1  # number of answers to the prompt
-    # how many likeliest tokens to return beside each token's log-probability; None: no log-probabilities at all
+    # return log-probabilities of every token and of this many likeliest tokens at its position; None: return none
     logprobs: int | None = None
-    seed: int | None = None  # the row's own seed; None: the job's
+    seed: int | None = None  # random seed of this row; None: use the job's seed
 
     def __post_init__(self) -> None:
         for name, fits, rule in (
@@ -78,19 +78,19 @@ class SamplingParams:
         return self.temperature == 0 or LEAST <= self.temperature <= MOST
 
     def merged(self, changes: Mapping[str, Any]) -> SamplingParams:
-        """Return these parameters with a row's `changes`; None keeps a value. Raise ValueError for a wrong value."""
+        """Return a copy with a row's `changes`. The value None changes nothing. Raise ValueError for a wrong value."""
         return replace(self, **{name: _checked(name, value) for name, value in changes.items() if value is not None})
 
     def all_stop_ids(self, model_stop_ids: frozenset[int]) -> frozenset[int]:
-        """Return the tokens that end a row: `stop_token_ids` and, unless `ignore_eos` is set, the model's."""
+        """Return the tokens that end a row: `stop_token_ids`, and `model_stop_ids` unless `ignore_eos` is set."""
         own = frozenset(self.stop_token_ids)
         return own if self.ignore_eos else own | model_stop_ids
 
 
 def check_compatible(name: str, params: SamplingParams) -> None:
-    """Raise UserError if another setting would end a constrained answer early, or keep it from ending.
+    """Raise UserError if a sampling parameter would end a constrained answer too early, or keep it from ending.
 
-    name: the setting that constrains the answer, `choices` or `output_format`.
+    name: the key that sets the answer's format: `choices` or `output_format`.
     """
     for conflicting in ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos"):
         if getattr(params, conflicting):
@@ -100,7 +100,7 @@ def check_compatible(name: str, params: SamplingParams) -> None:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Return a user's value for parameter `name`, converted to its type. Raise ValueError if that is impossible."""
+    """Convert a user's `value` to the type of parameter `name`. Raise ValueError if that is impossible."""
     kinds = {parameter.name: str(parameter.type) for parameter in fields(SamplingParams)}
     if name not in kinds:
         raise UserError(f"unknown key {name}; {suggestion(name, kinds)}")
@@ -122,7 +122,7 @@ def _checked(name: str, value: Any) -> Any:
     raise wrong
 
 
-LEAST, MOST = 0.01, 100.0  # outside, scaled logits may overflow
+LEAST, MOST = 0.01, 100.0  # range of temperature and repetition penalty; outside it, scaled logits may overflow
 MOST_LOGPROBS = 20
 MOST_SAMPLES = 1024
 _KINDS = {
@@ -135,7 +135,7 @@ _KINDS = {
 
 
 def row_key(seed: int, source: str, row: int, sample: int = 0) -> int:
-    """Return the 64-bit key of one row's random numbers, from job seed, file, row number and sample index."""
+    """Hash the job seed, input file, row number and sample index to a 64-bit key for the row's random numbers."""
     digest = hashlib.blake2b(f"{seed}\0{source}\0{row}\0{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -144,20 +144,20 @@ def row_key(seed: int, source: str, row: int, sample: int = 0) -> int:
 class Request:
     """One row to answer."""
 
-    prompt_ids: Sequence[int]  # token ids, at least one
-    sampling: SamplingParams = SamplingParams()  # sampling parameters
-    key: int = 0  # 64-bit number that alone determines the row's random numbers, in any batch
+    prompt_ids: Sequence[int]  # token ids of the prompt, at least one
+    sampling: SamplingParams = SamplingParams()
+    key: int = 0  # 64-bit key that determines the row's random numbers, whatever batch the row is in
     ending: StopStrings | None = None  # the row's stop strings
-    constraint: Constraint | None = None  # format of the answer: a list of labels, or a grammar
-    schedule: Schedule | None = None  # the row's own, with the engine's keep order; None: the engine's schedule
+    constraint: Constraint | None = None  # required format of the answer: a list of labels, or a grammar
+    schedule: Schedule | None = None  # own schedule, with the engine's layer order; None: the engine's schedule
 
     def new_tokens_limit(self, context_length: int) -> int:
-        """Return the largest number of new tokens: the row's limit or the room in the context, whichever is smaller.
+        """Return the maximum number of new tokens: `max_new_tokens`, or the room left in the context if that is less.
 
-        With choices it is the number of tokens of the longest label.
+        With choices, return the number of tokens in the longest label.
 
         Raises:
-            UserError: The prompt is empty or fills the context, or the choices do not fit into it.
+            UserError: The prompt is empty, the prompt fills the context, or the context has no room for the choices.
         """
         length = len(self.prompt_ids)
         if length == 0:
@@ -168,21 +168,22 @@ class Request:
         most = None if self.constraint is None else self.constraint.most_tokens
         if most is not None:
             if most > left:
-                raise UserError(f"choices of up to {most} tokens; the context leaves {left}")
+                raise UserError(f"choices have up to {most} tokens, but the context has room for only {left}")
             return most
         return min(self.sampling.max_new_tokens, left)
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token and the likeliest tokens in its place; log-probabilities in nats under the model's own distribution."""
+    """A generated token and the likeliest tokens at its position. Log-probabilities are in nats, before penalties and
+    temperature."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token, log-probability), likeliest first
 
     def to_dict(self, text: Callable[[int], str]) -> dict[str, Any]:
-        """Return the entry for the answers' column `logprobs`. text: token -> its text."""
+        """Return this token's entry in the output column `logprobs`. text: function from token id to text."""
         top = [{"token_id": token, "token": text(token), "logprob": logprob} for token, logprob in self.top]
         return {"token_id": self.token, "token": text(self.token), "logprob": self.logprob, "top": top}
 
@@ -194,46 +195,45 @@ NOT_NUMBERS = "logits are not numbers (NaN or infinite): the weights are damaged
 class Completion:
     """One row's answer."""
 
-    token_ids: tuple[int, ...]  # includes the stop token that ended the row; after an error, the tokens before it
-    finish_reason: FinishReason  # why the row ended
-    # sum over the tokens, nats under the model's own distribution, before penalties, temperature, top-k and top-p;
-    # None if the engine does not compute it
+    token_ids: tuple[int, ...]  # generated tokens, including the stop token; after an error, the tokens before it
+    finish_reason: FinishReason
+    # sum of the tokens' log-probabilities in nats, before penalties, temperature, top-k and top-p; None: not computed
     cumulative_logprob: float | None
-    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if the row's `sampling.logprobs` is set
-    choice: int | None = None  # index of the label; None without choices
-    choice_probability: float | None = None  # probability of the label among the labels; None without choices
-    error: str | None = None  # why there is no answer, or no complete one in the requested format
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one entry per token; None unless `sampling.logprobs` is set
+    choice: int | None = None  # index of the chosen label; None without choices
+    choice_probability: float | None = None  # probability of the chosen label among all labels; None without choices
+    error: str | None = None  # why there is no answer, or why the answer is incomplete in its format; None: no error
 
 
 @dataclass
 class EngineStats:
-    """Counts over everything an engine has run since the last `Engine.take_stats`."""
+    """Counts of the work that an engine has done since the last call of `Engine.take_stats`."""
 
-    batches: int = field(default=0, metadata={"unit": "batches, or runs of slots that are refilled"})
-    prompt_tokens: int = field(default=0, metadata={"unit": "tokens computed in prefill, padding left out"})
-    shared_prompt_tokens: int = field(default=0, metadata={"unit": "prompt tokens that another row's pass served"})
-    padded_prompt_tokens: int = field(default=0, metadata={"unit": "tokens computed in prefill, padding included"})
+    batches: int = field(default=0, metadata={"unit": "batches, or runs whose slots are refilled"})
+    prompt_tokens: int = field(default=0, metadata={"unit": "tokens computed in prefill, without padding"})
+    shared_prompt_tokens: int = field(default=0, metadata={"unit": "prompt tokens that another row's prefill computed"})
+    padded_prompt_tokens: int = field(default=0, metadata={"unit": "tokens computed in prefill, with padding"})
     generated_tokens: int = field(default=0, metadata={"unit": "tokens"})
-    decode_steps: int = field(default=0, metadata={"unit": "tokens that were an input to decode"})
-    layer_steps: int = field(default=0, metadata={"unit": "layers run over decode steps"})
-    full_layer_steps: int = field(default=0, metadata={"unit": "layers full depth would have run"})
+    decode_steps: int = field(default=0, metadata={"unit": "tokens that were inputs of decode steps"})
+    layer_steps: int = field(default=0, metadata={"unit": "layers run, summed over decode steps"})
+    full_layer_steps: int = field(default=0, metadata={"unit": "layers that full depth would have run"})
     prefill_seconds: float = field(default=0.0, metadata={"unit": "s"})
     decode_seconds: float = field(default=0.0, metadata={"unit": "s"})
     cache_bytes: int = field(default=0, metadata={"unit": "bytes of the largest batch's cache"})
     out_of_memory: int = field(default=0, metadata={"unit": "times that memory ran out"})
 
     def plus(self, other: EngineStats) -> EngineStats:
-        """Return the sums of both objects' counts; of `cache_bytes`, return the larger value."""
+        """Return the sums of both objects' counts. For `cache_bytes`, return the larger value."""
         sums = {item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)}
         return EngineStats(**{**sums, "cache_bytes": max(self.cache_bytes, other.cache_bytes)})
 
     def add_prompts(self, now: EngineStats, before: EngineStats) -> None:
-        """Add the prefill counts that an engine has gained between its counts `before` and `now`."""
+        """Add the prefill counts of `now` minus those of `before`, two states of one engine's statistics."""
         for name in ("prompt_tokens", "shared_prompt_tokens", "padded_prompt_tokens", "prefill_seconds"):
             setattr(self, name, getattr(self, name) + getattr(now, name) - getattr(before, name))
 
     def add_steps(self, schedule: Schedule, count: int) -> None:
-        """Add the first `count` decode steps of a row; a negative number subtracts them."""
+        """Add the first `count` decode steps of a row with `schedule`. A negative `count` subtracts them."""
         layers = schedule.layer_steps(abs(count))
         self.decode_steps += count
         self.layer_steps += layers if count > 0 else -layers

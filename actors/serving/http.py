@@ -1,6 +1,6 @@
 """OpenAI's HTTP interface to one engine: routes, the API key, limits on requests, answers and server-sent events.
 
-Source: https://platform.openai.com/docs/api-reference. This package knows neither Ray nor the pipeline.
+Source: https://platform.openai.com/docs/api-reference. This package imports neither ray nor `pipeline`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from actors.serving.loop import ClientGone, Event, OnlineLoop, QueueFull, Submis
 from actors.serving.model import Call, ServedModel
 
 HEALTH, METRICS = "/health", "/metrics"  # paths that require no API key
-GONE = 499  # status if the client has closed its connection; only metrics show it
+GONE = 499  # status if the client has closed its connection; only the metrics show this status
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -81,9 +81,9 @@ class ApiError(Exception):
 
 
 def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
-    """Return the ASGI application of a model. It starts the model's loop, and closes the loop when it shuts down."""
+    """Return an ASGI application that serves `model`. It starts the model's loop, and closes the loop at shutdown."""
     metrics = Metrics(model.loop)
-    # long prompts and grammars must not hold up the event loop; one thread, as a model prepares one call at a time
+    # bodies are parsed outside the event loop, as this may take long; in one thread, as `ServedModel.call` demands
     preparing = ThreadPoolExecutor(1, "prepare")
     shown = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "skipdecode"}
 
@@ -141,14 +141,14 @@ def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
 
 
 def _has_key(scope: Scope, key_sha256: str) -> bool:
-    """Return whether a request has the API key. Digests are compared in constant time: timing reveals nothing."""
+    """Return whether a request has the API key. The comparison takes constant time, so its timing reveals nothing."""
     kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
     digest = hashlib.sha256(key.strip()).hexdigest()
     return hmac.compare_digest(digest, key_sha256) and kind.lower() == b"bearer"
 
 
 class Completions:
-    """The ASGI application of one endpoint, one of `ENDPOINTS`."""
+    """The ASGI application of one endpoint. url: one of `ENDPOINTS`."""
 
     def __init__(
         self, url: str, model: ServedModel, limits: Limits, metrics: Metrics, preparing: ThreadPoolExecutor
@@ -197,7 +197,7 @@ class Completions:
             await send_body(DONE, more=False)
 
     async def _answered(self, call: Call, submission: Submission) -> dict[str, Any]:
-        """Return the response's body once all rows have ended."""
+        """Wait until all rows have ended; return the response body."""
         answers: dict[int, dict[str, Any]] = {}
         while submission.left:
             for event in await submission.take():
@@ -243,7 +243,7 @@ class Completions:
 
 
 def finished(model: ServedModel, call: Call, index: int, completion: Completion) -> dict[str, Any]:
-    """Return the answer of a row that has ended. Raises ApiError if the row has none."""
+    """Return the answer of row `index`, which has ended. Raises ApiError if the row ended without an answer."""
     error = str(completion.error)
     if error == NOT_NUMBERS:
         raise ApiError(500, error)
@@ -253,7 +253,7 @@ def finished(model: ServedModel, call: Call, index: int, completion: Completion)
 
 
 class Chunks:
-    """The server-sent events of a call that streams."""
+    """Converts the output of a streamed call to server-sent events."""
 
     def __init__(self, url: str, model: ServedModel, call: Call) -> None:
         self._url, self._is_chat, self._key = url, url == CHAT, uuid.uuid4().hex[:24]
@@ -267,10 +267,10 @@ class Chunks:
         }
         self._texts = [model.answer_stream(call, index) for index in range(len(call.rows))]
         self._sent: dict[int, int] = {}  # row -> characters of the tokens sent with log-probabilities
-        self._tokens = 0  # tokens of answers that have ended
+        self._tokens = 0  # number of tokens of all answers that have ended
 
     def of(self, event: Event) -> Iterator[bytes]:
-        """Yield the chunks to send for an event of a row. Raises ApiError if the row has no answer."""
+        """Yield the chunks that report an event. Raises ApiError if the event's row ended without an answer."""
         index, done, finish = event.index, None, None
         text, thinking = self._texts[index].push(event.tokens)
         if event.completion is not None:
@@ -308,7 +308,7 @@ class Chunks:
 
 
 class Metrics(Collector):
-    """Counts of requests and of the loop, in Prometheus' format. Each replica counts for itself."""
+    """Prometheus metrics of the requests and of the loop. Each replica has its own counts."""
 
     def __init__(self, loop: OnlineLoop) -> None:
         self._loop, self.registry = loop, CollectorRegistry()
@@ -362,7 +362,7 @@ async def _gone(receive: Receive) -> None:
 
 
 def _unknown_model(name: str | None, served: str) -> ApiError:
-    return ApiError(404, f"model {name!r} is not served here; {served!r} is", "model_not_found")
+    return ApiError(404, f"model {name!r} is not served here; the served model is {served!r}", "model_not_found")
 
 
 def _event(values: Mapping[str, Any]) -> bytes:

@@ -1,9 +1,9 @@
-"""Requests of many clients, answered by the engine's loop in a thread of its own: rows in, tokens out after each step.
+"""Answers requests of many clients with the engine's loop, in a separate thread. New tokens are sent after each step.
 
     submit(requests)    called in any thread: puts rows into a bounded queue
     turn()              called in the loop's thread: drops cancelled rows, adds waiting rows to the engine's loop, steps
 
-A row's tokens depend neither on its neighbours, nor on when it was admitted, nor on rows that leave.
+A row's tokens do not depend on which other rows run, or on when the row was admitted.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from actors.engine.errors import UserError
 from actors.engine.loop import REFILL_SHARE, Call, Loop
 from actors.engine.types import Completion, FinishReason, Request, TokenLogprob
 
-PASS_TOKENS = 2048  # most prompt tokens of rows added at once; rows in flight wait for their prefill
-PATIENCE = 4  # most decode steps for which waiting rows are held back, so that more rows share a prefill
+PASS_TOKENS = 2048  # most prompt tokens in one prefill, during which the rows in flight wait
+PATIENCE = 4  # waiting rows are held back for at most this many decode steps, so that more rows share a prefill
 SWITCH_SECONDS = 1e-4  # Python's switch interval between threads, see `OnlineLoop.start`
-MAX_FAILURES = 3  # the loop counts as broken after so many failed turns with no row answered between them
+MAX_FAILURES = 3  # the loop is unhealthy after this many failed turns without an answered row between them
 log = logging.getLogger(__name__)
 
 
@@ -46,7 +46,7 @@ class Event:
         index: Number of the request in its submission.
         tokens: Tokens sampled since the row's last event; without streaming, all of them at the end.
         logprobs: Log-probabilities of `tokens`, if the request asks for them.
-        completion: The answer, in the row's last event only. If it is an error without tokens, there is no answer.
+        completion: The answer, in the row's last event only. A completion with an error and no tokens is no answer.
     """
 
     index: int
@@ -57,7 +57,7 @@ class Event:
 
 @dataclass(eq=False)
 class ServedRow:
-    """A request with its tokens so far, which the loop's thread writes, and how many of them the reader has taken."""
+    """A request and its tokens so far. The loop's thread adds tokens, and the reader takes them."""
 
     request: Request
     submission: Submission
@@ -74,9 +74,9 @@ class ServedRow:
         self.tokens, self.logprobs, self.count = tokens, logprobs or (), len(tokens)
 
     def take(self) -> Event | None:
-        """Return what is new since the last call; None if nothing is."""
+        """Return the output since the last call; None if there is none."""
         completion, first = self.completion, self.taken
-        self.taken = max(first, self.count)  # if memory runs out, a row starts again from `count` 0
+        self.taken = max(first, self.count)  # `count` may fall: if memory runs out, the row starts again at 0
         if self.has_ended or (completion is None and first == self.taken):
             return None
         self.has_ended = completion is not None
@@ -89,7 +89,7 @@ class Submission:
     """Requests that were submitted together.
 
     Args:
-        streams: Whether tokens are sent as they are sampled, or with the answers only.
+        streams: Whether tokens are sent as they are sampled. If not, they are sent when an answer has ended.
         cancelled: Whether the rows are no longer wanted.
     """
 
@@ -110,7 +110,7 @@ class Submission:
         self.ready.set()
 
     async def take(self) -> list[Event]:
-        """Wait for new output; return at most one event of each row. Raises ClientGone after a call of `leave`."""
+        """Wait for new output; return at most one event for each row. Raises ClientGone if `leave` has been called."""
         await self.ready.wait()
         self.ready.clear()
         if self._client_gone:
@@ -119,7 +119,7 @@ class Submission:
 
 
 def wake(submissions: Iterable[Submission]) -> None:
-    """Wake the readers that wait for these submissions. Must be called in the readers' thread."""
+    """Wake the readers that wait for output of these submissions. Call this in the readers' thread."""
     for submission in submissions:
         submission.ready.set()
 
@@ -128,7 +128,7 @@ class OnlineLoop:
     """Answers requests as they come.
 
     Args:
-        engine: An engine without rows in flight, which nothing else uses.
+        engine: An engine without rows in flight; nothing else may use the engine.
         cache_bytes: Bytes of key/value cache for the rows in flight.
         max_rows: Maximum number of rows in flight.
         max_waiting: Maximum number of rows in the queue.
@@ -137,7 +137,7 @@ class OnlineLoop:
     def __init__(self, engine: Engine, *, cache_bytes: int, max_rows: int, max_waiting: int) -> None:
         self.engine, self.max_rows, self.max_waiting, self.cache_bytes = engine, max_rows, max_waiting, cache_bytes
         self.ended = self.cancelled = self.failed = 0  # numbers of rows
-        self.failures = 0  # failed turns since a row ended
+        self.failures = 0  # failed turns since a row was last answered
         self._loop = Loop(
             engine,
             budget_bytes=cache_bytes,
@@ -148,10 +148,10 @@ class OnlineLoop:
         )
         self._wake: Callable[[set[Submission]], object] = wake
         self._waiting: deque[ServedRow] = deque()
-        self._rows: dict[tuple[Call, int], ServedRow] = {}  # rows in `_loop`, by call and index in the call
+        self._rows: dict[tuple[Call, int], ServedRow] = {}  # (call, index in the call) -> row, for the rows in `_loop`
         self._changed = threading.Condition()  # guards _waiting, _closed and the submissions' `cancelled`
         self._closed = self._has_cancelled = False
-        self._step_first = False  # whether a decode step comes before the next prefill
+        self._step_first = False  # whether a decode step must come before the next prefill
         self._waited = 0  # steps for which waiting rows have been held back
         self._thread: threading.Thread | None = None
 
@@ -161,7 +161,7 @@ class OnlineLoop:
         """Queue requests, at least one.
 
         Raises:
-            UserError: A request that can never run.
+            UserError: A request can never run.
             QueueFull: The queue has no space for all of them.
         """
         for request in requests:
@@ -169,11 +169,11 @@ class OnlineLoop:
             needed = self.engine.row_bytes(len(request.prompt_ids), limit, request.schedule)
             if needed > self.cache_bytes:
                 raise UserError(
-                    f"{len(request.prompt_ids)} prompt and up to {request.sampling.max_new_tokens} new tokens need "
-                    f"{needed} bytes of cache, this server has {self.cache_bytes}: lower max_tokens"
+                    f"{len(request.prompt_ids)} prompt tokens and up to {request.sampling.max_new_tokens} new tokens "
+                    f"need {needed} bytes of cache, but this server has {self.cache_bytes}: lower max_tokens"
                 )
         if len(requests) > self.max_waiting:
-            raise UserError(f"{len(requests)} answers at once; this server queues at most {self.max_waiting}")
+            raise UserError(f"{len(requests)} answers in one request; this server queues at most {self.max_waiting}")
         submission = Submission(streams)
         submission.rows = [ServedRow(request, submission, index) for index, request in enumerate(requests)]
         with self._changed:
@@ -201,17 +201,17 @@ class OnlineLoop:
 
     @property
     def healthy(self) -> bool:
-        """False once the engine fails turn after turn, or the thread has ended."""
+        """False if the last turns of the engine have all failed, or if the thread has ended."""
         return self.failures < MAX_FAILURES and (self._thread is None or self._thread.is_alive())
 
     def start(self, wake: Callable[[set[Submission]], object]) -> None:
         """Answer requests in a new thread until `close`.
 
-        The thread releases Python's global lock in each kernel. With Python's default switch interval it would then
-        wait 5 ms for the lock, behind the threads that serve clients.
+        Also shortens Python's switch interval: the thread releases the GIL in each kernel. With the default interval it
+        would then wait 5 ms to get the GIL back from the threads that serve clients.
 
         Args:
-            wake: Called in the new thread once a turn; it must let the readers' thread call the module's `wake`.
+            wake: Called in the new thread at each turn. It must make the readers' thread call this module's `wake`.
         """
         sys.setswitchinterval(SWITCH_SECONDS)
         self._wake = wake
@@ -251,7 +251,7 @@ class OnlineLoop:
             log.exception("a step of the engine failed")
             self.failures += 1
             failed = [row for row in self._rows if row[0].error is not None]
-            # the error's text may hold what no client should see
+            # clients see only the error's type, because its text may hold secrets
             self._fail([self._rows.pop(row) for row in failed], f"the server failed: {type(error).__name__}")
         else:
             self._send(ended)
@@ -270,10 +270,10 @@ class OnlineLoop:
         self.cancelled += before - len(self._waiting) - len(self._rows)
 
     def _add(self) -> None:
-        """Add the first waiting rows of one schedule, with at most `PASS_TOKENS` prompt tokens, to the engine's loop.
+        """Move the first waiting rows with one schedule, up to `PASS_TOKENS` prompt tokens, to the engine's loop.
 
-        A prefill of one row costs as much as a prefill of a few. While many rows are in flight, a few waiting rows are
-        held back until more come, for `PATIENCE` steps at most. Between two prefills the rows in flight make a step.
+        A prefill of one row takes as long as a prefill of a few rows. While many rows are in flight, a few waiting rows
+        are therefore held back until more come, for at most `PATIENCE` steps. One decode step separates two prefills.
         """
         busy = len(self.engine.rows)
         if not self._waiting or self._loop.has_waiting:
@@ -298,7 +298,7 @@ class OnlineLoop:
         self._step_first, self._waited = True, 0
 
     def _send(self, ended: Sequence[tuple[Call, int, Completion]]) -> None:
-        """Send the answers of rows that have ended, and the new tokens of rows in flight that stream."""
+        """Send the answers of rows that have ended, and the new tokens of streamed rows in flight."""
         news: set[Submission] = set()
         for call, number, completion in ended:
             row = self._rows.pop((call, number))
@@ -315,7 +315,7 @@ class OnlineLoop:
         self._wake(news)
 
     def _fail(self, rows: Sequence[ServedRow], error: str) -> None:
-        """Send `error` to the readers of these rows in place of answers."""
+        """End rows with an error: their readers get it as the completion."""
         self.failed += len(rows)
         for row in rows:
             row.completion = Completion((), FinishReason.ERROR, None, error=error)

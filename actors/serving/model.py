@@ -1,4 +1,4 @@
-"""Serves a loaded model: bodies of requests become rows of the engine, and completions become answers."""
+"""Serves a loaded model: converts request bodies to rows of the engine, and completions to answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from actors.serving.texts import AnswerStream
 from actors.tool_calls import checked_tools, form_of
 
 MAX_PROMPTS = 256  # maximum number of prompts in one request
-# (tokenizer, a body's messages, checked tools) -> text and number of marked control tokens, see `ControlTokens.prompt`
+# takes a tokenizer, a body's messages and checked tools; returns the result of `ControlTokens.prompt`
 Render = Callable[[Any, Any, Sequence[Mapping[str, Any]]], tuple[str, int]]
 
 
@@ -38,7 +38,7 @@ class _StructuredOutputs(BaseModel):
 
 
 class _ServerKeys(BaseModel):
-    """Keys of a body that batch files do not have. The last two keys are vLLM's names for `choices`."""
+    """Keys that a request to the server may have, but not a batch file. The last two are vLLM's names for `choices`."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     stream: bool = False
@@ -49,7 +49,7 @@ class _ServerKeys(BaseModel):
     structured_outputs: _StructuredOutputs | None = None
 
     def labels(self) -> list[str] | None:
-        """Return the labels, one of which must be the answer. Raises UserError if several lists are given."""
+        """Return the labels, one of which must be the answer. Raises UserError if more than one key gives labels."""
         structured = None if self.structured_outputs is None else self.structured_outputs.choice
         given = [labels for labels in (self.choices, self.guided_choice, structured) if labels is not None]
         if len(given) > 1:
@@ -59,7 +59,7 @@ class _ServerKeys(BaseModel):
 
 @dataclass(frozen=True)
 class Call:
-    """A request's body, converted to rows of the engine, one for each answer. Rows of one prompt are adjacent."""
+    """A request body as rows of the engine, one row for each answer. The rows of one prompt are adjacent."""
 
     model: str | None  # the name that the body gives
     stream: bool  # whether tokens are sent as they are sampled
@@ -78,16 +78,16 @@ class Call:
 
 
 class ServedModel:
-    """A model that answers calls of many clients; one thread at a time calls `call`.
+    """A loaded model that answers many clients. Only one thread at a time may use `call`.
 
     Args:
         name: The model's name in requests.
-        generator: Arguments of `Generator`; `sampling` holds the defaults for keys that a body leaves out.
+        generator: Arguments of `Generator`. Its `sampling` holds defaults for keys that a body leaves out.
         max_waiting: Maximum number of answers in the queue; further requests are refused with status 429.
-        render: Writes a chat's messages as a prompt, or raises UserError; None: transformers' chat template.
+        render: Renders a chat as a prompt, or raises UserError. None: transformers renders the chat template.
 
     Raises:
-        UserError: Settings, checkpoint or device cannot be used; the message is one line.
+        UserError: The settings, the checkpoint or the device cannot be used. The message is one line.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ServedModel:
         self._schedule_at = lru_cache(64)(self.generator.schedule_at)
 
     def call(self, url: str, body: Any) -> Call:
-        """Convert a request's body to a `Call`. Raises UserError that names an unknown, unsupported or wrong key."""
+        """Convert a request's body to a `Call`. Raises a UserError that names a wrong or unsupported key."""
         if not isinstance(body, Mapping):
             raise UserError("the body must be a JSON object")
         rest = {name: value for name, value in body.items() if value is not None}
@@ -121,7 +121,7 @@ class ServedModel:
         if keys.stream_options.include_usage and not keys.stream:
             raise UserError("body: stream_options needs stream: true")
         if url == TEXT and rest.get("echo") is True:
-            raise UserError("body: echo is not supported: prompts are neither repeated nor scored; vLLM scores texts")
+            raise UserError("body: echo is not supported: prompts are neither repeated nor scored; vLLM can score them")
         bodies = (
             [rest] if url == CHAT else [{**rest, "prompt": prompt} for prompt in _prompts(rest.pop("prompt", None))]
         )
@@ -182,15 +182,15 @@ class ServedModel:
 
 
 def _prompts(value: Any) -> list[Any]:
-    """Return a body's `prompt` as a list: it is one text, one list of token ids, or a list of either."""
+    """Return a list of prompts. value: a body's `prompt`, i.e. a text, a list of token ids, or a list of either."""
     if isinstance(value, list) and value and all(isinstance(each, str | list) for each in value):
         if len(value) > MAX_PROMPTS:
-            raise UserError(f"body: prompt has {len(value)} prompts, at most {MAX_PROMPTS} fit one request")
+            raise UserError(f"body: prompt has {len(value)} prompts; a request may have at most {MAX_PROMPTS}")
         return value
     return [value]
 
 
 def _as_in_bodies(error: str) -> str:
-    """Replace the names of sampling parameters in an error message by the names that request bodies use."""
+    """Replace names of sampling parameters in an error message with the names of the keys in request bodies."""
     renamed = error.replace("max_new_tokens", "max_tokens").replace("min_new_tokens", "min_tokens")
     return renamed.removeprefix("sampling: ")

@@ -10,20 +10,20 @@ from actors.tool_calls import BEGIN, PYTHON_TAG, ToolFormat
 
 
 class AnswerStream:
-    """Cuts an answer into parts (text, thinking) that, joined, are its text and its thinking.
+    """Cuts a growing answer into parts (text, thinking). All parts joined are the whole text and the whole thinking.
 
-    A part leaves out what may still change: bytes of an incomplete character, and text that may become a stop string or
-    a delimiter. What may be a tool call is held back until the answer ends, but white space around it may be sent.
-    Thinking that has no start delimiter is sent as text, since only its end delimiter reveals it.
+    Output that may still change is held back: bytes of an incomplete character, and text that may become a stop string
+    or a delimiter. Text that may be a tool call is held back until the answer ends, except white space around it.
+    Thinking without a start delimiter is sent as text, because only the end delimiter shows that it is thinking.
 
     Args:
-        decode: Token ids -> text.
+        decode: Converts token ids to text.
         stop: Stop strings.
         stop_ids: Tokens that end the answer and have no text.
-        answer_start: Text -> index at which the answer begins, see `StopStrings`.
-        marks: Delimiters of thinking; None: nothing is split.
+        answer_start: Function that finds where in a text the answer begins, see `StopStrings`.
+        marks: Delimiters of thinking; None: thinking is not separated from the text.
         begun: Whether the prompt ends inside thinking.
-        text_at_end: Whether to send text only at the end: a label, or a format after thinking, which may share a token.
+        text_at_end: Send text only at the end; for labels, and for formats after thinking, as one token may hold both.
         calls: Format of tool calls; None: no tools are offered.
     """
 
@@ -44,10 +44,10 @@ class AnswerStream:
         self._ids: list[int] = []
         self._first = self._read = 0  # the text of tokens before `_read` is known; decoding begins at `_first`
         self._decoded = self._sent_text = self._sent_thinking = ""
-        self._is_plain = False  # the text so far does not begin with thinking
+        self._is_plain = False  # whether the text so far begins without thinking
 
     def push(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Add tokens; return the text and the thinking that have become certain."""
+        """Add tokens; return the new text and the new thinking that cannot change any more."""
         self._ids += [token for token in tokens if token not in self._stop_ids]
         known, text = self._decode(self._ids[self._first : self._read]), self._decode(self._ids[self._first :])
         if len(text) > len(known) and not text.endswith(REPLACEMENT):
@@ -65,8 +65,8 @@ class AnswerStream:
         """Return the last part of text and thinking.
 
         Args:
-            text: The whole answer's text; with tool calls, the text without them.
-            thinking: The whole answer's thinking.
+            text: The answer's whole text, without tool calls.
+            thinking: The answer's whole thinking.
             has_calls: Whether the answer calls tools.
         """
         thinking = thinking or ""
@@ -80,14 +80,14 @@ class AnswerStream:
         return part
 
     def _certain(self) -> int:
-        """Return how many characters from the start are not, and cannot become, part of a stop string."""
+        """Return how many characters can be sent: all before a stop string, or before an end that may become one."""
         text, answer = self._decoded, self._answer_start(self._decoded)
         found = [] if answer is None else [text.find(string, answer) for string in self._stop]
         found = [place for place in found if place >= 0]
         return min(found) if found else len(text) - max((_overlap(text, string) for string in self._stop), default=0)
 
     def _split(self, raw: str, marks: Reasoning) -> tuple[str, str]:
-        """Split raw text into text and thinking; leave out an end that may become a delimiter."""
+        """Split raw text into (text, thinking). If the end of the raw text may become a delimiter, leave it out."""
         head = raw.lstrip()
         begins = head.startswith(marks.start)
         if not begins and marks.start.startswith(head):
@@ -100,7 +100,7 @@ class AnswerStream:
 
 
 def _before_calls(text: str, form: ToolFormat) -> int:
-    """Return how many characters from the start are not, and cannot become, part of a tool call."""
+    """Return the length of `text` before a tool call, or before an end that may become a tool call."""
     if form == "hermes":
         found = text.find(BEGIN)
         return len(text) - _overlap(text, BEGIN) if found < 0 else found
@@ -109,6 +109,6 @@ def _before_calls(text: str, form: ToolFormat) -> int:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text`, shorter than `mark`, with which `mark` begins."""
+    """Return the length of the longest suffix of `text` that is also a prefix of `mark`, but not all of `mark`."""
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((length for length in lengths if mark.startswith(text[-length:])), 0)

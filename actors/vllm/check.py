@@ -1,9 +1,9 @@
-"""Checks each attention layer when a worker starts, against plain attention without a cache, batch or metadata.
+"""Self-check at the start of a worker: compares its attention layers with plain attention (no cache or batch).
 
-Some prompts are answered alone and together. In every forward pass, each attention layer's output for a token is
-compared with attention that torch computes in float32 from the keys and values that the layer received for the earlier
-tokens of the same sequence. Each layer must also have run for exactly the tokens that the schedule says. The comparison
-uses the layer's own inputs, so that rounding in earlier layers does not matter.
+Some prompts are answered alone and then together. The check stores the keys and values that each attention layer gets.
+In every forward pass torch computes attention from the stored keys and values of a sequence, in float32, and the check
+compares the layer's output with the result. Both use the layer's own inputs, so rounding in earlier layers does not
+matter. Each layer must also run for exactly the tokens that the schedule assigns to it.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from actors.engine.errors import UserError
 from actors.vllm.layers import LayerSkipper
 
 LONGEST_PROMPT, NEW_TOKENS = 200, 24
-# limits of an attention output's error, divided by the mean norm of the values that it averages: rounding causes
-# 0.000001 in float32 and 0.01 in 16 bits, a wrong key about 1
+# largest allowed error of an attention output, as a fraction of the mean norm of the values that attention averages;
+# rounding causes 0.000001 in float32 and 0.01 in 16 bits, and a wrong key causes about 1
 LIMITS = {torch.float32: 0.001, torch.bfloat16: 0.05, torch.float16: 0.05}
-LIMIT_OF_8_BITS = 0.5  # limit for a cache with 8 bits
+LIMIT_OF_8_BITS = 0.5  # largest allowed error with a KV cache of 8 bits
 log = logging.getLogger(__name__)
 
-# prompt length, which identifies a sequence because all lengths differ -> position -> key and value
+# prompt length -> position -> key and value; the length identifies a sequence, as no two prompts are equally long
 Seen = dict[int, dict[int, tuple[Tensor, Tensor]]]
 
 
 @torch.inference_mode()
 def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None:
     """Answer up to three prompts, each alone and then all together. Raises UserError if an attention layer's output
-    differs from plain attention, or if a layer runs for other tokens than the schedule says.
+    differs from plain attention, or if a layer does not run for exactly the tokens that the schedule assigns to it.
     """
     config = worker.vllm_config
     longest = min(LONGEST_PROMPT, config.model_config.max_model_len - NEW_TOKENS)
     if longest < 1:
-        raise UserError(f"skipdecode: max_model_len must be above {NEW_TOKENS} for the self-check; self_check: false")
+        raise UserError(f"skipdecode: max_model_len must be above {NEW_TOKENS}, or set self_check: false")
     chance, vocabulary = random.Random(0), config.model_config.get_vocab_size()
     lengths = sorted({max(1, longest // part) for part in (64, 5, 1)})
     prompts = [[chance.randrange(vocabulary) for _ in range(length)] for length in lengths]
     attention = [(index, layer) for index, layers in skipper.attention.items() for layer in layers.values()]
     depths = skipper.depths
-    # the depth curve, compressed to the length of an answer
+    # the depth curve, compressed to the length of the check's answers
     skipper.depths = depths[np.linspace(0, len(depths) - 1, NEW_TOKENS - 1).round().astype(int)]
     errors, problem = [0.0], None
     try:
@@ -63,7 +63,7 @@ def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None
             _answer(worker, cache_config, group)
             for of_layer, (index, layer) in zip(seen, attention, strict=True):
                 if any(sorted(of_layer[len(one)]) != _positions(skipper, index, len(one)) for one in group):
-                    problem = f"{layer.layer_name} runs for other tokens than those of the schedule"
+                    problem = f"{layer.layer_name} does not run for exactly the tokens of the schedule"
     finally:
         for _, layer in attention:
             layer.__dict__.pop("forward", None)
@@ -73,17 +73,17 @@ def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None
     if config.cache_config.cache_dtype.startswith("fp8"):
         limit = LIMIT_OF_8_BITS
     if not worst <= limit:  # also true for NaN
-        problem = f"attention differs from its definition by {worst:.3g} of its values, by rounding at most {limit}"
+        problem = f"attention differs from plain attention by {worst:.3g} of its values, more than the limit {limit}"
     if problem is not None:
         raise UserError(
             f"skipdecode: the self-check failed: {problem}: this model or attention backend is not supported; "
-            "self_check: false runs it nonetheless"
+            "self_check: false skips the check"
         )
     log.info("skipdecode: self-check passed: attention differs by %.2g of its values", worst)
 
 
 def _positions(skipper: LayerSkipper, index: int, prompt_tokens: int) -> list[int]:
-    """Return the positions of a sequence at which the schedule runs a layer."""
+    """Return the positions at which the schedule runs layer `index` in a sequence with this prompt length."""
     depths = [skipper.prompt_depth] * prompt_tokens + skipper.depths.tolist()
     return [position for position, depth in enumerate(depths) if skipper.ranks[index] < depth]
 
@@ -118,15 +118,15 @@ def _answer(worker: Any, cache_config: Any, prompts: Sequence[Sequence[int]]) ->
 
 
 def _watched(layer: Any, index: int, skipper: LayerSkipper, seen: Seen, errors: list[float]) -> Callable[..., Tensor]:
-    """Return a `forward` of an attention layer that collects keys and values, and the largest error of each pass.
+    """Return a `forward` for `layer` that adds keys and values to `seen`, and each pass's largest error to `errors`.
 
-    All prompts have different lengths: a sequence is identified by its prompt's length.
+    The length of its prompt identifies a sequence, because no two prompts have the same length.
     """
     impl = layer.impl
     if getattr(impl, "sinks", None) is not None or getattr(impl, "alibi_slopes", None) is not None:
         raise UserError(
-            f"skipdecode: {layer.layer_name} has sinks or ALiBi, which the self-check does not know; "
-            "self_check: false runs it nonetheless"
+            f"skipdecode: {layer.layer_name} has sinks or ALiBi, which the self-check cannot compute; "
+            "self_check: false skips the check"
         )
     forward = type(layer).forward
     heads = layer.num_kv_heads
@@ -155,7 +155,7 @@ def _watched(layer: Any, index: int, skipper: LayerSkipper, seen: Seen, errors: 
             wanted = torch.einsum("hgqk,khd->qhgd", weights, values)
             size = torch.einsum("hgqk,kh->qhg", weights, values.norm(dim=-1))
             got = out.view(len(out), -1)[own].float().view(wanted.shape)
-            # damaged weights give outputs that are not finite; they count as errors of rows, not of attention
+            # skip outputs that are not finite: damaged weights cause them, and the rows get errors for them
             error = ((got - wanted).norm(dim=-1) / size)[wanted.isfinite().all(-1)]
             errors.append(float(error.max()) if len(error) else 0.0)
         return out

@@ -1,7 +1,7 @@
 """Runs vLLM as an engine of `Generator`: `add` takes calls, `step` returns completions.
 
-vLLM schedules and samples. As in the library engine, `Row` decides where an answer ends and which error it has, so that
-stop strings, labels and formats mean the same in both. A row that has ended is aborted in vLLM.
+vLLM schedules and samples. As in the library engine, `Row` decides where an answer ends and which error it has, so stop
+strings, labels and formats work alike in both engines. When `Row` ends an answer, its request is aborted in vLLM.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # otherwise the engine would outlive a killed actor
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a separate engine process would outlive a killed actor
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # Ray decides which CPUs an actor has
-os.environ.setdefault("VLLM_COMPUTE_NANS_IN_LOGITS", "1")  # NaNs are counted on the device and copied with the tokens
+os.environ.setdefault("VLLM_COMPUTE_NANS_IN_LOGITS", "1")  # count NaNs on the device; the counts come with the tokens
 import torch
 from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VllmParams
@@ -42,7 +42,7 @@ from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import Completion, EngineStats, FinishReason, Request, TokenLogprob
 
 HIGHEST_TEMPERATURE = 2.0  # highest temperature that vLLM accepts
-SET_BY_KEYS = {  # argument of vLLM -> key of a job that sets it
+SET_BY_KEYS = {  # engine argument of vLLM -> key of a job file that sets it
     "model": "model.path",
     "tokenizer": "model.path",
     "dtype": "model.dtype",
@@ -59,7 +59,7 @@ SAME_NAMES = (
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise UserError for engine arguments that vLLM does not know, or that a job sets with other keys."""
+    """Raise UserError for engine arguments that vLLM does not know, or that have a key of their own in a job file."""
     known = {item.name for item in dataclasses.fields(EngineArgs)}
     for name in options:
         if name in SET_BY_KEYS:
@@ -69,12 +69,12 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 class VllmEngine:
-    """A vLLM engine in this process, with the SkipDecode add-on and the methods of `Loop`. All calls' rows share steps.
+    """A vLLM engine in this process, with the SkipDecode add-on and `Loop`'s methods. Rows of all calls share steps.
 
-    The statistics count only rows that have ended. As vLLM mixes prompts and decode steps, decode_seconds covers both.
+    Statistics count only rows that have ended. vLLM mixes prefill and decode steps, so decode_seconds includes both.
 
     Args:
-        cache_bytes: bytes of key/value cache of all workers; 0: as much as `gpu_memory_utilization` allows.
+        cache_bytes: bytes of KV cache, all workers together; 0: as many as `gpu_memory_utilization` allows.
         options: further engine arguments of vLLM.
         The other arguments are those of `Generator`.
     """
@@ -114,7 +114,7 @@ class VllmEngine:
             "kv_cache_memory_bytes": cache_bytes // workers or None,
             "enable_prefix_caching": share_prefixes,
             "enforce_eager": not schedule.is_full_depth,
-            "distributed_executor_backend": "uni" if workers == 1 else "mp",  # inside an actor vLLM would choose Ray
+            "distributed_executor_backend": "uni" if workers == 1 else "mp",  # vLLM's default inside an actor is Ray
             "generation_config": "vllm",
             "structured_outputs_config": {"backend": "guidance"},
             "disable_log_stats": True,
@@ -131,11 +131,11 @@ class VllmEngine:
             raise UserError(f"vLLM cannot run {folder}: {flat(error)}") from None
         self._core: Any = self.vllm.engine_core
         self._take_output, self._core.get_output = self._core.get_output, self._noting_output
-        self._has_nans: set[int] = set()  # tickets of rows whose logits held NaN in the last step
+        self._has_nans: set[int] = set()  # tickets (keys of `rows`) whose logits held NaN in the last step
         config = self.vllm.vllm_config
         self.context_length = int(config.model_config.max_model_len)
         self.max_rows, self.cache_bytes = int(config.scheduler_config.max_num_seqs), cache_bytes
-        self._running = [schedule]  # schedule of the workers; all engines that `at` returns share the list
+        self._running = [schedule]  # the workers' schedule, in a list that the engines returned by `at` share
         self._tickets = itertools.count()
         self._begin_at(schedule)
 
@@ -143,13 +143,13 @@ class VllmEngine:
         self.schedule, self.stats = schedule, EngineStats()
         self.rows: dict[
             int, tuple[Row, Call, int]
-        ] = {}  # rows in flight, with their call and the number of the request in it
-        self._queue: deque[Call] = deque()  # calls that have been added but not begun
+        ] = {}  # ticket -> row in flight, its call, and the index of its request in the call
+        self._queue: deque[Call] = deque()  # calls that `add` has queued and that have not begun
 
     def at(self, schedule: Schedule) -> VllmEngine:
         """Return an engine with the same weights under another schedule; only one of the two may have rows in flight.
 
-        Neither schedule may be full depth, for which vLLM captures graphs of the whole model.
+        Neither schedule may be full depth: at full depth vLLM captures graphs of the whole model.
         """
         other = copy.copy(self)
         other._begin_at(schedule)
@@ -157,11 +157,11 @@ class VllmEngine:
 
     @property
     def decoder(self) -> VllmEngine:
-        """The engine itself: callers ask an engine's decoder for device and context length."""
+        """The engine itself. Callers read device and context length from an engine's decoder."""
         return self
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """Return 0: vLLM refuses no row that fits its context, and preempts rows when the cache is full."""
+        """Return 0: vLLM takes any row that fits its context length, and preempts rows when the cache is full."""
         return 0
 
     def take_stats(self) -> EngineStats:
@@ -187,7 +187,7 @@ class VllmEngine:
         return call
 
     def finish(self, call: Call) -> None:
-        """Step until `call` has ended. Rows of calls that are added meanwhile run along."""
+        """Step until `call` has ended. Rows of calls that are added meanwhile run in the same steps."""
         while len(call.completions) < len(call.requests) and call.error is None:
             try:
                 self.step()
@@ -202,14 +202,14 @@ class VllmEngine:
                 call.on_drain = None
 
     def step(self) -> list[tuple[Call, int, Completion]]:
-        """Begin the calls that have been added, and run one step of vLLM; return the rows that have ended."""
+        """Begin the queued calls and run one step of vLLM. Return rows that have ended as (call, index, completion)."""
         began, ended, aborted = time.perf_counter(), [], []
         while self._queue:
             self._begin(self._queue.popleft())
         oldest = next(iter(self.rows.values()), None)
         for output in self.vllm.step():
             ticket = int(output.request_id)
-            if ticket not in self.rows:  # the row has ended, and vLLM was a step ahead
+            if ticket not in self.rows:  # the row has ended, but vLLM had already begun its next step
                 continue
             row, call, number = self.rows[ticket]
             [sample] = output.outputs
@@ -233,7 +233,7 @@ class VllmEngine:
         return ended
 
     def _noting_output(self) -> Any:
-        """Return the next output of vLLM's core, and note which rows had NaN logits: `RequestOutput` does not tell."""
+        """Return the next output of vLLM's core. Note rows with NaN logits, which `RequestOutput` does not report."""
         outputs = self._take_output()
         # vLLM appends a random part to a request's id
         self._has_nans |= {int(one.request_id.partition("-")[0]) for one in outputs.outputs if one.num_nans_in_logits}
@@ -249,7 +249,7 @@ class VllmEngine:
             call.on_batch(range(len(call.requests)))
         for number, request in enumerate(call.requests):
             ticket = next(self._tickets)
-            # vLLM samples; as a greedy row, `Row` computes no mask of allowed tokens itself
+            # vLLM samples and masks tokens; a greedy `Row` computes no mask of allowed tokens of its own
             greedy = replace(request, sampling=replace(request.sampling, temperature=0.0, n=1))
             try:
                 row = begin_row(
@@ -271,12 +271,12 @@ class VllmEngine:
         form = None
         if request.constraint is not None:
             if params.logprobs is not None or self.cumulative_logprob:
-                raise UserError("engine vllm has no log-probabilities beside choices or output_format")
+                raise UserError("engine vllm cannot combine log-probabilities with choices or output_format")
             if self.end_id not in self.stop_ids:
-                raise UserError(f"{request.constraint.name}: the tokenizer's EOS is no end token of the model")
+                raise UserError(f"{request.constraint.name}: the tokenizer's EOS is not an end token of the model")
             form = StructuredOutputsParams(grammar=grammar(request.constraint))
         if params.temperature > HIGHEST_TEMPERATURE:
-            raise UserError(f"temperature = {params.temperature:g}: engine vllm has at most {HIGHEST_TEMPERATURE:g}")
+            raise UserError(f"temperature = {params.temperature:g}: engine vllm allows at most {HIGHEST_TEMPERATURE:g}")
         scores = self.cumulative_logprob or isinstance(request.constraint, ChoiceTrie)
         return VllmParams(
             **{name: getattr(params, name) for name in SAME_NAMES},
@@ -292,7 +292,7 @@ class VllmEngine:
         )
 
     def _record(self, row: Row, token: int, logprobs: Mapping[int, Any], *, has_nans: bool) -> None:
-        """Add a token to a row, and set `row.finish` if the answer ends with the token."""
+        """Add a token to a row. If the token ends the answer, set `row.finish`."""
         if has_nans or (logprobs and not math.isfinite(logprobs[token].logprob)):
             row.finish, row.has_no_token = FinishReason.ERROR, True
             return
@@ -301,7 +301,7 @@ class VllmEngine:
         if logprobs:
             own = logprobs[token].logprob
             row.logprob += own
-            row.choice_logprob += own  # vLLM has masked the tokens of other labels before
+            row.choice_logprob += own  # other labels' tokens were masked, so this is the probability among labels
             count = row.request.sampling.logprobs
             if count is not None:
                 ranked = sorted(logprobs.items(), key=lambda item: item[1].rank)[:count]
@@ -309,7 +309,7 @@ class VllmEngine:
         row.finish = row.advance()
 
     def _end(self, row: Row, call: Call, cached: int) -> Completion:
-        """Return a row's answer, and count the row. cached: prompt tokens that were in the prefix cache."""
+        """Return a row's answer, and add the row to the statistics. cached: prompt tokens found in the prefix cache."""
         for stats in (self.stats, call.stats):
             stats.prompt_tokens += len(row.request.prompt_ids) - cached
             stats.padded_prompt_tokens += len(row.request.prompt_ids) - cached
@@ -318,12 +318,12 @@ class VllmEngine:
             stats.add_steps(row.schedule, max(len(row.tokens) - 1, 0))
         done = row.completion(self.cumulative_logprob)
         if done.finish_reason == FinishReason.ERROR and done.error is None:
-            return replace(done, error="vLLM has ended the row before its end")
+            return replace(done, error="vLLM ended the row before its answer was complete")
         return done
 
 
 def grammar(constraint: Constraint) -> str:
-    """Return a constraint as an llguidance grammar for vLLM. Raises UserError for formats after thinking."""
+    """Convert a constraint to an llguidance grammar for vLLM. Raises UserError if it applies only after thinking."""
     if isinstance(constraint, ChoiceTrie):
         return trie_grammar(constraint)
     if isinstance(constraint, Grammar):
@@ -334,7 +334,7 @@ def grammar(constraint: Constraint) -> str:
 
 
 def trie_grammar(trie: ChoiceTrie) -> str:
-    """Return a grammar of the labels' tokens, in which a label ends with the token that decides for it."""
+    """Return a grammar of the labels' tokens. A label ends in it at the token that rules out all other labels."""
     rules, nodes = [], [trie.root]
     for number, node in enumerate(nodes):  # the list grows in the loop
         ways = []

@@ -1,8 +1,8 @@
 """Runs each decoder layer of a model in vLLM only for the tokens that the schedule assigns to the layer.
 
-The layers' `forward` is replaced on the instances, so the tree of modules, and with it quantization and loading, stays
-as it is. The first layer of a forward pass plans which tokens run which layer. It also puts the attention metadata of
-each layer's tokens where vLLM's attention looks for it: in the forward context, under the layer's name.
+`forward` is replaced on the layer objects. The module tree stays as it is, so quantization and loading work as before.
+The first layer of a forward pass plans which tokens run which layer. It also puts attention metadata for each layer's
+tokens into the forward context, under the layer's name, where vLLM's attention reads it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from actors.engine.schedule.schedule import Schedule
 from actors.vllm.plan import PassPlan, cut_metadata
 
 CONTEXT_KEY = "skipdecode_plan"
-POISON, POISONED = 1e36, 1e18  # value written to the cache, and limit above which a layer's output shows it
-# arguments of a layer with one value per token, in vLLM's own layers and in layers of transformers
+POISON, POISONED = 1e36, 1e18  # value written to the cache; a layer's output above POISONED has read it
+# arguments with one value per token, of vLLM's own layers and of transformers' layers
 TOKEN_ARGUMENTS = ("hidden_states", "residual", "positions", "position_ids", "position_embeddings")
 
 
@@ -33,9 +33,9 @@ class LayerSkipper:
     """Replaces the layers' `forward` in one worker's model, so that tokens can skip layers.
 
     Args:
-        attention: index of a decoder layer -> name -> attention layer.
-        prompt_lengths: CommonAttentionMetadata -> prompt length of each of its requests.
-        poison: whether to write huge values into the cache where tokens skip a layer, and fail if an output shows one.
+        attention: index of decoder layer -> name of attention layer -> attention layer.
+        prompt_lengths: function that returns the prompt lengths of all requests in a CommonAttentionMetadata.
+        poison: write huge values into the cache where tokens skip a layer, and fail if a layer has read one.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class LayerSkipper:
         self.attention, self.poison = attention, poison
         self.set_schedule(schedule)
         self._prompt_lengths = prompt_lengths
-        self._common: Any = None  # CommonAttentionMetadata from which metadata was built last
+        self._common: Any = None  # CommonAttentionMetadata of the latest build
         self._built: dict[str, tuple[Any, Any]] = {}  # attention layer -> builder, CommonAttentionMetadata of this pass
-        self._spare: dict[int, list[Any]] = {}  # id of vLLM's builder -> further builders, for subsets of tokens
+        self._spare: dict[int, list[Any]] = {}  # id of vLLM's builder -> more builders, for subsets of tokens
 
     def set_schedule(self, schedule: Schedule) -> None:
-        """Run another schedule, and reset the counts."""
+        """Use another schedule from now on, and reset the counts."""
         self.ranks = schedule.ranks
         self.depths, self.prompt_depth = np.asarray(schedule.depths), len(schedule.prompt_layers)
         self.counts: Counter[str] = Counter()
 
     def watch(self, builder: Any) -> None:
-        """Store the CommonAttentionMetadata from which a builder of the runner builds attention metadata."""
+        """Make a builder of attention metadata store the CommonAttentionMetadata that it gets from vLLM's runner."""
         if builder.requires_block_table_width:
             raise UserError(f"skipdecode: attention by {type(builder).__name__} is not supported")
         build, update = builder.build, builder.update_block_table
@@ -75,7 +75,7 @@ class LayerSkipper:
             note(common_attn_metadata)
             return build(common_prefix_len, common_attn_metadata, *args, **options)
 
-        # called in place of `build` for a further cache group, whose metadata differs in these two fields only
+        # vLLM calls this, not `build`, for a cache group whose metadata differs in these two arguments only
         def noting_update(metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
             note(replace(self._common, block_table_tensor=blk_table, slot_mapping=slot_mapping))
             return update(metadata, blk_table, slot_mapping)
@@ -88,7 +88,7 @@ class LayerSkipper:
             layer.forward = self._skipping(index, layer.forward)
 
     def _skipping(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `forward` that runs a layer only for its tokens. Most layers return hidden states and a residual."""
+        """Return a `forward` that runs layer `index` only for the tokens that the plan assigns to the layer."""
         parameters = inspect.signature(forward).parameters
         required = {
             name
@@ -97,8 +97,8 @@ class LayerSkipper:
         }
         if "hidden_states" not in parameters or not required <= set(TOKEN_ARGUMENTS):
             raise UserError(
-                f"skipdecode: layer {index} takes ({', '.join(parameters)}), which is not supported: only "
-                f"{', '.join(TOKEN_ARGUMENTS)} are"
+                f"skipdecode: layer {index} takes the arguments {', '.join(parameters)}; supported are only "
+                f"{', '.join(TOKEN_ARGUMENTS)}"
             )
 
         def run(*args: Any, **options: Any) -> Any:
@@ -110,13 +110,13 @@ class LayerSkipper:
             subset = plan.subset(self.ranks[index])
             if subset is None:
                 return (hidden, residual) if "residual" in parameters else hidden
-            axis = hidden.dim() - 2  # 1 in layers of transformers, whose batch is one row of all tokens
+            axis = hidden.dim() - 2  # dimension of the tokens; 1 in transformers' layers, where they form one row
             out = forward(**{name: _cut(name, value, subset.tokens, axis) for name, value in values.items()})
             if not isinstance(out, tuple):
                 return hidden.index_copy(axis, subset.tokens, out)
             if out[1] is None:
                 return hidden.index_copy(axis, subset.tokens, out[0]), residual
-            if residual is None:  # only in the lowest layer; a skipping token keeps the sum of the two
+            if residual is None:  # lowest layer: begin a residual; where tokens skip, residual + hidden stays equal
                 residual, hidden = hidden.clone(), torch.zeros_like(hidden)
             hidden.index_copy_(axis, subset.tokens, out[0])
             residual.index_copy_(axis, subset.tokens, out[1])
@@ -132,7 +132,7 @@ class LayerSkipper:
         return checked if self.poison else run
 
     def plan(self) -> PassPlan | None:
-        """Return the plan of this pass, made by the first layer; None in a pass without attention, e.g. profiling."""
+        """Return the plan of this pass; the first layer makes it. None if the pass has no attention (profiling)."""
         context = get_forward_context()
         if CONTEXT_KEY not in context.additional_kwargs:
             context.additional_kwargs[CONTEXT_KEY] = self._prepare(context) if context.attn_metadata else None
@@ -140,10 +140,10 @@ class LayerSkipper:
         return plan
 
     def _prepare(self, context: Any) -> PassPlan:
-        """Make the plan. If some tokens skip a layer, also build the attention metadata of the tokens that run it."""
+        """Make the plan of a pass. For each layer that some tokens skip, build attention metadata of the others."""
         common, built, self._built = self._common, self._built, {}
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy().astype(np.int64)
-        # these lengths are exact, because speculative decoding is refused
+        # exact lengths, no upper bounds, because speculative decoding is refused
         ends = common.seq_lens_cpu_upper_bound[: common.num_reqs].numpy().astype(np.int64)
         device = common.seq_lens.device
         plan = PassPlan(self.depths, self.prompt_depth, starts, ends, self._prompt_lengths(common), device)
@@ -172,7 +172,7 @@ class LayerSkipper:
         return plan
 
     def _spare_builder(self, builder: Any, number: int) -> Any:
-        """Return a builder for one subset of a pass only: builders of FlashInfer and MLA hold their last result."""
+        """Return copy `number` of a builder. Each subset in a pass needs one, as some builders keep their results."""
         spare = self._spare.setdefault(id(builder), [])
         if len(spare) == number:
             with set_current_vllm_config(builder.vllm_config):
@@ -184,7 +184,7 @@ class LayerSkipper:
 
 
 def _cut(name: str, value: Any, tokens: Tensor, axis: int) -> Any:
-    """Return a layer's argument `name` for some tokens only. tokens: their indices. axis: the dimension of tokens."""
+    """Return the part of a layer's argument `name` for some tokens. tokens: indices. axis: dimension of the tokens."""
     if isinstance(value, tuple):  # cosines and sines
         return tuple(_cut(name, part, tokens, axis) for part in value)
     if not isinstance(value, Tensor):
@@ -195,9 +195,9 @@ def _cut(name: str, value: Any, tokens: Tensor, axis: int) -> Any:
 
 
 def _poison(layer: Any, slots: Tensor) -> None:
-    """Write key 0 and a huge value into slots of an attention layer's cache.
+    """Write zero keys and huge values into some slots of an attention layer's cache.
 
-    The value is not NaN, because kernels multiply the values of masked slots by 0, and NaN * 0 is NaN.
+    The values are not NaN, because kernels multiply the values of masked slots by 0, and NaN * 0 is NaN.
     """
     shape = len(slots), layer.num_kv_heads
     key = torch.zeros((*shape, layer.head_size), dtype=layer.dtype, device=slots.device)

@@ -16,12 +16,12 @@ from actors.engine.errors import UserError
 from actors.engine.model.speed_adapter import WEIGHTS, layers_in, read_adapter, update
 
 LOAD_FORMAT = "skipdecode"
-FORMATS = ("auto", "hf", "safetensors")  # load formats of the base
+FORMATS = ("auto", "hf", "safetensors")  # load formats that the base weights may have
 FOLDER, BASE_FORMAT = "speed_adapter", "base_format"  # keys of model_loader_extra_config
 
 
 def use_adapter(load_config: Any, folder: str) -> None:
-    """Make a LoadConfig use `AdapterLoader` with the adapter in `folder`."""
+    """Change a LoadConfig so that `AdapterLoader` loads the model and merges the adapter in `folder`."""
     if load_config.load_format not in FORMATS:
         raise UserError(f"skipdecode: load_format {load_config.load_format} cannot be combined with speed_adapter")
     extra = {FOLDER: folder, BASE_FORMAT: load_config.load_format}
@@ -40,7 +40,7 @@ class AdapterLoader(DefaultModelLoader):  # type: ignore[misc]
         super().__init__(base)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the base's weights plus adapter, merged in float32 and rounded to the model's dtype, as in `merge`."""
+        """Yield the base weights with the adapter added in float32 and rounded to the model's dtype, as in `merge`."""
         path, dtype = self.adapter.path / WEIGHTS, model_config.dtype
         with safe_open(path, framework="pt") as file:
             left = set(layers_in(file.keys()))

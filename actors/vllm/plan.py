@@ -1,8 +1,8 @@
 """Finds the tokens of a forward pass that run a layer, and their attention metadata. Imports no vLLM.
 
-Depth never rises along a row, so the tokens that run a layer are the first of the tokens that a pass computes for a
-request. This holds for decode steps, for chunks of a prompt, and for generated tokens that are recomputed after
-preemption. A token of a prompt runs `prompt_depth` layers, generated token t runs ``depths[t]``.
+Depth never rises along a row. So among the tokens of one request in a pass, those that run a layer come first. This is
+true for decode steps, for chunks of a prompt, and for generated tokens that are recomputed after preemption. A prompt
+token runs `prompt_depth` layers, and generated token t runs ``depths[t]`` layers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# fields of CommonAttentionMetadata with one value for each request (the first two sets) or for each token
+# fields of CommonAttentionMetadata: the first two sets hold one value for each request, the third one for each token
 PER_REQUEST = {"block_table_tensor", "is_prefilling", "rswa_prefix_lens", "req_idx"}
 LENGTHS = {"seq_lens", "seq_lens_cpu_upper_bound"}  # fields that hold the length of each request's sequence
 PER_TOKEN = {"slot_mapping", "positions"}
@@ -22,13 +22,13 @@ PER_TOKEN = {"slot_mapping", "positions"}
 
 @dataclass(frozen=True)
 class Subset:
-    """The tokens of a pass that run a layer, if not all of them do.
+    """The tokens of a forward pass that run a layer which some other tokens skip.
 
     Args:
-        tokens: indices in the pass of the tokens that run the layer, ascending; a tensor on the device.
-        requests: indices of the requests that have tokens which run the layer.
-        on_device: `requests` on the device.
-        counts: for each of `requests`, how many tokens run the layer; they are its first tokens in the pass.
+        tokens: indices of these tokens in the pass, ascending; a tensor on the device.
+        requests: indices of the requests that have such tokens.
+        on_device: `requests` as a tensor on the device.
+        counts: for each of `requests`, how many tokens run the layer: the request's first tokens in the pass.
         dropped: for each of `requests`, how many of its tokens in the pass skip the layer.
     """
 
@@ -40,12 +40,12 @@ class Subset:
 
 
 class PassPlan:
-    """Tells which tokens of one forward pass run the layer of each rank in the keep order.
+    """Says which tokens of one forward pass run a layer. `rank`: the layer's place in the keep order, 0 skipped last.
 
     Args:
         depths: d(0), d(1), ...: number of layers that each generated token runs.
         prompt_depth: number of layers that a prompt token runs.
-        starts: index of the first token of each request, and the number of all tokens: ``query_start_loc``.
+        starts: index of each request's first token, then the number of all tokens; vLLM's ``query_start_loc``.
         ends: length of each request's sequence after the pass.
         prompts: length of each request's prompt.
     """
@@ -60,7 +60,7 @@ class PassPlan:
         device: torch.device,
     ) -> None:
         self.starts, self.ends, self.prompts, self.device = starts, ends, prompts, device
-        self.owners = np.repeat(np.arange(len(ends)), np.diff(starts))  # request of each token
+        self.owners = np.repeat(np.arange(len(ends)), np.diff(starts))  # index of each token's request
         self.positions = np.arange(starts[-1]) - (starts[1:] - ends)[self.owners]
         generated = self.positions - prompts[self.owners]
         self.depths = np.where(generated < 0, prompt_depth, depths[np.clip(generated, 0, len(depths) - 1)])
@@ -68,11 +68,11 @@ class PassPlan:
         self._subsets: dict[int, Subset] = {}
 
     def runs_all(self, rank: int) -> bool:
-        """Return whether all tokens run the layer of this rank."""
+        """Return whether all tokens run the layer with this rank."""
         return rank < int(self.levels[0])
 
     def subset(self, rank: int) -> Subset | None:
-        """Return the tokens that run the layer of this rank, None if none does. `runs_all(rank)` must be false."""
+        """Return the tokens that run the layer with this rank; None: no token does. `runs_all(rank)` must be false."""
         level = int(np.searchsorted(self.levels, rank, side="right"))
         if level == len(self.levels):
             return None
@@ -89,16 +89,16 @@ class PassPlan:
 
 
 def cut_metadata(common: Any, subset: Subset, ends: np.ndarray) -> Any:
-    """Return the CommonAttentionMetadata of a subset of the tokens.
+    """Return a CommonAttentionMetadata for a subset of the tokens.
 
     Args:
-        common: the metadata of all tokens.
+        common: the CommonAttentionMetadata of all tokens.
         ends: see `PassPlan`.
 
-    Raises NotImplementedError that names a field which is set but not known here.
+    Raises NotImplementedError if a field is set that this function does not know; the message names the field.
     """
     if not isinstance(common.causal, bool):
-        raise NotImplementedError("CommonAttentionMetadata.causal is set by request, which SkipDecode does not support")
+        raise NotImplementedError("CommonAttentionMetadata.causal is set for each request, which is not supported")
     device = common.seq_lens.device
     starts = torch.from_numpy(np.concatenate(([0], np.cumsum(subset.counts))).astype(np.int32))
     cut: dict[str, Any] = {
@@ -112,7 +112,7 @@ def cut_metadata(common: Any, subset: Subset, ends: np.ndarray) -> Any:
     }
     for name in [field.name for field in fields(common) if field.name not in cut]:
         value = getattr(common, name)
-        if value is None or name.startswith("_"):  # private fields are caches, which are made anew where needed
+        if value is None or name.startswith("_"):  # private fields are caches, which vLLM fills again when needed
             cut[name] = None
         elif name in PER_TOKEN:
             cut[name] = value[subset.tokens]
@@ -123,5 +123,5 @@ def cut_metadata(common: Any, subset: Subset, ends: np.ndarray) -> Any:
                 rows = rows - torch.from_numpy(subset.dropped).to(rows.device, rows.dtype)
             cut[name] = rows
         else:
-            raise NotImplementedError(f"CommonAttentionMetadata.{name} is set, which SkipDecode does not know")
+            raise NotImplementedError(f"CommonAttentionMetadata.{name} is set, which SkipDecode does not support")
     return type(common)(**cut)

@@ -1,4 +1,4 @@
-"""The add-on's settings: key ``skipdecode`` in vLLM's `additional_config`, which overrides ``skipdecode.json``."""
+"""The add-on's settings: key ``skipdecode`` in vLLM's `additional_config`. They override ``skipdecode.json``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from actors.engine.schedule.file import SCHEDULE_FILE, load_spec, load_trained, 
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 
 KEY = "skipdecode"
-OWN: dict[str, Any] = {  # keys beside those of a schedule
+OWN: dict[str, Any] = {  # keys in addition to those of a schedule, with their types
     "speed_adapter": str | None,  # folder of an adapter to merge
     "unadapted": bool,  # run a schedule that the model was not trained for
     "self_check": bool,  # compare attention with a slow reference before the first request
@@ -24,7 +24,7 @@ class Settings:
     """Settings of the add-on; see `OWN`."""
 
     schedule: Schedule
-    speed_adapter: str | None = None  # None at full depth, at which the base runs as published
+    speed_adapter: str | None = None  # None at full depth, where the base model runs as published
     self_check: bool = True
     poison: bool = False
 
@@ -32,10 +32,10 @@ class Settings:
 def read_settings(additional_config: Any, model: str, num_layers: int) -> Settings:
     """Return the add-on's settings for the model in the folder `model`.
 
-    Keys are those of a job's `schedule` section and `OWN`. Schedule keys that are not set come from
+    Known keys are those of `OWN` and of a job's `schedule` section. Schedule keys that are not set come from
     ``skipdecode.json`` in the folder of the speed adapter, or of the model if there is no adapter.
 
-    Raises UserError for an unknown key, a wrong value, or a schedule for which the model was not trained.
+    Raises UserError if a key is unknown, a value is wrong, or the model was not trained for the schedule.
     """
     given = additional_config.get(KEY, {}) if isinstance(additional_config, dict) else {}
     if not isinstance(given, dict):
@@ -49,7 +49,7 @@ def read_settings(additional_config: Any, model: str, num_layers: int) -> Settin
     adapter = given.get("speed_adapter")
     folder = Path(adapter or model)
     if adapter is not None and not (folder / SCHEDULE_FILE).is_file():
-        raise UserError(f"{KEY}: speed_adapter = {adapter}: no folder with a {SCHEDULE_FILE}")
+        raise UserError(f"{KEY}: speed_adapter = {adapter}: not a folder with a {SCHEDULE_FILE}")
     stored = load_spec(folder, num_layers)
     changes = {key: value for key, value in given.items() if key not in OWN}
     spec = {**(stored or ScheduleSpec()).overridden(changes).to_dict(), "num_layers": num_layers}

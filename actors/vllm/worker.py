@@ -1,4 +1,4 @@
-"""`worker_cls` for vLLM: the platform's worker, with decoder layers that run only for the schedule's tokens."""
+"""`worker_cls` for vLLM: the platform's worker, in which each decoder layer runs only for the schedule's tokens."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
-TESTED = "0.32"  # minor version of vLLM: the add-on uses attributes that vLLM does not promise to keep
+TESTED = "0.32"  # the only minor version of vLLM that is accepted: the add-on uses attributes that may change
 log = logging.getLogger(__name__)
 
 
 class SkipWorker(PlatformWorker):  # type: ignore[misc]
-    """A vLLM worker that runs a schedule. At full depth it works as the platform's worker."""
+    """A vLLM worker that runs a schedule. At full depth it does the same as the platform's worker."""
 
     skipper: LayerSkipper | None = None
 
@@ -49,13 +49,13 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
             if model.quantization is not None:
                 raise UserError(f"skipdecode: speed_adapter cannot be merged into {model.quantization} weights")
             if not Path(model.model).is_dir():
-                raise UserError(f"skipdecode: speed_adapter needs the base in a folder, and {model.model} is none")
+                raise UserError(f"skipdecode: speed_adapter needs a base model in a folder; {model.model} is not one")
             read_adapter(Path(settings.speed_adapter)).check_base(base_digest(Path(model.model)), model.model)
             use_adapter(vllm_config.load_config, settings.speed_adapter)
         super().__init__(vllm_config, *args, **options)
 
     def load_model(self, *args: Any, **options: Any) -> None:
-        """Load the model, and replace its layers' forward."""
+        """Load the model, and replace the `forward` of its decoder layers."""
         super().load_model(*args, **options)
         schedule = self.skip_settings.schedule
         if schedule.is_full_depth:
@@ -70,28 +70,28 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
         log.info("skipdecode: %d to %d of %d layers", schedule.depths[0], schedule.depths[-1], schedule.num_layers)
 
     def set_schedule(self, schedule: Schedule) -> None:
-        """Run another schedule from the next forward pass on; no request may be in flight.
+        """Use another schedule from the next forward pass. No request may be in flight.
 
-        A speed adapter stays merged. Raises UserError if the engine began at full depth.
+        A merged speed adapter stays merged. Raises UserError if the engine began at full depth.
         """
         if self.skipper is None:
-            raise UserError("skipdecode: an engine that began at full depth runs no other schedule")
+            raise UserError("skipdecode: an engine that began at full depth cannot change its schedule")
         self.skipper.set_schedule(schedule)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Allocate the cache, and watch the builders of attention metadata."""
+        """Allocate the KV cache, and watch the builders of attention metadata."""
         super().initialize_from_config(kv_cache_config)
         self._cache_config = kv_cache_config
         if self.skipper is None:
             return
         for group in (group for groups in self.model_runner.attn_groups for group in groups):
             if not isinstance(group.kv_cache_spec, AttentionSpec | UniformTypeKVCacheSpecs):
-                raise UserError(f"skipdecode: layers with a {type(group.kv_cache_spec).__name__} keep a state")
+                raise UserError(f"skipdecode: layers with a {type(group.kv_cache_spec).__name__} are not supported")
             for builder in group.metadata_builders:
                 self.skipper.watch(builder)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm up, and compare attention with a simple reference implementation."""
+        """Warm up. Then compare attention with a simple reference, unless `self_check` is false."""
         times = super().compile_or_warm_up_model()
         if self.skipper is not None and self.skip_settings.self_check:
             check_answers(self, self.skipper, self._cache_config)
@@ -108,11 +108,11 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Raise UserError if any settings of a VllmConfig cannot be combined with skipped layers; name all of them."""
+    """Raise UserError if settings of a VllmConfig cannot be combined with skipped layers. The message names all."""
     version = vllm.__version__
     if version.split(".")[:2] != TESTED.split("."):
         raise UserError(
-            f"skipdecode: vLLM {version} is installed, and {TESTED} is tested: pip install 'vllm=={TESTED}.*'"
+            f"skipdecode: vLLM {version} is installed, but {TESTED} is needed: pip install 'vllm=={TESTED}.*'"
         )
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
     serves_prompts = issubclass(config.scheduler_config.get_scheduler_cls(), PromptCache)
@@ -138,7 +138,7 @@ def refuse_unsupported(config: Any) -> None:
 
 
 def decoder_layers(model: Any, count: int) -> ModuleList:
-    """Return the decoder layers of a model: its only list of `count` modules."""
+    """Return the decoder layers of a model: the only list in it that has `count` modules."""
     found = [module for module in model.modules() if isinstance(module, ModuleList) and len(module) == count]
     if len(found) != 1:
         raise UserError(f"skipdecode: {type(model).__name__} has {len(found)} lists of {count} modules, not one")
@@ -146,7 +146,7 @@ def decoder_layers(model: Any, count: int) -> ModuleList:
 
 
 def attention_layers(by_name: Mapping[str, Any]) -> dict[int, dict[str, Attention]]:
-    """Return attention layers: decoder layer index -> name -> layer. by_name: all layers that vLLM registers."""
+    """Return decoder layer index -> name -> attention layer. by_name: all layers that vLLM has registered."""
     found: dict[int, dict[str, Attention]] = {}
     for name, layer in by_name.items():
         if not isinstance(layer, AttentionLayerBase):

@@ -1,1 +1,1 @@
-"""The generate stage: actors answer prepared shards. Also its output columns, statistics, and the run's coordinator."""
+"""The generate stage, in which actors answer prepared shards; its output columns, statistics and coordinator."""

@@ -1,9 +1,9 @@
-"""Measures how often a job's schedule agrees with full depth on some of the job's rows, in an actor's process.
+"""Measures how often a job's schedule agrees with full depth on a sample of the job's rows, in an actor's process.
 
-The model at full depth answers the rows greedily. Free text: the share of tokens in these answers for which schedule
-and full depth have the same most likely token, and the KL divergence. Labels: the share of rows that get the same label
-from both. Agreement by chance is counted too, against answers that do not depend on their row: full depth's commonest
-label for every row, or the tokens of another row's answer.
+Full depth answers the rows greedily. For free text, the agreement is the share of these answers' tokens at which the
+schedule and full depth have the same likeliest token; the KL divergence is measured too. For labels, it is the share of
+rows that get the same label from both. Agreement by chance is measured with answers that do not depend on the row: full
+depth's most frequent label, or the tokens of another row's answer.
 """
 
 from __future__ import annotations
@@ -29,50 +29,50 @@ from pipeline.messages import counted
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
 
-MOST_TOKENS = 256  # later tokens of an answer are not compared
+MOST_TOKENS = 256  # tokens of an answer after this many are not compared
 
 
 @dataclass(frozen=True)
 class Example:
     """Full depth's greedy answer to a row."""
 
-    content: str  # digest of the row's file; the file's version if it has no digest
+    content: str  # digest of the row's file; if the file has no digest, its version
     row: int  # number of the row in the file
     text: str
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of a schedule with full depth."""
+    """How well the answers of a schedule agree with those of full depth."""
 
-    rows: int = 0  # rows that were compared; left out: rows that failed or have no token that the schedule can change
-    labels: bool = False  # whether one label for each row was compared; else the tokens of answers
+    rows: int = 0  # number of compared rows; rows that failed, or whose answers cannot change, are left out
+    labels: bool = False  # whether labels were compared, one for each row; else tokens were compared
     compared: int = 0  # number of labels or tokens that were compared
-    agreed: int = 0  # number of these that agree
-    token_kl: float = 0.0  # KL(full depth || schedule) in nats, mean over the tokens
-    prompt_tokens: float = 0.0  # mean number per row, without the shared prefix
-    answer_tokens: float = 0.0  # mean number per row
-    skipped: float | None = None  # share of layer runs that the schedule skips; None if `MOST_TOKENS` cut answers
+    agreed: int = 0  # number of compared labels or tokens that agree
+    token_kl: float = 0.0  # KL(full depth || schedule) in nats, mean over all compared tokens
+    prompt_tokens: float = 0.0  # mean number of prompt tokens per row, without the shared prefix
+    answer_tokens: float = 0.0  # mean number of answer tokens per row
+    skipped: float | None = None  # share of layer runs that the schedule skips; None if `MOST_TOKENS` cut off answers
     examples: tuple[Example, ...] = ()  # full depth's answers that were not cut off
-    prefill_ratio: float | None = None  # seconds at full depth ÷ seconds with the schedule; None if not timed
-    decode_ratio: float | None = None  # the same ratio of the seconds per row and decode step
-    by_chance: int | None = None  # labels or tokens that agree with an answer that does not depend on the row
+    prefill_ratio: float | None = None  # how many times faster prefill is than at full depth; None if not timed
+    decode_ratio: float | None = None  # how many times faster a decode step of a row is than at full depth
+    by_chance: int | None = None  # number of labels or tokens that would agree by chance
     kappa: float | None = None  # Cohen's kappa of the labels; None for tokens
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Agreement:
-        """Build an agreement from a dict of `dataclasses.asdict`, also after JSON. Raises TypeError for other keys."""
+        """Restore an agreement from the result of `asdict`, also if read from JSON. Raises TypeError for other keys."""
         examples = tuple(Example(**example) for example in values.get("examples", ()))
         return cls(**{**values, "examples": examples})
 
     @property
     def share(self) -> float | None:
-        """The share of labels or tokens that agree; None if none was compared."""
+        """Share of the compared labels or tokens that agree; None if nothing was compared."""
         return self.agreed / self.compared if self.compared else None
 
     @property
     def is_useless(self) -> bool:
-        """Whether the agreement is at or below chance; False if full depth gives every row the same label."""
+        """Whether the agreement is no better than chance. False if full depth gives every row the same label."""
         return self.by_chance is not None and self.agreed <= self.by_chance < self.compared
 
     def __str__(self) -> str:
@@ -97,10 +97,10 @@ def measure_agreement(
     generator: Mapping[str, Any],
     prefix: Sequence[int],
 ) -> Agreement:
-    """Answer rows at full depth, and compare the schedule with full depth. Rows that fail are left out.
+    """Answer rows at full depth and with the schedule, and compare the answers. Rows that fail are left out.
 
-    rows: shards of one row each; sampling parameters of a row are ignored. generator: arguments of `Generator`; its
-    checkpoint and speed adapter are sources for `fetch`. prefix: token ids with which the prompts begin.
+    rows: the sample, one shard for each row; a row's own sampling parameters are ignored. generator: arguments of
+    `Generator`, in which checkpoint and speed adapter are sources for `fetch`. prefix: token ids of the shared prefix.
     """
     from actors.engine.library.divergence import Model, teacher_forced
 
@@ -162,7 +162,7 @@ def measure_agreement(
 
 
 def chance_of(labels: Sequence[tuple[str | None, str | None]]) -> tuple[int, float]:
-    """Return the count of full depth's commonest label, and Cohen's kappa. labels: (full depth's, at speed) per row."""
+    """Return how often full depth gives its most frequent label, and Cohen's kappa. labels: (full, fast) pairs."""
     full, fast = (Counter(column) for column in zip(*labels, strict=True))
     expected = sum(full[label] * fast[label] for label in full) / len(labels)
     agreed = sum(own == other for own, other in labels)
@@ -171,7 +171,7 @@ def chance_of(labels: Sequence[tuple[str | None, str | None]]) -> tuple[int, flo
 
 
 def _answers(generator: Generator, given: Sequence[Prompt], prefix: Sequence[int]) -> tuple[list[Answer], EngineStats]:
-    """Return answers and the engine's counts, after answering one row to warm the engine up."""
+    """Answer one row to warm up. Then answer all rows; return the answers and the engine's statistics."""
     generator.answer(given[:1], prefix)
     generator.take_stats()
     return generator.answer(given, prefix), generator.take_stats()
@@ -182,7 +182,7 @@ def _ratio(full: float, fast: float) -> float | None:
 
 
 def skipped_share(schedule: Schedule, prompt_tokens: int, answers: Sequence[int]) -> float:
-    """Return the share of full depth's layer runs that a schedule skips. answers: number of tokens of each answer."""
+    """Return the share of full depth's layer runs that a schedule skips. answers: number of tokens in each answer."""
     steps = [max(tokens - 1, 0) for tokens in answers]
     run = len(schedule.prompt_layers) * prompt_tokens + sum(schedule.layer_steps(count) for count in steps)
     return 1 - run / (schedule.num_layers * max(prompt_tokens + sum(steps), 1))
@@ -200,7 +200,7 @@ def _generators(generator: Mapping[str, Any], rows: int) -> tuple[Generator, Gen
         "max_batch": min(generator["max_batch"], rows),
     }
     adapted = settings["speed_adapter"] is not None
-    if adapted:  # both models must fit into memory
+    if adapted:  # two models must fit into memory
         settings["cache_bytes"] //= 2
     full = Generator(**{**settings, "speed_adapter": None, "schedule": {"speedup": 1.0}})
     if adapted:

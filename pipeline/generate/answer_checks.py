@@ -1,4 +1,4 @@
-"""Finds signs of bad answers. `try`, `plan`, `adapt`, `run` and the report warn if a large share shows a sign."""
+"""Finds signs of bad answers. `try`, `plan`, `adapt`, `run` and the report warn if too many answers show a sign."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 from actors.answers import Answer
 
-CHECKS = (  # name of a count of answers, share of answers above which to warn, text of the warning
+CHECKS = (  # name of the count, share of answers above which to warn, end of the warning
     ("same_answers", 0.6, "are the same"),
     ("empty_answers", 0.2, "are empty"),
     ("repeating_answers", 0.2, "repeat the same words again and again"),
-    ("cut_off", 0.99, "reach the length limit: raise sampling.max_new_tokens, or see at which tokens answers end"),
+    ("cut_off", 0.99, "reach the length limit: raise sampling.max_new_tokens, or check the tokens that end answers"),
 )
-LEAST_ANSWERS = 5  # with fewer answers, a share says nothing
-LEAST_TRIED = 20  # fewest answers that `try` checks
+LEAST_ANSWERS = 5  # with fewer answers there is no warning, because a share says little
+LEAST_TRIED = 20  # with fewer answers, `try` does not warn
 ORDER = 4  # length n of the n-grams whose repeats are counted
-LEAST_REPEATS, REPEATED_SHARE = 4, 0.5  # an answer repeats itself if this number and this share of its n-grams repeat
+LEAST_REPEATS, REPEATED_SHARE = 4, 0.5  # an answer repeats itself if this many n-grams, and this share of them, repeat
 MOST_COMMON = 3  # number of most frequent texts that a shard's record holds
 TEXT_CHARS = 100  # maximum characters shown of a common text
 
 
 def repeated_ngrams(units: Sequence[Any]) -> tuple[int, int]:
-    """Return how many 4-grams of a sequence occur earlier in the sequence, and how many 4-grams it has.
+    """Return how many 4-grams of a sequence repeat an earlier one, and how many 4-grams the sequence has.
 
     The first number divided by the second is seq-rep-4 of Welleck et al., "Neural Text Generation with Unlikelihood
     Training", ICLR 2020.
@@ -34,20 +34,20 @@ def repeated_ngrams(units: Sequence[Any]) -> tuple[int, int]:
 
 
 def repeats_itself(text: str) -> bool:
-    """Tell whether at least half of a text's 4-grams repeat: 4-grams of words, or of characters if words are rare."""
+    """Return whether at least half of a text's 4-grams repeat (4-grams of words; of characters if words are rare)."""
     words = text.split()
     repeats, grams = repeated_ngrams(words if 10 * len(words) > len(text) else text)
     return repeats >= LEAST_REPEATS and repeats >= REPEATED_SHARE * grams
 
 
 def texts_of(answers: Iterable[Answer]) -> list[str]:
-    """Return the texts of answers; for an answer of tool calls only, the calls as text. Errors are left out."""
+    """Return the texts of answers. If an answer has only tool calls, return them as text. Leave out errors."""
     answered = [answer for answer in answers if answer.finish_reason != "error"]
     return [answer.generated_text or str(answer.tool_calls or "") for answer in answered]
 
 
 def count_answers(texts: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of `ShardStats` that count signs. common_answers: JSON of {text: number of answers}."""
+    """Count the signs in answers, as fields of `ShardStats`. common_answers: JSON of {text: number of answers}."""
     common = [(text[:TEXT_CHARS], count) for text, count in Counter(texts).most_common(MOST_COMMON) if count > 1]
     return {
         "empty_answers": sum(not text.strip() for text in texts),
@@ -59,9 +59,10 @@ def count_answers(texts: Sequence[str]) -> dict[str, Any]:
 def warnings(
     counts: Mapping[str, int], common: Mapping[str, int], answers: int, least: int = LEAST_ANSWERS
 ) -> list[str]:
-    """Return one line for each sign that more answers show than `CHECKS` allows; [] for fewer than `least` answers.
+    """Return a warning for each sign that too many answers show, see `CHECKS`; [] for fewer than `least` answers.
 
-    counts: sign -> number of answers that show it. common: text -> number of answers. answers: number without errors.
+    counts: sign -> number of answers that show it. common: text -> number of answers with this text. answers: number of
+    answers without an error.
     """
     if answers < least:
         return []
@@ -76,6 +77,6 @@ def warnings(
 
 
 def warnings_of(texts: Sequence[str], least: int = LEAST_ANSWERS, cut_off: int = 0) -> list[str]:
-    """Return `warnings` for answers with these texts. cut_off: number of answers that ended at a length limit."""
+    """Return `warnings` for answers with these texts. cut_off: how many of the answers ended at a length limit."""
     counts = {**count_answers(texts), "cut_off": cut_off}
     return warnings(counts, json.loads(counts["common_answers"] or "{}"), len(texts), least)

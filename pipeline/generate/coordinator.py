@@ -1,4 +1,4 @@
-"""The coordinator of a run: counts committed shards, knows the shards at work, stops the run. Imports no ray."""
+"""The coordinator of a run. It counts committed shards, tracks shards at work, and can stop the run. Imports no ray."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ SHOWN_KINDS = 3  # number of kinds of errors that are shown
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Counts of what this run has committed, and of what its actors do now."""
+    """What this run has committed so far, and what its actors are doing now."""
 
     shards: int = 0
     rows: int = 0
     errors: int = 0
     tokens: int = 0
     loading: int = 0  # actors that load their model
-    download: str = ""  # last line about a download
+    download: str = ""  # latest progress line of a download
     at_work: int = 0  # shards that have begun and are not yet committed
     actors: int = 0  # number of actors that have loaded their model
-    kinds: tuple[tuple[str, int], ...] = ()  # (kind of error, number of answers), the most frequent first
-    example: str = ""  # prompt and answer that an actor has shown last
+    kinds: tuple[tuple[str, int], ...] = ()  # (kind of error, number of answers), most frequent first
+    example: str = ""  # the latest prompt and answer that an actor has sent
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Number of shards and rows of the job, and how many of them earlier runs have committed (`done_…`)."""
+    """Numbers of shards and rows in the job. `done_…`: numbers that earlier runs have committed."""
 
     shards: int
     rows: int
@@ -38,7 +38,7 @@ class Workload:
 
 
 class Coordinator:
-    """Collects what actors report: shards at work and committed, models being loaded. The driver may stop the run."""
+    """Collects what actors report: shards begun, shards committed, models loaded. The driver may stop the run here."""
 
     def __init__(self) -> None:
         self.committed = RunProgress()
@@ -52,12 +52,12 @@ class Coordinator:
         self.example = ""
 
     def loading(self, actor: str | None) -> int:
-        """Note that an actor begins to load its model. Return how often it has begun since it last completed a load."""
+        """Note that an actor begins to load its model. Return the number of attempts since its last complete load."""
         self.loads[actor] = self.loads.get(actor, 0) + 1
         return self.loads[actor]
 
     def downloading(self, actor: str | None, line: str) -> None:
-        """Note a line about the progress of an actor's checkpoint download."""
+        """Store the latest progress line of an actor's checkpoint download."""
         self.downloads[actor] = line
 
     def loaded(self, actor: str | None) -> None:
@@ -67,7 +67,7 @@ class Coordinator:
         self.actors.add(actor)
 
     def begin(self, shard: int) -> bool:
-        """Tell whether an actor may answer a shard: not if the run stops, nor if the shard is committed already."""
+        """Return whether an actor may answer a shard. It may not if the run stops or the shard is committed already."""
         if self.stopped or shard in self.done:
             self.at_work.discard(shard)  # an earlier attempt at the shard has died
             return False
@@ -75,13 +75,13 @@ class Coordinator:
         return True
 
     def show(self, example: str) -> None:
-        """Keep an answer for the driver to show."""
+        """Store an answer that the driver may show."""
         self.example = example
 
     def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int, kinds: str = "") -> None:
-        """Note that a shard is committed. first: whether this attempt committed it, so that its counts are added.
+        """Note that a shard is committed. first: whether this attempt committed it; only then are its counts added.
 
-        kinds: `error_kinds` of `ShardStats`.
+        kinds: value of `error_kinds` in the shard's `ShardStats`.
         """
         self.done.add(shard)
         self.at_work.discard(shard)
@@ -92,7 +92,7 @@ class Coordinator:
                 self.kinds[kind or "other"] += answers
 
     def stop(self) -> set[int]:
-        """Let no further shard begin; return the shards at work."""
+        """Let no more shards begin; return the shards at work."""
         self.stopped = True
         return self.working()
 

@@ -1,4 +1,4 @@
-"""Makes a part (the output file of one shard): its columns, its table and its Parquet bytes. Imports no ray."""
+"""Makes a part (the output file of one shard): its columns, table and Parquet bytes. Imports no ray."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ PARSED = "parsed"
 class PartSpec:
     """What a part (the output file of one shard) holds."""
 
-    id_column: str | None  # column copied to `id`; None: an id is the file's path below `root` and the row number
-    keep: tuple[str, ...]  # further input columns to copy
-    optional: tuple[str, ...]  # names from `OPTIONAL_FIELDS`
+    id_column: str | None  # input column copied to `id`; None: an id is the file's path below `root` and the row number
+    keep: tuple[str, ...]  # other input columns to copy
+    optional: tuple[str, ...]  # names of optional answer columns, see `OPTIONAL_FIELDS`
     fingerprint: str  # fingerprint of the job, for the footer
     num_layers: int  # number of layers of the model, for the footer
-    parsed: pa.DataType | None = None  # type of the column `parsed`, which holds answers as values; None: no column
-    root: str | None = None  # folder of all input files; None (old jobs): generated ids hold file names only
+    parsed: pa.DataType | None = None  # type of the column `parsed` (JSON answers as values); None: no such column
+    root: str | None = None  # folder of all input files; None in old jobs, whose ids hold file names only
 
 
 def row_ids(rows: pa.Table, id_column: str | None, root: str | None, shard: Shard) -> pa.Array | pa.ChunkedArray:
-    """Return the ids of a shard's rows: values of the id column, else file and row number. root: see `PartSpec`."""
+    """Return the ids of a shard's rows: values of the id column, or file and row number. root: see `PartSpec`."""
     if id_column is not None:
         return rows[id_column]
     name = os.path.basename(shard.url) if root is None else shard.url.removeprefix(f"{root}/")
@@ -60,9 +60,9 @@ def row_ids(rows: pa.Table, id_column: str | None, root: str | None, shard: Shar
 
 
 def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, shard: Shard) -> pa.Table:
-    """Return a shard's output rows: id, kept columns, answer. An input row with several answers gives several rows.
+    """Return a shard's output table: ids, kept columns and answer columns, with one row for each answer.
 
-    answers: sorted by row and sample index.
+    answers: answers to all rows, sorted by row and sample index.
     """
     columns = {"id": row_ids(rows, spec.id_column, spec.root, shard)}
     columns |= {name: rows[name] for name in spec.keep if name != "id"}
@@ -80,14 +80,14 @@ def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, shard:
 
 
 def part_bytes(table: pa.Table, spec: PartSpec, shard: Shard) -> bytes:
-    """Return a part as Parquet bytes. Its footer names the job, shard, input file and first row."""
+    """Return a part as Parquet bytes. The footer names job, shard, input file and first row."""
     metadata = {
         "skipdecode.fingerprint": spec.fingerprint,
         **shard_metadata(shard),
         "skipdecode.num_layers": str(spec.num_layers),
     }
     sink = pa.BufferOutputStream()
-    combined = table.replace_schema_metadata(metadata).combine_chunks()  # pages must not depend on input batches
+    combined = table.replace_schema_metadata(metadata).combine_chunks()  # so that pages do not depend on input batches
     pq.write_table(combined, sink, compression="zstd", write_page_checksum=True)
     data: bytes = sink.getvalue().to_pybytes()
     return data

@@ -16,20 +16,20 @@ _OF_VALUES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", f
 
 
 def parsed_type(text: str) -> pa.DataType:
-    """Return the Arrow type of the values that a JSON Schema allows. An optional property becomes a nullable field.
+    """Return the Arrow type for the values that a JSON Schema allows. An optional property becomes a nullable field.
 
-    Properties that the schema does not list are left out. Raises UserError that names the part of the schema that has
-    no single type.
+    Properties that the schema does not list are left out. If a part of the schema has no single type, raises a
+    UserError that names the part.
     """
     root = json.loads(text)
     kind = _type(root, root, "#", ())
     if not pa.types.is_struct(kind):
-        raise UserError("output.parse: the schema must be of an object with properties")
+        raise UserError("output.parse: the schema must describe an object with properties")
     return kind
 
 
 def _type(schema: Any, root: Any, place: str, above: tuple[str, ...]) -> pa.DataType:
-    """Return the type of `schema`, the part at `place` of the schema `root`. above: references followed so far."""
+    """Return the type of `schema`, which is the part at `place` in `root`. above: references followed on the way."""
 
     def refuse(reason: str) -> UserError:
         return UserError(f"output.parse: {place} {reason}; leave out output.parse, or change the schema")
@@ -48,7 +48,7 @@ def _type(schema: Any, root: Any, place: str, above: tuple[str, ...]) -> pa.Data
             cases = [(n, one) for n, one in enumerate(schema[key]) if not _is_null(one)]
             kinds = [_type(one, root, f"{place}/{key}/{n}", above) for n, one in cases]
             if not kinds or any(kind != kinds[0] for kind in kinds):
-                raise refuse(f"has {key} of several types")
+                raise refuse(f"has {key} with several types")
             return kinds[0]
     given = schema.get("type") or _implied(schema)
     names = [name for name in ([given] if isinstance(given, str) else given) if name != "null"]
@@ -59,7 +59,7 @@ def _type(schema: Any, root: Any, place: str, above: tuple[str, ...]) -> pa.Data
     [name] = names
     if name == "array":
         if "prefixItems" in schema or not isinstance(schema.get("items"), Mapping):
-            raise refuse("is an array without one type of items")
+            raise refuse("is an array whose items have no single type")
         return pa.list_(_type(schema["items"], root, f"{place}/items", above))
     if name == "object":
         properties = schema.get("properties")
@@ -90,7 +90,7 @@ def _is_null(schema: Any) -> bool:
 
 
 def _implied(schema: Mapping[str, Any]) -> list[str]:
-    """Return the JSON types that a schema without `type` implies."""
+    """Return the JSON types that a schema without the key `type` implies."""
     if "properties" in schema:
         return ["object"]
     values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else []
@@ -100,7 +100,7 @@ def _implied(schema: Mapping[str, Any]) -> list[str]:
 def parse_answers(
     texts: Sequence[str | None], errors: Sequence[str | None], kind: pa.DataType
 ) -> tuple[pa.Array, list[str | None]]:
-    """Return the answers as values of type `kind`, and the errors. A text that does not fit becomes an error."""
+    """Parse the texts of answers; return values of type `kind`, and errors. A text that does not fit adds an error."""
     values, found = [], []
     for text, error in zip(texts, errors, strict=True):
         value = None
@@ -118,5 +118,5 @@ def parse_answers(
 def _finite(digits: str) -> float:
     number = float(digits)
     if math.isinf(number):
-        raise ValueError(f"{digits} is no 64-bit number")
+        raise ValueError(f"{digits} is not a 64-bit number")
     return number

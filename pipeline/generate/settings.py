@@ -1,4 +1,4 @@
-"""Makes the arguments of `Generator` from sections of a job file or an evaluation recipe."""
+"""Makes the arguments of `Generator` from sections of a job file or of an evaluation recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def generator_settings(
     choices: Sequence[str] | None,
     output_format: OutputFormat | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of `Generator` that `model`, `sampling`, `choices` and `output_format` determine."""
+    """Return those arguments of `Generator` that `model`, `sampling`, `choices` and `output_format` determine."""
     return {
         "sampling": sampling.model_dump(exclude={"seed"}),
         "seed": sampling.seed,
@@ -30,6 +30,6 @@ def generator_settings(
 
 
 def fetched(generator: Mapping[str, Any], report: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Fetch the pinned checkpoint and speed adapter; return the arguments with their folders on this node instead."""
+    """Fetch checkpoint and speed adapter; return `generator` with their local folders in place of their sources."""
     sources = {name: generator[name] for name in ("checkpoint", "speed_adapter") if generator.get(name) is not None}
     return {**generator, **{name: str(fetch(source, report=report)) for name, source in sources.items()}}

@@ -35,20 +35,20 @@ from pipeline.prepare.prompts import CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMP
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
 EXAMPLE_SECONDS = 20.0  # minimum time between two answers that an actor shows
-EXAMPLE_TOKENS, EXAMPLE_CHARS = 24, 160  # shown: last tokens of the prompt; maximum characters of each text
+EXAMPLE_TOKENS, EXAMPLE_CHARS = 24, 160  # for an example: last tokens of the prompt; maximum characters of a text
 
 
 class Worker:
-    """The process that a stage runs in: here the job's own. owns_process: whether process-wide settings may change."""
+    """The process that a stage runs in: here the job's own. owns_process: whether global settings may change."""
 
     owns_process = False
 
     def actor(self) -> str | None:
-        """Return the id of the actor, which a restart does not change; None outside an actor."""
+        """Return the actor's id, which stays the same after a restart; None outside an actor."""
         return None
 
     def node(self) -> str:
-        """Return the host's name; on a cluster also the node."""
+        """Return the host's name; on a cluster, also the node's id."""
         return socket.gethostname()
 
     def attempt(self) -> int:
@@ -56,11 +56,11 @@ class Worker:
         return 1
 
     def export_metrics(self) -> None:
-        """Export the metrics of this process. In the job's own process nothing is to be done."""
+        """Export the metrics of this process. The job's own process exports none."""
 
 
 def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
-    """Return the rows of a prepared shard as the prompts that `Generator` takes."""
+    """Convert the rows of a prepared shard to prompts for `Generator`."""
     columns = [rows[name].to_pylist() for name in (PROMPT_IDS, ERROR, SAMPLING, CHOICES, FORM, TOOLS)]
     return [
         Prompt(
@@ -78,7 +78,7 @@ def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
 
 
 class _Turn:
-    """Events of a shard that let the next one begin. drains: slots are free for other rows. ended: no rows are left."""
+    """Events of a shard for which the next shard waits. drains: some slots are free. ended: no rows are left."""
 
     def __init__(self) -> None:
         self.drains, self.ended = threading.Event(), threading.Event()
@@ -89,19 +89,19 @@ class _Turn:
 
 
 class ShardGenerator:
-    """Callable class: answers whole shards with one Generator, and commits them.
+    """Callable class that answers whole shards with one Generator, and commits them.
 
     A shard is committed in the call that answered it, because a separate task might wait for CPUs that another dataset
-    holds. Two threads may call an instance. The second shard then begins while the first one is committed, or with vLLM
-    while the last rows of the first one finish. If a process has died on a shard, that shard runs alone.
+    holds. Two threads may call an instance: the second shard then begins while the first one is committed, with vLLM
+    even while the last rows of the first one run. A shard on which a process has died runs alone.
 
     Args:
-        generator: arguments of `Generator`; checkpoint and speed adapter are sources for `fetch`.
-        check_output: called before the model is loaded; raises UserError if this node cannot see the job's output.
-        prefix: token ids with which the job's prompts begin.
+        generator: arguments of `Generator`, in which checkpoint and speed adapter are sources for `fetch`.
+        check_output: called before the model is loaded. It raises UserError if this node cannot see the job's output.
+        prefix: token ids that begin the job's prompts.
         devices: GPUs of this actor, or 1 on CPUs. price_per_hour: money per hour of one device; 0 without a price.
 
-    Raises RuntimeError if this actor has died too often while it loaded the model.
+    Raises RuntimeError if this actor has died too often while loading the model.
     """
 
     def __init__(
@@ -126,21 +126,21 @@ class ShardGenerator:
         loads = coordinator.loading(actor)
         if loads > quarantine.attempts:
             raise RuntimeError(
-                f"an actor died while it loaded the model, attempt {loads - 1} of {quarantine.attempts}: look at "
-                "the node's memory and its kernel's log, or lower actors.count"
+                f"an actor died while it loaded the model, attempt {loads - 1} of {quarantine.attempts}: check "
+                "the node's memory and kernel log, or lower actors.count"
             )
-        # Ray constructs an actor in one thread and calls it in another, but OpenMP keeps a pool of threads for each:
-        # with two torch threads, a model that was loaded in one thread took twice the time in another
+        # one thread loads and runs the model: Ray constructs an actor in one thread and calls it in another, but OpenMP
+        # has a pool for each thread; with two torch threads, a model took twice the time outside its loading thread
         self.thread = ThreadPoolExecutor(1, "generator")
         settings = fetched(generator, partial(coordinator.downloading, actor))
         self.generator = self.thread.submit(Generator, **settings).result()
         self.loaded = time.time()
         if self.worker.owns_process:
             logging.getLogger("transformers").setLevel(logging.ERROR)
-            # garbage collections over the loaded objects, which are never freed, took 10% of a small model's time
+            # loaded objects are never freed; collecting garbage among them took 10% of a small model's time
             gc.collect()
             gc.freeze()
-            # ends the process before Ray's exit handlers, which may wait for ever for a lock
+            # end the process before Ray's exit handlers run, because they may wait for a lock for ever
             atexit.register(os._exit, 0)
         self._turns, self._last_turn, self._last_ended = threading.Lock(), _Turn(), 0.0
         self._last_turn.end()
@@ -148,7 +148,7 @@ class ShardGenerator:
         coordinator.loaded(actor)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer and commit the shards in `batch` (columns of `prepare`). Return the indices of committed shards."""
+        """Answer and commit the shards in `batch` (from the prepare stage). Return the committed shards' indices."""
         columns = (batch[name] for name in ("shard", "url", "first_row", "rows", "prepare_seconds"))
         committed = []
         for index, url, first_row, data, seconds in zip(*columns, strict=True):
@@ -158,25 +158,25 @@ class ShardGenerator:
         return {"shard": np.array(committed, dtype=np.int64)}
 
     def _committed(self, shard: Shard, rows: pa.Table, prepare_seconds: float) -> bool:
-        """Answer and commit a shard. Return False if the coordinator does not let the shard begin."""
+        """Answer and commit a shard. Return False if the coordinator does not allow the shard to begin."""
         asked, turn = prompts(rows, shard), _Turn()
         with self._turns:
             before, self._last_turn = self._last_turn, turn
         try:
             before.drains.wait()
             if not before.ended.is_set() and self.quarantine.knows(shard.index):
-                before.ended.wait()  # only one shard may run, so that a death is known to be its fault
+                before.ended.wait()  # this shard must run alone, so that a death is known to be its fault
             if not self.coordinator.begin(shard.index):
                 return False
             began, alone = time.perf_counter(), before.ended.is_set()
-            attempt = self.quarantine.begin(shard.index, shard.rows)  # runs before anything that may kill this process
+            attempt = self.quarantine.begin(shard.index, shard.rows)  # before anything that may kill this process
             answers, engine = self._answers(attempt, asked, turn)
-            with self._turns:  # the seconds of steps shared with another shard belong to neither
+            with self._turns:  # seconds of steps that two shards share count for neither shard
                 alone = alone and (self._last_turn is turn or not turn.drains.is_set())
             _check_rows(answers, shard)
             before.ended.wait()
             if not attempt.isolated:
-                turn.end()  # an isolated shard keeps its turn: a death in the next shard would count against it
+                turn.end()  # an isolated shard keeps its turn: a death of the next shard would be blamed on it
             table = part_table(rows, answers, self.part, shard)
             data = part_bytes(table, self.part, shard)
             _count(engine)
@@ -190,7 +190,7 @@ class ShardGenerator:
             turn.end()
 
     def _answers(self, attempt: ShardAttempt, rows: list[Prompt], turn: _Turn) -> tuple[list[Answer], EngineStats]:
-        """Return answers in row order, and the engine's counts. After a death, rows run in groups recorded before."""
+        """Return answers in row order, and statistics. In an isolated shard, rows run in recorded groups."""
         if not attempt.isolated:
             return self._answer(rows, on_drain=turn.drains.set)
         answers, stats = list[Answer](), EngineStats()
@@ -203,16 +203,16 @@ class ShardGenerator:
             of_group, counted = self._answer(asked, on_batch=enter)
             answers += [replace(answer, row=group[answer.row]) for answer in of_group]
             stats = stats.plus(counted)
-        return sorted(answers, key=lambda answer: answer.row), stats  # stable: a row's samples keep their order
+        return sorted(answers, key=lambda answer: answer.row), stats  # stable sort: a row's samples stay in order
 
     def _answer(self, rows: list[Prompt], **told: Callable[..., None]) -> tuple[list[Answer], EngineStats]:
-        """Answer rows in the model's thread. told: callbacks for `Generator.begin`."""
+        """Answer rows in the model's thread. told: callback arguments of `Generator.begin`."""
         work = self.generator.begin(rows, self.prefix, **told)
         self.thread.submit(self.generator.run, work).result()
         return self.generator.finish(work), work.call.stats
 
     def _measured(self, engine: EngineStats, began: float, alone: bool) -> dict[str, Any]:
-        """Return the statistics of the shard that has just ended. Its time begins when the shard before it ended."""
+        """Return statistics of the shard that has just ended. Its time is counted from the previous shard's end."""
         with self._turns:
             now = time.perf_counter()
             seconds, self._last_ended = now - max(began, self._last_ended), now
@@ -239,7 +239,7 @@ class ShardGenerator:
         }
 
     def _show(self, asked: Sequence[Prompt], answers: Sequence[Answer]) -> None:
-        """Give the coordinator an answer to show, at most once in `EXAMPLE_SECONDS`."""
+        """Send the coordinator an answer to show, at most one in `EXAMPLE_SECONDS`."""
         answer = next((one for one in answers if one.error is None), None)
         if answer is None or time.monotonic() - self._shown < EXAMPLE_SECONDS:
             return
@@ -250,19 +250,19 @@ class ShardGenerator:
 
 
 def _check_rows(answers: Sequence[Answer], shard: Shard) -> None:
-    """Raise RuntimeError unless each row of the shard is answered exactly once and in order."""
+    """Raise RuntimeError unless each row of the shard has been answered exactly once, in order."""
     answered = [answer.row for answer in answers if answer.sample_index == 0]
     if answered != list(range(shard.rows)):
         wrong = min(set(range(shard.rows)).symmetric_difference(answered), default=None)
         which = "a row is answered twice" if wrong is None else f"row {wrong} of the shard has no answer"
         raise RuntimeError(
             f"part-{shard.index:06d}.parquet ({shard.url} from row {shard.first_row}) is not committed: of its "
-            f"{shard.rows} rows {len(set(answered))} are answered, {which}; this is a defect of the engine"
+            f"{shard.rows} rows {len(set(answered))} are answered: {which}; this is a bug in the engine"
         )
 
 
 def _count(stats: EngineStats) -> None:
-    """Add a shard's counts and seconds to the metrics."""
+    """Add a shard's statistics to the process's metrics."""
     for name in ("generated_tokens", "prompt_tokens", "decode_steps", "layer_steps"):
         metrics.add(name, getattr(stats, name))
     metrics.add("seconds", stats.prefill_seconds, part="prefill")

@@ -1,4 +1,4 @@
-"""Computes the statistics of a shard, which its commit record holds, and their totals over a job."""
+"""Computes the statistics of a shard, which its commit record stores, and totals over all shards of a job."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from actors.engine.errors import flat
 from pipeline.generate.answer_checks import MOST_COMMON, count_answers, warnings
 
 log = logging.getLogger(__name__)
-KINDS = 3  # maximum number of error kinds that a shard's record names; others are only counted
+KINDS = 3  # maximum number of error kinds that a shard's record names; the others are only counted
 MOST_LABELS = 256  # maximum number of distinct labels that are counted in a shard
 KIND_CHARS, EXAMPLE_CHARS, ID_CHARS = 160, 300, 80
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{16,}\b|\d[\d,.]*\d|\d")
 
 
 def _unit(unit: str, default: Any = 0, total: str = "sum") -> Any:
-    """Declare a statistic: its unit, its default, and its total over shards: "sum", "max" or "none"."""
+    """Declare a field with a unit. total: how the values of all shards are combined: "sum", "max" or "none"."""
     return field(default=default, metadata={"unit": unit, "total": total})
 
 
-LATER = {  # field that records of old versions lack -> value to use
+LATER = {  # fields that the records of old versions lack -> their values
     **dict.fromkeys(("empty_answers", "repeating_answers", "control_tokens"), 0),
     **dict.fromkeys(("label_counts", "common_answers"), ""),
 }
@@ -38,7 +38,7 @@ LATER = {  # field that records of old versions lack -> value to use
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of a shard, which can be added up over a job."""
+    """Statistics of a shard that can be combined over all shards of a job."""
 
     rows: int = _unit("input rows")
     answers: int = _unit("output rows: one for each sample of an input row")
@@ -46,12 +46,12 @@ class Counts:
     duplicate_ids: int = _unit("rows that share their id with another row of the shard")
     prompt_tokens: int = _unit("tokens of the prompts that were answered")
     control_tokens: int = _unit("control tokens in row values that were parsed, see input.special_tokens")
-    shared_prompt_tokens: int = _unit("prompt tokens of all samples that were computed once for several of them")
+    shared_prompt_tokens: int = _unit("prompt tokens whose keys and values were shared, not computed again")
     generated_tokens: int = _unit("tokens")
     prepare_seconds: float = _unit("s", 0.0)
     prefill_seconds: float = _unit("s", 0.0)
     decode_seconds: float = _unit("s", 0.0)
-    generate_seconds: float = _unit("s that the actor worked on the shard", 0.0)
+    generate_seconds: float = _unit("s in which the actor worked on the shard", 0.0)
     commit_seconds: float = _unit("s", 0.0)
     device_seconds: float = _unit("generate_seconds × GPUs of the actor, or × 1 on CPUs", 0.0)
     money: float = _unit("device_seconds × price_per_hour ÷ 3600; 0 without a price", 0.0)
@@ -71,10 +71,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class ShardStats(Counts):
-    """Statistics of one shard. A rebuilt record has only the values that can be read from the part (output file)."""
+    """Statistics of one shard. If a record was lost, only values that its part (output file) shows are rebuilt."""
 
     shard: int = _unit("index", total="none")
-    # 0 means unknown: the seconds of steps that two shards share belong to neither
+    # 0 means unknown: seconds of steps that two shards share count for neither shard
     device_seconds_per_million_tokens: float = _unit("device_seconds ÷ millions of generated tokens", 0.0, "none")
     money_per_million_tokens: float = _unit("money ÷ millions of generated tokens", 0.0, "none")
     tokens_per_second: float = _unit("generated tokens ÷ generate_seconds", 0.0, "none")
@@ -94,16 +94,16 @@ class ShardStats(Counts):
 
     @classmethod
     def from_record(cls, values: dict[str, Any]) -> ShardStats:
-        """Read the values of a commit record. Raises KeyError, TypeError or ValueError if the record is damaged."""
+        """Read statistics from a commit record. Raises KeyError, TypeError or ValueError if the record is damaged."""
         values = {**LATER, **values}
         return cls(**{item.name: _checked(item, values[item.name]) for item in fields(cls)})
 
     @classmethod
     def of_run(cls, shard: int, part: pa.Table, measured: Mapping[str, Any]) -> ShardStats:
-        """Compute statistics from a shard's part, and add what the actor has measured. Never raises for a bad value.
+        """Compute statistics from a shard's part, and add what the actor has measured. Bad values raise no error.
 
-        measured: values of further fields, or functions that return them. A value that cannot be computed or recorded
-        is logged, and its field keeps the default.
+        measured: field -> value, or a function that returns the value. If a value cannot be computed or recorded, its
+        field keeps the default, and a warning is logged.
         """
         values = {**measured, **_counts(part)}
         known: dict[str, Any] = {"shard": shard}
@@ -119,7 +119,7 @@ class ShardStats(Counts):
 
     @classmethod
     def of_part(cls, shard: int, part: pa.Table, num_layers: int) -> ShardStats:
-        """Rebuild a record from its part, which holds the counts. Times, memory and device keep their defaults."""
+        """Rebuild a lost record from the shard's part. Times, memory and device keep their defaults."""
         tokens, depths = (part[name].to_pylist() for name in ("generated_tokens", "mean_depth"))
         steps = [max(count - 1, 0) for count in tokens]
         layer_steps = round(sum(count * (depth or 0.0) for count, depth in zip(steps, depths, strict=True)))
@@ -135,10 +135,10 @@ class ShardStats(Counts):
 
 
 def _checked(item: Field[Any], value: Any) -> Any:
-    """Return `value` if it is valid for the field `item`. Raises TypeError or ValueError if a record cannot hold it."""
+    """Return `value` if a record can store it in the field `item`. Raises TypeError or ValueError if not."""
     kind = str(item.type)
     if kind == "float" and isinstance(value, float):
-        value = float(value)  # numpy's float64 is a float too
+        value = float(value)  # numpy's float64 is a subclass of float
     if type(value).__name__ not in (("int", "float") if kind == "float" else (kind,)):
         raise TypeError(f"{item.name} is no {kind}")
     if kind in ("int", "float") and not (0 <= value < 2**63 and math.isfinite(value)):
@@ -147,7 +147,7 @@ def _checked(item: Field[Any], value: Any) -> Any:
 
 
 def _counts(part: pa.Table) -> dict[str, Any]:
-    """Return the fields of `ShardStats` that a part determines. A value that may fail is given as a function."""
+    """Return the fields of `ShardStats` that follow from a part. A value that may fail is given as a function."""
     first = part.filter(pc.equal(part["sample_index"], 0))
     answered = part.filter(pc.not_equal(part["finish_reason"], "error"))
     reasons = part["finish_reason"].to_pylist()
@@ -155,7 +155,7 @@ def _counts(part: pa.Table) -> dict[str, Any]:
     @cache
     def checks() -> dict[str, Any]:
         texts = [text or "" for text in answered["generated_text"].to_pylist()]
-        if "tool_calls" in part.column_names:  # a call is an answer without text
+        if "tool_calls" in part.column_names:  # an answer may be a tool call without text
             calls = answered["tool_calls"].to_pylist()
             texts = [text or str(call or "") for text, call in zip(texts, calls, strict=True)]
         return count_answers(texts)
@@ -175,21 +175,21 @@ def _counts(part: pa.Table) -> dict[str, Any]:
 
 
 def error_rows(part: pa.Table) -> int:
-    """Return the number of input rows that have an error in any of their answers."""
+    """Return the number of input rows of which any answer has an error."""
     row = pc.cumulative_sum(pc.cast(pc.equal(part["sample_index"], 0), pa.int64()))
     return int(pc.count_distinct(row.filter(pc.is_valid(part["error"]))).as_py())
 
 
 def duplicate_ids(part: pa.Table) -> int:
-    """Return the number of input rows that repeat the id of an earlier row in the part."""
+    """Return the number of input rows whose id an earlier row in the part has."""
     rows = pc.sum(pc.equal(part["sample_index"], 0)).as_py() or 0
     return int(rows - pc.count_distinct(part["id"], mode="all").as_py())
 
 
 def label_counts(part: pa.Table) -> str:
-    """Return JSON of {label: number of answers}, the most frequent first; "" without choices or for too many labels.
+    """Return JSON of {label: number of answers}, most frequent first. Return "" without choices.
 
-    There can be more than `MOST_LABELS` if each row has its own labels.
+    Also return "" for more than `MOST_LABELS` labels, which are possible if each row has its own labels.
     """
     if "choice_probability" not in part.column_names:
         return ""
@@ -198,12 +198,12 @@ def label_counts(part: pa.Table) -> str:
 
 
 def kind_of(error: str) -> str:
-    """Return an error without the parts that differ between rows: quoted texts, numbers, digests."""
+    """Return an error message without the parts that differ between rows: quoted texts, numbers and digests."""
     return _VARIABLE.sub("…", error[:EXAMPLE_CHARS])[:KIND_CHARS]
 
 
 def id_value(row_id: pa.Scalar) -> Any:
-    """Return an id as a Python value; "?" if Python cannot hold it, such as a date after the year 9999."""
+    """Return an id as a Python value; "?" if Python has no such value, e.g. for a date after the year 9999."""
     try:
         return row_id.as_py()
     except (ValueError, OverflowError):
@@ -211,9 +211,9 @@ def id_value(row_id: pa.Scalar) -> Any:
 
 
 def error_kinds(part: pa.Table) -> str:
-    """Return JSON of a list of [kind, number of answers, id, error]: the most frequent kinds, each with an example.
+    """Return the most frequent kinds of errors as JSON: a list of [kind, number of answers, example's id, its error].
 
-    At most `KINDS` kinds are listed; a last entry with empty texts counts the others. "" if there is no error.
+    At most `KINDS` kinds are listed. A last entry with empty texts counts the other kinds. No errors: "".
     """
     bad = part.select(["id", "error"]).filter(part["error"].is_valid())
     errors = bad["error"].to_pylist()
@@ -232,13 +232,13 @@ class Totals(Counts):
 
     shards: int = 0
     padding_tokens: int = 0
-    common_answers: dict[str, int] = field(default_factory=dict)  # text -> number, of the shards' frequent texts
-    labels: dict[str, int] = field(default_factory=dict)  # label -> number of answers, the most frequent first
+    common_answers: dict[str, int] = field(default_factory=dict)  # frequent text -> number of answers with it
+    labels: dict[str, int] = field(default_factory=dict)  # label -> number of answers, most frequent first
     duplicate_examples: list[str] = field(default_factory=list)  # some ids that occur more than once in the job
 
     @property
     def warnings(self) -> list[str]:
-        """Signs of bad answers, as in `answer_checks.warnings`."""
+        """Warnings about signs of bad answers, see `answer_checks.warnings`."""
         return warnings(asdict(self), self.common_answers, self.stopped + self.cut_off)
 
     @property
@@ -248,12 +248,12 @@ class Totals(Counts):
 
     @property
     def mean_depth(self) -> float | None:
-        """Mean number of layers d(t) over the decode steps."""
+        """Mean number of layers per decode step; None without decode steps."""
         return _ratio(self.layer_steps, self.decode_steps)
 
     @property
     def layer_ratio(self) -> float | None:
-        """Layers that full depth would run ÷ layers run, summed over the decode steps."""
+        """Layers that full depth would run in all decode steps ÷ layers that did run."""
         return _ratio(self.full_layer_steps, self.layer_steps)
 
     @property
@@ -268,7 +268,7 @@ class Totals(Counts):
 
     @property
     def padding_fraction(self) -> float:
-        """Share of the tokens computed in prefill that was padding."""
+        """Share of padding among the tokens computed in prefill."""
         return _ratio(self.padding_tokens, self.padded_prompt_tokens) or 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def _ratio(part: float, total: float) -> float | None:
 
 
 def add_up(shards: pa.Table) -> Totals:
-    """Return the totals of a table with one shard per row and the columns of `STATS_SCHEMA`."""
+    """Return the totals over all shards. shards: one row for each shard, with the columns of `STATS_SCHEMA`."""
     padding = pc.multiply(shards["padding_fraction"], pc.cast(shards["padded_prompt_tokens"], pa.float64()))
     labels, common = Counter[str](), Counter[str]()
     for counter, column in ((labels, "label_counts"), (common, "common_answers")):
@@ -315,5 +315,5 @@ STATS_SCHEMA = pa.schema(
 
 
 def slowest_shards(shards: pa.Table, count: int) -> pa.Table:
-    """Return the shards that took longest, at most `count`, slowest first."""
+    """Return at most `count` shards that took longest, slowest first."""
     return shards.sort_by([("generate_seconds", "descending"), ("shard", "ascending")]).slice(0, count)

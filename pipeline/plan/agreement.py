@@ -1,7 +1,7 @@
-"""Measures, before a new job begins, how often its schedule agrees with full depth, and refuses too low an agreement.
+"""Measures how often a new job's schedule agrees with full depth. Refuses the job if the agreement is too low.
 
-A job at full depth is not measured. The result is stored in the plan. It is also kept in this machine's cache for later
-jobs with the same checkpoint, schedule and prompts, such as the runs over a growing table.
+Jobs at full depth are not measured. The agreement is stored in the plan. It is also kept in this machine's cache, for
+later jobs with the same checkpoint, schedule and prompts, e.g. the runs over a growing table.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.isolated import Died
 
 log = logging.getLogger(__name__)
-LITTLE = 0.1  # a schedule gains little if it skips this share of the answers' layer runs, but less of all layer runs
+LITTLE = 0.1  # a hint is printed if a schedule skips this share of layer runs in answers, but less of all layer runs
 
 
 def can_gain(schedule: Schedule, spec: PromptSpec) -> bool:
-    """Tell whether some token of the job can run fewer layers than at full depth.
+    """Return whether any token of the job can run fewer layers than at full depth.
 
-    No token can if prompts run all layers and every answer has one token, which the prompt's forward pass predicts.
+    No token can if prompts run all layers and every answer has one token, because prefill computes the first token.
     """
     if len(schedule.prompt_layers) < schedule.num_layers:
         return True
     if schedule.is_full_depth:
         return False
     if spec.input.choices is not None or spec.input.sampling or spec.input.is_batch:
-        return True  # the length of an answer depends on its row
+        return True  # rows may set the lengths of their answers
     if not spec.choices:
         return spec.sampling.max_new_tokens > 1
     tokenizer = tokenizer_of(spec.checkpoint)
@@ -50,18 +50,18 @@ def can_gain(schedule: Schedule, spec: PromptSpec) -> bool:
 
 
 def announce_no_gain(schedule: Schedule, spec: PromptSpec) -> None:
-    """Print a line if the schedule skips layers, but cannot skip any in this job."""
+    """Print a line if the schedule skips layers, but no token of this job can skip any."""
     if not schedule.is_full_depth and not can_gain(schedule, spec):
         announce(
-            "this schedule cannot make the job faster: every answer has one token, which the prompt's pass predicts, "
-            "and schedule.prompt: full runs all layers there; adapt.prompt: first trains to skip in prompts"
+            "this schedule cannot make the job faster: every answer has one token, which prefill computes, and with "
+            "schedule.prompt: full prefill runs all layers; adapt.prompt: first trains the model to skip layers there"
         )
 
 
 def is_measured(config: JobConfig, schedule: Schedule, spec: PromptSpec) -> bool:
-    """Tell whether the agreement of a new job with full depth is measured.
+    """Return whether to measure the agreement of a new job with full depth.
 
-    The library engine measures it, so a model that vLLM splits over GPUs or quantizes is not measured.
+    The library engine measures it, and cannot run a model that vLLM splits over GPUs or quantizes.
     """
     if {"tensor_parallel_size", "quantization"} & {*(config.model.vllm or {})}:
         return False
@@ -76,11 +76,11 @@ def with_agreement(
     generator: Mapping[str, Any],
     hardware: Hardware,
 ) -> Manifest:
-    """Measure and print a new job's agreement with full depth, and return the plan with `agreement` set.
+    """Measure and print a new job's agreement with full depth; return the plan with `agreement` set.
 
-    A process with an actor's resources measures it. If that process dies, a warning is logged. When the job runs, the
-    quarantine finds the row that killed it. generator: arguments of `Generator`, as the generate stage takes them.
-    Raises UserError if the agreement is below `schedule.min_agreement`.
+    The measurement runs in a process with an actor's resources. If that process dies, a warning is logged; the row that
+    killed it will be quarantined when the job runs. generator: arguments of `Generator`, as in `ShardGenerator`. Raises
+    UserError if the agreement is below `schedule.min_agreement`.
     """
     on_vllm = generator["vllm"] is not None
     if on_vllm:
@@ -100,7 +100,7 @@ def with_agreement(
             log.warning("agreement with full depth is not measured: the process died (%s)", error)
             return manifest
         if on_vllm:
-            # the library engine was timed, not vLLM
+            # the measured times are those of the library engine, not of vLLM
             agreement = replace(agreement, prefill_ratio=None, decode_ratio=None)
         write_record(record, asdict(agreement))
         origin = ""
@@ -114,16 +114,16 @@ def with_agreement(
     depth = schedule.mean_depth(round(agreement.answer_tokens)) or schedule.num_layers
     if agreement.skipped is not None and agreement.skipped < LITTLE <= 1 - depth / schedule.num_layers:
         announce(
-            f"this schedule can gain little: prompts of {agreement.prompt_tokens:,.0f} tokens and answers of "
-            f"{agreement.answer_tokens:,.0f}: it skips {agreement.skipped:.1%} of the layer runs"
+            f"this schedule can gain little: with prompts of {agreement.prompt_tokens:,.0f} tokens and answers of "
+            f"{agreement.answer_tokens:,.0f} it skips only {agreement.skipped:.1%} of the layer runs"
         )
     return replace(manifest, agreement=agreement)
 
 
 def _record(config: JobConfig, identity: Mapping[str, Any]) -> Path:
-    """Return a measurement's file in this machine's cache. Its name depends on all that the measurement depends on.
+    """Return a measurement's file in this machine's cache. The file name depends on all inputs of the measurement.
 
-    The runs over a growing table share one measurement, although each answers other files.
+    All runs over a growing table share one measurement, although each run reads other files.
     """
     inputs = dict(identity["input"])
     if config.input.since is not None:

@@ -1,4 +1,4 @@
-"""Chooses a job's engine, and the values that shape its batches, when the job is first planned."""
+"""Chooses the engine of a new job, and the values that determine the job's batches."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from pipeline.plan.hardware import Hardware
 
 log = logging.getLogger(__name__)
 GPU_CACHE_BYTES = 8 * 2**30  # KV cache of an actor on a whole GPU
-SPREAD = 3  # if the length limit is at most this many median lengths, few answers are much longer than most
-FEW_ROWS = 16  # the decode steps of a batch of at most this many rows hardly get faster when some rows end
+SPREAD = 3  # answers count as similar in length if the length limit is at most this many times their median length
+FEW_ROWS = 16  # a batch of at most this many rows decodes hardly faster after some of its rows have ended
 
 
 @dataclass(frozen=True)
 class Batching:
-    """Values that determine a job's batches, fixed when the job is first planned."""
+    """Values that determine a job's batches. They are fixed when the job is first planned."""
 
     shard_rows: int  # maximum rows of a shard
-    shard_bytes: int  # maximum uncompressed bytes of a shard's row groups
+    shard_bytes: int  # maximum bytes of a shard's row groups, uncompressed
     cache_bytes: int  # bytes of an actor's KV cache
     max_batch: int  # maximum rows of a batch
     threads: int  # torch threads of an actor
-    prefix: tuple[int, ...] = ()  # token ids of the prompts' shared prefix, which an actor computes once
-    planned: float = 0.0  # time of planning, s since 1970; chat templates read it as the current time
+    prefix: tuple[int, ...] = ()  # token ids of the shared prefix of the prompts; an actor computes it once
+    planned: float = 0.0  # time of planning, s since 1970; chat templates get it as the current time
     scheduler: str = "lock_step"
     root: str | None = None  # folder of all input files, see `PartSpec`; None in a job planned by an old version
-    retries: bool = False  # whether the shards hold only rows that failed in an earlier incremental run
+    retries: bool = False  # whether shards hold only rows that failed in an earlier incremental run
 
 
 def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, hardware: Hardware | None) -> Batching:
-    """Return the batching of a new job over `rows` rows, without a shared prefix. hardware: see `plan_job`."""
+    """Return the batching of a new job with `rows` rows, still without a shared prefix. hardware: see `plan_job`."""
     actors = config.actors
     cpus, memory, nodes = process_cpus(), process_memory(), 1
     if hardware is not None and not actors.gpus and None in (actors.threads, actors.cache_bytes):
@@ -46,9 +46,9 @@ def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, ha
     of_node = math.ceil(actors.most / nodes)
     cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1)) if actors.gpus else min(2**30, memory // 4 // of_node)
     if config.model.engine == "vllm" and actors.gpus:
-        cache = 0  # vLLM takes the memory that it finds free
-    # an actor gets at least 4 shards, and up to 32 if each then holds 256 rows or more: a stop costs less, progress is
-    # seen earlier
+        cache = 0  # vLLM takes the free memory
+    # each actor gets at least 4 shards, and up to 32 as long as a shard has 256 rows or more: with many shards, a stop
+    # loses less work and progress shows earlier
     default = min(4096, max(math.ceil(rows / (32 * actors.most)), min(256, math.ceil(rows / (4 * actors.most)))))
     return Batching(
         shard_rows=config.shard_rows or default,
@@ -61,11 +61,11 @@ def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, ha
 
 
 def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
-    """Return `actors.scheduler` if it is set, else lock_step for answers of similar length, else refill.
+    """Return `actors.scheduler` if it is set. Otherwise choose lock_step if answers have similar lengths, else refill.
 
-    vLLM always refills. Labels have similar lengths, and so do answers that end only at their length limit. For other
-    answers, lock_step is chosen if the limit is at most SPREAD times their median length (the schedule's horizon),
-    batches hold more than FEW_ROWS rows, and rows have no sampling parameters of their own.
+    vLLM always refills. Lengths are similar for labels, and for answers that end only at the length limit. For other
+    answers, lock_step is chosen if the limit is at most SPREAD times the median length (the schedule's horizon), if
+    batches hold more than FEW_ROWS rows, and if rows have no sampling parameters of their own.
     `tests/benchmarks/speed.py --schedulers lock_step,refill` compares both.
     """
     if config.model.engine == "vllm":
@@ -86,10 +86,10 @@ def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
 
 
 def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
-    """Return the job with its engine set to library or vllm, and with the number of GPUs that vLLM's workers need.
+    """Return the job with `model.engine` set to library or vllm, and with enough GPUs for vLLM's workers.
 
-    stored: engine of the job that is resumed, which `model.engine: auto` keeps. Raises UserError if vLLM is asked for
-    but is not installed, or cannot do what the job needs.
+    stored: engine of a resumed job; `model.engine: auto` keeps it. Raises UserError if the job asks for vLLM, but vLLM
+    is not installed or cannot do what the job needs.
     """
     model, gpus = config.model, config.actors.gpus
     engine: str = "vllm" if model.vllm is not None else model.engine
@@ -112,7 +112,7 @@ def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
 
 
 def not_in_vllm(config: JobConfig) -> str | None:
-    """Return what a job needs that vLLM cannot do, and what to do instead; None if vLLM can do everything."""
+    """Return why vLLM cannot run a job, and what the user can change; None if vLLM can run it."""
     sampling = config.sampling
     forms = (config.choices, config.output_format, config.input.choices, config.input.output_format)
     has_forms = any(form is not None for form in forms)
@@ -120,10 +120,10 @@ def not_in_vllm(config: JobConfig) -> str | None:
         (config.model.weights is not None, "model.weights is for CPUs; leave it out, or set model.vllm.quantization"),
         (0 < config.actors.gpus < 1, "an actor needs whole GPUs: set actors.gpus: 1, or engine: library"),
         (sampling.temperature > 2, "sampling.temperature is at most 2; lower it, or set engine: library"),
-        (has_forms and config.reasoning is not None, "forms behind reasoning are not supported; set engine: library"),
+        (has_forms and config.reasoning is not None, "choices or output_format after reasoning need engine: library"),
         (
             has_forms and (sampling.logprobs is not None or config.output.cumulative_logprob),
-            "log-probabilities beside choices or output_format are not supported; set engine: library",
+            "log-probabilities together with choices or output_format are not supported; set engine: library",
         ),
     ):
         if found:

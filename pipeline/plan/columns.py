@@ -1,4 +1,4 @@
-"""Names and types of the input columns that a job reads. Reads no data."""
+"""Names and types of the input columns that a job reads. This module reads no data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def needed_columns(config: JobConfig) -> list[str]:
 
 
 def text_columns(config: JobConfig) -> TextColumns:
-    """Return how the columns are read from a JSON Lines or CSV file."""
+    """Return which columns to read from a JSON Lines or CSV file, and how."""
     section = config.input
     as_json = [
         "body" if section.is_batch else None,
@@ -44,7 +44,7 @@ _CSV_TYPES = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
 
 
 def kept_columns(config: JobConfig) -> list[str]:
-    """Return the input columns that are copied to the output besides the id; of a batch file also `url`."""
+    """Return the input columns, except the id, that are copied to the output. For a batch file, also `url`."""
     added = ["url"] if config.input.is_batch and "url" not in config.output.keep else []
     return [*config.output.keep, *added]
 
@@ -63,7 +63,7 @@ def optional_columns(config: JobConfig) -> tuple[str, ...]:
 
 
 def parsed_column(config: JobConfig) -> pa.DataType | None:
-    """Return the type of the answer column `parsed`; None without `output.parse`. Raises UserError as `parsed_type`."""
+    """Return the type of the output column `parsed`; None without `output.parse`. Raises as `parsed_type` does."""
     if not config.output.parse:
         return None
     assert config.output_format is not None
@@ -71,7 +71,7 @@ def parsed_column(config: JobConfig) -> pa.DataType | None:
 
 
 def check_columns(config: JobConfig) -> None:
-    """Raise UserError if an input column has the name of a column that the job adds, or is copied twice."""
+    """Raise UserError if an input column is copied twice, or has the name of a column that the job adds."""
     for name in needed_columns(config):
         if name in ADDED and name not in config.output.keep:
             raise UserError(f"input: column {printable(name)} has a name that the job uses; rename it")
@@ -90,7 +90,7 @@ def check_columns(config: JobConfig) -> None:
 
 
 def check_type(config: JobConfig, name: str, kind: pa.DataType, url: str) -> None:
-    """Raise UserError if the job cannot read column `name` of the file `url` because of its type, `kind`."""
+    """Raise UserError if the column `name` of the file `url` has a type, `kind`, that the job cannot read."""
     section = config.input
     for column, fits, rule in (
         (section.prompt_column, is_text(kind) or _is_ids(kind), "a prompt must be string, or a list of token ids"),

@@ -1,4 +1,4 @@
-"""What planning needs to know of the hardware that a job's actors run on."""
+"""Hardware that a job's actors run on, as far as planning needs to know it."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ Result = TypeVar("Result")
 
 
 class Hardware:
-    """Hardware of a job that runs in this process. Backends that start other processes override the methods."""
+    """Hardware of a job that runs in this process. Subclasses for jobs with other processes override the methods."""
 
     @property
     def on_this_machine(self) -> bool:
-        """Tell whether all actors share this machine's memory."""
+        """Whether all actors share this machine's memory."""
         return True
 
     def node(self, actors: ActorsConfig) -> tuple[int, int, int]:
-        """Return CPUs and bytes of memory of the smallest node that may hold actors, and the number of such nodes."""
+        """Return CPUs and memory bytes of the smallest node that may hold actors, and the number of nodes that may."""
         return process_cpus(), process_memory(), 1
 
     def call_isolated(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function that may kill its process. Backends that call it in another process raise Died if it does."""
+        """Call a function that may kill its process. A subclass uses another process, and raises Died if that dies."""
         return function(*arguments)
 
     def call_as_actor(self, actors: ActorsConfig, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function with an actor's resources. Backends that use another process raise Died if that dies."""
+        """Call a function with an actor's resources. A subclass uses another process, and raises Died if that dies."""
         return self.call_as_actors(actors, function, [arguments])[0]
 
     def call_as_actors(
         self, actors: ActorsConfig, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
     ) -> list[Result]:
-        """Call a function, as `call_as_actor` does, with each tuple of arguments; in parallel if resources suffice."""
+        """Do `call_as_actor` once for each tuple of arguments in `calls`, in parallel if resources suffice."""
         return [function(*arguments) for arguments in calls]

@@ -1,4 +1,4 @@
-"""Checks that the input files are not in the output folder, and are unchanged since they were pinned."""
+"""Checks that input files are not in the output folder, and have not changed since they were pinned."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import filesystem
 
 log = logging.getLogger(__name__)
-DIGEST_BYTES = 4 * 2**30  # if local files are larger together, they have no digests: modification times decide
-RUN_FOLDER = "2026-01-31T00-00-00Z"  # an example of the dated folders of incremental runs
+DIGEST_BYTES = 4 * 2**30  # if all local files together are larger, they get no digests, and modification times decide
+RUN_FOLDER = "2026-01-31T00-00-00Z"  # example of the name of an incremental run's folder
 
 
 def check_output_disjoint(
     config: JobConfig, listed: Collection[str] = (), key: str = "output.path", output: str = ""
 ) -> None:
-    """Raise UserError if an output folder holds input files, or is read as input. Compares real paths.
+    """Raise UserError if an output folder holds input files, or would be read as input. Real paths are compared.
 
-    listed: URLs of the input files, if known. output: the output folder; default `output.path`. key: key of the job
-    file that names the output folder, for messages.
+    listed: URLs of the input files, if known. output: the output folder; default `output.path`. key: the job file's key
+    that names the output folder, for messages.
     """
     shown = output or config.output.path
     folder = _real(shown, config.storage)
     real_folder = cache(lambda path: _real(path, config.storage))
     for url in listed:
-        # a link's own path says nothing about the file
+        # the file that a link leads to may be in another folder
         place = os.path.realpath(url) if os.path.islink(url) else f"{real_folder(os.path.dirname(url))}/"
         if place.startswith(f"{folder}/"):
             raise UserError(f"{key}: {shown} holds the input file {url}; choose another folder")
-    # for an Iceberg table, `input.path` is a name in a catalog
+    # an Iceberg table is left out: its `input.path` is a name in a catalog
     for given in config.input.path if config.input.format != "iceberg" else ():
         path = _real(given, config.storage)
         if glob.has_magic(path) and not os.path.lexists(path):
@@ -55,7 +55,7 @@ def check_output_disjoint(
 
 
 def check_same_input(config: JobConfig, began: Sequence[str]) -> None:
-    """Raise UserError if the job file names another input than the stored job. began: the stored job's `input.path`."""
+    """Raise UserError if the job file and the stored job have different input. began: the stored job's `input.path`."""
     now = config.input.path
     if began != now:
         raise UserError(
@@ -65,10 +65,10 @@ def check_same_input(config: JobConfig, began: Sequence[str]) -> None:
 
 
 def with_digests(files: Sequence[InputFile]) -> list[InputFile]:
-    """Record the SHA-256 of local files, so that a file written again with the same bytes counts as unchanged.
+    """Record the SHA-256 of local files. A file that is rewritten with the same bytes then counts as unchanged.
 
-    To keep planning short, no digest is recorded if the local files together are larger than `DIGEST_BYTES`. Files in
-    S3 need no digest, because their version is the ETag.
+    If the local files together are larger than `DIGEST_BYTES`, none gets a digest, because that would take long. Files
+    in S3 need no digest, because their version is the ETag.
     """
     local = [file for file in files if _is_local(file.url)]
     if sum(file.size for file in local) > DIGEST_BYTES:
@@ -78,14 +78,14 @@ def with_digests(files: Sequence[InputFile]) -> list[InputFile]:
 
 
 def has_same_content(url: str, digest: str, version: str) -> bool:
-    """Tell whether a local file with modification time `version` has this SHA-256; False if `digest` is ""."""
+    """Return whether a local file with modification time `version` has this SHA-256; False if `digest` is ""."""
     return bool(digest) and _is_local(url) and _digest(url, version) == digest
 
 
 def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFile]:
-    """Return the pinned files with their current versions. Raises UserError if a file is gone or its content changed.
+    """Return the pinned files with their current versions. Raises UserError if a file is gone or has other content.
 
-    Logs a warning with the number of listed files that are not pinned.
+    If some listed files are not pinned, logs a warning with their number.
     """
     files = []
     for file in pinned:
@@ -104,12 +104,12 @@ def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFil
         files.append(replace(file, version=version))
     new = sorted(set(listed) - {file.url for file in pinned})
     if new:
-        log.warning("%d input files are newer than the job and not part of it, the first: %s", len(new), new[0])
+        log.warning("%d input files are newer than the job and not part of it; the first is %s", len(new), new[0])
     return files
 
 
 def _future_names(config: JobConfig) -> Iterator[str]:
-    """Yield the names of files that the job may write into its output."""
+    """Yield names of files that the job may write into its output folder."""
     results = RESULT_NAMES if config.result_format in ("jsonl", "openai_batch") else ()
     for folder in ("", f"{RUN_FOLDER}/") if config.input.since else ("",):
         yield from (f"{folder}part-{index:06d}.parquet" for index in range(1000))
@@ -121,7 +121,7 @@ def _is_local(url: str) -> bool:
 
 
 def _real(url: str, storage: StorageConfig) -> str:
-    """Return the absolute path, with symlinks before the first wildcard resolved; for an S3 URL s3/bucket/key."""
+    """Return the absolute path, with links before the first wildcard resolved. For an S3 URL, return s3/bucket/key."""
     fs, path = filesystem(url, storage)
     if not isinstance(fs, LocalFileSystem):
         return f"s3/{path}"
@@ -132,7 +132,7 @@ def _real(url: str, storage: StorageConfig) -> str:
 
 
 def _digest(url: str, version: str) -> str:
-    """Return the SHA-256 of a local file; "" if its modification time is not `version` before and after reading."""
+    """Return the SHA-256 of a local file; "" if its modification time is not `version`, or changes during reading."""
     try:
         with open(url, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

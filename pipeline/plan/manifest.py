@@ -1,7 +1,7 @@
 """The plan of a job: its identity, its input files and shards, and the values that shape its batches.
 
-The identity holds everything that can change an answer, and the fingerprint is its digest. `plan_files.py` saves the
-plan for a resumed job.
+The identity is everything that can change an answer; its digest is the fingerprint. `plan_files.py` saves the plan, so
+that the job can be resumed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pipeline.runtime.announce import announced
 from pipeline.storage.concurrency import in_parallel
 
 log = logging.getLogger(__name__)
-ANSWERS_VERSION = 2  # raise by hand when a change of the code gives the same job file other answers
+ANSWERS_VERSION = 2  # to be raised when a code change gives other answers to the same job file
 
 
 class NoRows(UserError):
@@ -49,14 +49,14 @@ class NoRows(UserError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """A planned job."""
+    """A planned job: what it reads, in which shards, and how it batches rows."""
 
     fingerprint: str  # SHA-256 of the identity
     identity: dict[str, Any]  # everything that can change an answer
     batching: Batching
     files: list[InputFile]  # pinned input files
-    shards: list[Shard]  # sorted by index; a shard's index is its position
-    schema: pa.Schema  # the columns that the job reads, the same for all files
+    shards: list[Shard]  # in order: the index of a shard is its place in the list
+    schema: pa.Schema  # columns that the job reads, with the same types for all files
     agreement: Agreement | None = None  # agreement with full depth, if it was measured before the job began
 
     @property
@@ -75,16 +75,16 @@ def plan_job(
     hardware: Hardware | None = None,
     preview: bool = False,
 ) -> Manifest:
-    """Plan a new job. If `stored` is given, plan the continuation of that job with its pinned files and batching.
+    """Plan a new job. If `stored` is given, plan to resume that job, with its pinned files and its batching.
 
     Args:
         limit: number of input rows; None is all.
-        files: input files; default all files of `input.path`.
-        hardware: determines a new job's threads and cache; default this process.
-        preview: plan only for answers to the first `limit` rows: no later rows are read, and no prefix is shared.
+        files: input files; default: all files of `input.path`.
+        hardware: determines threads and cache of a new job; default: this process.
+        preview: plan only to answer the first `limit` rows. Later rows are not read, and no prefix is shared.
 
     Raises:
-        UserError: input is missing, unreadable, of the wrong type, or changed since the stored job began.
+        UserError: input is missing or unreadable, has the wrong type, or has changed since the stored job began.
         NoRows: the input has no rows.
     """
     if files is not None:
@@ -117,10 +117,10 @@ def plan_job(
             asked, planned = getattr(config.actors, name), getattr(batching, name)
             if asked not in (None, planned):
                 log.warning("actors.%s = %s is ignored: this job was planned with %s", name, asked, planned)
-    # a file written again with the same bytes has another version, but the job stays the same
+    # use the stored files: a file rewritten with the same bytes has a new version, but the job stays the same
     identity = _identity(config, resolved, schedule, stored.files if stored else pinned, batching, limit)
     if stored is not None and stored.identity == json.loads(json.dumps(identity)):
-        fingerprint = stored.fingerprint  # an old version may have computed it with keys since removed
+        fingerprint = stored.fingerprint  # an old version may have hashed keys that no longer exist
     else:
         fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     agreement = None if stored is None else stored.agreement
@@ -128,7 +128,7 @@ def plan_job(
 
 
 def _first_files(config: JobConfig, listed: Files, rows: int) -> Files:
-    """Return the files that hold the first rows. Later files are not opened."""
+    """Return the files that hold the first `rows` rows. Other files are not opened."""
     found: dict[str, tuple[int, str]] = {}
     for url, entry in listed.items():
         found[url] = entry
@@ -139,7 +139,7 @@ def _first_files(config: JobConfig, listed: Files, rows: int) -> Files:
 
 
 def difference(stored: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
-    """Return dotted names of the values in which two identities differ."""
+    """Return the dotted names of the values that differ between two identities."""
     names: list[str] = []
     for key in sorted({*stored, *now}):
         old, new = stored.get(key), now.get(key)
@@ -151,22 +151,22 @@ def difference(stored: Mapping[str, Any], now: Mapping[str, Any], path: str = ""
 
 
 def coverage_problems(manifest: Manifest) -> list[str]:
-    """Return a line for each gap, overlap or unknown file: shards must cover the rows of every file once, in order."""
+    """Return a line for each gap, overlap or unknown file. Shards must cover the rows of every file once, in order."""
     rows = {file.url: file.rows for file in manifest.files}
     covered = dict.fromkeys(rows, 0)
     problems = []
     for position, shard in enumerate(manifest.shards):
         name, expected = f"shard {shard.index}", covered.get(shard.url)
         if shard.index != position:
-            problems.append(f"{name}: is number {position} of the plan")
+            problems.append(f"{name}: has place {position} in the plan")
         if expected is None:
-            problems.append(f"{name}: {shard.url} is no input file of the job")
+            problems.append(f"{name}: {shard.url} is not an input file of the job")
             continue
         if shard.first_row < expected if manifest.batching.retries else shard.first_row != expected:
-            problems.append(f"{name}: begins at row {shard.first_row} of {shard.url}, not at {expected}")
+            problems.append(f"{name}: begins at row {shard.first_row} of {shard.url}; expected row {expected}")
         covered[shard.url] = shard.first_row + shard.rows
         if shard.rows <= 0 or covered[shard.url] > rows[shard.url]:
-            problems.append(f"{name}: {shard.rows} rows from {shard.first_row} of {shard.url}: {rows[shard.url]} rows")
+            problems.append(f"{name}: {shard.rows} rows from row {shard.first_row}; {shard.url} has {rows[shard.url]}")
     limit = manifest.identity.get("limit")
     if manifest.batching.retries:
         return problems
@@ -175,15 +175,15 @@ def coverage_problems(manifest: Manifest) -> list[str]:
             f"{url}: rows {end} to {rows[url]} are in no shard" for url, end in covered.items() if end < rows[url]
         ]
     elif manifest.rows != min(limit, sum(rows.values())):
-        problems.append(f"the shards hold {manifest.rows} rows, the job's limit is {limit}")
+        problems.append(f"the shards hold {manifest.rows} rows, but the job's limit is {limit}")
     return problems
 
 
 def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> tuple[list[InputFile], pa.Schema]:
-    """Return the pinned files, and one schema for the needed columns of all files. Raises UserError as `plan_job` does.
+    """Return the pinned files, and one schema of the needed columns for all files. Raises UserError like `plan_job`.
 
-    With `input.unreadable: later`, each file that cannot be read is left out with a warning. limit: maximum number of
-    rows to read from each text file; None is all.
+    With `input.unreadable: later`, files that cannot be read are left out, and each logs a warning. limit: maximum
+    number of rows to read from each text file; None: all.
     """
     text = text_columns(config)
     table = input_table(config.input, config.storage) if config.input.is_table else None
@@ -203,7 +203,7 @@ def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> 
             schema = table.as_shown(config.input.snapshot, url, schema, text.names)
         return [(file, schema)]
 
-    with announced("reading the input's footers, and text files once, for their rows and types"):
+    with announced("reading Parquet footers, or whole text files, to learn the numbers of rows and the types"):
         footers = [footer for footers in in_parallel(layout, listed) for footer in footers]
     schemas = {file.url: schema for file, schema in footers}
     schema = one_schema(text.names, schemas) if table else common_schema(footers, text.names, config.storage)
@@ -242,13 +242,13 @@ def _identity(
 
 
 def _model_values(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of `model` that can change an answer. Old jobs lack two of them, which are left out if unset."""
+    """Return the keys of `model` that can change an answer. Two keys that old jobs lack are left out if not set."""
     values = model.model_dump(exclude={"path", "cache", "speed_adapter"})
     return {name: value for name, value in values.items() if value is not None or name not in ("weights", "vllm")}
 
 
 def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
-    """Return the end tokens if old versions of this program, which read fewer places, found others; else {}."""
+    """Return the model's end tokens, but {} if old versions, which read fewer files, found the same ones."""
     checkpoint, tokenizer = resolved.checkpoint, tokenizer_of(known_tokenizer(resolved))
     ends = set(end_tokens(checkpoint.path, tokenizer, checkpoint.config.vocab_size))
     same = ends == ends_before_the_union(checkpoint.path, tokenizer, checkpoint.config)
@@ -256,7 +256,7 @@ def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
 
 
 def _input_identity(config: JobConfig) -> dict[str, Any]:
-    """Return the keys of `input` that can change an answer. Old jobs lack two of them, which are left out if unset."""
+    """Return the keys of `input` that can change an answer. Two keys that old jobs lack are left out if not set."""
     left_out = {"since", "changed", "unreadable", "retry", "csv_field_bytes", "duplicate_ids"}
     values = config.input.model_dump(mode="json", exclude=left_out)
     if not config.input.is_table:
@@ -265,12 +265,12 @@ def _input_identity(config: JobConfig) -> dict[str, Any]:
         if values[name] == default:
             del values[name]
     if any(map(is_template, config.input.chat_texts)):
-        values["chat_texts"] = "templates"  # old versions of this program did not treat these texts as templates
+        values["chat_texts"] = "templates"  # old versions did not treat these texts as templates
     return values
 
 
 def limited(shards: Sequence[Shard], limit: int | None) -> list[Shard]:
-    """Return the shards of the first `limit` rows; None is all."""
+    """Return the shards that hold the first `limit` rows, the last one shortened. limit: None returns all."""
     if limit is None:
         return list(shards)
     kept: list[Shard] = []
@@ -283,12 +283,12 @@ def limited(shards: Sequence[Shard], limit: int | None) -> list[Shard]:
 
 
 def newest(config: JobConfig) -> TablePin | None:
-    """Return the newest snapshot of the job's input; None for files, and for a table without a snapshot."""
+    """Return the newest snapshot of the job's input table; None if the input is files or a table without a snapshot."""
     return input_table(config.input, config.storage).newest() if config.input.is_table else None
 
 
 def pinned_snapshot(config: JobConfig, stored: Manifest | None) -> int | None:
-    """Return the snapshot that the job file names, else the stored job's snapshot, else the newest; None for files."""
+    """Return the input table's snapshot: the job file's, else the stored job's, else the newest. None for files."""
     if not config.input.is_table or config.input.snapshot is not None:
         return config.input.snapshot
     if stored is not None:

@@ -1,4 +1,4 @@
-"""Computes, logs and checks the memory that a job's actors need, before weights are read."""
+"""Computes the memory that a job's actors need, logs it, and checks that it is there. Reads no weights."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 def log_memory_estimate(
     config: JobConfig, checkpoint: ResolvedCheckpoint, batching: Batching, hardware: Hardware
 ) -> None:
-    """Log how much memory actors need. Raise UserError if this machine cannot hold them, or weights are damaged.
+    """Log how much memory actors need. Raise UserError if this machine has too little, or if weights are damaged.
 
-    The free memory of a GPU is not checked here: an actor does that before it loads the model.
+    The free memory of a GPU is not checked here: each actor checks it before loading the model.
     """
     if not checkpoint.checkpoint.in_library:
         log.info("model: vLLM checks weights and memory; at most %d rows in flight", batching.max_batch)
@@ -41,7 +41,7 @@ def log_memory_estimate(
 
 
 def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedCheckpoint, batching: Batching) -> Need:
-    """Return the memory that one actor needs. Raises UserError if the weights' shapes do not fit the config."""
+    """Return the memory that one actor needs. Raises UserError if the shapes of the weights do not fit the config."""
     on_gpu = _on_gpu(model, actors)
     if (stored := checkpoint.checkpoint.stored) is not None and model.weights is None:
         runs = stored.run(model.dtype, on_gpu=on_gpu)
@@ -53,9 +53,9 @@ def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedChe
 
 
 def check_weights(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], name: str) -> None:
-    """Raise UserError if names or shapes of `tensors` do not fit a model of this config. name: for messages.
+    """Raise UserError if names or shapes of `tensors` do not fit the config. name: the model's name, for messages.
 
-    The check builds a model. It is skipped if this machine's cache records that it has succeeded before.
+    The check builds a model. It is skipped if this machine's cache records that the check has passed before.
     """
     from transformers import __version__
 
@@ -68,7 +68,7 @@ def check_weights(config: PretrainedConfig, tensors: Mapping[str, StoredTensor],
 
 
 def describe(need: Need, dtype: str, actors: ActorsConfig) -> str:
-    """Return a line with the number of parameters, the memory of an actor, and the number of actors."""
+    """Return a line that shows the number of parameters, the memory for each actor, and the number of actors."""
     count = f"{actors.min} to {actors.max}" if actors.min is not None else str(actors.most)
     ending = "" if count == "1" else "s"
     return (
@@ -78,7 +78,7 @@ def describe(need: Need, dtype: str, actors: ActorsConfig) -> str:
 
 
 def check_fits(need: Need, model: ModelConfig, actors: ActorsConfig, memory: int) -> None:
-    """Raise UserError if the minimum number of actors on CPUs needs more than `memory` bytes."""
+    """Raise UserError if actors run on CPUs and the smallest number of them needs more than `memory` bytes."""
     least = actors.min or actors.most
     if not _on_gpu(model, actors) and least * need.total > memory:
         raise UserError(

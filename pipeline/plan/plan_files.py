@@ -1,9 +1,9 @@
 """Saves and loads the files of a plan in an output folder.
 
-    _job/inputs.parquet, plan.parquet, schema.arrow     input files, shards, types of the columns read
+    _job/inputs.parquet, plan.parquet, schema.arrow     input files; shards; types of the columns that are read
     _job/job.json                                       identity, batching, and the digests of the other three
 
-Loading compares every file with its digest, because a flipped bit would make the job lose or repeat rows.
+When a plan is loaded, every file is compared with its digest: a flipped bit could make the job lose or repeat rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipeline.storage.parquet import read_parquet
 
 JOB, PLAN, INPUTS, SCHEMA = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet", "_job/schema.arrow"
 FORMAT = 5
-CHECK = ',\n  "check": "'  # last key in job.json; its value is the digest of all bytes before it
+CHECK = ',\n  "check": "'  # last key in job.json; its value is the digest of all bytes before this text
 
 
 def save(folder: Folder, manifest: Manifest) -> None:
@@ -58,7 +58,7 @@ def save(folder: Folder, manifest: Manifest) -> None:
 def load(folder: Folder) -> Manifest | None:
     """Return the plan in an output folder; None if there is none.
 
-    Raises UserError that names the file and the remedy if a file is damaged, missing or of another format.
+    If a file is damaged, missing or in another format, raises a UserError that names the file and says what to do.
     """
     try:
         text = folder.read(JOB)
@@ -86,7 +86,7 @@ def load(folder: Folder) -> Manifest | None:
 
 
 def is_own(text: bytes) -> bool:
-    """Tell whether this program may have written a damaged job.json: it is not valid JSON, or has a fingerprint."""
+    """Return whether this program may have written a damaged job.json, i.e. it is invalid JSON or has a fingerprint."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -98,12 +98,12 @@ _REMEDY = "restore the file from a copy, or start again with --overwrite"
 
 
 def _with_check(text: bytes) -> bytes:
-    """Complete a JSON object that lacks its last brace: append the key with the digest of `text`, and the brace."""
+    """Complete a JSON object whose last brace is missing: append the key `check` (digest of `text`) and the brace."""
     return text + CHECK.encode() + _sha256(text).encode() + b'"\n}\n'
 
 
 def _job_values(name: str, text: bytes) -> dict[str, Any]:
-    """Return the values in the text of job.json. Raises UserError if it is damaged or has another format."""
+    """Parse the text of job.json. Raises UserError if the text is damaged or has another format. name: for messages."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -111,11 +111,11 @@ def _job_values(name: str, text: bytes) -> dict[str, Any]:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         found = values.get("format") if isinstance(values, dict) else type(values).__name__
         raise UserError(
-            f"{name}: not a job of this version: format {printable(found)[:40]}, this version reads {FORMAT}; finish "
-            "it with the version that began it, or start again with --overwrite"
+            f"{name}: not a job of this version: it has format {printable(found)[:40]}, not {FORMAT}; finish "
+            "the job with the version that began it, or start again with --overwrite"
         )
     if _with_check(text.rpartition(CHECK.encode())[0]) != text:
-        raise UserError(f"{name}: damaged (its digest is not that of its content); {_REMEDY}")
+        raise UserError(f"{name}: damaged (its digest does not match its content); {_REMEDY}")
     return values
 
 
@@ -130,7 +130,7 @@ _SHARDS = pa.schema([("index", pa.int64()), ("url", pa.string()), ("first_row", 
 
 
 def _shards(table: pa.Table) -> list[Shard]:
-    """Return the shards in plan.parquet. To save memory, shards of the same file share one URL string."""
+    """Return the shards in plan.parquet. To save memory, all shards of a file share one URL string."""
     urls: dict[str, str] = {}
     indices, files, firsts, rows = (table[name].to_pylist() for name in _SHARDS.names)
     shared = [urls.setdefault(url, url) for url in files]

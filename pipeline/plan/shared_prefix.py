@@ -1,4 +1,4 @@
-"""Finds the shared prefix of a job's prompts in a sample of rows when the job is planned."""
+"""Finds the shared prefix of a new job's prompts in a sample of rows."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def sampled_prefix(
     spec: PromptSpec,
     hardware: Hardware,
 ) -> list[int]:
-    """Return the token ids with which all sampled prompts begin: rows from the first, the middle and the last shard.
+    """Return the token ids that begin all sampled prompts. Rows of the first, middle and last shard are sampled.
 
-    The rows are prepared in an isolated process. If a row kills that process, the result is [], and the quarantine
-    finds the row when the job runs.
+    Rows are prepared in an isolated process. If a row kills the process, the result is []; that row will be quarantined
+    when the job runs.
     """
     sampled = [shards[place] for place in sorted({0, len(shards) // 2, len(shards) - 1})] if shards else []
     by_url = {file.url: file for file in files}
     readable = []
     for place in dict.fromkeys(_beginning(by_url[shard.url], shard) for shard in sampled):
-        with suppress(*STORE_ERRORS, pa.ArrowException):  # the shard's read task will report the error
+        with suppress(*STORE_ERRORS, pa.ArrowException):  # the job's own read task will report the error
             readable += [table for _, table in read_shards(files, [place], schema, storage)]
     if any(_differ(table, spec) for table in readable):
         return []
@@ -58,15 +58,15 @@ def sampled_prefix(
 
 
 def prompt_ids(tables: Sequence[bytes], spec: PromptSpec) -> list[list[int]]:
-    """Return the prompt token ids of the rows in `tables` (Arrow IPC bytes), without the rows that have an error."""
+    """Return the prompt token ids of every row in `tables` (Arrow IPC bytes). Rows with an error are skipped."""
     prepared = [prepare_table(from_ipc(table), spec)[PROMPT_IDS].to_pylist() for table in tables]
     return [ids for ids in itertools.chain.from_iterable(prepared) if ids]
 
 
 def _differ(table: pa.Table, spec: PromptSpec) -> bool:
-    """Tell whether the prompt column's texts differ so early that they cannot share `SHORTEST_PREFIX` tokens.
+    """Return whether the prompt column's texts differ so early that they cannot share `SHORTEST_PREFIX` tokens.
 
-    A token holds at least one byte, so the first bytes can show this without a tokenizer.
+    A token has at least one byte, so comparing the first bytes is enough.
     """
     column = spec.input.prompt_column
     if column is None or spec.chat is not None or not is_text(table.schema.field(column).type):
@@ -76,7 +76,7 @@ def _differ(table: pa.Table, spec: PromptSpec) -> bool:
 
 
 def _beginning(file: InputFile, shard: Shard) -> Shard:
-    """Return rows to sample: the first ones of the row group in which the shard begins, which cost least to read."""
+    """Return the rows to sample for a shard: the first rows of its first row group, which are cheapest to read."""
     if file.format != "parquet":
         return replace(shard, rows=min(shard.rows, SAMPLE_ROWS))
     starts = list(itertools.accumulate(file.group_rows, initial=0))

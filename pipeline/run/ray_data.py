@@ -1,4 +1,4 @@
-"""Runs the stages on Ray Data: read tasks, prepare tasks, and an actor pool that answers and commits shards."""
+"""Runs the stages on Ray Data, as read tasks, prepare tasks, and a pool of actors that answer and commit shards."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from pipeline.runtime.signals import Interrupted, graceful
 
 Result = TypeVar("Result")
 ISOLATED_SECONDS = 300.0  # time limit of an isolated call during planning
-TASK_CPUS = 0  # CPUs that a read or prepare task asks for; none, as actors or another dataset may hold all CPUs
-TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # concurrent tasks of a stage; few, as each worker process imports libraries
+TASK_CPUS = 0  # CPUs that a read or prepare task asks for: none, because actors or another dataset may hold all CPUs
+TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # tasks of a stage per actor; few: each worker process imports libraries
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # most rows and bytes of a read task, see `ShardSource`
-SHARDS_OF_ACTOR = 2  # shards of an actor: one is answered; the next waits, or begins while the first finishes
-CALL_RETRIES = 1  # retries of a call whose process died, for example with its node
+SHARDS_OF_ACTOR = 2  # shards at an actor: one is being answered; the next one waits, or begins while the first finishes
+CALL_RETRIES = 1  # retries of a call whose process died, e.g. with its node
 READ_RETRIES = 20  # retries of a read task whose process died, or whose result was lost with its node
 
 
 class RayData(Backend):
-    """Backend on Ray: on the caller's connection, else the cluster of RAY_ADDRESS, else a local Ray that it starts.
+    """Backend on Ray. Uses the caller's connection, else the cluster in RAY_ADDRESS, else starts a local Ray.
 
-    metrics_port: port at which a local Ray serves metrics; None: any free port. Raises UserError if the port is taken.
+    metrics_port: port on which a local Ray serves metrics; None: a free port. Raises UserError if the port is taken.
     """
 
     starts_workers = True
@@ -66,7 +66,7 @@ class RayData(Backend):
     def call_as_actors(
         self, actors: ActorsConfig, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
     ) -> list[Result]:
-        """See `Hardware`. Raises Died if a process dies."""
+        """Call a function as `Hardware.call_as_actors` does. Raises Died if a process dies."""
         with self.ready(actors):
             remote: Any = ray.remote(num_cpus=actor_cpus(actors), num_gpus=actors.gpus, max_retries=CALL_RETRIES)
             task = remote(function)
@@ -83,7 +83,7 @@ class RayData(Backend):
     def session(self, actors: ActorsConfig, output: str) -> Iterator[RaySession]:
         with self.ready(actors):
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            # the coordinator runs on the driver's node, so that it dies only with the driver
+            # the coordinator runs on the driver's node, so that no other node's death ends it
             handle = ray.remote(num_cpus=0)(Coordinator).options(scheduling_strategy=here).remote()
             try:
                 yield RaySession(cast(Coordinator, RemoteCoordinator(handle)), output, verbose=self.verbose)
@@ -92,14 +92,14 @@ class RayData(Backend):
 
 
 class RaySession:
-    """A session on Ray, see `Session`."""
+    """A `Session` on Ray."""
 
     def __init__(self, coordinator: Coordinator, output: str, *, verbose: bool) -> None:
         self.coordinator, self.worker = coordinator, RayWorker(output)
         self.output, self.verbose = output, verbose
 
     def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
-        """See `Session`. Raises RayError if a task failed after all of its retries."""
+        """Run the stages to their end, see `Session.run`. Raises RayError if a task failed after all retries."""
         batches = _dataset(stages, self.output, verbose=self.verbose)
         with (
             metrics.installed(ray_sink(self.output)),
@@ -112,14 +112,14 @@ class RaySession:
             except ray.exceptions.RayError:
                 if grace.signal is None:
                     raise
-                # a signal to the whole process group has stopped Ray's processes too
+                # the signal went to the whole process group and stopped Ray's processes too
                 raise Interrupted(grace.signal) from None
         if grace.signal is not None:  # shards were left for the next run
             raise Interrupted(grace.signal)
 
 
 def _shards(method: Callable[[], set[int]]) -> Callable[[], set[int]]:
-    """Wrap a method of the coordinator: it returns no shards if the coordinator does not answer."""
+    """Wrap a method of the coordinator. The wrapper returns no shards if the coordinator does not answer."""
 
     def call() -> set[int]:
         try:
@@ -131,12 +131,12 @@ def _shards(method: Callable[[], set[int]]) -> Callable[[], set[int]]:
 
 
 def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
-    """Return the lazy dataset of what the last stage returns. output: label of the workers' metrics."""
+    """Build the lazy dataset that runs all stages. output: the output folder, which labels the workers' metrics."""
     source = ShardSource(stages.read, READ_TASK_ROWS, READ_TASK_BYTES, output)
     actors, place = stages.actors, _place()
-    most = max(2, actors.most * TASKS_OF_ACTOR["gpu" if actors.gpus else "cpu"])  # tasks of a stage at the same time
+    most = max(2, actors.most * TASKS_OF_ACTOR["gpu" if actors.gpus else "cpu"])  # tasks of a stage at once
     with warnings.catch_warnings():
-        # if a task's process dies, Ray Data retries it without limit; only the deprecated max_retries sets a limit
+        # if its process dies, Ray Data retries a task without limit; only the deprecated max_retries sets a limit
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
         batches: Dataset = ray.data.read_datasource(
             source,
@@ -145,14 +145,14 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
             override_num_blocks=1,
             ray_remote_args={"max_retries": READ_RETRIES, **place},
         )
-        context = batches.context  # a copy of the caller's, inherited by the datasets below
-        # with this size each shard becomes a block of its own, and override_num_blocks=1 keeps blocks whole;
-        # `repartition` would need a whole CPU, which another dataset of the cluster may hold
+        context = batches.context  # a copy of the caller's context; the datasets below inherit it
+        # this size makes each shard a block of its own, and override_num_blocks=1 keeps blocks whole; `repartition`
+        # would need a whole CPU, but another dataset of the cluster may hold all CPUs
         context.target_max_block_size = 1
         context.enable_progress_bars = context.print_on_execution_start = verbose
         scale_for(context.autoscaling_config, stages.calls)
-        context.execution_no_progress_timeout_s = -1  # a slow shard is no failure
-        context.raise_original_map_exception = True  # otherwise an error's last line is "UDF failed" and not the cause
+        context.execution_no_progress_timeout_s = -1  # never fail because a shard is slow
+        context.raise_original_map_exception = True  # so that the last line of an error is the cause, not "UDF failed"
         batches = batches.map_batches(
             exporting(stages.prepare, output),
             batch_size=1,
@@ -173,16 +173,16 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
             batch_format="numpy",
             num_cpus=actor_cpus(actors),
             num_gpus=actors.gpus or None,
-            max_restarts=-1,  # unlimited: the coordinator counts actors that die while they load
+            max_restarts=-1,  # no limit here: the coordinator limits deaths of actors during loading
             max_task_retries=QUARANTINED_RETRIES,
         )
 
 
 class ShardSource(Datasource):
-    """Ray Data source of shards: one block per shard, as `read_blocks` yields them.
+    """Ray Data source that reads shards. Each block is one shard, see `read_blocks`.
 
-    A read task reads consecutive shards of one file. It has at most `task_rows` rows and `task_bytes` bytes, unless a
-    single shard, row group or gzip file has more.
+    A read task reads consecutive shards of one file: at most `task_rows` rows and `task_bytes` bytes, or more if a
+    single shard, row group or gzip file is larger.
     """
 
     def __init__(self, read: Read, task_rows: int, task_bytes: int, output: str) -> None:
@@ -199,7 +199,7 @@ class ShardSource(Datasource):
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
         return [
-            ReadTask(  # must not refer to self, which would be pickled into every task
+            ReadTask(  # must not refer to self, or self would be pickled into every task
                 partial(_read, task, self.output),
                 BlockMetadata(len(task.shards), size_bytes=None, input_files=(task.files[0].url,), exec_stats=None),
             )
@@ -208,21 +208,21 @@ class ShardSource(Datasource):
 
 
 def _read(task: Read, output: str) -> Iterator[pa.Table]:
-    """Read shards, in a worker process."""
+    """Read the shards of a task, in a worker process."""
     metrics.install(ray_sink(output))
     yield from read_blocks(task.files, task.shards, task.schema, task.storage)
 
 
 def scale_for(scaling: AutoscalingConfig, calls: int) -> None:
-    """Scale a pool as if each actor took one call at a time, although actors may take several.
+    """Make a pool scale as if each actor took one call at a time, although actors may take `calls` calls.
 
-    Ray measures by the number of calls how busy an actor is. One shard at work and one waiting keep it fully busy.
+    Ray measures by the number of calls how busy an actor is, but two calls (one waiting) keep it fully busy.
     """
     scaling.actor_pool_util_upscaling_threshold /= calls
     scaling.actor_pool_util_downscaling_threshold /= calls
 
 
 def _place() -> dict[str, Any]:
-    """Return Ray options that keep tasks that ask for no CPUs off nodes without CPUs, such as an idle head node."""
+    """Return Ray options that keep tasks off nodes without CPUs (an idle head node), even if the tasks need no CPUs."""
     without = [node["NodeID"] for node in ray.nodes() if node["Alive"] and not node["Resources"].get("CPU")]
     return {"label_selector": {"ray.io/node-id": f"!in({','.join(without)})"}} if without else {}

@@ -1,10 +1,10 @@
-"""Runs a Ray of one node in a separate session, which signals to the job's process group do not reach.
+"""Runs a one-node Ray in a session of its own, so that signals to the job's process group do not reach Ray.
 
-    python ray_head.py SETTINGS    # arguments of ray.init as JSON; started as the leader of a session
+    python ray_head.py SETTINGS    # SETTINGS: arguments of ray.init as JSON; must be started as a session's leader
 
-Writes one line of JSON to standard output: the address, or why Ray did not start. When the parent process ends for
-any reason, or closes standard input, Ray is shut down, and then all remaining processes of the session are killed.
-Imports nothing of this package, so that it starts fast.
+Writes one line of JSON to standard output: Ray's address, or why Ray did not start. When the parent process ends for
+any reason, or closes this process's standard input, Ray is shut down, and then all other processes of the session are
+killed. This file imports nothing of this package, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, NoReturn
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 POLL_SECONDS = 0.5
-SHUTDOWN_SECONDS = 5.0  # time in which Ray deletes what it has spilled to disk, before its processes are killed
+SHUTDOWN_SECONDS = 5.0  # time for Ray to delete what it has spilled to disk, before its processes are killed
 KILL_SECONDS = 20.0
 
 
 def main() -> None:
-    """Start Ray in a child process, wait until the job or Ray ends, and kill all processes of the session."""
+    """Start Ray in a child process, wait until the job or Ray ends, then kill all other processes of the session."""
     starter = os.getppid()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -43,11 +43,11 @@ def main() -> None:
         time.sleep(0.02)
     kill_session()
     _, status = os.waitpid(ray_process, 0)
-    sys.exit(int(died and status != 0))  # Ray's process exits with 0 if SIGTERM ended it, which is no failure
+    sys.exit(int(died and status != 0))  # status 0: SIGTERM ended Ray's process, which is no failure
 
 
 def run_ray(settings: dict[str, Any]) -> NoReturn:
-    """Run Ray until SIGTERM, and exit with 0. Exit with 1 if Ray does not start, or a process that it needs dies."""
+    """Run Ray until SIGTERM, and exit with 0. Exit with 1 if Ray does not start, or a vital process of Ray dies."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     out = os.fdopen(os.dup(1), "w")
@@ -74,7 +74,7 @@ def run_ray(settings: dict[str, Any]) -> NoReturn:
 
 
 def start(settings: dict[str, Any]) -> None:
-    """Start Ray. If it takes longer than its fixed limit of 30 s, as on a busy machine, start it once more."""
+    """Start Ray. If this takes longer than Ray's fixed limit of 30 s, as on a busy machine, start it once more."""
     import psutil
     import ray
 
@@ -92,12 +92,12 @@ def start(settings: dict[str, Any]) -> None:
 
 
 def ended(child: int) -> bool:
-    """Tell whether a child process has ended, without collecting its status."""
+    """Return whether a child process has ended, without reaping it."""
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def kill_session() -> None:
-    """Kill the other processes of this session, until none is left."""
+    """Kill the other processes of this session until none is left, for at most `KILL_SECONDS`."""
     deadline = time.monotonic() + KILL_SECONDS
     while (others := processes_of_session()) and time.monotonic() < deadline:
         for process in others:

@@ -1,4 +1,4 @@
-"""Connects a job to Ray: a local Ray on the loopback that it starts, or the cluster in which it runs."""
+"""Connects a job to Ray: to a running cluster, or to a local Ray that it starts on the loopback."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ WAIT_LINE_SECONDS = 10.0
 HEAD = Path(__file__).with_name("ray_head.py")
 END_SECONDS = 30.0  # time limit for a local Ray to end
 LOOPBACK = "127.0.0.1"
-# environment variable: if it is 0 when Ray is imported, Ray listens on the loopback and keeps that address
+# name of an environment variable: if it is 0 when Ray is imported, Ray listens only on the loopback
 ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 class _Connection:
-    """The only connection of this process to Ray, which jobs in several threads share.
+    """The only connection of this process to Ray. Jobs in several threads share it.
 
-    The first user connects, unless the process is connected already; the last user disconnects. head: process of a
+    The first job connects, unless the process is connected already, and the last job disconnects. head: process of a
     local Ray.
     """
 
@@ -69,7 +69,7 @@ class _Connection:
                 self._close()
 
     def _open(self, verbose: bool, metrics_port: int | None) -> None:
-        levels: dict[logging.Logger | logging.Handler, int] = {}  # previous levels, which are restored
+        levels: dict[logging.Logger | logging.Handler, int] = {}  # previous levels, to be restored
         self.undo.callback(lambda: [one.setLevel(level) for one, level in levels.items()])
         _set_levels(levels, verbose)
         if not ray.is_initialized():
@@ -82,7 +82,7 @@ class _Connection:
                     threading.Thread(target=_announce_death, args=(self.head,), daemon=True).start()
                 self.undo.callback(ray.shutdown)
                 _connect(address, verbose)
-        _set_levels(levels, verbose)  # levels of the handlers that Ray has added
+        _set_levels(levels, verbose)  # again, for the handlers that Ray has added
 
     def _close(self) -> None:
         with shielded():
@@ -91,7 +91,7 @@ class _Connection:
 
 
 def _set_levels(levels: dict[logging.Logger | logging.Handler, int], verbose: bool) -> None:
-    """Make Ray quiet, because the job reports errors itself; store the previous levels."""
+    """Make Ray quiet, because the job reports errors itself. Store the previous levels in `levels`."""
     quiet: dict[logging.Logger | logging.Handler, int] = {logging.getLogger("ray"): logging.ERROR}
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray."):
@@ -105,18 +105,18 @@ _connection = _Connection()
 
 
 def is_own_ray() -> bool:
-    """Tell whether jobs run on a local Ray that is, or will be, started for them."""
+    """Return whether jobs run on a local Ray that this process starts or has started."""
     return _connection.head is not None or not (ray.is_initialized() or os.environ.get("RAY_ADDRESS"))
 
 
 def on_cluster() -> bool:
-    """Tell whether the job's actors may run on other nodes than this one."""
+    """Return whether the job's actors may run on other nodes."""
     several = ray.is_initialized() and sum(bool(node["Alive"]) for node in ray.nodes()) > 1
     return several or bool(os.environ.get("RAY_ADDRESS"))
 
 
 def actor_cpus(actors: ActorsConfig) -> float:
-    """Return an actor's logical CPUs: `actors.cpus`, or its threads (on a local Ray at most an even share of CPUs)."""
+    """Return an actor's logical CPUs: `actors.cpus` or its threads. On a local Ray, at most an even share of CPUs."""
     if actors.cpus is not None:
         return actors.cpus
     cpus = float(actors.threads or 1)
@@ -126,7 +126,7 @@ def actor_cpus(actors: ActorsConfig) -> float:
 
 
 def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:
-    """Wait as `wait_for_nodes`; return the lowest CPU count and memory bytes of nodes with CPUs, and their number."""
+    """Wait like `wait_for_nodes`. Among nodes with CPUs, return lowest CPU count, lowest memory bytes, and number."""
     with connected(verbose=False):
         wait_for_nodes(actors)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
@@ -134,9 +134,9 @@ def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:
 
 
 def check_metrics_port(port: int) -> None:
-    """Raise UserError if a local Ray could not serve metrics at this port."""
+    """Raise UserError if a local Ray cannot serve metrics on this port."""
     if not is_own_ray():
-        raise UserError("--metrics-port is for a Ray of the job's own; the nodes of a cluster have ports of their own")
+        raise UserError("--metrics-port is only for a local Ray; each node of a cluster has its own port")
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except (OSError, OverflowError) as error:
@@ -145,7 +145,7 @@ def check_metrics_port(port: int) -> None:
 
 @contextmanager
 def connected(verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
-    """Connect to Ray for the block: keep the caller's connection, else use RAY_ADDRESS, else start a local Ray.
+    """Connect to Ray within the block: keep the caller's connection, else use RAY_ADDRESS, else start a local Ray.
 
     Log levels and signal handlers are restored afterwards.
     """
@@ -158,14 +158,14 @@ def connected(verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def ray_session(actors: ActorsConfig, verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
-    """Connect as `connected` does, and wait until the actors fit. Raises UserError if they can never be placed."""
+    """Connect like `connected`, and wait until the actors fit. Raises UserError if they can never be placed."""
     with connected(verbose, metrics_port):
         wait_for_nodes(actors)
         yield
 
 
 def wait_for_nodes(actors: ActorsConfig) -> None:
-    """Wait until the minimum number of actors fits the cluster.
+    """Wait until the cluster has room for the minimum number of actors.
 
     Raises UserError if a local Ray is too small, or the cluster has not grown within `actors.wait_seconds`.
     """
@@ -177,7 +177,7 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
         raise UserError(f"actors: {problem}")
     log.warning("waiting for the cluster to grow: %s", problem)
     bundle = {"CPU": actor_cpus(actors), **({"GPU": actors.gpus} if actors.gpus else {})}
-    # the group makes an autoscaler add nodes; `request_resources` would replace the request of another job
+    # the group makes an autoscaler add nodes; `request_resources` would replace other jobs' requests
     group = placement_group([bundle] * (actors.min or actors.most))
     try:
         while problem:
@@ -198,7 +198,7 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
 
 
 def placement_problem(actors: ActorsConfig, resources: dict[str, float]) -> str:
-    """Return why the minimum number of actors does not fit `resources`; "" if it fits. Other tasks need no CPUs."""
+    """Return why the minimum number of actors does not fit `resources`; "" if it does. Other tasks need no CPUs."""
     least = actors.min or actors.most
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     if least * actor_cpus(actors) > cpus:
@@ -214,20 +214,20 @@ def placement_problem(actors: ActorsConfig, resources: dict[str, float]) -> str:
 
 
 def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str]:
-    """Begin to start a local Ray, which ends when its standard input is closed or this process ends."""
+    """Start the process of a local Ray. Ray ends when the process's standard input is closed, or this process ends."""
     if ray.util.get_node_ip_address() != LOOPBACK:
         raise RuntimeError(
-            f"Ray was imported without {ON_LOOPBACK}, which keeps it on this machine: set it, or call ray.init first"
+            f"Ray was imported without {ON_LOOPBACK}=0, which keeps Ray on this machine: set it, or call ray.init first"
         )
     settings = {
         "address": "local",
         "include_dashboard": False,
-        "log_to_driver": False,  # the job's own connection shows what its workers print
+        "log_to_driver": False,  # the job's connection shows what workers print
         "num_cpus": process_cpus(),
         "object_store_memory": min(OBJECT_STORE_BYTES, process_memory() // 4),
         "_node_ip_address": LOOPBACK,
         "_metrics_export_port": metrics_port,
-        # by default Ray ends a worker that is idle for 1 s, but shards come later; a new one takes 2 s of CPU time
+        # by default Ray ends a worker after 1 s without work, but shards come later; a new worker takes 2 s of CPU time
         "_system_config": {"idle_worker_killing_time_threshold_ms": IDLE_SECONDS * 1000},
     }
     return subprocess.Popen(
@@ -241,7 +241,7 @@ def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str
 
 
 def _address(head: subprocess.Popen[str]) -> str:
-    """Wait for the address of the local Ray. Raises RaySystemError if it does not start."""
+    """Wait for the address of a local Ray. Raises RaySystemError if Ray does not start."""
     assert head.stdout is not None
     line = head.stdout.readline()
     values = json.loads(line) if line else {"error": "its process was killed"}
@@ -251,15 +251,15 @@ def _address(head: subprocess.Popen[str]) -> str:
 
 
 def _announce_death(head: subprocess.Popen[str]) -> None:
-    """Print that the local Ray has died. Some seconds later Ray's C++ code ends this process without a message."""
+    """Wait, and print a message if the local Ray dies. Ray's C++ code silently ends this process some seconds later."""
     if head.wait() != 0:
         announce(
-            "the job's Ray has died: see memory and kernel log of this machine; run the same command again to resume"
+            "the job's Ray has died: check this machine's memory and kernel log; run the same command again to resume"
         )
 
 
 def _end(head: subprocess.Popen[str]) -> None:
-    """End a local Ray with all of its processes."""
+    """End a local Ray and all of its processes."""
     assert head.stdin is not None and head.stdout is not None
     head.stdin.close()
     try:
@@ -270,9 +270,9 @@ def _end(head: subprocess.Popen[str]) -> None:
 
 
 def _connect(address: str, verbose: bool) -> None:
-    """Connect to the Ray at an address."""
-    command: Any = sys.modules.get("skipdecode")  # set if this process is the command, not a program that imports it
-    on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init installs a handler of its own
+    """Connect to Ray at an address."""
+    command: Any = sys.modules.get("skipdecode")  # None if another program has imported this package
+    on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init replaces this handler
     try:
         with _quiet_start() if QUIET in os.environ else nullcontext():
             ray.init(
@@ -291,14 +291,14 @@ def _connect(address: str, verbose: bool) -> None:
 
 
 def _start_error(error: Exception, address: str) -> Exception:
-    """Return the error to raise in place of the error of `ray.init`."""
+    """Return the error to raise instead of `error`, which `ray.init` has raised."""
     no_token = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
     if isinstance(error, ray.exceptions.AuthenticationError) or (no_token and _accepts(address)):
         return ConnectionError(
             f"Ray at {address} runs but refuses this client: if the cluster uses tokens, set RAY_AUTH_MODE=token, and "
             "RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node"
         )
-    if type(error) in (Exception, RuntimeError):  # Ray raises these types when its processes do not answer
+    if type(error) in (Exception, RuntimeError):  # Ray raises these two types when its processes do not answer
         return ray.exceptions.RaySystemError(f"Ray did not start: {flat(error)}")
     return error
 
@@ -313,9 +313,9 @@ def _accepts(address: str) -> bool:
 
 @contextmanager
 def _quiet_start() -> Iterator[None]:
-    """Drop what Ray's C++ code writes to standard error until it obeys the log level in `QUIET`.
+    """Drop what Ray's C++ code writes to standard error before it reads its log level from the variable `QUIET`.
 
-    The command line sets that variable unless --verbose is given. In other programs nothing is dropped.
+    The command line sets the variable unless --verbose is given. In other programs nothing is dropped.
     """
     kept = os.dup(2)
     try:

@@ -1,4 +1,4 @@
-"""Gives worker processes access to Ray: to the run's coordinator, actor and node ids, and metrics."""
+"""Gives worker processes what they need of Ray: the run's coordinator, actor and node ids, and metrics."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.stage import Worker
 from pipeline.metrics import METRICS
 
-PREFIX = "skipdecode_"  # start of a metric's name; Ray puts ray_ before it, and _total after a counter's name
-ANSWER_SECONDS = 5.0  # time limit for an answer of the coordinator to the driver
+PREFIX = "skipdecode_"  # prefix of metric names; Ray adds ray_ before it, and _total after a counter's name
+ANSWER_SECONDS = 5.0  # time limit for the coordinator to answer the driver
 
 
 def ray_sink(output: str) -> metrics.Sink:
-    """Return a sink that exports metrics through Ray. output: the job's output folder, the label of all metrics."""
+    """Return a sink that exports metrics through Ray. output: the job's output folder, which labels all metrics."""
 
     def sink(name: str, amount: float, part: metrics.Part | None) -> None:
         tags = {"output": output, **({} if part is None else {"part": part})}
@@ -40,13 +40,13 @@ def _metric(name: str) -> Any:
 
 
 class RemoteCoordinator:
-    """Calls the methods of the `Coordinator` actor from any process of the run."""
+    """Calls methods of the `Coordinator` actor, from any process of the run."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a method of the actor. Those that the driver calls raise RayError, or TimeoutError after 5 s."""
+        """Return a method of the actor. Methods that the driver calls raise RayError, or TimeoutError after 5 s."""
         if name not in vars(Coordinator):
             raise AttributeError(name)
         seconds = ANSWER_SECONDS if name in ("stop", "working", "read") else None
@@ -66,11 +66,11 @@ class RayWorker(Worker):
         return actor
 
     def node(self) -> str:
-        """Return the host's name and the start of the Ray node's id, because several nodes may share a host name."""
+        """Return the host's name and the start of the Ray node's id. Several nodes may have the same host name."""
         return f"{socket.gethostname()} {ray.get_runtime_context().get_node_id()[:8]}"
 
     def attempt(self) -> int:
-        """Return 2 after a restart, else 1: Ray does not count attempts."""
+        """Return 2 after any restart, else 1, because Ray does not count restarts."""
         return 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)
 
     def export_metrics(self) -> None:
@@ -78,7 +78,7 @@ class RayWorker(Worker):
 
 
 def exporting(function: partial[Any], output: str) -> Callable[[Any], Any]:
-    """Wrap a stage's function so that its worker process exports metrics. Ray shows the function's own name."""
+    """Wrap a stage's function so that its worker process exports metrics. Keep the name, which Ray shows."""
 
     def call(batch: Any) -> Any:
         metrics.install(ray_sink(output))

@@ -1,6 +1,6 @@
 """Describes a job's stages and the backends that can run them. Imports no ray.
 
-read ──> prepare ──> generate        stages pass on batches of one shard
+read ──> prepare ──> generate        each stage passes batches of one shard to the next
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pipeline.prepare.stage import prepare
 from pipeline.runtime.quarantine import STAGE_NAMES, Quarantine
 from pipeline.storage.folder import Folder
 
-QUARANTINED_RETRIES = 1000  # retries of a prepare task or an actor's call; many, because `Quarantine` limits deaths
+QUARANTINED_RETRIES = 1000  # retries of a prepare task or an actor call; many, because `Quarantine` limits deaths
 
 
 @dataclass(frozen=True)
 class Read:
-    """What read tasks need: the shards, their files, the job's schema and storage settings."""
+    """What read tasks need: shards, the files of the shards, the job's schema and its storage settings."""
 
     shards: Sequence[Shard]
     files: Sequence[InputFile]
@@ -42,24 +42,24 @@ class Read:
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a run."""
+    """The stages of a run, with their arguments."""
 
     read: Read  # the shards to answer
-    prepare: partial[Any]  # function that is called with each batch
-    generator: Callable[..., Callable[[Any], Any]]  # class that an actor constructs once and calls with each batch
+    prepare: partial[Any]  # function that prepares a batch
+    generator: Callable[..., Callable[[Any], Any]]  # class; an actor has one instance, and calls it for each batch
     arguments: Mapping[str, Any]  # arguments of `generator`
     actors: ActorsConfig
-    calls: int  # number of batches that an actor takes at once, each in a separate thread
+    calls: int  # number of batches that an actor takes at once, each in its own thread
 
 
 class Session(Protocol):
-    """A running backend: everything that stages need while they are built and run."""
+    """A running backend, with everything that stages need while they are built and run."""
 
     coordinator: Coordinator
     worker: Worker
 
     def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
-        """Run the stages to their end. After a signal, give shards at work `grace_seconds` and raise Interrupted."""
+        """Run the stages to their end. After a signal, give shards at work `grace_seconds`, then raise Interrupted."""
         ...
 
 
@@ -69,18 +69,18 @@ class Backend(Hardware):
     starts_workers = False
 
     def ready(self, actors: ActorsConfig) -> AbstractContextManager[None]:
-        """Start what `call_as_actor` and `session` run on, once for all of these calls within the block."""
+        """Start what `call_as_actor` and `session` need. Within the block, these calls do not start it again."""
         return nullcontext()
 
     def session(self, actors: ActorsConfig, output: str) -> AbstractContextManager[Session]:
-        """Start what stages run on. output: label of metrics. Raises UserError if actors can never be placed."""
+        """Start what stages need. output: label of the metrics. Raises UserError if the actors can never be placed."""
         raise NotImplementedError
 
 
 def job_stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Session) -> Stages:
-    """Return the stages of a run over these shards."""
+    """Return the stages of a run that answers `shards`."""
     config, manifest, coordinator, run = job.config, job.manifest, session.coordinator, uuid.uuid4().hex
-    # an actor may begin a shard while the last rows of the shard before still run; the generator decides when
+    # `may_join`: an actor may begin a shard while the last rows of the previous one run; the generator decides when
     promises_bytes = config.model.dtype == "float32" and config.model.engine != "vllm"
     may_join = manifest.batching.scheduler == "refill" and not promises_bytes
     preparing, generating = (Quarantine(folder, run, config.attempts, stage) for stage in STAGE_NAMES)

@@ -341,20 +341,20 @@ def test_scales_that_do_not_fit_are_refused(made: Callable[..., Path], kind: Kin
             load_decoder(folder, torch.bfloat16, CPU)
         assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
 
-    refused(f"no weight_scale for the 8 bits of {name}$", **{f"{name}.weight_scale": None})
+    refused(f"no weight_scale for the 8-bit weight of {name}$", **{f"{name}.weight_scale": None})
     refused(
         rf"weight_scale of {name} has shape \[3, 1\], and its weight \[64, 32\]",
         **{f"{name}.weight_scale": torch.ones(3, 1)},
     )
-    refused("of model.norm, whose weight does not have 8 bits$", **{"model.norm.weight_scale": torch.ones(1)})
-    refused(f"of {name}, whose weight does not have 8 bits$", **{f"{name}.weight": torch.ones(64, 32)})
+    refused("model.norm has a weight_scale, but .* not have 8 bits$", **{"model.norm.weight_scale": torch.ones(1)})
+    refused(f"{name} has a weight_scale, but .* not have 8 bits$", **{f"{name}.weight": torch.ones(64, 32)})
     other = {f"{name}.weight": torch.ones(64, 32).to(torch.float8_e4m3fn if kind == "int8" else torch.int8)}
     refused(rf"the weight of {name} is (I8|F8_E4M3), and config.json says {kind}$", **other)
     table = {
         "model.norm.weight": whole[f"{name}.weight"][:32, 0].contiguous(),
         "model.norm.weight_scale": torch.ones(1),
     }
-    refused("which is no linear layer", **table)
+    refused("but is no linear layer", **table)
     points = f"{name}.weight_zero_point"
     refused(f"{points.rpartition('.')[2]} of {name} is not zero, and .* symmetric$", **{points: torch.ones(64, 1)})
     refused(r"weight_zero_point \[3, 1\]$", **{points: torch.ones(3, 1)})

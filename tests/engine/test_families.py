@@ -144,7 +144,7 @@ def test_rows_end_before_a_rotary_type_turns_earlier_keys_anew(name: str, change
         ("qwen3", {"layer_types": ["chunked_attention"] * 32}, "'qwen3': layer_types has 'chunked_attention'"),
         ("llama", {"layer_types": ["linear_attention"] * 32}, "'llama': layer_types has 'linear_attention'"),
         ("llama", {"layer_types": ["sliding_attention"] * 32}, "'llama': .*sliding_attention.* sliding_window is null"),
-        ("mistral", {"layer_types": ["full_attention"] * 32}, "'mistral': .* and the library uses sliding_window for"),
+        ("mistral", {"layer_types": ["full_attention"] * 32}, "'mistral': .* but transformers uses sliding_window for"),
         ("llama", {"hidden_act": "snake"}, "'llama': hidden_act = 'snake': supported: silu, "),
         ("gpt2", {"activation_function": "snake"}, "'gpt2': activation_function = 'snake': supported: silu, "),
         ("gemma2", {"hidden_activation": "snake"}, "'gemma2': hidden_activation = 'snake'"),

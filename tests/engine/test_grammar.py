@@ -165,7 +165,7 @@ def test_a_whole_answer_is_valid_and_one_that_is_cut_off_an_error_with_its_text(
                 assert answer.finish_reason == "stop"
                 whole += 1
             else:
-                message = f"json_schema: cut off after {limit} tokens, before its end: raise max_new_tokens"
+                message = f"json_schema: the answer was cut off after {limit} tokens: raise max_new_tokens"
                 assert (answer.finish_reason, answer.error) == ("length", message)
                 assert answer.generated_text.startswith("{") and answer.generated_tokens == limit
                 cut += 1
@@ -372,7 +372,7 @@ def test_an_answer_that_is_cut_off_in_white_space_says_so(checkpoint: Path) -> N
     errors = [make(checkpoint, output_format=form).answer([Prompt([5], "f", 0)])[0].error for form in forms]
     assert "regex: cut off after 63 tokens: all of its text is white space" in str(errors[0])
     assert "regex: cut off after 63 tokens: most of its text is white space" in str(errors[1])
-    assert errors[2] == "regex: cut off after 63 tokens, before its end: raise max_new_tokens"
+    assert errors[2] == "regex: the answer was cut off after 63 tokens: raise max_new_tokens"
 
 
 def test_settings_that_do_not_go_with_a_form(checkpoint: Path, pair: list[Generator]) -> None:
@@ -389,5 +389,5 @@ def test_settings_that_do_not_go_with_a_form(checkpoint: Path, pair: list[Genera
     for error, one in zip(errors, given, strict=False):
         assert error == f"output_format does not go with sampling.{next(iter(one))}: the format alone ends the answer"
     assert str(errors[4]).startswith(
-        'json_schema: Unimplemented keys: ["not"]: no grammar holds this; leave it out, or'
+        'json_schema: Unimplemented keys: ["not"]: no grammar can express this; leave it out, or'
     )

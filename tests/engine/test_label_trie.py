@@ -118,7 +118,7 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
         ([], END, "no choices"),
         ([(5,), ()], END, "choice 1 has no tokens"),
         ([(5,), (5, END)], END, "choice 1 holds the token that ends an answer"),
-        ([(5, 6), (7,), (5, 6)], END, "choices 0 and 2 are the same tokens"),
+        ([(5, 6), (7,), (5, 6)], END, "choices 0 and 2 have the same tokens"),
         ([(5, 6), (5,)], None, "choice 1 is the beginning of another, and the model has no end token"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -128,5 +128,5 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
 def test_choices_that_do_not_fit_the_context_are_refused(llama: Decoder) -> None:
     engine = Engine(llama, SCHEDULE, {END})
     assert bound([3] * 61).new_tokens_limit(engine.decoder.context_length) == 3
-    with pytest.raises(ValueError, match="choices of up to 3 tokens; the context leaves 2"):
+    with pytest.raises(ValueError, match="choices have up to 3 tokens, but the context has room for only 2"):
         bound([3] * 62).new_tokens_limit(engine.decoder.context_length)

@@ -65,7 +65,7 @@ def test_a_speed_above_the_trained_ones_is_refused_with_the_largest_of_them(chec
         return str(caught.value)
 
     with pytest.raises(
-        UserError, match=r"m is not adapted to it \(it has no skipdecode.json\).*run `skipdecode adapt J"
+        UserError, match=r"m is not adapted to this schedule \(it has no skipdecode.json\).*run `skipdecode adapt J"
     ):
         inspect(checkpoint).adapted_schedule({"speedup": 2.0}, "m", "set it")  # before it asks for a horizon
     spec = ScheduleSpec(speedup=2, horizon=9)
@@ -134,7 +134,7 @@ def test_a_quantized_checkpoint_is_refused_by_name(checkpoint: Path, entry: dict
 def test_one_file_of_a_checkpoint_is_refused(checkpoint: Path) -> None:
     with pytest.raises(UserError, match=rf": one file of a checkpoint; give its folder, {checkpoint}$"):
         inspect(checkpoint / "model.safetensors")
-    with pytest.raises(UserError, match=r"^m/model.gguf: GGUF is not run; .*skipdecode convert m/model.gguf FOLDER"):
+    with pytest.raises(UserError, match=r"^m/model.gguf: GGUF cannot be run; .*skipdecode convert m/model.gguf FOLDER"):
         inspect("m/model.gguf")
     with pytest.raises(UserError, match=r"config.json: a file; give the folder of a checkpoint$"):
         inspect(checkpoint / "config.json")
@@ -171,7 +171,7 @@ def test_a_horizon_that_no_answer_has_is_refused(checkpoint: Path) -> None:
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "skipdecode.json"])
 def test_json_nested_too_deeply_is_refused_in_one_line(checkpoint: Path, name: str) -> None:
     (checkpoint / name).write_text("[" * 100_000)
-    with pytest.raises(UserError, match=rf"^{checkpoint}/{name}: no JSON file of a checkpoint is nested so deeply$"):
+    with pytest.raises(UserError, match=rf"^{checkpoint}/{name}: JSON is nested too deeply for a checkpoint's file$"):
         inspect(checkpoint)
 
 

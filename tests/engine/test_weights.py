@@ -159,14 +159,14 @@ def test_a_tensor_of_two_files_is_refused(tmp_path: Path) -> None:
             "llama",
             "model.layers.1.mlp.up_proj.weight",
             (60, 32),
-            "has shape [60, 32], and a model of config.json [64, 32]",
+            "has shape [60, 32], but config.json needs [64, 32]",
         ),
-        ("llama", "model.embed_tokens.weight", (99, 32), "has shape [99, 32], and a model of config.json [97, 32]"),
+        ("llama", "model.embed_tokens.weight", (99, 32), "has shape [99, 32], but config.json needs [97, 32]"),
         (
             "llama",
             "model.layers.6.mlp.up_proj.weight",
             (64, 32),
-            "is of layer 6, counted from 0, and config.json has num",
+            "is of layer 6, counted from 0, but config.json has num",
         ),
         ("gpt2", "transformer.h.9.mlp.c_fc.bias", (128,), "is of layer 9, counted from 0"),
         (

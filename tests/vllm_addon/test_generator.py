@@ -134,10 +134,10 @@ def test_logprobs_are_those_of_the_model(generator: Generator) -> None:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"sampling": {"temperature": 3}}, "temperature = 3: engine vllm has at most 2"),
+        ({"sampling": {"temperature": 3}}, "temperature = 3: engine vllm allows at most 2"),
         (
             {"sampling": {"logprobs": 1}, "choices": ["French", "cheap"]},
-            "engine vllm has no log-probabilities beside choices or output_format",
+            "engine vllm cannot combine log-probabilities with choices or output_format",
         ),
     ],
 )

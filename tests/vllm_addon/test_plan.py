@@ -128,5 +128,5 @@ def test_an_unknown_field_with_a_value_is_refused() -> None:
     assert cut_metadata(common, subset, ends).num_reqs == 1
     with pytest.raises(NotImplementedError, match=r"CommonAttentionMetadata\.from_the_future is set"):
         cut_metadata(replace(common, from_the_future=torch.zeros(2)), subset, ends)
-    with pytest.raises(NotImplementedError, match="causal is set by request"):
+    with pytest.raises(NotImplementedError, match="causal is set for each request"):
         cut_metadata(replace(common, causal=torch.ones(2)), subset, ends)

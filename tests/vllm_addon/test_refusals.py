@@ -64,7 +64,7 @@ def test_settings_that_skipping_breaks_are_refused_by_name(
 @pytest.mark.parametrize("version", ["0.33.0", "0.31.2", "1.32.0", "0.320.0"])
 def test_another_minor_version_of_vllm_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
-    with pytest.raises(UserError, match=rf"vLLM {version} is installed, and 0\.32 is tested"):
+    with pytest.raises(UserError, match=rf"vLLM {version} is installed, but 0\.32 is needed"):
         worker.refuse_unsupported(config)
 
 
@@ -80,7 +80,7 @@ def test_layers_and_attention_that_are_not_known_are_refused() -> None:
             return hidden_states
 
     skipper = LayerSkipper(ScheduleSpec(speedup=2, horizon=4).build(1), {}, lambda common: common)
-    with pytest.raises(UserError, match=r"layer 0 takes \(positions, hidden_states, per_layer_input\), which is not"):
+    with pytest.raises(UserError, match=r"layer 0 takes the arguments positions, hidden_states, per_layer_input; supp"):
         skipper.wrap([Layer()])
     with pytest.raises(UserError, match="attention by SimpleNamespace is not supported"):
         skipper.watch(SimpleNamespace(requires_block_table_width=True))

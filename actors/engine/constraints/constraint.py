@@ -1,7 +1,7 @@
-"""The interface between an answer format (labels, a grammar) and the sampling of tokens.
+"""The interface between an answer format (a list of labels, or a grammar) and the sampling of tokens.
 
-A constraint is compiled once and shared by rows; each row follows it with its own `AllowedTokens`. Sampling asks which
-tokens may come next and excludes all others from the logits, no matter which layers computed the logits.
+A constraint is compiled once and shared by rows. Each row has its own `AllowedTokens`, which tracks the row's progress.
+Sampling asks it which tokens may come next, and excludes all other tokens, whichever layers computed the logits.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Bits: TypeAlias = "NDArray[np.int32]"  # [words_of(V)], bit t % 32 of word t // 
 
 
 def words_of(vocabulary: int) -> int:
-    """Return the number of 32-bit words of a mask with a bit for each token."""
+    """Return how many 32-bit words a mask with one bit per token needs."""
     return (vocabulary + 31) // 32
 
 
 class AllowedTokens(Protocol):
-    """How far one row's tokens have got in its constraint.
+    """The progress of one row's answer through its constraint (answer format).
 
-    scored: whether log-probabilities among the allowed tokens are needed. label: index of the label that
-    the answer is; None until it is decided, and for a grammar. error: why no further token is allowed, or None.
+    scored: whether log-probabilities among the allowed tokens are needed. label: index of the label that the row has
+    chosen; None until the choice is certain, and for a grammar. error: why the row cannot continue; None if it can.
     """
 
     @property
@@ -38,22 +38,22 @@ class AllowedTokens(Protocol):
     def error(self) -> str | None: ...
 
     def allows(self, token: int) -> bool:
-        """Return whether `token` may come next; usually faster than a mask."""
+        """Return whether `token` may come next. This is usually faster than `write`."""
 
     def write(self, bits: Bits) -> None:
-        """Set the mask's bits of the tokens that may come next, and clear all others."""
+        """Set the bits of all tokens that may come next, and clear all other bits."""
 
     def advance(self, token: int) -> bool:
-        """Record an allowed token; return whether the answer ends with it, because everything after it is certain."""
+        """Record an allowed token. Return whether the row ends here, because nothing else can follow."""
 
     def is_complete(self) -> bool:
-        """Return whether the tokens so far are a whole answer."""
+        """Return whether the tokens so far are a complete answer."""
 
 
 class Constraint(Protocol):
-    """A compiled answer format, shared by all rows that have it.
+    """A compiled answer format, shared by all rows that must follow it.
 
-    name: the job file's key that sets the format. most_tokens: tokens of the longest answer; None if unlimited.
+    name: key of the job file that sets the format. most_tokens: maximum number of tokens in an answer; None: no limit.
     """
 
     @property
@@ -63,7 +63,7 @@ class Constraint(Protocol):
     def most_tokens(self) -> int | None: ...
 
     def begin(self) -> AllowedTokens:
-        """Return the state before the first token."""
+        """Return the state of a row before its first token."""
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:
-        """Return the text of an answer's tokens without the end token. label: see `AllowedTokens`."""
+        """Return the text of an answer, given its tokens without the end token. label: see `AllowedTokens`."""

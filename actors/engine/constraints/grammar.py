@@ -1,8 +1,8 @@
-"""Restricts answers to a JSON Schema, a regular expression or a grammar: llguidance gives the allowed tokens.
+"""Restricts answers to a JSON Schema, a regular expression or a grammar, with the library llguidance.
 
-https://github.com/guidance-ai/llguidance. A format is compiled once; each row follows it with its own matcher, a
-copy of the compiled one. A row ends as soon as nothing can follow. Where its answer may either end or continue, the
-tokens that end an answer are allowed too.
+https://github.com/guidance-ai/llguidance computes the allowed tokens. A format is compiled once to a matcher, and each
+row gets a copy of the matcher. A row ends when nothing can follow. Where an answer may either end or continue, the end
+tokens are allowed too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GrammarCompiler:
         stop_ids: Tokens that end an answer, at least one.
 
     Raises:
-        UserError: The bytes of the tokenizer's tokens are unknown, or the model has no end token.
+        UserError: The tokenizer does not tell its tokens' bytes, or the model has no end token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: Collection[int]) -> None:
@@ -49,11 +49,11 @@ class GrammarCompiler:
             raise UserError(f"output_format: this tokenizer is not supported: {flat(error)}") from None
 
     def compile(self, form: OutputFormat) -> Grammar:
-        """Return the format as a constraint. Raises UserError if it is wrong or not supported."""
+        """Compile an answer format to a constraint. Raises UserError if the format is wrong or not supported."""
         from llguidance import LLMatcher, LLParserLimits
 
         form.check()
-        limits = LLParserLimits(verbose_errors=False)  # otherwise a row's error message contains the parser's state
+        limits = LLParserLimits(verbose_errors=False)  # verbose error messages would contain the parser's state
         matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(form.lark()), log_level=0, limits=limits)
         if matcher.is_error():
             raise UserError(f"{form.kind}: {flat(matcher.get_error())}")
@@ -61,7 +61,7 @@ class GrammarCompiler:
 
 
 class Grammar:
-    """A compiled grammar of one output format; see `Constraint` for the methods."""
+    """A compiled answer format; see `Constraint` for the methods."""
 
     most_tokens = None
 
@@ -75,12 +75,12 @@ class Grammar:
         return GrammarProgress(self._matcher.deep_copy(), self.stop_ids)
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:
-        """Return the text of `tokens`; bytes of a character that was cut off become U+FFFD."""
+        """Return the text of `tokens`. An incomplete character at the end becomes U+FFFD."""
         return bytes(self._tokenizer.decode_bytes(list(tokens))).decode(errors="replace")
 
 
 class GrammarProgress:
-    """The state of a row's matcher; see `AllowedTokens`."""
+    """The progress of one row's answer through its grammar; see `AllowedTokens` for the methods."""
 
     scored = False
     label = None

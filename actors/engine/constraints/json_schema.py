@@ -1,7 +1,7 @@
-"""Turns JSON Schemas into schemas that llguidance supports, and checks the rest after generation.
+"""Converts JSON Schemas to schemas that llguidance supports, and validates finished answers.
 
-llguidance refuses keys that no grammar can express, and most uses of `oneOf`. A `oneOf` whose branches exclude each
-other, by the value of a property (a discriminator) or by their types, is replaced by an `anyOf`.
+llguidance refuses keys that no grammar can express, and most uses of `oneOf`. If the branches of a `oneOf` exclude each
+other by the value of a property (a discriminator) or by their types, the `oneOf` is replaced by an `anyOf`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NOT_IN_GRAMMARS = (
     *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "not", "if", "then", "else"),
     *("$dynamicRef", "$recursiveRef"),
 )
-OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # hold objects of schemas
+OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # objects name -> schema
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SCHEMAS = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
 TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
@@ -27,14 +27,13 @@ Schema = dict[str, Any]
 
 
 def for_grammar(schema: Schema, *, after: bool) -> Schema:
-    """Return the schema with each `oneOf` replaced by an `anyOf` that means the same.
+    """Return the schema with an equivalent `anyOf` in place of each `oneOf`.
 
-    Args:
-        after: whether `problem` checks the answers afterwards. Then keys that no grammar can express are left out,
-            and branches of `oneOf` may overlap.
+    after: whether `problem` checks the finished answers. If so, keys that no grammar can express are left out, and
+        branches of a `oneOf` may overlap.
 
     Raises:
-        UserError: the branches of a `oneOf` do not exclude each other; the message says where it is.
+        UserError: the branches of a `oneOf` do not exclude each other. The message gives its place in the schema.
     """
     no_patterns = after and overlap(schema) is not None
     held: Schema = _mapped(
@@ -44,7 +43,7 @@ def for_grammar(schema: Schema, *, after: bool) -> Schema:
 
 
 def _mapped(schema: Any, change: Callable[[Schema, str], Schema], place: str) -> Any:
-    """Apply a change to a schema and to all schemas in it, the inner ones first."""
+    """Apply `change` to `schema` and all schemas inside it, innermost first. place: JSON path of `schema`."""
     if not isinstance(schema, dict):
         return schema
     found = dict(schema)
@@ -60,7 +59,7 @@ def _mapped(schema: Any, change: Callable[[Schema, str], Schema], place: str) ->
 
 
 def _held(schema: Schema, root: Schema, place: str, *, after: bool, no_patterns: bool) -> Schema:
-    """Return a schema in a form that llguidance supports. Its inner schemas are in such a form already."""
+    """Return `schema` in a form that llguidance supports. Schemas inside it have been converted already."""
     branches = schema.get("oneOf")
     if isinstance(branches, list):
         tag = _tag(branches, root)
@@ -77,7 +76,7 @@ def _held(schema: Schema, root: Schema, place: str, *, after: bool, no_patterns:
     if not after:
         return schema
     left_out = {*NOT_IN_GRAMMARS, *(["patternProperties"] if no_patterns else [])}
-    # llguidance counts only required properties
+    # for minProperties and maxProperties, llguidance counts only required properties
     if not set(schema.get("properties", {})) <= set(schema.get("required", ())):
         left_out |= {"minProperties", "maxProperties"}
     return {key: value for key, value in schema.items() if key not in left_out}
@@ -88,7 +87,7 @@ def _required(schema: Any, root: Schema) -> list[str]:
 
 
 def _tag(branches: list[Any], root: Schema) -> str | None:
-    """Return a property whose possible values are different in every branch; None if there is none."""
+    """Return a property (discriminator) with different possible values in every branch; None if there is none."""
     values = [
         {
             name: {json.dumps(value) for value in (one["enum"] if "enum" in one else [one["const"]])}
@@ -109,7 +108,7 @@ def _tag(branches: list[Any], root: Schema) -> str | None:
 
 
 def _types_differ(branches: list[Any], root: Schema) -> bool:
-    """Return whether the branches have no type in common."""
+    """Return whether no two branches have a JSON type in common."""
     seen: set[str] = set()
     for branch in branches:
         kinds = _resolved(branch, root).get("type", [*TYPES])
@@ -121,9 +120,9 @@ def _types_differ(branches: list[Any], root: Schema) -> bool:
 
 
 def _resolved(schema: Any, root: Schema) -> Schema:
-    """Resolve a schema's `$ref`s within `root`. Keys beside a `$ref` are merged into the schema that it names.
+    """Replace a schema's `$ref` by the schema in `root` that it names. Other keys next to the `$ref` are merged in.
 
-    Return {} if the value is not a schema.
+    Return {} if `schema` is not an object or the `$ref` cannot be resolved.
     """
     seen = 0
     while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str) and seen < 100:
@@ -140,9 +139,9 @@ def _resolved(schema: Any, root: Schema) -> Schema:
 
 
 def overlap(schema: Schema) -> str | None:
-    """Return a message if a pattern in `patternProperties` matches a property that has another schema; else None.
+    """Return an error message if a pattern of `patternProperties` matches a property with another schema; else None.
 
-    For such a property llguidance would begin the name but allow no end of it, and the model would write white space.
+    llguidance would let the model begin the name of this property, but never end it.
     """
     found: list[str] = []
 
@@ -167,9 +166,9 @@ def overlap(schema: Schema) -> str | None:
 
 
 def matching(pattern: str, names: list[str]) -> list[str]:
-    """Return the names that a pattern matches; none if it is no pattern, which another check says.
+    """Return the names that `pattern` matches; [] if it is not a valid pattern, which another check reports.
 
-    llguidance matches them, because Python's `re` may backtrack for hours.
+    The matching is done by llguidance, because Python's `re` may backtrack for hours.
     """
     from llguidance import LLMatcher, LLTokenizer
 
@@ -177,7 +176,7 @@ def matching(pattern: str, names: list[str]) -> list[str]:
     if not names:
         return found
     grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)  # a token is a byte
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)  # each byte is a token
     for name in [] if matcher.is_error() else names:
         text = list(json.dumps(name, ensure_ascii=False).encode())
         if matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting():
@@ -187,7 +186,7 @@ def matching(pattern: str, names: list[str]) -> list[str]:
 
 
 def problem(text: str, schema: str) -> str | None:
-    """Return why `text` is not JSON that is valid under `schema` (JSON text); None if it is."""
+    """Return why `text` is not JSON or violates `schema` (JSON text); None if it is valid."""
     from referencing.exceptions import Unresolvable
 
     try:
@@ -203,7 +202,7 @@ def problem(text: str, schema: str) -> str | None:
 
 @lru_cache(256)
 def validator(schema: str) -> Any:
-    """Return the validator for `schema` (JSON text). Raises UserError if it is not a schema."""
+    """Return a validator for `schema` (JSON text). Raises UserError if `schema` is not a JSON Schema."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
 

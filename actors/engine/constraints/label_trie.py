@@ -1,7 +1,7 @@
-"""Restricts answers to a list of labels: a trie of the labels' tokens says which tokens are allowed next.
+"""Restricts answers to a list of labels, with a trie (prefix tree) of the labels' tokens.
 
-A row ends as soon as a single label is left: its remaining tokens are certain and are not computed. If a label is
-a prefix of another, the model's end token means the shorter one.
+A row ends as soon as only one label is possible; the label's remaining tokens are certain and are not computed. If a
+label is the beginning of another label, the model's end token chooses the shorter label.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from actors.engine.errors import UserError
 class Node:
     """A node of the trie."""
 
-    children: dict[int, Node] = field(default_factory=dict)  # token -> node
-    label: int | None = None  # index of the label whose tokens end here
-    only: int | None = None  # index of the only label at or below this node; None if there are several
+    children: dict[int, Node] = field(default_factory=dict)  # next token -> its node
+    label: int | None = None  # index of the label whose last token leads to this node
+    only: int | None = None  # index of the label if only one can be reached from this node; None if several can
 
 
 class ChoiceTrie:
-    """A trie of the labels that a row may answer.
+    """A trie of the labels that may be a row's answer.
 
     Args:
-        labels: Token ids of each label, at least one.
-        end_id: Token that ends an answer; None if the model has none.
-        texts: The labels' texts, for `text`.
+        labels: Token ids of each label. There must be at least one label.
+        end_id: Token that ends an answer; None if the model has no end token.
+        texts: The labels' texts, which `text` returns.
 
     Raises:
-        UserError: Labels are missing, or cannot be told apart. The message gives their indices.
+        UserError: There are no labels, or two labels cannot be distinguished. The message gives their indices.
     """
 
     name = "choices"
@@ -50,14 +50,14 @@ class ChoiceTrie:
             for token in tokens:
                 node = node.children.setdefault(token, Node())
             if node.label is not None:
-                raise UserError(f"choices {node.label} and {number} are the same tokens")
+                raise UserError(f"choices {node.label} and {number} have the same tokens")
             node.label = number
         self.most_tokens = max(1, self._settle())
 
     def _settle(self) -> int:
-        """Set `only` of every node, and return the most tokens that an answer can have."""
+        """Set `only` of every node, and return the maximum number of tokens in an answer."""
         order = [self.root]
-        for node in order:  # parents before children; no recursion, since a label may be long
+        for node in order:  # parents before children; a loop, since recursion could be too deep for a long label
             order += node.children.values()
         deepest: dict[int, int] = {}
         for node in reversed(order):
@@ -82,7 +82,7 @@ class ChoiceTrie:
 
 
 class LabelProgress:
-    """The node of a trie that a row's tokens have reached; see `AllowedTokens`."""
+    """The node of the trie that a row's tokens have reached; see `AllowedTokens` for the methods."""
 
     scored = True
     error = None

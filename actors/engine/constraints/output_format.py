@@ -1,4 +1,4 @@
-"""The requested format of answers: a JSON Schema, a regular expression or a grammar. Needs no tokenizer."""
+"""The requested format of answers: a JSON Schema, a regular expression or a grammar. This module needs no tokenizer."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from actors.engine.errors import UserError, flat
 
 KINDS = ("json_schema", "regex", "grammar")
 KEPT_CHARACTERS = 2**16  # the grammar of a longer format is not kept, because a server's clients choose the formats
-CHECK, AFTER = "check", "after"  # optional key beside json_schema; `AFTER` is its only value
-# white space in JSON as Python writes it; if it were free, a model might write only white space up to its length limit
+CHECK, AFTER = "check", "after"  # optional key next to json_schema, and the only value of this key
+# JSON answers have white space as Python writes it. With free white space, a model might write nothing but white space
 ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """An answer format as text, so that equal formats are compiled once."""
+    """An answer format as hashable text, so that equal formats are compiled only once."""
 
-    kind: str  # kind of the format, one of KINDS
-    text: str  # the schema as JSON, a regular expression, or a grammar in llguidance's dialect of Lark
-    after: bool = False  # whether `problem` checks finished answers for keys that no grammar can express
+    kind: str  # one of KINDS
+    text: str  # a JSON Schema, a regular expression, or a grammar in llguidance's dialect of Lark
+    after: bool = False  # whether `problem` also checks finished answers, for schema keys that no grammar can express
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> OutputFormat:
-        """Return the format in a mapping with one key of KINDS; a schema is an object or JSON. Raises UserError."""
+        """Read a mapping with one of the keys KINDS; a schema may be an object or JSON text. Raises UserError."""
         given = [kind for kind in KINDS if value.get(kind) is not None]
         unknown = [name for name in value if name not in (*KINDS, CHECK)]
         if unknown or len(given) != 1:
@@ -37,7 +37,7 @@ class OutputFormat:
         kind, text = given[0], value[given[0]]
         if kind == "json_schema" and not isinstance(text, str):
             try:
-                text = json.dumps(text, ensure_ascii=False, allow_nan=False)  # the order of properties has a meaning
+                text = json.dumps(text, ensure_ascii=False, allow_nan=False)  # keys stay unsorted: their order matters
             except (TypeError, ValueError, RecursionError) as error:
                 raise UserError(f"json_schema cannot be written as JSON: {flat(error)}") from None
         if not isinstance(text, str):
@@ -51,31 +51,31 @@ class OutputFormat:
         return cls(kind, text, check == AFTER)
 
     def to_dict(self) -> dict[str, str]:
-        """Return the mapping that `of` reads."""
+        """Return the format as a mapping that `of` can read."""
         return {self.kind: self.text, **({CHECK: AFTER} if self.after else {})}
 
     def problem(self, text: str) -> str | None:
-        """Return how an answer breaks keys that no grammar can express; None if it does not, or `after` is false."""
+        """Return how a finished answer violates the JSON Schema; None if it is valid, or if `after` is false."""
         if not self.after or (found := problem(text, self.text)) is None:
             return None
         return f"{self.kind}: {found}"
 
     def check(self) -> None:
-        """Raise UserError with a one-line message if the format is wrong or the grammar library does not support it."""
+        """Raise UserError (a one-line message) if the format is wrong, or if llguidance does not support it."""
         error = library_grammar(self)[1]
         if error is not None:
             raise UserError(f"{self.kind}: {error}")
 
     def json_rule(self) -> str:
-        """Return the schema as the right-hand side of a grammar rule; its `$ref`s refer to this schema alone."""
+        """Return the JSON Schema as the right-hand side of a grammar rule. Any `$ref` is resolved in this schema."""
         [grammar] = json.loads(library_grammar(self)[0])["grammars"]
         return f"%json {json.dumps(grammar['json_schema'])}"
 
     def lark(self) -> str:
         """Return the format in llguidance's dialect of Lark. Raises ValueError if a schema is not a JSON object.
 
-        By default, the library forces the tokenizer's own tokens where the text is certain. Here all tokens that give
-        this text are allowed, since a tokenizer that puts a space before words would force the space.
+        Where the next text is certain, llguidance would by default force the tokens that the tokenizer makes of it,
+        with a wrong space for tokenizers that put a space before words. `no_forcing` allows all tokens for this text.
         """
         lark = self.text
         if self.kind == "json_schema":
@@ -86,7 +86,7 @@ class OutputFormat:
 
 
 def library_grammar(form: OutputFormat) -> tuple[str, str | None]:
-    """Return llguidance's grammar for a format, and why the format cannot be used (None if it can)."""
+    """Return llguidance's grammar for a format, and an error message if the format cannot be used (else None)."""
     return _kept_grammar(form) if len(form.text) <= KEPT_CHARACTERS else _grammar(form)
 
 
@@ -113,10 +113,10 @@ def _grammar(form: OutputFormat) -> tuple[str, str | None]:
             )
     except (UserError, RecursionError) as error:
         return "", flat(error)
-    except (TypeError, AttributeError, LookupError) as error:  # a keyword with a value of another type than it takes
+    except (TypeError, AttributeError, LookupError) as error:  # the value of a keyword has a wrong type
         return "", f"not a JSON Schema: {flat(error)}"
     if wrong is not None and wrong.startswith(("Unimplemented keys", "min/maxProperties")):
-        wrong += f": no grammar holds this; leave it out, or {CHECKED}"
+        wrong += f": no grammar can express this; leave it out, or {CHECKED}"
     return grammar, wrong
 
 
@@ -128,7 +128,7 @@ def _validated(kind: str, text: str) -> tuple[str, str | None]:
 
     try:
         if kind == "json_schema":
-            # not lenient: a keyword that is not supported is an error, whatever `x-guidance` in the schema says
+            # lenient = False makes every unsupported keyword an error, even if `x-guidance` in the schema is lenient
             grammar = LLMatcher.grammar_from_json_schema(text, ONE_LINE, {"lenient": False})
         elif kind == "regex":
             grammar = LLMatcher.grammar_from_regex(text)
@@ -136,5 +136,5 @@ def _validated(kind: str, text: str) -> tuple[str, str | None]:
             grammar = LLMatcher.grammar_from_lark(text)
     except ValueError as error:
         return "", flat(error)
-    _, messages = LLMatcher.validate_grammar_with_warnings(grammar)  # a warning says that a part would be ignored
+    _, messages = LLMatcher.validate_grammar_with_warnings(grammar)  # a warning means that a part would be ignored
     return str(grammar), flat(messages[0]) if messages else None

@@ -1,4 +1,4 @@
-"""Splits answers of models that think first: the thinking is free text, the answer after it may have a format."""
+"""Separates thinking from answers for models that think first. Only the answer after the thinking has a format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from actors.engine.constraints.constraint import AllowedTokens, Bits, Constraint
 from actors.engine.errors import UserError
 from actors.engine.sampling.stopping import StopStrings
 
-# delimiters around thinking that chat templates write
+# start and end delimiters of thinking in the chat templates of known models
 _KNOWN = (
     ("<think>", "</think>"),
     ("<thinking>", "</thinking>"),
@@ -27,8 +27,8 @@ _KNOWN = (
 class Reasoning:
     """The delimiters around a model's thinking."""
 
-    start: str = "<think>"  # begins the thinking; the chat template may have written it into the prompt
-    end: str = "</think>"  # ends the thinking
+    start: str = "<think>"  # delimiter before the thinking; the chat template may have put it into the prompt
+    end: str = "</think>"  # delimiter after the thinking
 
     def __post_init__(self) -> None:
         for name in ("start", "end"):
@@ -37,19 +37,19 @@ class Reasoning:
 
     @classmethod
     def of_template(cls, template: str) -> Reasoning | None:
-        """Return the delimiters that a chat template writes; None if it writes no known ones."""
+        """Return the known delimiters that occur in a chat template; None if none occur."""
         return next((cls(start, end) for start, end in _KNOWN if end in template), None)
 
     def check(self, special_tokens: Collection[str]) -> None:
-        """Raise UserError if a delimiter is a special token, which has no text at which to split."""
+        """Raise UserError if a delimiter is a special token, since a decoded text does not contain special tokens."""
         for mark in (self.start, self.end):
             if mark in special_tokens:
                 raise UserError(f"reasoning: {mark!r} is a special token, which has no text: leave reasoning out")
 
     def split(self, text: str, *, begun: bool) -> tuple[str | None, str]:
-        """Return the thinking without delimiters (None if there is none) and the answer.
+        """Split a text into the thinking without delimiters (None if there is none) and the answer.
 
-        begun: Whether the prompt ends inside thinking. After thinking that does not end, the answer is empty.
+        The answer is empty if the thinking does not end. begun: Whether the prompt ends inside thinking.
         """
         begins = text.lstrip().startswith(self.start)
         thinking, end, answer = text.partition(self.end)
@@ -60,7 +60,7 @@ class Reasoning:
         return thinking, answer
 
     def answer_start(self, text: str, *, begun: bool) -> int | None:
-        """Return the index at which the answer begins in an unfinished text; None while it is, or may be, thinking.
+        """Return the index at which the answer begins in an unfinished text; None as long as the text may be thinking.
 
         begun: Whether the prompt ends inside thinking.
         """
@@ -83,7 +83,7 @@ class Reasoning:
 
 @dataclass(eq=False)
 class AfterReasoning:
-    """Constrains the tokens after the thinking. During the thinking, all tokens but stop tokens are allowed."""
+    """Constrains the answer after the thinking. During the thinking, all tokens except stop tokens are allowed."""
 
     inner: Constraint  # constraint on the answer
     reasoning: Reasoning
@@ -104,11 +104,11 @@ class AfterReasoning:
         return ReasoningProgress(self)
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last of `tokens` completes the end delimiter. Most tokens are not decoded for this."""
+        """Return whether the last of `tokens` completes the end delimiter. This seldom needs to decode `tokens`."""
         return self._end.ended(tokens)
 
     def split(self, tokens: Sequence[int], label: int | None) -> tuple[str, str]:
-        """Return the thinking without delimiters, and the text of the answer after it, which may be empty."""
+        """Return the text of the thinking without delimiters, and the text of the answer, which may be empty."""
         length = next((count for count in range(1, len(tokens) + 1) if self.ends(tokens[:count])), len(tokens))
         thinking, _ = self.reasoning.split(self.decode(list(tokens[:length])), begun=True)
         answer = tokens[length:]
@@ -120,7 +120,7 @@ class AfterReasoning:
 
 
 class ReasoningProgress:
-    """The state of a row during its thinking and during its answer; see `AllowedTokens`."""
+    """The progress of one row through its thinking and its answer; see `AllowedTokens` for the methods."""
 
     def __init__(self, constraint: AfterReasoning) -> None:
         self._constraint = constraint

@@ -1,4 +1,4 @@
-"""Fast decoder layers on a CPU: C++ kernels, built at first use, and the executor over them.
+"""Fast decoder layers for CPUs: C++ kernels, which are built at first use, and the executor that calls them.
 
-Only `executor` depends on cache and decoder; products and layers depend on `layer_weights` alone.
+Only module `executor` imports cache and decoder. Products and layers only import `layer_weights`.
 """

@@ -1,4 +1,4 @@
-// Attention of one token a row over the live slots of a strided cache, and of whole prompts.
+// Attention: in a decode step (one token per row, over the used slots of a strided KV cache), and over whole prompts.
 
 #pragma once
 
@@ -8,81 +8,80 @@ namespace {
 
 inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Keys and values of the tokens that precede all prompts, packed head by head.
+// Keys and values of a prefix that all prompts share, packed head by head.
 template <class T>
 struct Prefix {
-    const T *keys, *values;  // [heads, size, width], [heads, size rounded up, width]: see pack_prefix
+    const T *keys, *values;  // keys [heads, size, width], values [heads, size rounded up, width], from pack_prefix
     int64_t tokens;
 };
 
-// The layout of `_Layer` in stack.py. Weights are packed for products; queries, keys and values are one, and so are gate and
-// up.
+// Layout: `_Layer` in stack.py. Weights are packed for products. `qkv` joins queries, keys and values; `up` joins gate and up.
 template <class T>
 struct Layer {
-    const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias;  // or null; no bias: RMSNorm
-    const float *query_norm, *key_norm;        // RMSNorm of queries and keys, or null
-    const float *attention_after, *mlp_after;  // RMSNorm of the blocks' outputs, or null
+    const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias;  // null: no norm; null bias: RMSNorm
+    const float *query_norm, *key_norm;        // RMSNorm of queries and keys; null: none
+    const float *attention_after, *mlp_after;  // RMSNorm of the blocks' outputs; null: none
     const T *qkv, *qkv_bias, *output, *output_bias, *up, *up_bias, *down, *down_bias;
     int64_t hidden, heads, group, size, intermediate;
-    int64_t gated;         // 1: silu(gate) * up, 2: gelu(gate) * up; else relu(up)
-    int64_t norms_residual;  // whether attention_norm and mlp_norm lie behind the residual connections, not before blocks
-    int64_t joined_heads;  // whether query_norm and key_norm are of all heads together, not of each head
-    int64_t rope;          // by which table queries and keys are rotated, from 1; 0: they are not
-    int64_t window;        // slots that a token attends to at most; 0: all
-    int64_t quantized;     // whether the products' weights are int8
+    int64_t gated;         // 1: silu(gate) * up; 2: gelu(gate) * up; 0: relu(up)
+    int64_t norms_residual;  // whether attention_norm and mlp_norm come after the residual connections, not before the blocks
+    int64_t joined_heads;  // whether query_norm and key_norm apply to all heads together, not to each head
+    int64_t rope;          // number of the rotary table for queries and keys, from 1; 0: no rotation
+    int64_t window;        // maximum number of slots that a token attends to; 0: no maximum
+    int64_t quantized;     // whether the weights of the products are int8
     float attention_epsilon, mlp_epsilon, head_epsilon, scale;
 };
 
-// Keys and values of a layer, [places, heads, held, size] each, of one layout; keys are null where there are none.
+// Keys and values of a layer, [places, heads, held, size] each, with equal strides; keys are null if the layer has no slots.
 template <class T>
 struct Buffers {
     T *keys, *values;
     int64_t places, held, row, head;
 };
 
-// One new token a row. The layout of `_Step` in stack.py.
+// A decode step: one new token per row. Layout: `_Step` in stack.py.
 template <class T>
 struct Step {
     T* hidden;                 // [rows, hidden], output
-    const T* rotations;        // cosines, then sines [rows, rotary], of each table: set by `run_step`
+    const T* rotations;        // for each table, cosines [rows, rotary], then sines [rows, rotary]; set by `run_step`
     const int64_t* tokens;     // [rows]
-    const int64_t* places;     // [rows], in keys and values
-    const int64_t* slots;      // [rows], of the new token, the last that it attends to: its position
+    const int64_t* places;     // [rows], index of each row in keys and values
+    const int64_t* slots;      // [rows], slot of the new token: its position, and the last slot that it attends to
     int64_t rotary, rows;
 };
 
-// What the first layer's input is made of. The layout of `_Inputs` in stack.py.
+// The tables from which the first layer's input is computed. Layout: `_Inputs` in stack.py.
 template <class T>
 struct Inputs {
-    const T *embeddings, *learned;  // [embedded, hidden]; [positions, hidden], added by position, or null
-    const T* rotations;             // [tables, 2, positions, rotary], cosines and sines, or null
+    const T *embeddings, *learned;  // [embedded, hidden]; position embeddings [positions, hidden], or null
+    const T* rotations;             // cosines and sines [tables, 2, positions, rotary], or null
     int64_t embedded, positions, rotary, tables;
-    float scale;                    // of an embedding
+    float scale;                    // factor of an embedding
 };
 
-// Prompts one behind another: prompt p is tokens starts[p] ... starts[p + 1] - 1. The layout of `_Prompts` in stack.py.
+// Concatenated prompts: prompt p has the tokens starts[p] ... starts[p + 1] - 1. Layout: `_Prompts` in stack.py.
 template <class T>
 struct Prompts {
     T* hidden;                 // [tokens, hidden], input and output
     const T *cosines, *sines;  // [tokens, rotary], or null
-    T *keys, *values;          // [places, heads, held, size] each, of one layout, or null
+    T *keys, *values;          // [places, heads, held, size] each, with equal strides, or null
     const int64_t* starts;     // [prompts + 1]
-    const int64_t* places;     // [rows], in keys and values
-    const int64_t* sources;    // [rows], the prompt of each row
-    Prefix<T> prefix;          // of all prompts, or null and 0; the slots before `keys` and `values` hold it already
+    const int64_t* places;     // [rows], index of each row in keys and values
+    const int64_t* sources;    // [rows], index of each row's prompt
+    Prefix<T> prefix;          // prefix of all prompts, or null and 0; the slots before `keys` and `values` hold it already
     int64_t rotary, prompts, rows, buffer_row, buffer_head;
 };
 
-constexpr int64_t TOKENS = 256;  // run together where prompts allow: intermediate results stay in the second cache
+constexpr int64_t TOKENS = 256;  // tokens run together if prompts allow, so that intermediate results stay in the L2 cache
 
-// Intermediate results between products; without memory, their size.
+// Memory for intermediate results between products. If `memory` is null, only their sizes are computed.
 template <class T>
 struct Workspace {
     T *normed, *between, *qkv, *attended, *up, *gated;
-    char* codes;                    // of the largest input of a product with int8 weights
-    float* scratch;                 // of attention: `scratch_each` numbers a thread
-    int64_t queries, states, wide;  // numbers of a token in attended, qkv and up
-    int64_t together;               // tokens in the feed-forward at once
+    char* codes;                    // 8-bit codes of the largest input of a product with int8 weights
+    float* scratch;                 // for attention: `scratch_each` numbers per thread
+    int64_t queries, states, wide;  // how many numbers a token has in attended, qkv and up
+    int64_t together;               // maximum number of tokens in the feed-forward block at once
     int64_t scratch_each, bytes;
 
     Workspace(const Layer<T>& l, int64_t tokens, int64_t scratch_each, int64_t threads, char* memory)
@@ -96,14 +95,14 @@ struct Workspace {
         take(normed, tokens * l.hidden), take(between, tokens * l.hidden), take(qkv, tokens * states);
         take(attended, tokens * queries), take(up, together * wide), take(gated, together * l.intermediate);
         take(scratch, threads * scratch_each);
-#if CAN_QUANTIZE  // whether this layer has them or not: others may, and memory that no layer touches costs nothing
+#if CAN_QUANTIZE  // even if this layer has no codes: other layers may have, and memory that no layer touches costs nothing
         take(codes, std::max(bytes_of_codes(tokens, std::max(l.hidden, queries)), bytes_of_codes(together, l.intermediate)));
 #endif
         bytes = at - memory;
     }
 };
 
-// The inputs and output of one key/value head of one row; it attends to slots first ... last - 1.
+// Inputs and output of one key/value head of one row, which attends to slots first ... last - 1.
 template <class T>
 struct Head {
     const T *query, *keys, *values;
@@ -111,8 +110,8 @@ struct Head {
     int64_t first, last;
 };
 
-// Attention of the queries [group, size] of a head over its slots, 16 at a time. PAIRS: `size` in vectors of 32 numbers,
-// rounded up; TAIL: whether the last vector is partly filled.
+// Attention of the queries [group, size] of a head over its slots, 16 slots at a time. PAIRS: number of vectors of 32 numbers
+// that hold `size` numbers. TAIL: whether the last vector is partly filled.
 template <class T, int PAIRS, bool TAIL>
 void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, int64_t group, int64_t size, float scale,
                  float* workspace) {
@@ -124,7 +123,7 @@ void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, in
     float* scores = (float*)(sums + group * PAIRS);          // [group, blocks * 16]
     float* totals = scores + group * blocks * LANES;         // [group]
     auto read = [&](const T* x, int p) { return p < whole ? load_pair(x + p * PAIR) : load_some(x + p * PAIR, tail); };
-    auto prefetch_slots = [=](const T* from) {  // 16, some of which may lie behind the last one
+    auto prefetch_slots = [=](const T* from) {  // 16 slots, some of which may lie after the last one
 #pragma GCC unroll 16
         for (int64_t k = 0; k < LANES; k++)
             for (int64_t at = 0; at < PAIRS * PAIR; at += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + k * size + at, 0, 2);
@@ -160,7 +159,7 @@ void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, in
     }
     for (int64_t g = 0; g < group; g++) {
         float* s = scores + g * blocks * LANES;
-        std::fill(s + count, s + blocks * LANES, -INFINITY);  // whole vectors from here on
+        std::fill(s + count, s + blocks * LANES, -INFINITY);  // fill up the last vector
         totals[g] = exponentials(s, blocks, scale);
     }
     for (int64_t block = 0; block < blocks; block++) {
@@ -198,13 +197,13 @@ void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, in
         }
 }
 
-// float32 numbers that a thread needs for rows of up to `width` slots.
+// Returns how many float32 numbers a thread needs for rows with up to `width` slots.
 inline int64_t step_scratch(int64_t group, int64_t size, int64_t width) {
     return group * (4 * ((size + PAIR - 1) / PAIR) + (width + LANES - 1) / LANES + 1) * LANES;
 }
 
-// The youngest rows of a step, from `first` on: w.qkv -> w.attended, divided among the threads of the calling parallel
-// region. `before(row, head)` runs before a head is read.
+// Attention of a decode step's rows from `first` on (the youngest): w.qkv -> w.attended. The threads of the calling parallel
+// region share the work. `before(row, head)` is called before a head is read.
 template <class T, class Before>
 void attend(const Layer<T>& l, const Buffers<T>& b, const Workspace<T>& w, const Step<T>& all, int64_t first, Before before) {
     static constexpr decltype(&attend_head<T, 1, false>) forms[][2] = {
@@ -229,12 +228,12 @@ void attend(const Layer<T>& l, const Buffers<T>& b, const Workspace<T>& w, const
     }
 }
 
-// Causal attention of prompts, by the tiles of products: a head's keys and values are packed once and multiplied with
-// blocks of its queries, up to the last key that a block attends to. Scores and sums are float32.
+// Causal attention of prompts, computed like products: a head's keys and values are packed once. Then blocks of the head's
+// queries are multiplied with them, up to the last key that a block attends to. Scores and sums are float32.
 
-constexpr int64_t QUERIES = 32;  // in a block
+constexpr int64_t QUERIES = 32;  // queries in a block
 
-// Keys [tokens, size] -> [tokens / 48 rounded up, size / FACTORS, 48, FACTORS]; slots behind the last token stay unchanged.
+// Packs keys [tokens, size] -> [tokens / 48 rounded up, size / FACTORS, 48, FACTORS]. Nothing is written after the last token.
 template <class T>
 inline void pack_keys(const T* keys, int64_t key_token, int64_t tokens, int64_t size, T* packed) {
     for (int64_t token = 0; token < tokens; token++) {
@@ -243,7 +242,7 @@ inline void pack_keys(const T* keys, int64_t key_token, int64_t tokens, int64_t 
     }
 }
 
-// Values [tokens, size] -> [size / 48 rounded up, even / FACTORS, 48, FACTORS], with zeros behind the last of `even` tokens.
+// Packs values [tokens, size] -> [size / 48 rounded up, even / FACTORS, 48, FACTORS], with zeros after the last of `tokens`.
 template <class T>
 inline void pack_values(const T* values, int64_t value_token, int64_t tokens, int64_t size, int64_t even, T* packed) {
     constexpr int64_t FEW = FACTORS<T>;
@@ -257,7 +256,7 @@ inline void pack_values(const T* values, int64_t value_token, int64_t tokens, in
         }
 }
 
-// Keys and values [heads, tokens, size], contiguous, of a shared prefix; `packed` holds zeros.
+// Packs keys and values [heads, tokens, size] (contiguous) of a shared prefix into memory that holds zeros.
 template <class T>
 inline void pack_prefix(const T* keys, const T* values, int64_t tokens, int64_t heads, int64_t size, T* packed_keys,
                         T* packed_values) {
@@ -268,7 +267,7 @@ inline void pack_prefix(const T* keys, const T* values, int64_t tokens, int64_t 
     }
 }
 
-// Weights of `width` scores, in the numbers of the values that they multiply: their own memory, or `memory`.
+// Returns the attention weights in `scores` as numbers of type T: `scores` itself if T is float, else a copy in `memory`.
 template <class T>
 inline const T* weights_of(const float* scores, T* memory, int64_t width) {
     if constexpr (std::is_same_v<T, float>) {
@@ -279,7 +278,7 @@ inline const T* weights_of(const float* scores, T* memory, int64_t width) {
     }
 }
 
-// (sums + before) / total of `count` numbers; before: null for 0.
+// Writes (sums + before) / total for `count` numbers. before: null for 0.
 template <class T>
 inline void write_mean(const float* sums, const float* before, float total, int64_t count, T* out) {
     for (int64_t d = 0; d < count; d += LANES) {
@@ -295,12 +294,12 @@ int64_t longest_of(const Prompts<T>& p, int64_t first, int64_t last) {
     return longest;
 }
 
-// A thread's memory for prompts of up to `longest` tokens; without memory, its size.
+// A thread's memory for prompts of up to `longest` tokens. If `memory` is null, only its size is computed.
 template <class T>
 struct PromptScratch {
     T *keys, *values, *weights;
     float *scores, *sums, *sums_before, *totals;
-    int64_t width, size, numbers;  // of scores in a row and sums in a row; float32 numbers in all
+    int64_t width, size, numbers;  // length of a row of scores, length of a row of sums, float32 numbers in all
 
     PromptScratch(int64_t longest, int64_t prefix, int64_t head_size, float* memory) {
         const int64_t own = rounded_up(longest, PANEL);
@@ -313,14 +312,14 @@ struct PromptScratch {
     }
 };
 
-// Prompts first ... last - 1: w.qkv -> w.attended, divided among the threads of the calling parallel region.
+// Attention of prompts first ... last - 1: w.qkv -> w.attended. The threads of the calling parallel region share the work.
 template <class T>
 inline void attend_prompts(const Layer<T>& l, const Prompts<T>& p, const Workspace<T>& w, int64_t first, int64_t last) {
     const int64_t *starts = p.starts + first, size = l.size, longest = longest_of(p, first, last);
     const T *all_keys = w.qkv + w.queries, *all_values = all_keys + l.heads * size;
     const PromptScratch<T> s(longest, p.prefix.tokens, size, w.scratch + omp_get_thread_num() * w.scratch_each);
     const int64_t before = rounded_up(p.prefix.tokens, PANEL);
-    // with fewer heads than threads, the blocks of a head's queries are divided among several tasks
+    // if there are fewer heads than threads, several tasks share the query blocks of a head
     const int64_t heads = (last - first) * l.heads, parts = (omp_get_num_threads() + heads - 1) / heads;
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < heads * parts; task++) {
@@ -351,7 +350,7 @@ inline void attend_prompts(const Layer<T>& l, const Prompts<T>& p, const Workspa
                     const int64_t seen = before + begin + m + 1, whole = rounded_up(seen, LANES);
                     std::fill(scores + seen, scores + whole, -INFINITY);
                     std::fill(scores + p.prefix.tokens, scores + before, -INFINITY);
-                    if (l.window) {  // keys before the first that the token attends to
+                    if (l.window) {  // exclude keys before the first key that the token attends to
                         const int64_t first = std::max<int64_t>(0, p.prefix.tokens + begin + m + 1 - l.window);
                         std::fill(scores, scores + std::min(first, p.prefix.tokens), -INFINITY);
                         std::fill(scores + before, scores + before + std::max<int64_t>(0, first - p.prefix.tokens), -INFINITY);

@@ -1,4 +1,4 @@
-"""Decoder and executor with CPU kernels: one native call per decode step; prompts are concatenated.
+"""Decoder and executor that use the CPU kernels. A decode step is one native call. Prompts run without padding.
 
 Shapes: R rows of a prefill, P prompts, B rows of a decode step, N tokens or hidden states, H key/value heads, K slots,
 D head size, E hidden size, V vocabulary size.
@@ -35,20 +35,20 @@ from actors.engine.model.families import Rotary, context_length, family_of, has_
 from actors.engine.model.layer_weights import NormWeights
 from actors.engine.sampling.sampler import argmax
 
-PANELS_AT_ONCE = 64  # panels of the head that are in float64 at the same time
-UNDECIDED = 8  # the whole head is computed for a row if over 1/8 of the vocabulary are candidates
+PANELS_AT_ONCE = 64  # number of panels (48 outputs each) of the head that are held in float64 at the same time
+UNDECIDED = 8  # if over 1/8 of the vocabulary may be the likeliest token of a row, all logits of the row are computed
 
 _Screen = structure("norm norm_bias weight packed norms", "inputs outputs most", "epsilon")
 
 
 def fastest_decoder(model: PreTrainedModel, tokens: int | None = None, *, int8: bool = False) -> Decoder:
-    """Return the fastest decoder of a model on its device, for inference only. It takes ownership of the model.
+    """Return the fastest decoder for a model on its device, for inference only. It takes ownership of the model.
 
     Args:
-        model: The model, whose layers and head may be replaced.
-        tokens: Number of tokens whose logits are computed; None: all.
-        int8: Whether linear layers and head have 8 bits, see `cpu.products`; requires bfloat16 on a CPU. Layers stored
-            as 8-bit codes (`compressed.codes_of`) always have 8 bits, and require the same.
+        model: The model. Its layers and its head may be replaced.
+        tokens: Number of token ids for which logits are computed, from id 0 on; None: all.
+        int8: Whether to round linear layers and head to 8 bits, see `cpu.products`. Requires bfloat16 on a CPU, as do
+            layers stored as 8-bit codes (`compressed.codes_of`), which are always multiplied in 8 bits.
     """
     weight = next(model.parameters())
     assert not int8 or (weight.device.type == "cpu" and weight.dtype == torch.bfloat16)
@@ -67,7 +67,7 @@ def fastest_decoder(model: PreTrainedModel, tokens: int | None = None, *, int8: 
 
 
 def _pack_head(decoder: Decoder, int8: bool) -> Tensor:
-    """Pack a decoder's head; return its former weight [V, E], which the model keeps only if the embedding shares it."""
+    """Pack a decoder's head. Return the old weight [V, E], which the model drops unless the embedding shares it."""
     weight: Tensor = decoder.head.weight.detach()  # type: ignore[operator]
     shared = decoder.head.weight is decoder.model.get_input_embeddings().weight
     decoder.head = packed_linear(decoder.head, int8=int8)
@@ -77,15 +77,15 @@ def _pack_head(decoder: Decoder, int8: bool) -> Tensor:
 
 
 class Screen:
-    """Finds the likeliest tokens of hidden states without computing all logits.
+    """Finds the likeliest token for each hidden state without computing all logits; see screen.h.
 
-    An 8-bit product bounds every logit, in half the time of the bfloat16 product. Only logits that may be the highest
-    are then computed in bfloat16, bit for bit as in the whole product; see screen.h. For 64 rows of SmolLM2-135M this
-    takes 3.2 ms instead of 5.3 ms (two cores of a Zen 5), which saves 4% of a whole greedy job at 1x and 10% at 3x.
+    An 8-bit product, in half the time of the bfloat16 product, gives bounds for all logits. Only logits that may be the
+    highest are then computed in bfloat16, with the same bits as in the full product. For 64 rows of SmolLM2-135M this
+    takes 3.2 ms, not 5.3 ms (two cores of a Zen 5). A greedy job takes 4% less time at 1x, and 10% less at 3x.
     """
 
     def __init__(self, weight: Tensor, norm: NormWeights) -> None:
-        """weight: the head's weight [V, E], bfloat16, not copied. norm: the norm before it. Requires `can_screen`."""
+        """Prepare a head. weight: [V, E], bfloat16, with `can_screen`; it is not copied. norm: norm before the head."""
         weight = weight.detach()
         packed, norms = zip(*map(_bounded, weight.split(PANEL * PANELS_AT_ONCE)), strict=True)
         panels = [torch.cat(packed)]
@@ -96,7 +96,7 @@ class Screen:
         self._fields = _Screen(*addresses, weight.shape[1], len(weight), len(weight) // UNDECIDED, norm.eps)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the likeliest tokens [N]: the first of equal ones, -1 if undecided. hidden: [N, E] before the norm."""
+        """Return the likeliest token of each hidden state before the norm: [N, E] -> [N]; -1 if it is undecided."""
         hidden = hidden.contiguous()
         rows, size = hidden.shape
         assert hidden.dtype == torch.bfloat16 and size == self._fields.inputs
@@ -106,7 +106,7 @@ class Screen:
 
 
 def _bounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return panels of weight [v, E] in 8 bits, and upper bounds [panels, 2, 48] of |w| and |w - w in 8 bits|."""
+    """Return weight [v, E] packed in 8 bits, and upper bounds [panels, 2, 48] of the norms |w| and |w - rounded w|."""
     codes, scales = quantize_weight(weight)
     whole = weight.double()
     rounded = codes[:, : weight.shape[1]].double() * scales.double()[:, None]
@@ -116,7 +116,7 @@ def _bounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def can_screen(weight: Tensor) -> bool:
-    """Return whether the kernel of `Screen` exists, and a head's weight [V, E] is contiguous, finite, with even E."""
+    """Return whether `Screen` supports this CPU and a head's weight [V, E], which must be finite, with even E."""
     return (
         quantizes(weight.dtype, weight.device)
         and weight.is_contiguous()
@@ -139,26 +139,26 @@ class StackDecoder(Decoder):
         self._last_norm = family.last_norm(model)
         plain = self.logit_cap is None and self.head.bias is None
         weight = _pack_head(self, int8)
-        # the bounds of `Screen` are valid for logits from the kernel of `PanelProduct` only
+        # the bounds of `Screen` are valid only for logits that the kernel of `PanelProduct` computes
         own = isinstance(self.head, PackedLinear) and type(self.head.product) is PanelProduct
         self._screened = weight if plain and own and self._last_norm is not None and can_screen(weight) else None
 
     @functools.cached_property
     def screen(self) -> Screen | None:
-        """The `Screen` of the head, made at the first greedy step; None if the model or the CPU does not allow it."""
+        """The `Screen` of the head, made for the first greedy decode step; None if model or CPU do not support it."""
         if self._screened is None or self._last_norm is None:
             return None
         return Screen(self._screened, self._last_norm)
 
     def _rotary_tables(self, positions: int) -> Sequence[Rotary]:
-        """Return each layer's cosines and sines [1, positions, R] for the first positions."""
+        """Return each layer's rotary cosines and sines [1, positions, R] for positions 0 ... `positions` - 1."""
         return self.rotary(torch.empty(1, 1, 1, dtype=self.dtype), torch.arange(positions)[None])
 
     def rotary(self, hidden: Tensor, positions: Tensor) -> Sequence[Rotary]:
         rotary = super().rotary(hidden, positions)
         if rotary[0] is None or rotary[0][0].dtype == hidden.dtype:
             return rotary
-        # OLMo 2 and 3 compute rotary tables in float32; a stack computes in one dtype
+        # OLMo 2 and 3 compute rotary tables in float32, but a stack uses the same dtype for everything
         tables = {id(both): both for both in rotary if both is not None}
         cast = {key: (both[0].to(hidden.dtype), both[1].to(hidden.dtype)) for key, both in tables.items()}
         return [cast[id(both)] for both in rotary]
@@ -167,7 +167,7 @@ class StackDecoder(Decoder):
         return super().finish(hidden) if self._last_norm is None else normalize(hidden, self._last_norm)
 
     def likeliest(self, hidden: Tensor) -> Tensor:
-        """Return for each hidden state [N, E] the token with the highest logit, [N]; the first if several are equal."""
+        """Return the likeliest token [N] for each of hidden states [N, E]; the first if several are equally likely."""
         if self.screen is None:
             return argmax(self.logits(hidden))
         tokens = self.screen(hidden)
@@ -178,7 +178,7 @@ class StackDecoder(Decoder):
 
 
 class _Slots:
-    """Keys and values of all layers in `memory`, which is not cleared: kernels read only slots that were written."""
+    """Keys and values of all layers in `memory`. It is not cleared, as kernels read only slots that were written."""
 
     def __init__(self, shape: SlotShape, decoder: Decoder, memory: Tensor) -> None:
         sizes = [(2, shape.rows, decoder.kv_heads, slots, decoder.head_dim) for slots in shape.slots]
@@ -188,7 +188,7 @@ class _Slots:
         self.table = buffer_table(self.layers)
 
     def copy_rows(self, other: _Slots, rows: Sequence[int]) -> None:
-        """Copy `rows` of another cache of the same model to the first rows of this cache."""
+        """Copy `rows` of another cache for the same model to the first rows of this cache."""
         for new, old in zip(self.layers, other.layers, strict=True):
             if new is not None and old is not None:
                 width = min(new.shape[3], old.shape[3])
@@ -196,10 +196,10 @@ class _Slots:
 
 
 class CpuExecutor(LibraryExecutor):
-    """Runs a decoder's stack; all slots for keys and values are in one allocation.
+    """Runs the CPU kernels of a `StackDecoder`. All slots of the KV cache are in one allocation.
 
-    The allocation is reused if it is large enough but less than twice as large as needed: the system clears a new one
-    page by page, which takes 5% of the time of a job with the demo's model.
+    The allocation is reused if it is large enough, but less than twice as large as needed. The system would clear a new
+    allocation page by page, which takes 5% of the time of a job with the demo's model.
     """
 
     decoder: StackDecoder
@@ -208,7 +208,7 @@ class CpuExecutor(LibraryExecutor):
     def _allocated(self, shape: SlotShape, *, fresh: bool) -> _Slots:
         total = shape.bytes(self.decoder.token_bytes) // self.decoder.dtype.itemsize
         if fresh or not total <= len(self._memory) < 2 * total:
-            self._memory = torch.empty(0)  # free before the next one is allocated
+            self._memory = torch.empty(0)  # free the old memory before new memory is allocated
             self._memory = torch.empty(total, dtype=self.decoder.dtype)
         return _Slots(shape, self.decoder, self._memory[:total])
 
@@ -238,13 +238,13 @@ class CpuExecutor(LibraryExecutor):
         self,
         prompts: Sequence[tuple[int, ...]],
         begins: int,  # position of each prompt's first token after the prefix
-        sources: Sequence[int],  # index of each row's prompt
-        slots: Sequence[int],  # index of each row in the buffers
+        sources: Sequence[int],  # for each row, the index of its prompt
+        slots: Sequence[int],  # for each row, its index in the buffers
         layers: Sequence[int],
-        buffers: Sequence[Tensor | None],  # each layer's keys and values [2, R, H, K, D]
+        buffers: Sequence[Tensor | None],  # for each layer, the cache for keys and values [2, R, H, K, D]
         prefix: dict[int, PackedPrefix] | None,
     ) -> Tensor:
-        """Run `layers` over concatenated prompts; return logits [P, V] at each prompt's last token."""
+        """Run `layers` over concatenated prompts; return logits [P, V] after each prompt's last token."""
         starts = torch.tensor([0, *itertools.accumulate(map(len, prompts))])
         ids = torch.tensor([list(itertools.chain.from_iterable(prompts))])
         positions = torch.cat([torch.arange(begins, begins + len(prompt)) for prompt in prompts])[None]

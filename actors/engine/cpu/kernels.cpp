@@ -1,5 +1,5 @@
-// The CPU's kernels, callable by C. Arrays are row-major; strides count numbers, not bytes.
-// A row's result depends on that row alone, not on the batch or the number of threads.
+// The CPU kernels, with a C interface. Arrays are row-major; strides count numbers, not bytes.
+// A row's result depends only on that row, not on the batch or on the number of threads.
 
 #include "layer.h"
 #include "sampling.h"
@@ -9,7 +9,7 @@ namespace {
 
 enum Status : int64_t { DONE = 0, OUTSIDE = 1, NO_MEMORY = 2 };  // see `call` in library.py
 
-// Runs what returns whether its arguments lie inside their bounds. No exception may leave a function that is called by C.
+// Calls `run`, which returns whether its arguments are inside their bounds. No exception may leave a function called from C.
 template <class Run>
 int64_t status_of(Run run) {
     try {

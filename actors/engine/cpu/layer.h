@@ -1,4 +1,4 @@
-// Whole decoder layers, over one new token a row or over prompts, in one parallel region without calls between operations.
+// Whole decoder layers, in a decode step (one new token per row) or over prompts. One parallel region runs all operations.
 
 #pragma once
 
@@ -9,14 +9,14 @@
 
 namespace {
 
-constexpr int64_t FEWEST = 64;   // of a thread's own, which reads all weights for them
+constexpr int64_t FEWEST = 64;   // minimum tokens for a thread that runs groups alone, since it must read all weights for them
 
-// Memory of a thread, aligned to 64 bytes, that is kept from call to call.
+// A thread's memory, aligned to 64 bytes, which is kept from call to call.
 class Kept {
   public:
     char* at_least(size_t bytes) {
         if (bytes > size) {
-            held.reset(), size = 0;  // the smaller one is free before the allocation
+            held.reset(), size = 0;  // free the smaller memory before allocating
             held.reset(new char[bytes + 64]), size = bytes;
         }
         return (char*)(((uintptr_t)held.get() + 63) / 64 * 64);
@@ -31,7 +31,7 @@ class Kept {
     size_t size = 0;
 };
 
-// The following functions are called by all threads of a parallel region.
+// All threads of a parallel region call the following functions.
 
 template <class T>
 inline void norm(const Layer<T>& l, const T* from, T* to, int64_t tokens, bool of_attention) {
@@ -41,7 +41,7 @@ inline void norm(const Layer<T>& l, const T* from, T* to, int64_t tokens, bool o
         normalize(from, l.mlp_norm, l.mlp_norm_bias, to, tokens, l.hidden, l.mlp_epsilon);
 }
 
-// A product of a layer; its numbers are quantized first where its weights are.
+// Computes a product of a layer. If the layer's weights are quantized, the inputs are quantized first.
 template <class T>
 inline void multiply(const Layer<T>& l, const Workspace<T>& w, const Product<T>& p, int64_t rows) {
 #if CAN_QUANTIZE
@@ -55,7 +55,7 @@ inline void multiply(const Layer<T>& l, const Workspace<T>& w, const Product<T>&
     multiply(p, rows);
 }
 
-// hidden -> w.qkv, with norms of queries and keys
+// hidden -> w.qkv, after the norms of queries and keys
 template <class T>
 inline void project(const Layer<T>& l, const Workspace<T>& w, const T* hidden, int64_t tokens) {
     const bool first = l.attention_norm && !l.norms_residual;
@@ -94,7 +94,7 @@ inline void finish(const Layer<T>& l, const Workspace<T>& w, T* hidden, int64_t 
     add(w.between, w.normed, hidden, tokens * l.hidden);
 }
 
-// The counts[i] youngest rows of a step, by layer i.
+// Runs one layer over the `rows` youngest rows of a decode step.
 template <class T>
 inline void step_layer(const Layer<T>& l, const Buffers<T>& b, const Workspace<T>& w, const Step<T>& all, int64_t rows) {
     const int64_t first = all.rows - rows, *places = all.places + first, *slots = all.slots + first;
@@ -118,8 +118,8 @@ inline void step_layer(const Layer<T>& l, const Buffers<T>& b, const Workspace<T
     finish(l, w, hidden, rows);
 }
 
-// Writes each row's embedding, and its cosines and sines [tables, 2, rows, rotary] to `to_tables`. Returns whether all
-// tokens and positions are known; if not, nothing is written.
+// Writes the embedding of each row, and writes its cosines and sines to `to_tables` [tables, 2, rows, rotary]. Returns whether
+// all tokens and positions are inside the tables; if not, nothing is written.
 template <class T>
 bool embed(const Inputs<T>& e, int64_t size, const Step<T>& s, T* to_tables) {
     if (!inside(s.tokens, s.rows, e.embedded) || !inside(s.slots, s.rows, e.positions)) return false;
@@ -137,8 +137,8 @@ bool embed(const Inputs<T>& e, int64_t size, const Step<T>& s, T* to_tables) {
     return true;
 }
 
-// Layer i over the counts[i] youngest rows, none where that is 0; all layers have one shape, some of them plain weights
-// and others quantized ones. Returns whether all tokens, places and slots exist; if not, nothing is done.
+// Runs each layer i over the counts[i] youngest rows. All layers have the same shape; some may have quantized weights. Returns
+// whether all tokens, places and slots exist; if not, nothing is done.
 template <class T>
 bool run_step(const Layer<T>* layers, const Buffers<T>* buffers, const int64_t* counts, int64_t count, Step<T> s,
               const Inputs<T>& inputs) {
@@ -163,14 +163,14 @@ bool run_step(const Layer<T>* layers, const Buffers<T>* buffers, const int64_t* 
     return true;
 }
 
-// Prompts that are run together: group g is prompts firsts[g] ... firsts[g + 1] - 1.
+// Groups of prompts that run together: group g has the prompts firsts[g] ... firsts[g + 1] - 1.
 struct Groups {
     std::vector<int64_t> firsts;
-    int64_t most = 0;     // tokens of a group
-    int64_t threads = 1;  // groups that are run at once, each by one thread; 1: all threads run each group
+    int64_t most = 0;     // maximum number of tokens in a group
+    int64_t threads = 1;  // number of groups that run at the same time, each by one thread; 1: all threads run each group
 
-    // About TOKENS tokens a group, or one longer prompt, and equally many to each thread. Where there are too few tokens
-    // for that, or a prompt is too long, all threads run each group, and how many threads there are cuts none smaller.
+    // A group has about TOKENS tokens or is one longer prompt, and each thread gets equally many groups. If there are too few
+    // tokens for that, or a prompt is too long, all threads together run each group, and their number makes no group smaller.
     template <class T>
     explicit Groups(const Prompts<T>& p) {
         const int64_t all = p.starts[p.prompts], available = omp_get_max_threads();
@@ -182,7 +182,7 @@ struct Groups {
             cut(p, std::max<int64_t>(1, (all + TOKENS / 2) / TOKENS));
     }
 
-    // Into at most `count` groups, of equally many tokens where prompts allow.
+    // Cuts the prompts into at most `count` groups with about equally many tokens.
     template <class T>
     void cut(const Prompts<T>& p, int64_t count) {
         const int64_t all = p.starts[p.prompts];
@@ -196,7 +196,7 @@ struct Groups {
     }
 };
 
-// Writes keys and values of prompts first ... last - 1 to the first slots of their rows.
+// Writes the keys and values of prompts first ... last - 1 to the first slots of the prompts' rows.
 template <class T>
 void keep(const Layer<T>& l, const Prompts<T>& p, const Workspace<T>& w, int64_t first, int64_t last) {
 #pragma omp for schedule(static)
@@ -212,7 +212,7 @@ void keep(const Layer<T>& l, const Prompts<T>& p, const Workspace<T>& w, int64_t
     }
 }
 
-// A layer over prompts first ... last - 1, by all threads of the calling parallel region.
+// Runs a layer over prompts first ... last - 1. All threads of the calling parallel region share the work.
 template <class T>
 inline void run_group(const Layer<T>& l, const Prompts<T>& p, const Workspace<T>& w, int64_t first, int64_t last) {
     const int64_t start = p.starts[first], tokens = p.starts[last] - start;
@@ -252,8 +252,8 @@ void run_prompts(const Layer<T>& l, const Prompts<T>& p) {
     kept.trim();
 }
 
-// One half of a layer over `tokens` tokens: hidden -> queries, keys and values [tokens, states], rotated; or, with
-// `attended` [tokens, queries], hidden -> the layer's output, in place. Attention between them is the caller's.
+// Runs the part of a layer before attention: hidden -> rotated queries, keys and values [tokens, states]. Or, with `attended`
+// [tokens, queries], runs the part after attention, and overwrites hidden with the layer's output.
 template <class T>
 void run_half(const Layer<T>& l, T* hidden, const T* cosines, const T* sines, T* qkv, T* attended, int64_t tokens,
               int64_t rotary) {

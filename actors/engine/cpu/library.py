@@ -1,8 +1,8 @@
-"""Build `kernels.cpp` once with the machine's C++ compiler, and load it.
+"""Builds `kernels.cpp` once with the machine's C++ compiler, and loads the resulting shared library.
 
-The library is in the cache folder ($SKIPDECODE_CACHE, else ~/.cache/skipdecode); its name is a digest of source,
-compiler and processor. It runs on torch's threads: g++ links the OpenMP library that torch has loaded. Without a
-compiler the engine runs transformers' layers, whose results differ in rounding.
+The library file is in the cache folder ($SKIPDECODE_CACHE, else ~/.cache/skipdecode). Its name is a digest of source,
+compiler and processor. It uses torch's threads, because g++ links the OpenMP library that torch has loaded. Without a
+compiler the engine runs transformers' layers, whose results are rounded differently.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
 )
 BUILD_SECONDS = 900
-PANEL = 48  # outputs whose weights lie together in a packed weight
+PANEL = 48  # number of outputs whose weights are stored together in a packed weight
 LARGEST_HEAD = 256  # largest head size that the kernels support
 _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-# kernel -> number of its pointer, 64-bit integer and float arguments, which come in this order
+# kernel -> numbers of pointer arguments, 64-bit integer arguments and float arguments, which come in this order
 _SIGNATURES = {
     "sample": (1, 0, 0),
     "step": (5, 1, 0),
@@ -51,7 +51,7 @@ _OUTSIDE, _NO_MEMORY = 1, 2  # `Status` of kernels.cpp
 
 
 def structure(pointers: str, integers: str, floats: str = "") -> Any:
-    """Return a ctypes structure of pointers, 64-bit integers and floats, each given as names between spaces."""
+    """Return a ctypes structure of pointers, then 64-bit integers, then floats. Names are separated by spaces."""
     fields: list[tuple[str, Any]] = [(name, ctypes.c_void_p) for name in pointers.split()]
     fields += [(name, ctypes.c_int64) for name in integers.split()]
     fields += [(name, ctypes.c_float) for name in floats.split()]
@@ -60,17 +60,17 @@ def structure(pointers: str, integers: str, floats: str = "") -> Any:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the built library; None, after one warning, if it cannot be built or used."""
+    """Return the kernel library, built if necessary. If it cannot be built or used, warn once and return None."""
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     try:
         loaded = ctypes.CDLL(str(_built(compiler)))
-        if torch.get_num_threads() == loaded.threads():  # torch is asked first: this fixes the number
+        if torch.get_num_threads() == loaded.threads():  # torch must be asked first, since this fixes the number
             return loaded
         problem = f"{' '.join(compiler)} links another OpenMP library than torch's"
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.splitlines() if "error" in line] or [f"status {error.returncode}"]
         problem = f"{' '.join(compiler)}: {lines[0]}"
-    # no compiler, no home folder, a read-only home folder, or a library file without the expected functions
+    # there is no compiler, the home folder is missing or read-only, or the library file lacks an expected function
     except (OSError, RuntimeError, AttributeError, subprocess.TimeoutExpired) as error:
         problem = f"{' '.join(compiler)}: {flat(error)}"
     log.warning(
@@ -81,27 +81,27 @@ def library() -> ctypes.CDLL | None:
 
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernel `sample` exists for `dtype`. The first call may build the kernels for seconds."""
+    """Return whether the kernel `sample` exists for `dtype`. The first call may take seconds to build the kernels."""
     return device.type == "cpu" and dtype in _NAMES and library() is not None
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernels of products and layers exist for `dtype`.
+    """Return whether the kernels for products and layers exist for `dtype`.
 
-    They exist for float32 on every CPU, and for bfloat16 without AMX; with AMX torch's products are faster.
+    They exist for float32 on all CPUs, and for bfloat16 on CPUs without AMX. With AMX, torch's products are faster.
     """
     loaded = library() if device.type == "cpu" and dtype in _NAMES else None
     return loaded is not None and (dtype == torch.float32 or bool(loaded.can_multiply()))
 
 
 def quantizes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `multiply_int8` and `likeliest` exist: they need AVX512-BF16 and AVX512-VNNI, without AMX."""
+    """Return whether `multiply_int8` and `likeliest` exist, which need AVX512-BF16 and AVX512-VNNI, but no AMX."""
     loaded = library() if dtype == torch.bfloat16 and multiplies(dtype, device) else None
     return loaded is not None and bool(loaded.can_quantize())
 
 
 def _built(compiler: Sequence[str]) -> Path:
-    """Build the library unless its file exists, and return the file."""
+    """Return the library's file. Build it first if it does not exist."""
     run = functools.partial(
         subprocess.run, capture_output=True, text=True, errors="replace", check=True, timeout=BUILD_SECONDS
     )
@@ -115,13 +115,13 @@ def _built(compiler: Sequence[str]) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / path.name
             run([*compiler, *FLAGS, str(SOURCE), "-o", str(made)])
-            made.replace(path)  # atomic: another process may be building it too
+            made.replace(path)  # atomic, because another process may build the same file at the same time
     return path
 
 
 @functools.cache
 def _processor() -> str:
-    """Return the processor's model and instructions, on which -march=native depends."""
+    """Return text that identifies the processor's model and instructions, on which -march=native depends."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor()
@@ -131,10 +131,10 @@ def _processor() -> str:
 
 @functools.cache
 def kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a native function, which raises MemoryError if there is no memory for its intermediate results.
+    """Return a kernel as a function, which raises MemoryError if there is no memory for its intermediate results.
 
-    Requires `available` for the kernel `sample`, `quantizes` for `multiply_int8` and `likeliest`, and `multiplies`
-    for every other kernel.
+    Check first that the kernel exists: with `available` for `sample`, with `quantizes` for `multiply_int8` and
+    `likeliest`, and with `multiplies` for all other kernels.
     """
     loaded = library()
     assert loaded is not None
@@ -148,4 +148,4 @@ def kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
 def _checked(status: int, function: Any, arguments: Any) -> None:
     if status == _NO_MEMORY:
         raise MemoryError(f"the system has no memory for the intermediate results of {function.__name__}")
-    assert status != _OUTSIDE, "a token, a place or a slot lies outside the tables and buffers, or there are none"
+    assert status != _OUTSIDE, "a token, a row or a slot lies outside the tables and buffers, or there are no buffers"

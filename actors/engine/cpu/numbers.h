@@ -1,5 +1,5 @@
-// bfloat16 and float32 numbers and vectors, whose sums and functions are computed in float32, and the operations between
-// products: norms, rope, gates, and the writing of keys and values to the cache.
+// Numbers and vectors in bfloat16 and float32, with which all computations are in float32, and the operations between
+// products: norms, rope and gates.
 
 #pragma once
 
@@ -36,13 +36,13 @@ inline void store(BFloat16* place, float value) {  // to the nearest, ties to ev
     place->bits = uint16_t(value == value ? rounded : 0x7fc0);
 }
 
-// 16 numbers each; GCC and Clang compile them to the vectors of the processor.
+// Vectors of 16 numbers, which GCC and Clang compile to the processor's vectors.
 typedef float Floats __attribute__((vector_size(64)));
 typedef uint32_t Bits __attribute__((vector_size(64)));
 typedef int32_t Places __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
-// Integers of 32 and 16 bits, as many as a vector of so many bytes has float32 numbers.
+// Vectors of 32-bit and 16-bit integers, with as many integers as BYTES bytes hold float32 numbers.
 template <size_t BYTES>
 struct Ints;
 
@@ -59,7 +59,7 @@ INTS(16)
 
 constexpr int64_t LANES = 16, PAIR = 2 * LANES;
 
-// The first `n` numbers of x, at most all of a vector V, and zeros.
+// Loads the first `n` numbers of x, at most as many as a vector V holds; the rest of the vector is 0.
 template <class V = Floats>
 inline V load_vector(const float* x, int64_t n) {
     V y = {};
@@ -81,7 +81,7 @@ inline V load_vector(const BFloat16* x, int64_t n) {
     return (V)(__builtin_convertvector(y, typename Ints<sizeof(V)>::Whole) << 16);
 }
 
-// The first `n` numbers of x to memory, at most all.
+// Stores the first `n` numbers of vector x, at most all, in memory.
 template <class V>
 inline void store_vector(float* to, V x, int64_t n) {
     if (n >= int64_t(sizeof x / sizeof *to))
@@ -103,7 +103,7 @@ inline void store_vector(BFloat16* to, V x, int64_t n) {  // to the nearest, tie
 }
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(EMULATED)
-// The same of 16 numbers by the processor's own instructions, without branches.
+// load_vector and store_vector for 16 bfloat16 numbers, with the processor's own instructions and without branches.
 inline __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : n > 0 ? (1 << n) - 1 : 0; }
 
 template <>
@@ -116,7 +116,7 @@ inline void store_vector(BFloat16* to, Floats x, int64_t n) {
 }
 #endif
 
-// Number i of x, or i - 16 of y, for each i of the index.
+// For each i in `index`: number i of x, or number i - 16 of y if i is at least 16.
 inline Floats permuted(Floats x, Floats y, Places index) {
 #ifdef __clang__
     Floats z;
@@ -127,7 +127,7 @@ inline Floats permuted(Floats x, Floats y, Places index) {
 #endif
 }
 
-// All numbers of x, joined in pairs by a function of two numbers or of two vectors.
+// Reduces x to one number with `both`, a function that joins two numbers or two vectors.
 template <class Both>
 inline float joined(Floats x, Both both) {
     typedef float Four __attribute__((vector_size(16)));
@@ -145,7 +145,7 @@ inline float highest_of(Floats x) {
     return joined(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// The highest of `vectors` (at least one) times 16 numbers; compilers do not vectorize a loop with max.
+// Returns the highest of `vectors` * 16 numbers, `vectors` >= 1. Compilers would not vectorize a loop with max.
 inline float highest(const float* x, int64_t vectors) {
     Floats most = load_vector(x, LANES);
     for (int64_t i = 1; i < vectors; i++) {
@@ -155,7 +155,7 @@ inline float highest(const float* x, int64_t vectors) {
     return highest_of(most);
 }
 
-// Cephes' expf: relative error below 2e-7, and 0 below -87: a key that is masked has no weight at all.
+// exp(given), as expf in Cephes, with a relative error below 2e-7. It is 0 below -87, so that a masked key has weight 0.
 inline Floats exponential(Floats given) {
     Floats x = given > 88.0f ? Floats() + 88.0f : given;  // NaN stays NaN
     x = x < -87.0f ? Floats() - 87.0f : x;
@@ -170,7 +170,7 @@ inline Floats exponential(Floats given) {
     return given < -87.0f ? Floats() : p * (Floats)power;
 }
 
-// x -> exp(scale (x - the highest of x)) of `vectors` (at least one) times 16 numbers; returns their sum.
+// Replaces each x of `vectors` * 16 numbers (`vectors` >= 1) by exp(scale (x - highest x)); returns the sum.
 inline float exponentials(float* x, int64_t vectors, float scale) {
     const float most = highest(x, vectors);
     Floats total = {};
@@ -182,8 +182,8 @@ inline float exponentials(float* x, int64_t vectors, float scale) {
     return sum_of(total);
 }
 
-// 32 numbers, in the same order for queries, keys and values: of bfloat16 the even ones, then the odd ones, which takes
-// one instruction each.
+// 32 numbers, in the same order for queries, keys and values. For bfloat16, `a` has the even numbers and `b` the odd ones,
+// each of which takes one instruction.
 struct Pair {
     Floats a, b;
 };
@@ -209,7 +209,7 @@ inline void store_pair(BFloat16* x, Pair pair) {
     }
 }
 
-// The `n` last numbers of a vector whose size is no multiple of 32, and zeros.
+// Loads the last `n` numbers of a vector whose size is not a multiple of 32; the rest is 0.
 template <class T>
 inline Pair load_some(const T* x, int64_t n) {
     T padded[PAIR] = {};
@@ -217,7 +217,7 @@ inline Pair load_some(const T* x, int64_t n) {
     return load_pair(padded);
 }
 
-// 32 factors of a dot product; they stay bfloat16 if the processor has an instruction for it.
+// 32 factors of a dot product. They stay bfloat16 if the processor has an instruction for dot products of bfloat16.
 #ifdef __AVX512BF16__
 template <class T>
 using Factor = std::conditional_t<std::is_same_v<T, BFloat16>, __m512bh, Pair>;
@@ -249,7 +249,7 @@ inline Factor<T> load_some_factor(const T* x, int64_t n) {
     return load_factor(padded);
 }
 
-// The sums of 16 vectors, in their order. Processors have instructions for each of these exchanges.
+// Returns the sum of each of 16 vectors, in order. Processors have instructions for all of these permutations.
 inline Floats sums_of(const Floats* x) {
     const Places ones = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
     const Places twos = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
@@ -267,14 +267,14 @@ inline Floats sums_of(const Floats* x) {
     return halved(last, fours, 4);
 }
 
-// Whether every number lies below `end`, and none below 0.
+// Returns whether all numbers are at least 0 and below `end`.
 inline bool inside(const int64_t* numbers, int64_t count, int64_t end) {
     return std::all_of(numbers, numbers + count, [=](int64_t number) { return number >= 0 && number < end; });
 }
 
-// The following operations divide rows among the threads of the calling parallel region.
+// In the following operations, the threads of the calling parallel region share the rows.
 
-// Rotates the first `size` numbers of a head in place by cosines and sines [size], as transformers' apply_rotary_pos_emb.
+// Rotates the first `size` numbers of a head in place with cosines and sines [size], like apply_rotary_pos_emb in transformers.
 template <class T>
 inline void rotate_head(T* x, const T* c, const T* s, int64_t size) {
     const int64_t half = size / 2;
@@ -286,7 +286,7 @@ inline void rotate_head(T* x, const T* c, const T* s, int64_t size) {
     }
 }
 
-// The first `rotary` numbers of the first `heads` heads [size] of each row; cosines and sines [rows, rotary].
+// Rotates the first `rotary` numbers of the first `heads` heads [size] of each row, with cosines and sines [rows, rotary].
 template <class T>
 void rotate(T* states, const T* cosines, const T* sines, int64_t rows, int64_t heads, int64_t size, int64_t rotary,
             int64_t row_stride) {
@@ -296,7 +296,7 @@ void rotate(T* states, const T* cosines, const T* sines, int64_t rows, int64_t h
             rotate_head(states + row * row_stride + head * size, cosines + row * rotary, sines + row * rotary, rotary);
 }
 
-// LayerNorm with a bias, RMSNorm without; `to` may be `from`.
+// LayerNorm if there is a bias, else RMSNorm. `to` may be `from`.
 template <class T>
 inline void normalize_row(const T* from, const float* weight, const float* bias, T* to, int64_t size, float epsilon) {
     float mean = 0, square = 0;
@@ -337,15 +337,14 @@ void normalize_groups(T* x, const float* weight, int64_t rows, int64_t groups, i
         }
 }
 
-// x + y of `count` numbers; `out` may be x or y.
+// Adds `count` numbers: out = x + y. `out` may be x or y.
 template <class T>
 void add(const T* x, const T* y, T* out, int64_t count) {
 #pragma omp for simd schedule(static)
     for (int64_t i = 0; i < count; i++) store(out + i, load(x[i]) + load(y[i]));
 }
 
-// silu(gate) * up, or gelu(gate) * up by the tanh formula, which is silu with another exponent; x holds [gate, up] of each
-// row.
+// silu(gate) * up, or gelu(gate) * up with the tanh formula, which is silu with another exponent. Each row of x is [gate, up].
 template <class T>
 void gate(const T* x, T* out, int64_t rows, int64_t size, bool gelu) {
 #pragma omp for schedule(static)

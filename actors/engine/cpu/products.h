@@ -1,6 +1,6 @@
 // Products with packed weights, y = activation(x W^T + b) + residual, optimized for few rows: each weight is fetched from
-// memory once, ahead of its use, and multiplied with all rows. Sums are float32. A row's result depends on that row alone,
-// not on the batch or the number of threads. Numbers are float32 or bfloat16; int8 needs instructions of the processor.
+// memory once, before its use, and multiplied with all rows. Sums are float32. A row's result depends only on that row, not on
+// the batch or the number of threads. Numbers are float32 or bfloat16, or int8 if the processor has the instructions.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 #include "numbers.h"
 
-// The library's products in bfloat16 are faster on processors that multiply tiles (AMX).
+// On processors that multiply tiles (AMX), torch's products in bfloat16 are faster.
 #ifdef __AMX_BF16__
 #define CAN_MULTIPLY 0
 #else
@@ -25,25 +25,25 @@
 
 namespace {
 
-// A register of sums, and the rows whose sums all fit the registers.
+// WIDTH: float32 numbers in a register. TILE: number of rows whose sums in a panel all fit the registers.
 #ifdef __AVX512F__
-constexpr int64_t WIDTH = 16, TILE = 8;  // 8 x 3 sums, 3 weights and a number of x are 28 of 32 registers
+constexpr int64_t WIDTH = 16, TILE = 8;  // 8 x 3 sums, 3 weights and a number of x take 28 of 32 registers
 #elif defined(__AVX__)
-constexpr int64_t WIDTH = 8, TILE = 2;  // 2 x 6 sums, a weight and 2 numbers of x are 15 of 16
+constexpr int64_t WIDTH = 8, TILE = 2;  // 2 x 6 sums, a weight and 2 numbers of x take 15 of 16 registers
 #else
 constexpr int64_t WIDTH = 4, TILE = 1;
 #endif
 typedef float Vector __attribute__((vector_size(WIDTH * 4), may_alias));
 
-constexpr int64_t PANEL = 48;               // outputs that lie together in a packed weight
-constexpr int64_t VECTORS = PANEL / WIDTH;  // of sums in a panel
-constexpr int64_t MOST_ROWS = 64;           // that a panel is multiplied with in one pass
+constexpr int64_t PANEL = 48;               // number of outputs whose weights are stored together in a packed weight
+constexpr int64_t VECTORS = PANEL / WIDTH;  // vectors of sums in a panel
+constexpr int64_t MOST_ROWS = 64;           // maximum number of rows that are multiplied with a panel in one pass
 
-// Numbers of x that one instruction multiplies and sums.
+// Numbers of x that one instruction multiplies and sums for each output.
 template <class T>
 constexpr int64_t FACTORS = sizeof(float) / sizeof(T);
 
-// Numbers summed before the next rows: the weights of a panel fit the L1 cache.
+// Inputs that are summed before the next rows follow, so that their weights in a panel fit the L1 cache.
 template <class T>
 constexpr int64_t DEPTH = 192 * FACTORS<T>;
 
@@ -56,7 +56,7 @@ inline void add_factors(Vector (&sums)[ROWS][VECTORS], const float* x, int64_t x
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 3
         for (int n = 0; n < VECTORS; n++) sums[m][n] += weight[n] * x[m * x_row];
-#else  // too few registers for all weights
+#else  // there are too few registers for all weights
     Vector number[ROWS];
     for (int m = 0; m < ROWS; m++) number[m] = x[m * x_row] - Vector();
 #pragma GCC unroll 12
@@ -76,7 +76,7 @@ inline void add_factors(Vector (&sums)[ROWS][VECTORS], const BFloat16* x, int64_
         const __m512bh both = repeated(x + m * x_row);
         for (int n = 0; n < VECTORS; n++) sums[m][n] = (Vector)add_product((Floats)sums[m][n], both, weight[n]);
     }
-#else  // 32 bits hold two numbers, of which each becomes a float32
+#else  // 32 bits hold two bfloat16 numbers; each becomes a float32
     typedef uint32_t Pairs __attribute__((vector_size(WIDTH * 4), may_alias));
     Vector low[ROWS], high[ROWS];
     for (int m = 0; m < ROWS; m++) {
@@ -94,9 +94,9 @@ inline void add_factors(Vector (&sums)[ROWS][VECTORS], const BFloat16* x, int64_
 #endif
 }
 
-// Adds `steps` times FACTORS products to the sums [ROWS, PANEL], which begin at `before`, or at 0 where that is null, and
-// gives each row's to `end`. weights: [steps, PANEL, FACTORS]; they and `before` are aligned to 64 bytes. Prefetches
-// `lines` cache lines from `next` on.
+// Adds the products of `steps` * FACTORS inputs to sums [ROWS, PANEL], and passes the new sums to `end`. The old sums are in
+// `before`; if it is null, they are 0. weights: [steps, PANEL, FACTORS]. `weights` and `before` are aligned to 64 bytes.
+// Prefetches `lines` cache lines from `next` on.
 template <int ROWS, class T, class End>
 void add_products(const T* x, int64_t x_row, const T* weights, int64_t steps, const float* before, int64_t before_row,
                   const char* next, int64_t lines, const End& end, int64_t row) {
@@ -125,9 +125,9 @@ constexpr std::array<decltype(&add_products<1, T, End>), TILE> tiles_of(std::ind
 }
 
 template <class T, class End>
-constexpr auto TILES = tiles_of<T, End>(std::make_index_sequence<TILE>());  // by the number of rows less 1
+constexpr auto TILES = tiles_of<T, End>(std::make_index_sequence<TILE>());  // index: number of rows - 1
 
-// Keeps sums in memory: an `End` of add_products.
+// Writes sums to memory: an `End` for add_products.
 struct Keep {
     float* sums;
     int64_t row;
@@ -135,8 +135,8 @@ struct Keep {
     void operator()(int64_t m, int64_t n, Vector sum) const { *(Vector*)(sums + m * row + n * WIDTH) = sum; }
 };
 
-// Rows of x by one panel; `sums` [rows, PANEL] holds them between parts of the inputs, and `end` gets the last ones.
-// Prefetches the weights behind the panel.
+// Multiplies rows of x with one panel, one part of the inputs after the other. `sums` [rows, PANEL] holds the sums between
+// the parts; `end` gets the final sums. Prefetches the weights after the panel.
 template <class T, class End>
 inline void sum_panel(const T* x, int64_t x_row, const T* weights, int64_t inputs, int64_t rows, const Keep& sums,
                       const End& end) {
@@ -170,7 +170,7 @@ struct Product {
     bool relu;
 };
 
-// Writes the outputs of rows from `first` on, of the panel that begins at output `at`: an `End` of add_products.
+// Writes the outputs of the panel that begins at output `at`, for rows from `first` on: an `End` for add_products.
 template <class T>
 struct Write {
     const Product<T>& p;
@@ -186,7 +186,7 @@ struct Write {
     }
 };
 
-// Rows first ... last - 1, at most MOST_ROWS, of the outputs of one panel.
+// Computes the outputs of one panel for rows first ... last - 1, at most MOST_ROWS.
 template <class T>
 inline void multiply_panel(const Product<T>& p, int64_t panel, int64_t first, int64_t last) {
     alignas(64) float sums[MOST_ROWS * PANEL];
@@ -194,11 +194,11 @@ inline void multiply_panel(const Product<T>& p, int64_t panel, int64_t first, in
               Keep{sums, PANEL}, Write<T>{p, first, panel * PANEL});
 }
 
-// All rows of a `Product` or `QuantizedProduct`, divided among the threads of the calling parallel region.
+// Computes all rows of a `Product` or `QuantizedProduct`. The threads of the calling parallel region share the work.
 template <class Any>
 inline void multiply(const Any& p, int64_t rows) {
     const int64_t panels = (p.outputs + PANEL - 1) / PANEL, threads = omp_get_num_threads();
-    // smaller blocks of rows if there are more threads than panels
+    // if there are more threads than panels, blocks of rows are smaller
     const int64_t block = std::min(MOST_ROWS, std::max<int64_t>(8, rows * panels / threads / 8 * 8));
     const int64_t blocks = (rows + block - 1) / block;
 #pragma omp for schedule(static)
@@ -210,30 +210,30 @@ inline void multiply(const Any& p, int64_t rows) {
 
 #if CAN_QUANTIZE
 
-// Products with packed int8 weights: half the bytes, and twice the products an instruction. Weights have one scale an
-// output; the numbers of x are rounded to 8 bits with one scale for each GROUP of a row (as in ZeroQuant, Yao et al.,
-// 2022). Products of two int8 numbers are summed exactly within a group, groups in float32.
+// Products with packed int8 weights need half the bytes, and one instruction computes twice as many products. Weights have one
+// scale per output. x is rounded to 8 bits with one scale for each GROUP numbers of a row (as in ZeroQuant, Yao et al., 2022).
+// Within a group, products of int8 numbers are summed exactly; the groups' sums are added in float32.
 
-constexpr int64_t GROUP = 64;         // numbers of x with one scale; columns are padded to a multiple
-constexpr int64_t QUADS = GROUP / 4;  // of 4 products, which one instruction sums
-constexpr int64_t GROUPS_AT_ONCE = 6;  // summed before the next rows: their weights fit the L1 cache
-constexpr int64_t QUANTIZED_TILE = 4;     // rows held in registers; with more of them the sums of groups take longer
-constexpr int64_t GROUP_BYTES = PANEL * (GROUP + 4);  // of a panel: its corrections, then its weights
+constexpr int64_t GROUP = 64;         // numbers of x with one scale; the inputs are padded to a multiple of GROUP
+constexpr int64_t QUADS = GROUP / 4;  // quads in a group; one instruction sums the 4 products of a quad
+constexpr int64_t GROUPS_AT_ONCE = 6;  // groups summed before the next rows follow: their weights fit the L1 cache
+constexpr int64_t QUANTIZED_TILE = 4;     // rows held in registers; with more rows, adding the groups' sums takes longer
+constexpr int64_t GROUP_BYTES = PANEL * (GROUP + 4);  // bytes of a group in a panel: corrections, then weights
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
 
-// Bytes of a packed panel: 48 scales, then its groups.
+// Returns the bytes of a packed panel, which holds 48 scales and then its groups.
 inline int64_t panel_bytes(int64_t inputs) { return PANEL * 4 + groups_of(inputs) * GROUP_BYTES; }
 
-// Rows of numbers in 8 bits: codes [rows, groups x 64] are 128 more than the number divided by its group's scale.
+// Rows of numbers in 8 bits. A code [rows, groups * 64] is the number divided by its group's scale, plus 128.
 struct Codes {
     uint8_t* codes;
     float* scales;  // [rows, groups]; NaN for a group with a number that is not finite
 };
 
 #ifndef EMULATED  // tests emulate the instructions on other processors
-// sums += codes x weights, four products each. Not by the intrinsic: GCC 12 copies its sums and reads its weights from
-// memory once a row.
+// sums += codes * weights, four products for each sum. This is not the intrinsic, for which GCC 12 copies the sums and reads
+// the weights from memory once for each row.
 inline void add_quads(__m512i& sums, __m512i codes, __m512i weights) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(weights));
 }
@@ -243,18 +243,18 @@ inline void load_sums(__m512i& sums, const int8_t* from) {
 }
 #endif
 
-// Bytes that hold the codes and scales of `rows` rows.
+// Returns the bytes for the codes and scales of `rows` rows.
 inline int64_t bytes_of_codes(int64_t rows, int64_t inputs) { return rows * groups_of(inputs) * (GROUP + 4); }
 
-// memory: aligned to 64 bytes.
+// Returns the places of codes and scales in `memory`, which is aligned to 64 bytes.
 inline Codes codes_in(char* memory, int64_t rows, int64_t inputs) {
     return {(uint8_t*)memory, (float*)(memory + rows * groups_of(inputs) * GROUP)};
 }
 
-// One group of up to 64 numbers; its missing ones are 0.
+// Quantizes one group of up to 64 numbers; missing numbers count as 0.
 inline void quantize_group(const BFloat16* x, int64_t count, uint8_t* codes, float* scale) {
     float numbers[GROUP];
-    Places bits = {};  // as integers, infinity and NaN are above all numbers
+    Places bits = {};  // the absolute values as integers: infinity and NaN are greater than all numbers
     for (int64_t i = 0; i < GROUP; i += LANES) {
         const Floats some = load_vector(x + i, count - i);
         const Places absolute = (Places)some & 0x7fffffff;
@@ -268,11 +268,11 @@ inline void quantize_group(const BFloat16* x, int64_t count, uint8_t* codes, flo
     const bool finite = highest < 0x7f800000;
     *scale = finite ? absolute / 127 : __builtin_nanf("");
     const float inverse = finite && absolute > 0 ? 127 / absolute : 0;
-    for (int64_t i = 0; i < GROUP; i++)  // to the nearest, ties to even
+    for (int64_t i = 0; i < GROUP; i++)  // round to the nearest, ties to even
         codes[i] = uint8_t(int32_t(std::nearbyint(numbers[i] * inverse)) + 128);
 }
 
-// Rows of x [rows, inputs], divided among the threads of the calling parallel region.
+// Quantizes the rows of x [rows, inputs]. The threads of the calling parallel region share the rows.
 inline void quantize(const BFloat16* x, int64_t rows, int64_t inputs, Codes to) {
     const int64_t groups = groups_of(inputs);
 #pragma omp for schedule(static)
@@ -282,8 +282,8 @@ inline void quantize(const BFloat16* x, int64_t rows, int64_t inputs, Codes to) 
                            to.codes + (row * groups + g) * GROUP, to.scales + row * groups + g);
 }
 
-// Adds `count` groups to the sums [ROWS, PANEL], or initializes them. codes and scales have `groups` a row. Prefetches
-// `lines` cache lines from `next` on.
+// Adds the products of `count` groups to sums [ROWS, PANEL], or initializes the sums if `first`. groups: number of groups in a
+// row of codes and scales. Prefetches `lines` cache lines from `next` on.
 template <int ROWS>
 void add_groups(const uint8_t* codes, const float* scales, int64_t groups, const int8_t* weights, int64_t count,
                 float* sums, bool first, const char* next, int64_t lines) {
@@ -326,7 +326,7 @@ void add_groups(const uint8_t* codes, const float* scales, int64_t groups, const
 constexpr decltype(&add_groups<1>) QUANTIZED_TILES[QUANTIZED_TILE + 1] = {
     nullptr, add_groups<1>, add_groups<2>, add_groups<3>, add_groups<4>};
 
-// Rows `from` ... `to` - 1 by one packed panel: sums [rows, PANEL] before the weights' scales.
+// Multiplies rows `from` ... `to` - 1 with one packed panel: writes sums [rows, PANEL], without the weights' scales.
 inline void sum_quantized_panel(const Codes& x, int64_t from, int64_t to, int64_t inputs, const char* panel, float* sums) {
     const int64_t groups = groups_of(inputs), rows = to - from, tiles = (rows + QUANTIZED_TILE - 1) / QUANTIZED_TILE;
     const char* weights = panel + PANEL * 4;

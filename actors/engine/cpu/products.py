@@ -1,10 +1,10 @@
 """Linear layers with packed weights, in float32, bfloat16 or 8 bits.
 
-torch's linear layer reorders its weight at every call, which in bfloat16 takes a quarter of its time at 32 rows
-and nearly half at 8. Here weights are reordered once. 8-bit weights have one scale per output. With them, activations
-are rounded to 8 bits too, with one scale for every `GROUP` numbers of a token (the groups of ZeroQuant, Yao et al.,
-2022, https://arxiv.org/abs/2206.01861); one scale per token would lose three times as much. Nothing is calibrated.
-Shapes: N rows, I inputs, G groups of inputs (the last one filled with zeros), O outputs.
+torch's linear layer reorders its weight in every call. In bfloat16 this takes a quarter of the time for 32 rows, and
+nearly half for 8. Here a weight is reordered only once. 8-bit weights have one scale per output. Their inputs are
+rounded to 8 bits too, with one scale for every `GROUP` numbers of a token (the groups of ZeroQuant, Yao et al., 2022,
+https://arxiv.org/abs/2206.01861). One scale per token would cause three times the error. No calibration is needed.
+Shapes: N rows, I inputs, G groups of inputs (the last group is filled with zeros), O outputs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from transformers.pytorch_utils import Conv1D
 from actors.engine.cpu.library import PANEL, kernel, multiplies, quantizes
 from actors.engine.model.compressed import Codes, codes_of, largest_scales
 
-ROWS = 32  # number of rows for which oneDNN lays out a weight; products with more or fewer rows are about as fast
-GROUP = 64  # inputs that share a scale; GROUP in products.h
-PAGE = 2**21  # bytes of a huge page; a system with another size only wastes space
-ALIGNED = 64  # alignment in bytes that the kernels need
-GIVEN_BACK = 2**24  # bytes freed before the C library is asked to give them back
-LIMIT = 127  # codes are -127 ... 127
+ROWS = 32  # number of rows for which oneDNN optimizes a weight's layout; other numbers are about as fast
+GROUP = 64  # number of inputs that share a scale; must equal GROUP in products.h
+PAGE = 2**21  # size of a huge page in bytes; on a system with another size, only some memory is wasted
+ALIGNED = 64  # alignment of weights in bytes that the kernels need
+GIVEN_BACK = 2**24  # after this many freed bytes, the C library is asked to return memory to the system
+LIMIT = 127  # 8-bit codes are -127 ... 127
 
 
 class PanelProduct:
@@ -34,14 +34,14 @@ class PanelProduct:
     kernel = "multiply"
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight: [O, I], with even I if bfloat16. It is copied, so the caller may free it."""
+        """Pack a copy of `weight` [O, I]; the caller may free the original. I must be even for bfloat16."""
         self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.detach().contiguous()
         self.packed = self.pack(weight)
 
     @staticmethod
     def pack(weight: Tensor) -> Tensor:
-        """Reorder [O, I] -> [O / 48 rounded up, I / F, 48, F], where F numbers take 4 bytes."""
+        """Reorder a weight [O, I] to [O / 48 rounded up, I / F, 48, F], where F numbers take 4 bytes."""
         outputs, inputs = weight.shape
         factors = 4 // weight.dtype.itemsize
         packed = torch.zeros(-(-outputs // PANEL), inputs // factors, PANEL, factors, dtype=weight.dtype)
@@ -67,15 +67,15 @@ class PanelProduct:
 
 
 class QuantizedProduct(PanelProduct):
-    """`PanelProduct` in bfloat16 with W and x rounded to 8 bits.
+    """A `PanelProduct` for bfloat16 that rounds W and x to 8 bits.
 
-    A kernel computes it if `quantizes` is true; else torch does, several times slower than in bfloat16.
+    A kernel computes it if `library.quantizes`. Otherwise torch does, which takes several times as long as in bfloat16.
     """
 
     kernel = "multiply_int8"
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> None:
-        """weight: [O, I], bfloat16, copied, so the caller may free it. scales: see `quantize_weight`."""
+        """Pack a copy of `weight` [O, I], bfloat16; the caller may free the original. scales: see `quantize_weight`."""
         self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.detach().contiguous()
         codes, scales = quantize_weight(weight, scales)
@@ -94,10 +94,10 @@ class QuantizedProduct(PanelProduct):
 
 
 class LibraryProduct:
-    """Replaces `PanelProduct` in bfloat16, with oneDNN, on CPUs whose kernel is slower or does not run."""
+    """A bfloat16 product by oneDNN, for CPUs on which the kernel of `PanelProduct` is slower or does not exist."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight: [O, I]. It is copied, so the caller may free it."""
+        """Pack a copy of `weight` [O, I]; the caller may free the original."""
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
         self.bias = bias
 
@@ -111,12 +111,12 @@ Product = PanelProduct | LibraryProduct
 
 
 def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False, codes: Codes | None = None) -> Product | None:
-    """Return a function x [..., I] -> x W^T + b [..., O]; None if torch's linear layer is the fastest.
+    """Return the fastest function x [..., I] -> x W^T + b [..., O]; None if this is torch's linear layer.
 
     Args:
-        weight, bias: W [O, I] and b.
-        int8: Whether weight and x are rounded to 8 bits.
-        codes: Scales of the 8-bit codes from which the weight was expanded. If given, x is rounded to 8 bits too.
+        weight, bias: W [O, I] and b [O].
+        int8: Whether to round W and x to 8 bits.
+        codes: Scales of the 8-bit codes from which W was expanded. If given, x is rounded to 8 bits too.
     """
     if int8 or codes is not None:
         assert codes is None or codes.kind == "int8"
@@ -127,7 +127,7 @@ def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False, codes: C
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether oneDNN multiplies packed weights of this dtype on this device."""
+    """Return whether oneDNN can multiply with packed weights of this dtype on this device."""
     return (
         device.type == "cpu"
         and dtype == torch.bfloat16
@@ -149,7 +149,7 @@ class PackedLinear(nn.Module):
 
 
 def packed_linear(module: nn.Module, *, int8: bool = False) -> nn.Module:
-    """Return a linear layer with a packed weight, or the module if it is not linear or packing gains nothing."""
+    """Return a packed copy of a linear layer; return `module` itself if it is not linear or packing gains nothing."""
     if type(module) is nn.Linear:
         weight = module.weight.detach()
     elif type(module) is Conv1D:
@@ -161,39 +161,39 @@ def packed_linear(module: nn.Module, *, int8: bool = False) -> nn.Module:
 
 
 def pack_linears(module: nn.Module, *, int8: bool = False) -> None:
-    """Replace all linear layers below `module` by packed ones, and free their weights. int8: see `product`."""
+    """Replace all linear layers inside `module` by packed ones, and free the old weights. int8: see `product`."""
     for name, child in module.named_children():
         pack_linears(child, int8=int8)
         setattr(module, name, packed_linear(child, int8=int8))
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the system: packed weights do not fit into the holes of freed weights in the heap."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+    """Return freed memory to the system. New packed weights would not fit into the gaps in the heap anyway."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has malloc_trim
     if trim is not None:
         trim(0)
 
 
 def to_huge_pages(tensors: list[Tensor]) -> None:
-    """Replace tensors by copies in one region of huge pages, if the system has them.
+    """Replace `tensors` by copies in one region of memory, with huge pages if the system has them.
 
-    A decode step reads every weight once. With pages of 4 KiB the processor looks up thousands of addresses, and a step
-    of one row takes a fifth to a third longer. Each tensor is freed as soon as it is copied, so that two copies of all
-    weights never exist.
+    A decode step reads every weight once. With pages of 4 KiB the processor must look up thousands of addresses, and a
+    decode step of one row takes a fifth to a third longer. Each tensor is freed as soon as it is copied, so that there
+    are never two copies of all weights.
 
     Raises:
         MemoryError: The system has no memory for the copies.
     """
     sizes = [-(-one.nbytes // ALIGNED) * ALIGNED for one in tensors]
-    size = sum(sizes) + 2 * PAGE  # one more page at each end, which takes no memory because nothing touches it
+    size = sum(sizes) + 2 * PAGE  # a spare page at each end, which takes no memory because nothing touches it
     try:
         region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"the system has no {size} bytes for weights: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system without huge pages
+        with contextlib.suppress(OSError):  # raised on a system without huge pages
             region.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(region, dtype=torch.uint8)  # keeps the region alive
+    memory = torch.frombuffer(region, dtype=torch.uint8)  # a tensor that keeps `region` alive
     first, freed = -memory.data_ptr() % PAGE, 0
     for number, aligned in enumerate(sizes):
         one = tensors[number]
@@ -206,10 +206,10 @@ def to_huge_pages(tensors: list[Tensor]) -> None:
 
 
 def quantize_weight(weight: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """weight [O, I] -> int8 codes [O, G * 64] and scales [O] in float32; weight ≈ codes * scales.
+    """Round weight [O, I] to 8 bits: return int8 codes [O, G * 64] and float32 scales [O]; weight ≈ codes * scales.
 
-    scales: scales of the int8 codes from which the weight was expanded. The codes are then recovered exactly: the
-    weight's rounding to bfloat16 is at most a quarter of its scale. None: the largest code of an output is 127.
+    scales: scales of the codes from which the weight was expanded. The codes are then recovered exactly, because the
+    weight's rounding error in bfloat16 is at most a quarter of a scale. None: choose scales with largest code 127.
     """
     weight = weight.detach().float()
     if scales is None:
@@ -219,8 +219,7 @@ def quantize_weight(weight: Tensor, scales: Tensor | None = None) -> tuple[Tenso
 
 
 def rounded(hidden: Tensor) -> Tensor:
-    """Return hidden [N, I] rounded to 8 bits, as float32 [N, G * 64]. A group with a number that is not
-    finite becomes NaN."""
+    """Round hidden states [N, I] to 8 bits, as float32 [N, G * 64]. A group with an infinite number or NaN gets NaN."""
     groups = nn.functional.pad(hidden.float(), (0, -hidden.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     highest = groups.abs().amax(dim=2, keepdim=True)
     inverse = torch.where(highest > 0, torch.tensor(float(LIMIT)) / highest, 0.0)  # torch rounds `float / x` twice
@@ -230,10 +229,11 @@ def rounded(hidden: Tensor) -> Tensor:
 
 
 def pack_codes(codes: Tensor, scales: Tensor) -> Tensor:
-    """Pack codes [O, G * 64] and scales [O] into the panels of products.h, uint8 [O / 48 rounded up, bytes].
+    """Pack codes [O, G * 64] and scales [O] into panels of 48 outputs for products.h: uint8 [O / 48 rounded up, bytes].
 
     A panel holds 48 scales, then for each group 48 corrections and the codes [16, 48, 4]. The kernel adds 128 to x,
-    because it multiplies unsigned by signed bytes. A correction is -128 times the sum of an output's codes in a group.
+    because it multiplies unsigned by signed bytes. A correction, -128 times the sum of an output's codes in a group,
+    cancels this.
     """
     outputs, columns = codes.shape
     panels, groups = -(-outputs // PANEL), columns // GROUP

@@ -1,8 +1,7 @@
-// The next token of each row, from its logits: excluded and penalized tokens, temperature, top-k, top-p, min-p, and the
-// log-probabilities that are asked for; -1 for a row whose logits are not numbers. One pass over memory for each row, the
-// rest in the processor's cache.
-// The definition is that of `sampling/sampler.py`: the inverse distribution function, in the vocabulary's order, at the row's
-// random number. Weights are float32, their sums double.
+// Samples each row's next token from its logits, with excluded and penalized tokens, temperature, top-k, top-p and min-p, and
+// computes log-probabilities if asked for. The token is -1 if a row's logits are not numbers. A row's logits are read from
+// memory once; the rest happens in the processor's cache. As in `sampling/sampler.py`, the sampled token is the first one, in
+// order of token ids, at which the cumulated probability exceeds the row's random number. Weights are float32, sums double.
 
 #pragma once
 
@@ -17,20 +16,20 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 256;      // numbers whose highest one and sum are kept
-constexpr int64_t FEW = 64;         // tokens that are sorted
-constexpr float UNLIKELY = -87.0f;  // logarithm of a weight that counts as 0
+constexpr int64_t BLOCK = 256;      // numbers in a block, for which the highest number and the sum are kept
+constexpr int64_t FEW = 64;         // if at most this many tokens are left, they are sorted
+constexpr float UNLIKELY = -87.0f;  // weights with a lower logarithm count as 0
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-struct SamplingParameters {  // the layout of `RowSampling.packed`
+struct SamplingParameters {  // layout: `RowSampling.packed`
     int64_t key, top_k, likeliest;
     double temperature, top_p, min_p;
 };
 
-// Arguments for `rows` rows. logits [*, width]; places [rows]: the row's logits; drawn [rows]: tokens so far.
-// change_bounds [rows, 2]: where a row's changes begin and end, of (change_tokens, change_values), the logits of penalized
-// or barred tokens. masks [*, words]: bits of allowed tokens; mask_rows [rows]: -1 for none. Results: tokens, their
-// log-probabilities, the same among allowed tokens, and the `most` likeliest tokens [rows, most].
+// Arguments for `rows` rows. logits: [*, width]. places [rows]: index of each row in `logits`. drawn [rows]: tokens drawn so
+// far. change_tokens and change_values: penalized and barred tokens, and their new logits. change_bounds [rows, 2]: where each
+// row's changes begin and end. masks [*, words]: bits of allowed tokens. mask_rows [rows]: index of each row in `masks`, or -1.
+// Results: tokens, their log-probabilities among all tokens and among allowed ones, and the likeliest tokens [rows, most].
 template <class T>
 struct Sampling {
     const T* logits;
@@ -57,7 +56,7 @@ inline double uniform(int64_t key, int64_t position) {  // SplitMix64, see `unif
     return double((bits ^ (bits >> 31)) >> 11) * 0x1p-53;
 }
 
-// Logits of one row, padded to whole blocks by numbers that are never drawn, and what is known of each block.
+// Logits of one row, padded to whole blocks with numbers that are never drawn, and the highest number and sum of each block.
 class Vocabulary {
   public:
     struct Place {
@@ -70,7 +69,7 @@ class Vocabulary {
         : width(width), blocks((width + BLOCK - 1) / BLOCK), x(blocks * BLOCK, NEVER), weights(blocks * BLOCK),
           highest_of(blocks), sums(blocks) {}
 
-    // Whether none is NaN or infinite, and not all are minus infinity.
+    // Reads logits; returns whether none is NaN or +infinity, and not all are -infinity.
     template <class T>
     bool read(const T* logits) {
         int32_t wrong = 0;
@@ -98,7 +97,7 @@ class Vocabulary {
         find_highest();
     }
 
-    // weights = exp(x - highest), and their sums
+    // Computes weights = exp(x - highest), and the sum of each block.
     void weigh() {
         for (int64_t b = 0; b < blocks; b++) {
             const float* from = x.data() + b * BLOCK;
@@ -120,7 +119,7 @@ class Vocabulary {
         return all;
     }
 
-    // log sum exp; overwrites the weights
+    // Returns log sum exp of x. Overwrites the weights.
     double normalizer() {
         weigh();
         return most + std::log(total());
@@ -131,10 +130,10 @@ class Vocabulary {
             if (highest_of[b] == most)
                 for (int64_t i = b * BLOCK; i < width; i++)
                     if (x[i] == most) return i;
-        return 0;  // no number is left
+        return 0;  // there is no highest number
     }
 
-    // The first token at which the sum of weights passes `share` of the total.
+    // Returns the first token at which the cumulated weight exceeds `share` of the total.
     int64_t at(double share) const {
         const double wanted = share * total();
         double before = 0;
@@ -148,12 +147,12 @@ class Vocabulary {
             }
             before += sums[b];
         }
-        for (int64_t i = width - 1; i >= 0; i--)  // rounding must not pass the last possible token
+        for (int64_t i = width - 1; i >= 0; i--)  // because of rounding, none was found: take the last possible token
             if (weights[i] > 0) return i;
         return likeliest();
     }
 
-    // Set the weights to 0 outside top-k, then top-p, then min-p.
+    // Sets the weights of tokens that top-k, then top-p, then min-p exclude to 0.
     void narrow(int64_t top_k, double top_p, double min_p) {
         if (!(total() > 0)) return;
         const Place end = top_k > 0 || top_p < 1 ? last_kept(top_k, top_p) : Place{NEVER, width};
@@ -176,9 +175,9 @@ class Vocabulary {
         }
     }
 
-    // The `count` highest tokens, the first of equal ones first.
+    // Returns the `count` tokens with the highest logits, in order; of equal logits, the lower token id comes first.
     const std::vector<Place>& highest_tokens(int64_t count) {
-        std::vector<float> order = highest_of;  // as many blocks have as many tokens that are as high
+        std::vector<float> order = highest_of;  // at least `count` tokens reach the `count`-th highest of these
         if (count < blocks) std::nth_element(order.begin(), order.begin() + count, order.end(), std::greater<float>());
         collect(count < blocks ? order[count] : NEVER);
         std::partial_sort(found.begin(), found.begin() + count, found.end(), earlier);
@@ -200,7 +199,7 @@ class Vocabulary {
         return all;
     }
 
-    // Let `found` hold the tokens that are at least `least`; returns their weight.
+    // Fills `found` with the tokens whose logits are at least `least`; returns the sum of their weights.
     double collect(float least) {
         found.clear();
         for (int64_t b = 0; b < blocks; b++)
@@ -213,7 +212,7 @@ class Vocabulary {
         return std::accumulate(first, end, 0.0, [this](double sum, const Place& one) { return sum + weights[one.token]; });
     }
 
-    // The last token that top-k, then top-p keep. Bisects the likeliest tokens, without sorting all of them.
+    // Returns the least likely token that top-k, then top-p keep. Bisects the likeliest tokens instead of sorting them all.
     Place last_kept(int64_t top_k, double top_p) {
         double kept = 0;
         for (const float depth : {-8.0f, -24.0f, UNLIKELY}) {
@@ -288,23 +287,23 @@ void sample_row(const Sampling<T>& all, int64_t row, Vocabulary& vocabulary) {
             vocabulary.narrow(given.top_k, given.top_p, given.min_p);
         token = vocabulary.at(uniform(given.key, all.drawn[row]));
     }
-    if (allowed && !(allowed[token / 32] >> token % 32 & 1))  // also where all allowed tokens have -inf
+    if (allowed && !(allowed[token / 32] >> token % 32 & 1))  // if all allowed tokens have -inf: take the first of them
         for (token = 0; token < all.width - 1 && !(allowed[token / 32] >> token % 32 & 1);) token++;
     all.tokens[row] = token;
     all.logprobs[row] = float(load(logits[token]) - normalizer);
     all.choice_logprobs[row] = float(load(logits[token]) - choice_normalizer);
 }
 
-// Returns whether there was memory; if not, results are not complete.
+// Returns whether there was enough memory; if not, the results are incomplete.
 template <class T>
 bool sample_rows(const Sampling<T>& all) {
     bool failed = false;
 #pragma omp parallel if (all.rows * all.width > 16384)
     {
-        static thread_local std::unique_ptr<Vocabulary> kept;  // new memory would cost more than the work
+        static thread_local std::unique_ptr<Vocabulary> kept;  // kept between calls: new memory would take longer than the work
         try {
             if (!kept || kept->width != all.width) kept.reset(), kept = std::make_unique<Vocabulary>(all.width);
-        } catch (const std::bad_alloc&) {  // must not leave the thread
+        } catch (const std::bad_alloc&) {  // an exception must not leave the thread
 #pragma omp atomic write
             failed = true;
         }

@@ -1,8 +1,8 @@
-// The likeliest token of the vocabulary head without all its products in bfloat16: a product in 8 bits bounds every
-// logit, and only those that may be the highest are computed again, to the bit as products.h computes them.
+// Finds the token with the highest logit without computing all logits in bfloat16. An 8-bit product gives bounds for all
+// logits. Only logits that may be the highest are computed in bfloat16, with exactly the bits that products.h would give.
 //
-// With x' and w' for what the 8 bits of x and w stand for, x w = x' w' + (x - x') w + x' (w - w'), so that by Cauchy and
-// Schwarz |x w - x' w'| <= |x - x'| |w| + |x'| |w - w'|. The rounding of the sums in float32 is bounded too.
+// Let x' and w' be x and w rounded to 8 bits. Then x w = x' w' + (x - x') w + x' (w - w'), and by the Cauchy-Schwarz inequality
+// |x w - x' w'| <= |x - x'| |w| + |x'| |w - w'|. The error of the float32 sums is bounded too.
 
 #pragma once
 
@@ -12,17 +12,17 @@
 
 namespace {
 
-// The layout of `_Screen` in executor.py.
+// Layout: `_Screen` in executor.py.
 struct Screen {
-    const float *norm, *norm_bias;     // before the head; no bias: RMSNorm
-    const BFloat16* weight;            // [outputs, inputs], as the model has it
-    const char* packed;                // the same, with int8 weights
-    const float* norms;                // [panels, 2, 48]: |w| and |w - w'|, at least; 0 behind the last output
-    int64_t inputs, outputs, most;     // a row with more than `most` candidates is not decided
+    const float *norm, *norm_bias;     // norm before the head; null bias: RMSNorm
+    const BFloat16* weight;            // [outputs, inputs], the head's weight, not packed
+    const char* packed;                // the head's weight, packed in int8
+    const float* norms;                // [panels, 2, 48]: upper bounds of |w| and |w - w'|; 0 after the last output
+    int64_t inputs, outputs, most;     // a row with more than `most` candidate tokens stays undecided
     float epsilon;
 };
 
-// Bounds of a row's error: of a logit, at most `outer` |w| + `inner` |w - w'|.
+// Bounds for a row: the error of a logit is at most `outer` |w| + `inner` |w - w'|.
 struct Error {
     float outer, inner;
 };
@@ -41,7 +41,7 @@ inline Error error_of(const BFloat16* x, const Codes& codes, int64_t row, int64_
     return {float((std::sqrt(lost) + sums) * 1.0001), float((std::sqrt(left) + sums) * 1.0001)};
 }
 
-// The next bfloat16 that is not below each number.
+// Rounds each number up to bfloat16.
 inline Halves rounded_up(Floats x) {
     const Bits bits = (Bits)x;
     return __builtin_convertvector((bits >> 31 ? bits : bits + 0xffff) >> 16, Halves);
@@ -51,15 +51,15 @@ inline uint16_t rounded_up(float x) { return rounded_up(Floats() + x)[0]; }
 
 inline float as_number(uint16_t bits) { return load(BFloat16{bits}); }
 
-// What is known of the logits of up to MOST_ROWS rows before any is computed in bfloat16; without memory, its size.
+// Bounds of the logits of up to MOST_ROWS rows. If `memory` is null, only the size of this memory is computed.
 struct Bounds {
-    BFloat16* x;         // [rows, inputs], behind the norm
+    BFloat16* x;         // [rows, inputs], hidden states after the norm
     Codes codes;
     Error* errors;       // [rows]
-    uint16_t* upper;     // [panels, rows, PANEL], rounded up to bfloat16
-    float* panel_upper;  // [panels, rows], the highest of upper
-    float* best;         // [threads, rows], a lower bound of the highest logit of the thread's panels; the first: of all
-    int32_t* found;      // [threads, most + PANEL], candidates
+    uint16_t* upper;     // [panels, rows, PANEL], upper bounds of logits, rounded up to bfloat16
+    float* panel_upper;  // [panels, rows], highest upper bound in a panel
+    float* best;         // [threads, rows], lower bound of the highest logit in a thread's panels; finally best[0]: all panels
+    int32_t* found;      // [threads, most + PANEL], candidate tokens
     int64_t rows, bytes;
 
     Bounds(const Screen& s, int64_t rows, int64_t threads, char* memory) : rows(rows) {
@@ -76,7 +76,7 @@ struct Bounds {
     }
 };
 
-// All rows in one panel. best: [rows], of the calling thread.
+// Computes the bounds of all rows in one panel. best: [rows], of the calling thread.
 inline void bound_panel(const Screen& s, const Bounds& b, int64_t panel, float* best) {
     alignas(64) float sums[MOST_ROWS * PANEL];
     const char* packed = s.packed + panel * panel_bytes(s.inputs);
@@ -103,7 +103,7 @@ inline void bound_panel(const Screen& s, const Bounds& b, int64_t panel, float* 
     }
 }
 
-// Transposes 16 vectors of 16 numbers in place: exchanges the numbers of each pair of vectors that lie `D` apart.
+// One of four steps (D = 8, 4, 2, 1) to transpose 16 vectors of 16 numbers in place: exchanges numbers of vectors `D` apart.
 template <int D>
 inline void transpose(Floats* x) {
     const Places j = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -115,14 +115,14 @@ inline void transpose(Floats* x) {
         }
 }
 
-// Logits of up to 16 tokens in bfloat16: each lane sums its pairs in the order of products.h.
+// Computes the logits of up to 16 tokens in bfloat16. Each lane sums the pairs of one token, in the order of products.h.
 inline void exact_logits(const Screen& s, const BFloat16* x, const int32_t* tokens, int64_t count, float* logits) {
     const int64_t pairs = s.inputs / 2;
     Floats sum = {};
     for (int64_t k = 0; k < pairs; k += LANES) {
         const int64_t some = std::min(LANES, pairs - k);
         Floats weights[LANES];
-        for (int64_t i = 0; i < LANES; i++)  // lanes behind the last token repeat it
+        for (int64_t i = 0; i < LANES; i++)  // further lanes repeat the last token
             weights[i] = load_vector((const float*)(s.weight + tokens[std::min(i, count - 1)] * s.inputs + 2 * k), some);
         transpose<8>(weights), transpose<4>(weights), transpose<2>(weights), transpose<1>(weights);
         for (int64_t i = 0; i < some; i++) sum = add_product(sum, (__m512bh)weights[i], repeated(x + 2 * (k + i)));
@@ -132,8 +132,8 @@ inline void exact_logits(const Screen& s, const BFloat16* x, const int32_t* toke
     for (int64_t i = 0; i < count; i++) logits[i] = load(rounded[i]);
 }
 
-// The likeliest token of a row, the first of equal ones; -1: not decided. A logit
-// that rounds to the highest one's bfloat16 has an upper bound, rounded up, of at least the best lower bound, rounded down.
+// Finds the likeliest token of a row, the first if several are equal; -1: undecided. Candidates are all tokens whose upper
+// bound (rounded up) is at least the best lower bound (rounded down). These include all tokens with the highest bfloat16 logit.
 inline void choose(const Screen& s, const Bounds& b, int64_t row, int32_t* found, int64_t* token) {
     const int64_t panels = (s.outputs + PANEL - 1) / PANEL;
     const float least = -as_number(rounded_up(-b.best[row]));
@@ -160,10 +160,10 @@ inline void choose(const Screen& s, const Bounds& b, int64_t row, int32_t* found
     if (wrong) *token = -1;
 }
 
-// Of hidden states [rows, inputs] before the norm, at most MOST_ROWS: tokens [rows], see `choose`.
+// Writes the likeliest tokens [rows], see `choose`, of hidden states [rows, inputs] before the norm; at most MOST_ROWS rows.
 void likeliest(const Screen& s, const BFloat16* hidden, int64_t* tokens, int64_t rows) {
     const int64_t panels = (s.outputs + PANEL - 1) / PANEL, threads = omp_get_max_threads();
-    static thread_local Kept kept;  // megabytes, which would be cleared page by page at each call
+    static thread_local Kept kept;  // new memory (megabytes) would be cleared page by page at each call
     const Bounds b(s, rows, threads, kept.at_least(Bounds(s, rows, threads, nullptr).bytes));
     std::fill(b.best, b.best + threads * rows, -INFINITY);
 #pragma omp parallel

@@ -1,9 +1,9 @@
-"""Runs all layers of a decode step, or one layer over whole prompts, in one native call, see layer.h.
+"""Runs all layers of a decode step, or one layer over whole prompts, in one native call (see layer.h).
 
-With one call per product, a small model spends more time on dispatch than on the products. Memory that is allocated
-for every product costs time too: it is cleared page by page before it is written.
+With one call per product, a small model would spend more time on dispatch than on the products. Allocating memory for
+every product would cost time too, because the system clears new memory page by page.
 Shapes: B rows of a call, R rows of the buffers, P prompts, N tokens of all prompts, L layers, E hidden size, Q query
-heads, H key/value heads, K slots, C tokens of a prefix, D head size, and of rotary tables R numbers.
+heads, H key/value heads, K slots, C tokens of a prefix, D head size. In rotary tables, R is the rotary size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from actors.engine.model.layer_weights import GELU, LayerWeights, NormWeights, P
 Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
 
 
-# the structures of layer.h, with their fields in the same order
+# structures with the same names and fields as in attention.h
 _Layer = structure(
     "attention_norm attention_norm_bias mlp_norm mlp_norm_bias query_norm key_norm attention_after mlp_after"
     " qkv qkv_bias output output_bias up up_bias down down_bias",
@@ -48,7 +48,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def buffer_table(buffers: Sequence[Tensor | None]) -> Any:
-    """Return a table of the addresses of each layer's keys and values [2, R, H, K, D]. `buffers` must outlive it."""
+    """Return the addresses of each layer's keys and values [2, R, H, K, D] for the kernels. Keep `buffers` alive."""
     table = (_Buffers * len(buffers))()
     for number, both in enumerate(buffers):
         if both is not None:
@@ -58,7 +58,7 @@ def buffer_table(buffers: Sequence[Tensor | None]) -> Any:
 
 
 def normalize(hidden: Tensor, norm: NormWeights) -> Tensor:
-    """Return LayerNorm of hidden states [N, E], or RMSNorm if `norm` has no bias."""
+    """Apply LayerNorm to hidden states [N, E], or RMSNorm if `norm` has no bias."""
     hidden, output = hidden.contiguous(), torch.empty(hidden.shape, dtype=hidden.dtype)
     assert norm.weight.dtype == torch.float32
     addresses = map(_address, (hidden, norm.weight, norm.bias, output))
@@ -67,18 +67,18 @@ def normalize(hidden: Tensor, norm: NormWeights) -> Tensor:
 
 
 class Embedding(NamedTuple):
-    """What the first layer's input is made of."""
+    """The tables from which the first layer's input is computed, and the rotary tables."""
 
-    tokens: Tensor  # [V, E], the vector of each token
-    learned: Tensor | None  # [positions, E], the vector that each position adds, or None
-    scale: float  # factor of `tokens`
-    # number of positions -> for each layer cosines and sines [1, positions, R]; layers with equal ones share an object
+    tokens: Tensor  # [V, E], embedding of each token
+    learned: Tensor | None  # [positions, E], learned embedding that is added at each position; None: there is none
+    scale: float  # factor of the token embeddings
+    # number of positions -> each layer's cosines and sines [1, positions, R]; layers with equal tables share an object
     rotary: Callable[[int], Sequence[Rotary]]
-    context: int  # highest number of positions for `rotary`
+    context: int  # maximum number of positions for `rotary`
 
 
 class PackedPrefix(NamedTuple):
-    """One layer's keys and values [2, H, C, D] of a shared prefix of C tokens, and copies in the kernels' order."""
+    """Keys and values [2, H, C, D] of a shared prefix of C tokens in one layer, and copies packed for the kernels."""
 
     states: Tensor
     keys: Tensor
@@ -86,9 +86,9 @@ class PackedPrefix(NamedTuple):
 
 
 def can_stack(weights: LayerWeights, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> bool:
-    """Return whether layer.h can compute a layer.
+    """Return whether the kernels can compute a layer.
 
-    It supports silu(gate) * up, gelu(gate) * up and relu(up), with products that are all in `dtype` or all int8.
+    They support silu(gate) * up, gelu(gate) * up and relu(up). Either all products are in `dtype`, or all are in int8.
     """
     parts = weights.qkv, weights.output, weights.up, weights.down
     quantized = [int8 or part.codes() is not None for part in parts]
@@ -102,19 +102,19 @@ def can_stack(weights: LayerWeights, dtype: torch.dtype, device: torch.device, *
 
 
 class Stack:
-    """L layers of equal shape. Only one thread at a time may use it."""
+    """L decoder layers of equal shape that run as CPU kernels. Only one thread at a time may use a stack."""
 
     def __init__(
         self,
-        blocks: nn.ModuleList,  # layers that all `can_stack`
-        describe: Callable[[nn.Module], LayerWeights],  # the library's layer -> its weights
-        embedding: Embedding,  # the tokens' embedding
+        blocks: nn.ModuleList,  # transformers' layers; `can_stack` must be true for all of them
+        describe: Callable[[nn.Module], LayerWeights],  # transformers' layer -> its weights
+        embedding: Embedding,
         *,
-        int8: bool = False,  # whether to round to 8 bits the weights that are not stored as 8-bit codes
+        int8: bool = False,  # whether to round weights to 8 bits; weights stored as 8-bit codes always have 8 bits
     ) -> None:
-        """Replace the library's layers in `blocks`, and free the memory of each before the next one is packed."""
+        """Replace transformers' layers in `blocks` by packed ones. Free each layer before the next one is packed."""
         described: list[tuple[dict[str, Any], list[PanelProduct], list[Tensor | None]]] = []
-        for number in range(len(blocks)):  # no name may refer to the old layer when its memory is given back
+        for number in range(len(blocks)):  # no variable may refer to the old layer when its memory is given back
             described.append(_packed(describe(blocks[number]), int8))
             blocks[number] = StackedLayer(self, number)
             give_memory_back()
@@ -125,7 +125,7 @@ class Stack:
         to_huge_pages(weights)
         for one, weight in zip(every, weights, strict=True):
             one.packed = weight
-        self._held = described, embedding  # keeps the tensors alive: the structures hold only addresses
+        self._held = described, embedding  # keep the tensors alive, since the structures hold only their addresses
         self._layers = (_Layer * len(blocks))()
         for number, (fields, products, norms) in enumerate(described):
             parts = [*norms, *(part for one in products for part in (one.packed, one.bias))]
@@ -136,7 +136,7 @@ class Stack:
         self._hidden, self._heads, self._head_dim = first.hidden, first.heads, first.size
         self._dtype = embedding.tokens.dtype
         self._embedding = embedding
-        self._inputs: tuple[Any, Tensor | None] | None = None  # the last inputs, and the tables that they refer to
+        self._inputs: tuple[Any, Tensor | None] | None = None  # result of `_inputs_for`, and its rotary tables
 
     def step(
         self, tokens: Sequence[int], rows_per_layer: Sequence[int], places: Tensor, slots: Tensor, table: Any
@@ -145,10 +145,10 @@ class Stack:
 
         Args:
             tokens: [B].
-            rows_per_layer: [L], how many rows run each layer; they are the last ones in `tokens`.
+            rows_per_layer: [L], how many rows run each layer. These rows are the last ones in `tokens`.
             places: int64 [B], index of each row in the buffers.
-            slots: int64 [B], slot of each new token, equal to its position. It attends to no later slot.
-            table: Buffers of the rows' keys and values, see `buffer_table`.
+            slots: int64 [B], slot of each new token, which equals its position. The token attends to no later slot.
+            table: Buffers of the rows' keys and values, from `buffer_table`.
         """
         assert not torch.is_grad_enabled() and places.dtype == slots.dtype == torch.int64
         assert len(places) == len(slots) == len(tokens) and max(rows_per_layer) <= len(tokens)
@@ -168,7 +168,7 @@ class Stack:
         return hidden
 
     def _inputs_for(self, positions: int) -> Any:
-        """Return `Inputs` of layer.h with rotary tables of at least this number of positions."""
+        """Return the kernels' `Inputs` structure, with rotary tables for at least `positions` positions."""
         embedding = self._embedding
         assert positions <= embedding.context
         if self._inputs is None or self._inputs[0].positions < positions:
@@ -191,13 +191,13 @@ class Stack:
     def prompts(
         self,
         layer: int,  # index of the layer
-        hidden: Tensor,  # [1, N, E], overwritten by the result
+        hidden: Tensor,  # hidden states [1, N, E], which are overwritten with the result
         rotary: Rotary,  # cosines and sines [1, N, R], or None
-        starts: Tensor,  # int64 [P + 1], index of the first token of each prompt, then N
+        starts: Tensor,  # int64 [P + 1], index of each prompt's first token, then N
         places: Tensor,  # int64 [B], index of each row in the buffers
         sources: Tensor,  # int64 [B], index of each row's prompt
-        buffers: Tensor | None,  # keys and values [2, R, H, K, D] of the rows; None: they are not kept
-        prefix: PackedPrefix | None = None,  # shared prefix, which is copied to the rows' first slots
+        buffers: Tensor | None,  # cache for the rows' keys and values [2, R, H, K, D]; None: do not store them
+        prefix: PackedPrefix | None = None,  # prefix of all prompts, which is copied to the rows' first slots
     ) -> None:
         """Run one layer over concatenated prompts."""
         tokens = hidden.shape[1]
@@ -220,10 +220,10 @@ class Stack:
             prompts.keys, prompts.values = keys.data_ptr(), values.data_ptr()
             prompts.buffer_row, prompts.buffer_head = keys.stride()[:2]
         kernel("prompts", self._dtype)(ctypes.byref(self._layers[layer]), ctypes.byref(prompts))
-        del tables  # kept until here, because the structure holds only their addresses
+        del tables  # the tables must live until here, because the structure holds only their addresses
 
     def packed_prefix(self, states: Tensor) -> PackedPrefix:
-        """Return keys and values [2, H, C, D] of a prefix with their copies in the kernels' order."""
+        """Return keys and values [2, H, C, D] of a prefix, together with copies packed for the kernels."""
         _, heads, tokens, size = states.shape
         assert (heads, size) == (self._heads, self._head_dim) and states.dtype == self._dtype and tokens > 0
         width, wide = (-(-count // PANEL) * PANEL for count in (tokens, size))
@@ -233,22 +233,22 @@ class Stack:
         return packed
 
     def _set_rotary(self, target: Any, rotary: Rotary, tokens: int) -> Rotary:
-        """Write the addresses of cosines and sines [B, S, R]; return the tensors that must stay alive."""
+        """Write the addresses of cosines and sines [B, S, R] to `target`; return tensors that must stay alive."""
         if rotary is None:
             assert not any(layer.rope for layer in self._layers)
             return None
         cosines, sines = (table.reshape(-1, table.shape[-1]).contiguous() for table in rotary)
-        if len(cosines) < tokens:  # cosines are the same for all rows
+        if len(cosines) < tokens:  # all rows have the same cosines and sines
             cosines, sines = (table.repeat(tokens // len(cosines), 1) for table in (cosines, sines))
         assert cosines.shape == sines.shape and cosines.dtype == sines.dtype == self._dtype
         target.cosines, target.sines, target.rotary = _address(cosines), _address(sines), cosines.shape[1]
         return cosines, sines
 
     def half(self, layer: int, hidden: Tensor, rotary: Rotary, attended: Tensor | None) -> Tensor:
-        """Run one half of a layer over hidden states [N, E], with rotary tables [1, N, R].
+        """Run the part of a layer before or after attention, over hidden states [N, E] with rotary tables [1, N, R].
 
-        Without `attended`, return queries, keys and values [N, Q + 2 H, D]. With `attended` [N, Q D], the attention's
-        result, overwrite `hidden` with the layer's output and return it.
+        If `attended` is None, return queries, keys and values [N, Q + 2 H, D]. Otherwise `attended` [N, Q D] is the
+        attention's result. Then overwrite `hidden` with the layer's output, and return it.
         """
         fields, tokens = self._layers[layer], len(hidden)
         heads = fields.heads * (fields.group + 2)
@@ -271,12 +271,12 @@ class Stack:
         return int(self._heads * self._layers[0].group)
 
     def scale(self, layer: int) -> float:
-        """Return the factor of the attention scores."""
+        """Return the factor by which a layer multiplies its attention scores."""
         return float(self._layers[layer].scale)
 
 
 class StackedLayer(nn.Module):
-    """One layer of a stack with the interface of transformers' layers. Attention runs in torch, for trees of tokens."""
+    """One layer of a stack, with the interface of a transformers layer. Its attention runs in torch."""
 
     def __init__(self, stack: Stack, number: int) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class StackedLayer(nn.Module):
         past_key_values: Any = None,
         **more: Any,
     ) -> Tensor:
-        """[B, S, E] -> [B, S, E]. attention_mask: None for causal attention."""
+        """Run the layer: [B, S, E] -> [B, S, E]. attention_mask: None for causal attention."""
         stack, (rows, columns, size) = self.stack, hidden.shape
         flat = hidden.reshape(-1, size).clone()
         states = stack.half(self.number, flat, position_embeddings, None).unflatten(0, (rows, columns)).transpose(1, 2)
@@ -310,7 +310,7 @@ class StackedLayer(nn.Module):
 
 
 def _packed(weights: LayerWeights, int8: bool) -> tuple[dict[str, Any], list[PanelProduct], list[Tensor | None]]:
-    """Return a layer's numeric fields, its products and its norm weights, each in the order of layer.h."""
+    """Return the fields of a layer's `_Layer` structure: numbers by name, products and norm weights in order."""
 
     def pack(part: Projection) -> PanelProduct:
         made = product(*part.joined(), int8=int8, codes=part.codes())
@@ -318,7 +318,7 @@ def _packed(weights: LayerWeights, int8: bool) -> tuple[dict[str, Any], list[Pan
         return made
 
     def epsilon(*norms: NormWeights | None) -> float:
-        """Return the epsilon that the norms share; 0 if there are no norms."""
+        """Return the epsilon that all these norms share; 0 if there are no norms."""
         found = {norm.eps for norm in norms if norm is not None}
         assert len(found) <= 1
         return found.pop() if found else 0.0

@@ -1,1 +1,1 @@
-"""Runs transformers' layers: the library engine, and passes over known tokens for training and agreement."""
+"""Code that runs transformers' layers: the library engine, and passes over known tokens for training and evaluation."""

@@ -1,7 +1,7 @@
-"""Measures how far a schedule's predictions and its own answers are from full depth.
+"""Measures how much a schedule's predictions and answers differ from those of the model at full depth.
 
-KL and top-1 agreement compare the distributions of both over given responses. Regret scores the schedule's answers
-with the model at full depth.
+KL divergence and top-1 agreement compare the predictions of both for given responses. Regret scores the schedule's own
+answers with the model at full depth.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from actors.engine.library.forcing import micro_batches, predicting_states, resp
 from actors.engine.library.packed_attention import packed
 from actors.engine.schedule.schedule import Schedule
 
-TOKENS = 4096  # most tokens of a pass
-LOGITS_AT_ONCE = 2**24  # most logits of one model that exist at the same time; 64 MiB in fp32
+TOKENS = 4096  # maximum number of tokens in a forward pass
+LOGITS_AT_ONCE = 2**24  # maximum number of logits per model that exist at the same time; 64 MiB in fp32
 
 Array = npt.NDArray[np.float64]
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -31,7 +31,7 @@ Report = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Model:
-    """A model's weights with a schedule."""
+    """A decoder together with the schedule that it runs."""
 
     decoder: Decoder
     schedule: Schedule
@@ -39,10 +39,10 @@ class Model:
 
 @dataclass(frozen=True)
 class ForcedScores:
-    """Scores of a line (a model that is compared with full depth): sums over each row's response tokens, [N].
+    """Scores of a line (a model that is compared with full depth). Each is [N]: sums over the N rows' response tokens.
 
-    kl: KL(full depth || line), nats. nll: -log p of the tokens under the line, nats. agreed: number of positions at
-    which the line and full depth have the same most likely token. tokens: number of tokens.
+    kl: KL(full depth || line) in nats. nll: -log p of the response tokens under the line, in nats. agreed: number of
+    positions where line and full depth have the same most likely token. tokens: number of response tokens.
     """
 
     kl: Array
@@ -57,15 +57,15 @@ def teacher_forced(
     lines: Sequence[Model],
     pairs: Sequence[Pair],
     *,
-    # number of the first response token that counts; 1 leaves out the token that the prompt's pass predicts
+    # index of the first response token that counts; 1 leaves out the token that is predicted from the prompt alone
     first: int = 0,
-    report: Report = lambda rows: None,  # called with the number of rows done, before each pass and at the end
+    report: Report = lambda rows: None,  # called before each pass and at the end, with the number of rows done
 ) -> list[ForcedScores]:
-    """Return each line's scores over (prompt ids, response ids) pairs, none of them empty.
+    """Compare each of `lines` with `full` on `pairs` of (prompt ids, response ids); return each line's scores.
 
-    Each response token's distribution [V] under the line, computed as at inference, is compared with that under `full`.
-    All models have one vocabulary; if one pads it, the padding is ignored. Lines with the same weights and prompt
-    layers share the pass over the prompts.
+    Prompts and responses must not be empty. For each response token, the line's distribution [V], computed as at
+    inference, is compared with that of `full`. All models have the same vocabulary, except for padding, which is
+    ignored. Lines with the same weights and prompt layers share the pass over the prompts.
     """
     sums = np.zeros((len(lines), 3, len(pairs)))
     tokens = np.array([max(len(response) - first, 0) for _, response in pairs], dtype=np.float64)
@@ -82,11 +82,11 @@ def teacher_forced(
 
 @torch.inference_mode()
 def answer_regret(full: Model, pairs: Sequence[Pair], report: Report = lambda rows: None) -> Array:
-    """Return how much less likely each answer's tokens are than full depth's own choices: nats per answer, [N].
+    """Return how much less likely each answer is than the choices of the model at full depth: nats per answer, [N].
 
-    log p of the likeliest token - log p of the answer's token under full depth, summed over the answer's tokens, the
-    end token included. 0 for full depth's own greedy answers. pairs: (prompt ids, answer ids), none of them empty.
-    report: called with the number of rows done, before each pass and at the end.
+    Regret is log p(likeliest token) - log p(answer's token) at full depth, summed over the answer's tokens with its end
+    token. It is 0 for greedy answers at full depth. pairs: (prompt ids, answer ids), none empty. report: called before
+    each pass and at the end, with the number of rows done.
     """
     regret: Array = np.zeros((1, len(pairs)))
     for batch in _batches(pairs, 1, report):
@@ -101,10 +101,10 @@ def answer_regret(full: Model, pairs: Sequence[Pair], report: Report = lambda ro
 
 @dataclass(frozen=True)
 class _Batch:
-    """Rows of one pass, and their M response tokens, row by row.
+    """Rows of one forward pass, and their M response tokens, row by row.
 
-    labels: [M], the tokens. owners: [M], index of each token's row among all rows. places: [M], index of each token in
-    its response.
+    labels: [M], the response tokens. owners: [M], index of the row of each token, among the rows of all passes. places:
+    [M], index of each token in its response.
     """
 
     rows: Sequence[Row]
@@ -113,20 +113,20 @@ class _Batch:
     places: npt.NDArray[np.int64]
 
     def chunks(self, vocabulary: int, first: int) -> Iterator[Any]:
-        """Yield chunks of indices of response tokens, from place `first` on, whose logits fit `LOGITS_AT_ONCE`."""
+        """Yield chunks of token indices, without tokens before place `first`. A chunk's logits fit `LOGITS_AT_ONCE`."""
         counted = np.flatnonzero(self.places >= first)
         size = max(1, LOGITS_AT_ONCE // vocabulary)
         for start in range(0, len(counted), size):
             yield torch.from_numpy(counted[start : start + size])
 
     def add(self, sums: Array, chunk: Tensor, values: Tensor) -> None:
-        """Add values [K, M] of a chunk's tokens to the sums [K, N] of their rows."""
+        """Add K values for each token of a chunk, `values` [K, tokens], to `sums` [K, N] at the token's row."""
         for total, each in zip(sums, values.double().cpu().numpy(), strict=True):
             np.add.at(total, self.owners[chunk.numpy()], each)
 
 
 def _batches(pairs: Sequence[Pair], models: int, report: Report) -> Iterator[_Batch]:
-    """Yield batches of rows of similar length."""
+    """Yield batches of rows with similar response lengths. report: called with the number of rows done."""
     order = sorted(range(len(pairs)), key=lambda row: (len(pairs[row][1]), len(pairs[row][0])))
     rows = [
         {"input_ids": [*pairs[number][0], *pairs[number][1]], "prompt_tokens": len(pairs[number][0]), "row": number}
@@ -143,9 +143,9 @@ def _batches(pairs: Sequence[Pair], models: int, report: Report) -> Iterator[_Ba
 
 
 def _states(models: Sequence[Model], rows: Sequence[Row]) -> list[Tensor]:
-    """Return the states [M, E] that predict the response tokens under each model. Models share passes if possible."""
+    """Return each model's hidden states [M, E] that predict the response tokens. Models share passes if possible."""
     together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    same = [models.index(model) for model in models]  # equal models are computed once
+    same = [models.index(model) for model in models]  # index of the first model equal to each model
     for number in dict.fromkeys(same):
         model = models[number]
         together.setdefault((id(model.decoder), model.schedule.prompt_layers), []).append(number)
@@ -159,11 +159,11 @@ def _states(models: Sequence[Model], rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _divergence(expected: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-    """Compare two logits [M, V]: return [3, M], KL, -log p of the labels, and whether the likeliest tokens agree."""
+    """Compare logits [M, V] of two models. Return [3, M]: KL divergence, -log p of `labels`, and top-1 agreement."""
     shared = min(expected.shape[-1], logits.shape[-1])
     log_p = expected[..., :shared].float().log_softmax(dim=-1)
     log_q = logits[..., :shared].float().log_softmax(dim=-1)
     nll = -log_q.gather(-1, labels[:, None])[:, 0]
-    kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)  # negative only by rounding
+    kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)  # only rounding can make it negative
     agreed = log_p.argmax(dim=-1) == log_q.argmax(dim=-1)
     return torch.stack([kl, nll, agreed.to(kl.dtype)])

@@ -1,7 +1,7 @@
-"""Runs transformers' layers as an executor: the reference, and the fallback where the CPU kernels do not apply.
+"""The executor that runs transformers' layers. It is the reference, and is used where the CPU kernels cannot be used.
 
-An executor stores the keys and values of the rows in flight, and runs passes over them: `open`, `prefill`, `decode`,
-`free`, `used_bytes`. It identifies rows by slots, 0 to the number of rows - 1, and knows no requests or sampling.
+An executor has the methods `open`, `prefill`, `decode`, `free` and `used_bytes`. It holds the KV cache of the rows in
+flight, and runs forward passes. It identifies a row by its slot number, and knows nothing of requests or sampling.
 Shapes: R rows of a prefill, P prompts, B rows of a decode step, E hidden size, V vocabulary size.
 """
 
@@ -19,21 +19,21 @@ from actors.engine.sampling.sampler import argmax
 
 
 class LibraryExecutor:
-    """Runs a decoder's layers one by one, with a new cache for each `SlotShape`."""
+    """Runs a decoder's layers one by one. `open` makes a new KV cache."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         self._shape: SlotShape | None = None
         self._cache: Any = None
-        self._rows: list[int] = []  # the slot of each row of the cache, -1 if the row is free
+        self._rows: list[int] = []  # slot number of each row of the cache; -1: the cache row is free
         self._prefix: tuple[object, Any] | None = None
 
     def open(self, shape: SlotShape | None, held: Sequence[int] = ()) -> None:
-        """Make slots of a shape, or drop all slots.
+        """Replace all slots by new slots, or drop all slots.
 
         Args:
-            shape: Schedule, rows and lengths of the slots. None: drop all; the CPU's executor keeps the memory.
-            held: Slots of the rows in flight, which are copied to slots 0, 1, … of the new shape.
+            shape: Shape of the new slots. None: drop all slots (the CPU executor keeps their memory for reuse).
+            held: Slots of the rows in flight. They are copied to the new slots 0, 1, …
         """
         earlier, before = (self._cache if held else None), self._rows
         self._cache, self._shape, self._rows = None, shape, []
@@ -45,7 +45,7 @@ class LibraryExecutor:
             self._cache.copy_rows(earlier, [before.index(slot) for slot in held])
 
     def _allocated(self, shape: SlotShape, *, fresh: bool) -> Any:
-        """Return a cache of this shape. fresh: use new memory, because rows of the last cache are still needed."""
+        """Return a new cache. fresh: whether it must have new memory, because rows of the last cache are copied."""
         decoder = self.decoder
         return SkipCache(
             shape,
@@ -59,17 +59,17 @@ class LibraryExecutor:
     def prefill(
         self,
         prompts: Sequence[tuple[int, ...]],  # P different prompts
-        sources: Sequence[int],  # index of the prompt of each of R rows
-        slots: Sequence[int],  # the free slot that each row takes
-        # tokens with which all the prompts begin; their keys and values are kept for the next call
+        sources: Sequence[int],  # for each of R rows, the index of its prompt
+        slots: Sequence[int],  # for each row, the free slot that the row takes
+        # tokens with which all prompts begin; their keys and values are kept for the next call
         prefix: tuple[int, ...],
         layers: Sequence[int],  # layers that run
     ) -> tuple[Tensor, int, int]:
-        """Run the prompts of new rows through `layers`, padded to one length.
+        """Run the prompts of new rows through `layers`, padded to the same length.
 
         Returns:
-            Logits [R, V] after each row's prompt, the number of prompt tokens computed, with padding, and the number
-            of tokens of `prefix` computed, 0 if its keys and values were kept.
+            Logits [R, V] after each row's prompt, number of prompt tokens computed (including padding), and number of
+            prefix tokens computed (0 if the prefix was kept from an earlier call).
         """
         device, begins = self.decoder.device, len(prefix)
         shared, new = self._shared(prefix, tuple(layers))
@@ -93,7 +93,7 @@ class LibraryExecutor:
         return logits[torch.tensor(sources, device=logits.device)], len(prompts) * columns, new
 
     def _shared(self, prefix: tuple[int, ...], layers: tuple[int, ...]) -> tuple[Any, int]:
-        """Return the keys and values of a prefix in these layers, and the number of tokens computed for them."""
+        """Return the keys and values of a prefix in `layers`, and how many tokens had to be computed for them."""
         if not prefix:
             return None, 0
         if self._prefix is not None and self._prefix[0] == (prefix, layers):
@@ -103,7 +103,7 @@ class LibraryExecutor:
         return shared, len(prefix)
 
     def _run_prefix(self, prefix: tuple[int, ...], layers: tuple[int, ...]) -> Any:
-        """Compute the keys and values of a prefix for the executor's prefill."""
+        """Run a prefix through `layers`; return its keys and values in the form that `prefill` needs."""
         device, shared = self.decoder.device, PrefixKeys()
         positions = torch.arange(len(prefix), device=device)[None]
         last = torch.tensor([len(prefix) - 1], device=device)
@@ -121,7 +121,7 @@ class LibraryExecutor:
     ) -> Tensor:
         """Run one token of each row in flight; return logits [B, V], or the likeliest tokens [B] if `greedy`.
 
-        tokens, positions, slots: [B]. rows_per_layer: how many of the last rows run each layer.
+        tokens, positions, slots: [B]. rows_per_layer: for each layer, how many rows (the last ones) run the layer.
         """
         order = {slot: row for row, slot in enumerate(self._rows)}
         self._cache.arrange([order[slot] for slot in slots])
@@ -131,10 +131,10 @@ class LibraryExecutor:
         return argmax(logits) if greedy else logits
 
     def free(self, slots: Collection[int]) -> None:
-        """Free the slots of rows that have left."""
+        """Free the slots of rows that have ended."""
         self._rows = [-1 if slot in slots else slot for slot in self._rows]
 
     def used_bytes(self) -> int:
-        """Return the bytes of the slots; may be called from any thread."""
+        """Return the cache bytes of all slots. Any thread may call this."""
         shape = self._shape
         return 0 if self._cache is None or shape is None else shape.bytes(self.decoder.token_bytes)

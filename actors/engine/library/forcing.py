@@ -1,8 +1,8 @@
-"""Teacher forcing without padding: each token of known responses runs the layers that it runs at inference.
+"""Teacher forcing without padding: each token of a known response runs the layers that it would run at inference.
 
-Tokens form a tree, see `token_tree`: first the tokens with which all prompts begin, then each prompt's own tokens, both
-computed once for all schedules, then the responses, computed once for each schedule. The prompt runs all layers (or
-those of d(0)). Response token t as input runs the layers of d(t).
+Tokens form a tree (see `token_tree`) of three levels: the tokens with which all prompts begin, each prompt's other
+tokens, and the responses. Prompts run all layers, or those of d(0), once for all schedules. Responses run once for each
+schedule: response token t as input runs d(t) layers.
 Shapes: E hidden size, S schedules, M response tokens of all pairs.
 """
 
@@ -20,20 +20,20 @@ from actors.engine.library.token_tree import Level, Tokens, prompt_ranks, prompt
 from actors.engine.schedule.schedule import Schedule
 from actors.engine.scheduler import common_length
 
-Pair = Mapping[str, Any]  # `input_ids`: prompt and response; `prompt_tokens`: length of the prompt
-LEAST_SAVED = 16  # if a shared prefix saves fewer tokens, its own pass costs more
+Pair = Mapping[str, Any]  # a prompt with its response: `input_ids` (tokens of both), `prompt_tokens` (prompt length)
+LEAST_SAVED = 16  # if sharing a prefix saves fewer tokens than this, the separate pass over the prefix costs more
 
 
 def predicting_states(
-    decoder: Decoder,  # decoder with the attention of `packed_attention`
-    pairs: Sequence[Pair],  # prompts and responses, at least one
+    decoder: Decoder,  # decoder whose model uses the attention of `packed_attention`
+    pairs: Sequence[Pair],  # prompts with their responses, at least one pair
     schedules: Sequence[Schedule],  # schedules that run the same layers over prompts
     *,
-    # whether gradients flow through all prompt tokens; else through each prompt's last one alone
+    # whether gradients flow through all prompt tokens; if not, they flow only through the last token of each prompt
     prompt_gradient: bool = True,
-    recompute: bool = False,  # keep only each layer's input for the backward pass (gradient checkpointing)
+    recompute: bool = False,  # whether to use gradient checkpointing: the backward pass recomputes each layer
 ) -> Tensor:
-    """Return the hidden states [S, M, E] before the final norm that predict each response token under each schedule."""
+    """Return each schedule's hidden states [S, M, E], before the final norm, that predict the response tokens."""
     assert len({schedule.prompt_layers for schedule in schedules}) == 1
     shared = shared_tokens(pairs)
     above: list[Level] = []
@@ -52,18 +52,18 @@ def predicting_states(
 
 
 def response_labels(pairs: Sequence[Pair]) -> Tensor:
-    """Return the tokens [M] of the responses in the order of `predicting_states`."""
+    """Return the response tokens [M], in the order of the hidden states from `predicting_states`."""
     return torch.tensor([token for pair in pairs for token in pair["input_ids"][pair["prompt_tokens"] :]])
 
 
 def shared_tokens(pairs: Sequence[Pair]) -> int:
-    """Return the length of the prompts' shared prefix, which is computed once; a prompt's last token is not in it."""
+    """Return the length of the prefix that all prompts share, without their last tokens; 0 if sharing saves little."""
     shared = common_length([pair["input_ids"][: pair["prompt_tokens"] - 1] for pair in pairs])
     return shared if shared * (len(pairs) - 1) >= LEAST_SAVED else 0
 
 
 def micro_batches(pairs: Sequence[Pair], schedules: int, tokens: int) -> Iterator[Sequence[Pair]]:
-    """Cut pairs, in order, into batches of about equal size, with at most `tokens` tokens unless one pair has more."""
+    """Cut `pairs`, in order, into batches of about equal size with at most `tokens` tokens, or a single longer pair."""
     shared = shared_tokens(pairs)
     costs = [
         pair["prompt_tokens"] - 1 - shared + schedules * (len(pair["input_ids"]) - pair["prompt_tokens"])
@@ -81,7 +81,7 @@ def micro_batches(pairs: Sequence[Pair], schedules: int, tokens: int) -> Iterato
 
 
 def _responses(pairs: Sequence[Pair], schedules: Sequence[Schedule]) -> Tokens:
-    """Return, for each schedule, every prompt's last token and its response's tokens except the last."""
+    """Return, for each schedule, the last prompt token of each pair and its response tokens except the last."""
     fields = []
     for branch, schedule in enumerate(schedules):
         for group, pair in enumerate(pairs):

@@ -1,6 +1,6 @@
-"""Attention over concatenated tokens without padding, for training and for measuring agreement.
+"""Attention for passes over concatenated tokens without padding, in training and evaluation.
 
-Only attention uses padded matrices; all other parts of a layer compute without padding.
+Only the attention itself pads the tokens to matrices; all other parts of a layer compute without padding.
 Shapes: N tokens, G groups of tokens that attend to each other, Q tokens of a group with padding (N <= G * Q), C earlier
 keys of a group, A query heads, H key/value heads, D head size.
 """
@@ -22,11 +22,11 @@ NAME = "skipdecode_packed"
 
 @dataclass
 class Attendance:
-    """Says which keys each of N tokens attends to. It replaces transformers' attention mask.
+    """Defines which keys each of N tokens attends to. It is passed in place of transformers' attention mask.
 
     The tokens form G groups, each padded to Q places. tokens: [G * Q], index of the token at each place. places: [N],
-    place of each token. visible: bool [G, 1, Q, C + Q], whether a token attends to a key. earlier: keys and values
-    [G or 1, H, K, D] of C earlier tokens, the sum of all K. states: keys and values [G, H, Q, D] of the newest pass.
+    place of each token. visible: bool [G, 1, Q, C + Q], whether a token attends to a key. earlier: list of keys and
+    values [G or 1, H, K, D]; all K together are C. states: keys and values [G, H, Q, D] that the last pass computed.
     """
 
     tokens: Tensor
@@ -36,13 +36,13 @@ class Attendance:
     states: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     def padded(self, states: Tensor) -> Tensor:
-        """Pad the tokens of each group: [1, heads, N, D] -> [G, heads, Q, D]."""
+        """Sort the tokens into groups with padding: [1, heads, N, D] -> [G, heads, Q, D]."""
         groups = len(self.visible)
         padded: Tensor = states[0].index_select(1, self.tokens).unflatten(1, (groups, -1))
         return padded.transpose(0, 1)
 
     def packed(self, states: Tensor) -> Tensor:
-        """Remove padding: [G, heads, Q, D] -> [1, N, heads, D], the N tokens among G * Q places in their own order."""
+        """Remove the padding of groups, and restore the tokens' order: [G, heads, Q, D] -> [1, N, heads, D]."""
         return states.transpose(1, 2).flatten(0, 1).index_select(0, self.places)[None]
 
 
@@ -57,10 +57,10 @@ def attend(
     softcap: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attend: query [1, A, N, D], key and value [1, H, N, D] -> [1, N, A, D]. attention_mask: an `Attendance`."""
+    """Compute attention: query [1, A, N, D], key, value [1, H, N, D] -> [1, N, A, D]. Needs an `Attendance` as mask."""
     attendance = cast(Attendance, attention_mask)
     device = query.device.type
-    if torch.is_autocast_enabled(device):  # the rotary embedding has returned float32; cast back before copies are made
+    if torch.is_autocast_enabled(device):  # the rotary embedding has returned float32; cast it back before copying
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
     queries, keys, values = (attendance.padded(states) for states in (query, key, value))
     attendance.states = keys, values
@@ -82,7 +82,7 @@ def attend(
 
 
 def _probabilities(queries: Tensor, keys: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
-    """Return weights [G, H, A / H, Q, C + Q]. All query heads of a key head are computed as one matrix product."""
+    """Return attention weights [G, H, A / H, Q, C + Q]. One matrix product serves all query heads of a key head."""
     heads = keys.shape[1]
     grouped: Tensor = queries.unflatten(1, (heads, -1))
     scores: Tensor = (grouped.flatten(2, 3) @ (keys * scale).transpose(2, 3)).unflatten(2, grouped.shape[2:4])
@@ -91,7 +91,7 @@ def _probabilities(queries: Tensor, keys: Tensor, visible: Tensor, scale: float,
 
 
 def register() -> str:
-    """Add `attend` to transformers' attention implementations; return its name there."""
+    """Register `attend` as an attention implementation of transformers; return its name."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     return NAME
@@ -99,7 +99,7 @@ def register() -> str:
 
 @contextmanager
 def packed(model: Any) -> Iterator[None]:
-    """Let a model's layers compute attention with `attend` inside the `with` block."""
+    """Make a model compute attention with `attend` inside the `with` block."""
     before = model.config._attn_implementation
     model.config._attn_implementation = register()
     try:

@@ -1,7 +1,7 @@
 """Runs a tree of tokens through the layers without padding, level by level. Shared prefixes are computed once.
 
-The levels of a tree are the prompts' shared prefix, each prompt's own tokens, and the responses in several
-branches. A token attends to the tokens above it and to the earlier tokens of its own branch, as at inference.
+The levels of a tree are a prefix that all prompts share, each prompt's other tokens, and the responses, in several
+branches. A token attends to the tokens above it in the tree, and to earlier tokens of its own branch, as at inference.
 Shapes: N tokens, G groups (tokens of a level that attend to each other), K keys of a group, E hidden size, H key/value
 heads, D head size.
 """
@@ -18,14 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from actors.engine.decoder import Decoder, part
 from actors.engine.library.packed_attention import Attendance
 
-SHARED = -1  # branch id of tokens that all branches share
+SHARED = -1  # branch number of tokens to which all branches attend
 PADDING = 2**62  # position that marks a key as padding
 Places = tuple[Tensor, Tensor]  # positions and branches of keys, [G, K] each
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """N tokens of one level, [N] each: id, position, group, branch within the group, and number of layers to run."""
+    """The N tokens of one tree level, [N] each: id, position, group, branch in the group, number of layers to run."""
 
     ids: Tensor
     positions: Tensor
@@ -35,45 +35,45 @@ class Tokens:
 
     @classmethod
     def of(cls, tokens: Iterable[tuple[int, int, int, int, int]]) -> Tokens:
-        """Build a level from the five numbers of each token."""
+        """Build the tokens of a level from tuples (id, position, group, branch, depth)."""
         return cls(*torch.tensor(list(tokens), dtype=torch.long).view(-1, 5).T)
 
 
 @dataclass
 class Level:
-    """For each layer, the keys and values [G, H, K, D] of a level, and the places of the keys."""
+    """The result of running one tree level: for each layer, keys and values [G, H, K, D], and the keys' places."""
 
     states: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     places: dict[int, Places] = field(default_factory=dict)
 
 
 def prompt_tokens(rows: Sequence[Sequence[int]], start: int) -> Tokens:
-    """Return a level with one group for each prompt. Positions begin at `start`. Run it with `prompt_ranks`."""
+    """Return a tree level with one group per prompt in `rows`. Positions begin at `start`. Run with `prompt_ranks`."""
     return Tokens.of(
         (token, start + place, group, SHARED, 1) for group, row in enumerate(rows) for place, token in enumerate(row)
     )
 
 
 def prompt_ranks(layers: int, running: Iterable[int]) -> Tensor:
-    """Return ranks [1, layers] for `run_level`: 0 for the layers in `running`, so that depth 1 runs exactly these."""
+    """Return ranks [1, layers] with which `run_level` runs exactly the layers `running` for all tokens of depth 1."""
     ranks = torch.ones(1, layers, dtype=torch.long)
     ranks[:, list(running)] = 0
     return ranks
 
 
 def run_level(
-    decoder: Decoder,  # decoder with the attention of `packed_attention`
-    tokens: Tokens,  # at least one token; tokens of a branch are in the order of their positions
-    ranks: Tensor,  # [branches, layers], or [1, layers] for all; a layer runs for tokens of depth > rank
-    groups: int,  # G
-    above: Sequence[Level] = (),  # the levels above, highest first
+    decoder: Decoder,  # decoder whose model uses the attention of `packed_attention`
+    tokens: Tokens,  # at least one token; tokens of a branch are in order of position
+    ranks: Tensor,  # [branches, layers], or [1, layers] for all branches; a layer runs for tokens of depth > rank
+    groups: int,  # number of groups, G
+    above: Sequence[Level] = (),  # levels above this level, highest level first
     *,
-    recompute: bool = False,  # keep only each layer's input for the backward pass (gradient checkpointing)
-    # inputs [1, N, E] of the first layers from an earlier pass, or empty. The pass resumes at the last layer that has
-    # an input here, and appends the inputs of all later layers and the final output
+    recompute: bool = False,  # whether to use gradient checkpointing: the backward pass recomputes each layer
+    # inputs [1, N, E] of the first layers, from an earlier pass. The pass starts at the last layer whose input is in
+    # this list, and appends the inputs of all later layers and the final output. None or empty: start at layer 0
     inputs: list[Tensor] | None = None,
 ) -> tuple[Tensor, Level]:
-    """Run one level: return its hidden states [1, N, E] before the final norm, and the `Level` for levels below."""
+    """Run one tree level. Return its hidden states [1, N, E] before the final norm, and its keys and values."""
     device = decoder.device
     hidden, rotary = decoder.embed(tokens.ids[None].to(device), tokens.positions[None].to(device))
     inputs = [] if inputs is None else inputs
@@ -116,8 +116,8 @@ def run_level(
 def _layout(
     tokens: Tokens, runs: Tensor, groups: int, above: Sequence[Places], window: int | None, device: torch.device
 ) -> tuple[Tensor | None, Attendance, Places]:
-    """Return the indices of the tokens that run (None: all), their `Attendance`, whose `earlier` is still empty, and
-    their places in the padded groups."""
+    """Return the indices of the tokens that run a layer (None: all tokens), the `Attendance` of these tokens without
+    `earlier`, and the positions and branches of their keys in the padded groups."""
     index = runs.nonzero()[:, 0]
     group, branch, position = (values[index] for values in (tokens.groups, tokens.branches, tokens.positions))
     counts = torch.bincount(group, minlength=groups)
@@ -141,6 +141,6 @@ def _layout(
     visible &= (all_branches == SHARED) | (all_branches == branches[..., None])
     if window is not None:
         visible &= all_positions > positions[..., None] - window
-    visible |= (positions == PADDING)[..., None]  # padding sees all keys: otherwise softmax gives NaN
+    visible |= (positions == PADDING)[..., None]  # let padding attend to all keys: without any, softmax gives NaN
     whole = None if bool(runs.all()) else index.to(device)
     return whole, Attendance(padded, places, visible[:, None]), (positions, branches)

@@ -1,1 +1,1 @@
-"""A checkpoint folder: its files, weights, model family and speed adapter, and how they are loaded."""
+"""Checkpoint folders: reading, checking and loading files, weights, model families and speed adapters."""

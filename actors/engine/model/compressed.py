@@ -1,10 +1,10 @@
-"""Reads checkpoints with 8-bit weights in the format of compressed-tensors, and refuses unsupported ones.
+"""Reads checkpoints with 8-bit weights in the compressed-tensors format, and refuses unsupported kinds.
 
-A quantized layer has codes and `weight_scale`: one scale in all, one per output, or one per group of an output's
-inputs. weight = (code - zero point) * scale. The codes are in `weight` (int8 or float8_e4m3fn) or in `weight_packed`
-(four int8, each plus 128, in an int32). Asymmetric layers have a `weight_zero_point` for each scale. Layers without
-`weight_scale` are plain, such as those in the `ignore` list. The scales of activations and of the cache (`input_scale`,
-`kv_cache_scheme`) are not read: the engine computes its own.
+A quantized layer stores 8-bit codes and a tensor `weight_scale`: one scale in all, one per output, or one per group of
+an output's inputs. weight = (code - zero point) * scale. The codes are in `weight` (int8 or float8_e4m3fn) or in
+`weight_packed` (an int32 holds four int8 codes, each plus 128). Asymmetric layers have a `weight_zero_point` for each
+scale. Layers without `weight_scale` are not quantized. Scales of activations and of the KV cache (`input_scale`,
+`kv_cache_scheme`) are not read, because the engine computes its own.
 Shapes: I inputs, O outputs, G groups of inputs.
 """
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Kind = Literal["int8", "fp8"]
-CONFIG_KEYS = ("quantization_config", "compression_config")  # keys of config.json; the second one is older
+CONFIG_KEYS = ("quantization_config", "compression_config")  # keys of config.json; old checkpoints have the second key
 METHOD, PACKED_FORMAT = "compressed-tensors", "pack-quantized"
 FORMATS = ("int-quantized", "float-quantized", "naive-quantized", PACKED_FORMAT)
 STRATEGIES = ("tensor", "channel", "group")
-TYPES: dict[str, Kind] = {"int": "int8", "float": "fp8"}  # type names in the format
-LIMITS: dict[Kind, float] = {"int8": 127.0, "fp8": 448.0}  # largest code that a weight is rounded to
-CODES: dict[Kind, str] = {"int8": "I8", "fp8": "F8_E4M3"}  # type names in safetensors
-WEIGHT, PACKED, SCALE, ZERO_POINT = "weight", "weight_packed", "weight_scale", "weight_zero_point"  # tensors of a layer
+TYPES: dict[str, Kind] = {"int": "int8", "float": "fp8"}  # type name in compressed-tensors -> kind
+LIMITS: dict[Kind, float] = {"int8": 127.0, "fp8": 448.0}  # kind -> largest code used for a weight
+CODES: dict[Kind, str] = {"int8": "I8", "fp8": "F8_E4M3"}  # kind -> type name in safetensors
+WEIGHT, PACKED, SCALE, ZERO_POINT = "weight", "weight_packed", "weight_scale", "weight_zero_point"  # a layer's tensors
 CODES_IN_INT32 = 4
 
 
@@ -41,19 +41,19 @@ class StoredWeights:
     """How a checkpoint stores its 8-bit weights, according to its config."""
 
     kind: Kind  # type of the codes
-    multiplied: bool  # whether the checkpoint is meant for products of 8-bit codes with 8-bit inputs
-    symmetric: bool = True  # whether there are no zero points, or all are 0
+    multiplied: bool  # whether the checkpoint was made for multiplying 8-bit codes with 8-bit activations
+    symmetric: bool = True  # whether all zero points are 0 or absent
 
     def run(self, dtype: str, *, on_gpu: bool) -> bool:
-        """Return whether the engine multiplies by the codes if the CPU has the instructions. Else it expands them."""
+        """Return whether the engine should multiply with the 8-bit codes, if the CPU can, instead of expanding them."""
         return self.multiplied and dtype == "bfloat16" and not on_gpu and self.kind == "int8"
 
 
 @dataclass(frozen=True)
 class Codes:
-    """The scales of a layer's codes. The codes are weight [O, I] / scales; 16-bit weights are exact enough for that.
+    """The kind and scales (float32 [O]) of a layer's 8-bit codes.
 
-    scales: float32 [O].
+    The codes themselves are recovered as weight [O, I] / scales, for which 16-bit weights are exact enough.
     """
 
     kind: Kind
@@ -61,7 +61,7 @@ class Codes:
 
 
 def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | None:
-    """Return how weights are stored; None for plain weights. Raises UserError that names an unsupported scheme."""
+    """Return how 8-bit weights are stored, or None if weights are not quantized. Raises UserError if unsupported."""
     key = next((key for key in CONFIG_KEYS if config.get(key)), None)
     if key is None:
         return None
@@ -78,7 +78,7 @@ def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | N
 
 
 def _read(entry: Any, key: str) -> StoredWeights | str:
-    """Read a quantization entry of config.json; return the name of an unsupported method or value instead."""
+    """Read the value of `key` in config.json, or return the name of a method or value in it that is not supported."""
     if not isinstance(entry, dict):
         return key
     method = entry.get("quant_method", METHOD if "config_groups" in entry else key)
@@ -95,7 +95,7 @@ def _read(entry: Any, key: str) -> StoredWeights | str:
 
 
 def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
-    """Read one config group of the entry; return the name of an unsupported value instead."""
+    """Read one of the `config_groups` in config.json, or return the name of a value in it that is not supported."""
     weights, inputs, layout = group["weights"], group.get("input_activations"), group.get("format") or layout
     size, order = weights.get("group_size"), weights.get("actorder")
     strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
@@ -104,7 +104,7 @@ def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
         (bits != 8, f"{bits} bits"),
         (layout not in FORMATS, f"format {layout}"),
         (strategy not in STRATEGIES, f"strategy {strategy}"),
-        # the inputs of a group are not adjacent
+        # with these values of actorder, the inputs of a group are not adjacent
         (order is True or str(order).lower() in ("group", "dynamic"), f"actorder {order}"),
         (
             type_name not in TYPES or (layout == PACKED_FORMAT and type_name != "int"),
@@ -119,25 +119,25 @@ def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
 
 
 def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep: bool) -> set[str]:
-    """Expand codes to weights in place. Each weight is computed in float32 and rounded once.
+    """Expand 8-bit codes to weights in place. Each weight is computed in float32 and rounded once.
 
-    compressed-tensors would round to the type of the scales, which changes answers in float32.
+    The library compressed-tensors would round to the type of the scales, which changes answers in float32.
 
     Args:
-        model: Loaded with codes in place of weights; codes are exact in float32, bfloat16 and float16.
+        model: Model whose parameters hold codes instead of weights. Codes are exact in float32, bfloat16 and float16.
         folder: The checkpoint's folder.
         stored: What `stored_weights` returned.
-        keep: Whether linear layers without groups and zero points keep their scales, see `codes_of`.
+        keep: Whether linear layers without groups and zero points keep their scales for `codes_of`.
 
     Returns:
-        The names of weights with packed codes, which transformers reports as missing.
+        The names of weights that were unpacked from packed codes. transformers reports them as missing.
 
     Raises:
-        UserError: Scales are missing or have a wrong shape, scales are without codes, or codes are of another kind.
+        UserError: A layer lacks scales or codes, its scales have a wrong shape, or its codes have a wrong kind.
     """
     import torch
 
-    unpacked, expanded = set(), set()  # expanded: addresses, as head and embedding may share a weight
+    unpacked, expanded = set(), set()  # expanded: weight addresses, because head and embedding may share a weight
     with ExitStack() as opened:
         layers = _layers(folder, stored.kind, opened)
         modules = {layer: _module(model, layer, folder) for layer in layers}
@@ -149,7 +149,7 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
             if PACKED in parts:
                 unpacked.add(f"{name}.weight")
             if weight.data_ptr() not in expanded:
-                codes = weight.float()  # codes that are not packed
+                codes = weight.float()  # codes as stored, if they are not packed
                 if PACKED in parts:
                     packed, (outputs, inputs) = parts[PACKED](), weight.shape
                     if list(packed.shape) != [outputs, -(-inputs // CODES_IN_INT32)]:
@@ -164,18 +164,18 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
     return unpacked
 
 
-Parts = dict[str, "Callable[[], Tensor]"]  # last part of a tensor's name -> function that reads it
+Parts = dict[str, "Callable[[], Tensor]"]  # last part of a tensor's name -> function that reads the tensor
 
 
 def _layers(folder: Path, kind: Kind, opened: ExitStack) -> dict[str, Parts]:
-    """Return, for each layer with codes, functions that read its tensors; layers are sorted. `opened` closes the files.
+    """Return layer name -> functions that read the layer's tensors, for all layers with codes, sorted by name.
 
-    Raises UserError if a layer lacks codes or scales, or its codes are of another kind.
+    `opened` closes the files. Raises UserError if a layer lacks codes or scales, or if its codes are not of `kind`.
     """
     from safetensors import safe_open
 
     found: dict[str, Parts] = {}
-    kinds: dict[str, str] = {}  # layer -> type of its quantized weights, for layers that do not store them packed
+    kinds: dict[str, str] = {}  # layer -> safetensors type of its codes, for layers whose codes are not packed
     for name in weight_files(folder, names_in(folder)):
         file: Any = opened.enter_context(safe_open(folder / name, framework="pt"))
         for key in file.keys():  # noqa: SIM118
@@ -189,14 +189,14 @@ def _layers(folder: Path, kind: Kind, opened: ExitStack) -> dict[str, Parts]:
         if kinds.get(layer, CODES[kind]) != CODES[kind]:
             raise UserError(f"{folder}: the weight of {layer} is {kinds[layer]}, and config.json says {kind}")
         if SCALE not in parts:
-            raise UserError(f"{folder}: no weight_scale for the 8 bits of {layer}")
+            raise UserError(f"{folder}: no weight_scale for the 8-bit weight of {layer}")
         if WEIGHT not in parts and PACKED not in parts:
-            raise UserError(f"{folder}: weight_scale of {layer}, whose weight does not have 8 bits")
+            raise UserError(f"{folder}: {layer} has a weight_scale, but its weight does not have 8 bits")
     return dict(sorted(found.items()))
 
 
 def _grids(parts: Parts, weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
-    """Return the scales and zero points of a layer's codes, float32 [O or 1, G]."""
+    """Read the scales and zero points of a layer's codes: float32 [O or 1, G]. what: subject of error messages."""
     import torch
 
     found, (outputs, inputs) = parts[SCALE](), weight.shape
@@ -218,14 +218,14 @@ def _grids(parts: Parts, weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
 
 
 def _unpacked(packed: Tensor, count: int) -> Tensor:
-    """Return `count` codes of each row, float32 [rows, count]; packed: int32 [rows, words]."""
+    """Unpack int32 [rows, words] with four codes in each word to float32 [rows, count]: the first codes of each row."""
     import torch
 
     return packed.contiguous().view(torch.uint8)[:, :count].float() - 128
 
 
 def _module(model: PreTrainedModel, layer: str, folder: Path) -> tuple[str, Any]:
-    """Return name and module of the linear layer or embedding `layer`, whose name may lack the model's prefix."""
+    """Return the name and module of linear layer or embedding `layer`. `layer` may lack the model's prefix."""
     import torch
 
     for name in (layer, f"{model.base_model_prefix}.{layer}"):
@@ -235,22 +235,22 @@ def _module(model: PreTrainedModel, layer: str, folder: Path) -> tuple[str, Any]
             continue
         if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
             return name, module
-    raise UserError(f"{folder}: weight_scale of {layer}, which is no linear layer and no embedding of this model")
+    raise UserError(f"{folder}: {layer} has a weight_scale, but is no linear layer or embedding of this model")
 
 
 def codes_of(module: nn.Module) -> Codes | None:
-    """Return the scales of a linear layer's codes, if the checkpoint has them and the engine multiplies such codes."""
+    """Return the scales that `set_codes` has stored for a linear layer's 8-bit codes; None if it has stored none."""
     codes: Codes | None = getattr(module, "codes", None)
     return codes
 
 
 def set_codes(module: nn.Module, codes: Codes) -> None:
-    """Store codes for `codes_of`."""
+    """Attach codes to a linear layer, for `codes_of`."""
     module.codes = codes  # type: ignore[assignment]
 
 
 def renew(module: nn.Module) -> None:
-    """Compute the scales anew after the weight of a layer with codes has changed."""
+    """Recompute the scales of a layer with 8-bit codes, after its weight has changed. Do nothing for other layers."""
     import torch
 
     codes = codes_of(module)
@@ -260,5 +260,5 @@ def renew(module: nn.Module) -> None:
 
 
 def largest_scales(weight: Tensor, kind: Kind) -> Tensor:
-    """Return a scale per output of weight [O, I], float32 [O], with which the largest code is the kind's limit."""
+    """Return scales (float32 [O]) with which the largest code of each output of weight [O, I] is the kind's limit."""
     return weight.detach().float().abs().amax(dim=1) / LIMITS[kind]

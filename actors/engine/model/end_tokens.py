@@ -1,4 +1,4 @@
-"""Reads the tokens that end an answer, and other settings of a checkpoint's generation config."""
+"""Reads a checkpoint's end tokens (tokens that end an answer), and other settings of its generation config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from actors.engine.errors import UserError
 from actors.engine.model.file_digests import read_object
 
 ANSWER = "An answer."
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings that can change the text, each with its values that do not
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # setting that can change the text -> values with which it has no effect
     "do_sample": (False,),
     "temperature": (1.0, 0.0),
     "top_k": (0,),
@@ -27,12 +27,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings that can change the text, ea
 
 
 def end_tokens(folder: Path, tokenizer: Any, vocab_size: int) -> dict[int, list[str]]:
-    """Return the token ids that end an answer, each with the places that name it.
+    """Return token id -> names of the places that define the token as an end token.
 
-    All of these are read: the generation config, the config, the tokenizer's end of sequence, and the token that the
-    chat template writes after an assistant's message. In many published models one of them lacks an end token.
-
-    Raises UserError for an id outside the vocabulary.
+    These places are the generation config, the config, the tokenizer's end-of-sequence token, and the token that the
+    chat template writes after an assistant's message. All are read, because many published models lack an end token in
+    one of them. Raises UserError for an id outside the vocabulary.
     """
     ends: dict[int, list[str]] = {}
     for place, ids in _named(folder, tokenizer):
@@ -60,13 +59,13 @@ def _listed(ids: Any) -> list[int]:
 
 
 def _end_of_turn(tokenizer: Any) -> int | None:
-    """Find the added token that the chat template writes after an assistant's last message; None if there is none."""
+    """Return the added token that the chat template writes after an assistant's message; None if there is none."""
     if tokenizer.chat_template is None:
         return None
     messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": ANSWER}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # a template may raise anything; jobs with chats check it elsewhere
+    except Exception:  # a template may raise anything; jobs with chats check their template elsewhere
         return None
     behind = text.rpartition(ANSWER)[2].lstrip()
     added = {one.content: token for token, one in tokenizer.added_tokens_decoder.items() if one.content.strip()}
@@ -75,16 +74,16 @@ def _end_of_turn(tokenizer: Any) -> int | None:
 
 
 def ends_before_the_union(folder: Path, tokenizer: Any, config: Any) -> set[int]:
-    """Return the end tokens that earlier versions used, which read a single setting, for jobs that they planned."""
+    """Return the end tokens for a job that an old version planned. Old versions read them from one place only."""
     name = "generation_config.json"
     ids = _values(folder, name).get("eos_token_id") if (folder / name).is_file() else config.eos_token_id
     return set(_listed(tokenizer.eos_token_id if ids is None else ids))
 
 
 def settings_not_followed(folder: Path, given: Collection[str]) -> Mapping[str, Any]:
-    """Return settings of the generation config that would change the text and that a job ignores.
+    """Return the settings of the generation config that would change the text, but that the job ignores.
 
-    given: sampling parameters that the job sets itself; `temperature` also replaces `do_sample`.
+    given: sampling parameters that the job sets itself. With `temperature`, the job sets `do_sample` too.
     """
     given = {*given, *(["do_sample"] if "temperature" in given else [])}
     values = _values(folder, "generation_config.json")

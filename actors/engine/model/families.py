@@ -1,7 +1,7 @@
-"""The supported model families: how to reach the parts of transformers' models. Only this file knows families.
+"""The supported model families: how to reach the parts of transformers' models. Only this module knows families.
 
-A new family needs one more entry of FAMILIES and one more tiny model in the engine's tests. With a function
-that describes its layers as `LayerWeights`, the family also runs on the fast layers of `cpu`.
+A new family needs an entry in FAMILIES and a tiny model in the engine's tests. To run on the fast CPU kernels too, it
+needs a function that describes its layers as `LayerWeights`.
 Shapes: B rows, S columns, N hidden states, E hidden size, V vocabulary size, R rotary size.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from actors.engine.errors import UserError
 from actors.engine.model.layer_weights import GELU, SILU, LayerWeights, NormWeights, Projection
 
-if TYPE_CHECKING:  # not imported when running: a job's driver needs no torch to look up a family
+if TYPE_CHECKING:  # a job's driver looks up families without importing torch
     from torch import Tensor, nn
     from transformers import PretrainedConfig
 
@@ -25,35 +25,35 @@ ACTIVATIONS = (
     *("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "quick_gelu"),
     *("relu", "relu2"),
 )
-ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")  # several names for one value
+ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")  # config.json keys for the activation
 
 
 @dataclass(frozen=True)
 class Family:
-    """How to reach the parts of a model of one family. "Library" means transformers."""
+    """How to reach the parts of a transformers model of one family."""
 
     layers: Callable[[Any], nn.ModuleList]  # model -> its decoder layers
-    embed: Callable[[Any, Tensor, Tensor], Tensor]  # (model, ids [B, S], positions [B, S]) -> hidden states [B, S, E]
-    # (model, hidden states, positions) -> for each layer cosines and sines [B, S, R], or None
+    embed: Callable[[Any, Tensor, Tensor], Tensor]  # (model, ids [B, S], positions [B, S]) -> embeddings [B, S, E]
+    # (model, hidden states, positions) -> rotary cosines and sines [B, S, R] of each layer, or None
     rotary: Callable[[Any, Tensor, Tensor], Sequence[Rotary]]
-    # (model, hidden states [N, E]) -> input of the vocabulary head, mostly the final norm's output
+    # (model, hidden states [N, E]) -> input of the vocabulary head, which is usually the final norm's output
     finish: Callable[[Any, Tensor], Tensor]
-    # config -> for each layer how many keys a token attends to, its own included; None is all
+    # config -> sliding window of each layer: how many keys a token attends to, including its own; None: all keys
     windows: Callable[[PretrainedConfig], list[int | None]] = lambda config: [None] * config.num_hidden_layers
-    attention: str = "sdpa"  # the library's attention implementation that computes the family's attention
-    cache_argument: str = "past_key_values"  # name of the cache argument of the library's layers
-    # config -> why this checkpoint cannot be run exactly, None if it can
+    attention: str = "sdpa"  # name of the attention implementation in transformers that is right for the family
+    cache_argument: str = "past_key_values"  # name of the KV cache argument of the family's layers in transformers
+    # config -> why a checkpoint with this config cannot be run exactly; None if it can
     unsupported: Callable[[PretrainedConfig], str | None] = lambda config: None
-    # model -> token table [V, E], position table [positions, E] or None, and a factor: `embed` returns the factor times
-    # the token's row, plus the position's row. Used for families with `weights`
+    # model -> (token table [V, E], position table [positions, E] or None, factor). An embedding is the factor times the
+    # token's row, plus the position's row. Used only for families with `weights`
     embeddings: Callable[[Any], tuple[Tensor, Tensor | None, float]] = lambda model: (
         model.model.embed_tokens.weight,
         None,
         1.0,
     )
-    # the library's layer -> its description, without the window; None: the family runs on the library's layers only
+    # transformers' layer -> its description, without the sliding window; None: the family cannot use the CPU kernels
     weights: Callable[[Any], LayerWeights] | None = None
-    # model -> the norm, if `finish` is one norm and nothing else; otherwise None. Used for families with `weights`
+    # model -> its final norm if `finish` computes nothing else, otherwise None. Used only for families with `weights`
     last_norm: Callable[[Any], NormWeights | None] = lambda model: NormWeights.of(model.model.norm)
 
 
@@ -62,7 +62,7 @@ def _no_rotary(model: Any, hidden: Tensor, positions: Tensor) -> list[Rotary]:
 
 
 def _one_window(config: PretrainedConfig) -> list[int | None]:
-    """Return one window for all layers, as in Mistral and Phi-3, which ignore `layer_types`."""
+    """Return the same sliding window for all layers, as in Mistral and Phi-3, which ignore `layer_types`."""
     return [config.sliding_window] * config.num_hidden_layers
 
 
@@ -75,7 +75,7 @@ def _opt_embed(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
     hidden: Tensor = decoder.embed_tokens(ids)
     if decoder.project_in is not None:
         hidden = decoder.project_in(hidden)
-    # the mask argument is unused when positions are given
+    # the first argument, a mask, is not used if positions are given
     learned: Tensor = decoder.embed_positions(None, position_ids=positions)
     return hidden + learned
 
@@ -120,14 +120,14 @@ def _gpt2_unsupported(config: PretrainedConfig) -> str | None:
 
 
 def _rotary_by_kind(model: Any, hidden: Tensor, positions: Tensor) -> list[Rotary]:
-    """Return the rotary tables of a model whose sliding and full layers have different rope parameters."""
+    """Return the rotary cosines and sines of a model whose sliding and full layers have different rope parameters."""
     kinds = model.config.layer_types
     by_kind = {kind: model.model.rotary_emb(hidden, positions, kind) for kind in set(kinds)}
     return [by_kind[kind] for kind in kinds]
 
 
 def _gated_layer(layer: Any, qkv: Projection, up: Projection, norms: dict[str, Any]) -> LayerWeights:
-    """Describe a layer with a gated feed-forward. norms: name of a field of `LayerWeights` -> norm."""
+    """Describe a layer with a gated feed-forward block. norms: field name in `LayerWeights` -> norm."""
     attention, config = layer.self_attn, layer.self_attn.config
     return LayerWeights(
         number=attention.layer_idx,
@@ -146,12 +146,12 @@ def _gated_layer(layer: Any, qkv: Projection, up: Projection, norms: dict[str, A
 
 
 def _activation(config: PretrainedConfig) -> str:
-    """Return the activation's name, for a family whose feed-forward is gated."""
+    """Return the name of the activation in a family with a gated feed-forward block."""
     return str(config.hidden_activation if config.model_type == "gemma3_text" else config.hidden_act)
 
 
 def _llama_norms(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
-    """Return the norms before attention and feed-forward."""
+    """Return the norms before the attention and feed-forward blocks. offset: see `NormWeights.of`."""
     return {
         "attention_norm": NormWeights.of(layer.input_layernorm, offset),
         "mlp_norm": NormWeights.of(layer.post_attention_layernorm, offset),
@@ -159,19 +159,19 @@ def _llama_norms(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
 
 
 def _llama_layer(layer: Any, norms: dict[str, Any] | None = None) -> LayerWeights:
-    """Describe a layer of Llama, Mistral or Qwen2. norms: Llama's by default."""
+    """Describe a layer of Llama, Mistral or Qwen2. norms: field name in `LayerWeights` -> norm; None: as in Llama."""
     attention, mlp = layer.self_attn, layer.mlp
     qkv = Projection.of(attention.q_proj, attention.k_proj, attention.v_proj)
     return _gated_layer(layer, qkv, Projection.of(mlp.gate_proj, mlp.up_proj), norms or _llama_norms(layer))
 
 
 def _qwen3_layer(layer: Any) -> LayerWeights:
-    """Describe a layer like Llama's that also normalizes the queries and keys of each head."""
+    """Describe a Qwen3 layer. Unlike Llama's, it also normalizes the queries and keys of each head."""
     return _llama_layer(layer, _llama_norms(layer) | _head_norms(layer))
 
 
 def _head_norms(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
-    """Return the norms of queries and keys."""
+    """Return the norms of queries and keys. offset: see `NormWeights.of`."""
     attention = layer.self_attn
     return {
         "query_norm": NormWeights.of(attention.q_norm, offset),
@@ -180,18 +180,18 @@ def _head_norms(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
 
 
 def _phi3_layer(layer: Any) -> LayerWeights:
-    """Describe a layer like Llama's whose queries, keys and values are one matrix, and gate and up another."""
+    """Describe a Phi-3 layer. Unlike Llama's, it joins queries, keys and values in one matrix, and gate and up too."""
     qkv, up = Projection.of(layer.self_attn.qkv_proj), Projection.of(layer.mlp.gate_up_proj)
     return _gated_layer(layer, qkv, up, _llama_norms(layer))
 
 
 def _olmo2_layer(layer: Any) -> LayerWeights:
-    """Describe a layer that normalizes queries, keys (over all heads) and the outputs of attention and feed-forward."""
+    """Describe an OLMo 2 layer. It normalizes queries and keys over all heads together, and each block's output."""
     return _llama_layer(layer, _norms_after(layer) | _head_norms(layer))
 
 
 def _norms_after(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
-    """Return the norms of the outputs of attention and feed-forward."""
+    """Return the norms after the attention and feed-forward blocks. offset: see `NormWeights.of`."""
     return {
         "attention_after": NormWeights.of(layer.post_attention_layernorm, offset),
         "mlp_after": NormWeights.of(layer.post_feedforward_layernorm, offset),
@@ -199,12 +199,12 @@ def _norms_after(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
 
 
 def _gemma_layer(layer: Any) -> LayerWeights:
-    """Describe a layer like Llama's whose norms multiply by 1 + weight."""
+    """Describe a Gemma layer. Unlike Llama's, its norms multiply by 1 + weight."""
     return _llama_layer(layer, _llama_norms(layer, 1.0))
 
 
 def _gemma3_layer(layer: Any) -> LayerWeights:
-    """Describe a layer like Gemma's that also normalizes queries, keys and outputs of attention and feed-forward."""
+    """Describe a Gemma 3 layer. Unlike Gemma's, it also normalizes queries, keys and each block's output."""
     before = {
         "attention_norm": NormWeights.of(layer.input_layernorm, 1.0),
         "mlp_norm": NormWeights.of(layer.pre_feedforward_layernorm, 1.0),
@@ -213,12 +213,12 @@ def _gemma3_layer(layer: Any) -> LayerWeights:
 
 
 def _smollm3_layer(layer: Any) -> LayerWeights:
-    """Describe a layer like Llama's; some layers have no rotary embedding."""
+    """Describe a SmolLM3 layer. Unlike Llama's, some layers have no rotary embedding."""
     return replace(_llama_layer(layer), rope=bool(layer.self_attn.use_rope))
 
 
 def _opt_layer(layer: Any) -> LayerWeights:
-    """Describe a layer without rope, with LayerNorm before attention and feed-forward (OPT-350M: after residuals)."""
+    """Describe an OPT layer, which has no rope, and LayerNorm before each block (OPT-350M: after each residual)."""
     attention = layer.self_attn
     return LayerWeights(
         number=attention.layer_idx,
@@ -315,7 +315,7 @@ class ModelShape:
             query_heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            # OPT, most families, GPT-2 (null: four times the hidden size)
+            # OPT has ffn_dim, GPT-2 has n_inner (null: 4 * hidden_size), all other families have intermediate_size
             feed_forward=getattr(config, "ffn_dim", None)
             or getattr(config, "intermediate_size", None)
             or getattr(config, "n_inner", None)
@@ -326,7 +326,7 @@ class ModelShape:
 
 
 def family_of(config: PretrainedConfig) -> Family:
-    """Return the family of a model. Raises UserError that lists supported values if this config is not supported."""
+    """Return the model family for a config. Raises UserError if the family or a value in the config is unsupported."""
     family = family_named(config.model_type)
     if reason := unknown_value(config) or family.unsupported(config):
         raise UserError(f"model_type {config.model_type!r}: {reason}")
@@ -334,7 +334,7 @@ def family_of(config: PretrainedConfig) -> Family:
 
 
 def family_named(model_type: object) -> Family:
-    """Return the family of a model type. Raises UserError that lists the supported ones."""
+    """Return the family for a model type. Raises UserError, which lists all supported types, for an unknown type."""
     if model_type not in FAMILIES:
         only = "; of Gemma 3 only the text models (gemma3_text)" if model_type == "gemma3" else ""
         raise UserError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}{only}")
@@ -342,7 +342,7 @@ def family_named(model_type: object) -> Family:
 
 
 def unknown_value(config: PretrainedConfig) -> str | None:
-    """Return the first unsupported value of a config with the supported ones; None if all values are supported."""
+    """Return an error text about the first unsupported value of a config; None if all values are supported."""
     for key in ACTIVATION_KEYS:
         if (name := getattr(config, key, None)) is not None and name not in ACTIVATIONS:
             return f"{key} = {name!r}: supported: {', '.join(ACTIVATIONS)}"
@@ -353,20 +353,20 @@ def unknown_value(config: PretrainedConfig) -> str | None:
     kinds = getattr(config, "layer_types", None) or ()
     for kind in kinds:
         if kind not in (FULL, SLIDING):
-            return f"layer_types has {kind!r}; {FULL} and {SLIDING} can be run"
+            return f"layer_types has {kind!r}; only {FULL} and {SLIDING} are supported"
     windows = family_named(config.model_type).windows(config)
     for layer, (kind, window) in enumerate(zip(kinds, windows, strict=False)):
         if kind == SLIDING and window is None:
             return f"layer_types has {SLIDING!r} for layer {layer}, but sliding_window is null"
         if kind == FULL and window is not None:
-            return f"layer_types has {FULL!r} for layer {layer}, and the library uses sliding_window for it"
+            return f"layer_types has {FULL!r} for layer {layer}, but transformers uses sliding_window for it"
     if getattr(config, "use_bidirectional_attention", None):
         return "use_bidirectional_attention: earlier tokens would see later ones"
     return None
 
 
 def has_weights(config: PretrainedConfig) -> bool:
-    """Return whether `layer_weights` can describe the layers, so that the fast layers of `cpu` apply."""
+    """Return whether `layer_weights` can describe the model's layers, which the fast CPU kernels need."""
     if family_of(config).weights is None:
         return False
     if config.model_type == "opt":
@@ -377,7 +377,7 @@ def has_weights(config: PretrainedConfig) -> bool:
 
 
 def layer_weights(config: PretrainedConfig, layer: Any) -> LayerWeights:
-    """Return the description of a layer; it shares the layer's tensors. `has_weights` must be true."""
+    """Return a description of transformers' `layer` that shares its tensors. Requires `has_weights`."""
     family = family_of(config)
     assert family.weights is not None
     weights = family.weights(layer)
@@ -387,12 +387,12 @@ def layer_weights(config: PretrainedConfig, layer: Any) -> LayerWeights:
 def context_length(config: PretrainedConfig) -> int:
     """Return the maximum number of tokens of prompt and answer together.
 
-    Beyond a certain length, the rope types `dynamic` and `longrope` rotate earlier keys differently. Cached keys cannot
-    follow, so rows end at that length. For `dynamic` it is the context length.
+    Beyond a certain length, the rope types `dynamic` and `longrope` change the rotation of earlier keys. Cached keys
+    keep their old rotation, so rows must end at this length. For `dynamic` it is the model's context length.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     lengths: list[int] = [config.max_position_embeddings]
-    # Gemma 3 has such parameters for each kind of layer
+    # Gemma 3 has rope parameters for each kind of layer, one level deeper
     for parameters in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):
         if parameters.get("rope_type") == "longrope":
             lengths.append(parameters["original_max_position_embeddings"])

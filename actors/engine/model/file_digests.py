@@ -1,7 +1,7 @@
-"""Reads the JSON files of a checkpoint, and computes the SHA-256 of its files.
+"""Reads a checkpoint's JSON files, and computes the SHA-256 digests of its files.
 
-Digests of weights are cached by size, modification time and inode, so that a checkpoint of 100 GB is read only once
-per machine.
+Digests of weight files are cached, so that a checkpoint of 100 GB is read only once per machine. A cached digest is
+used while the file's size, modification time and inode are unchanged.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from uuid import uuid4
 from actors.engine.errors import UserError
 
 CACHE_VARIABLE, CACHE = "SKIPDECODE_CACHE", "~/.cache/skipdecode"
-SMALL = (".json", ".jinja", ".model", ".txt")  # endings of the files other than weights that can change an answer
+SMALL = (".json", ".jinja", ".model", ".txt")  # suffixes of files, besides weights, that can change an answer
 WEIGHTS = ".safetensors"
-SETTLED_NS = 2 * 10**9  # a file changed more recently than this may change again at the same modification time
+SETTLED_NS = 2 * 10**9  # digests of files changed later than this ago are not cached: the file may still be changing
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_bytes())
     except RecursionError:
-        raise UserError(f"{path}: no JSON file of a checkpoint is nested so deeply") from None
+        raise UserError(f"{path}: JSON is nested too deeply for a checkpoint's file") from None
     except ValueError as error:
         raise UserError(f"{path}: not JSON: {error}") from None
     if not isinstance(values, dict):
@@ -38,18 +38,18 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def cache_root(folder: str | None) -> Path:
-    """Return this machine's cache folder: `folder`, else $SKIPDECODE_CACHE, else ~/.cache/skipdecode."""
+    """Return the cache folder: `folder` if given, else $SKIPDECODE_CACHE if set, else ~/.cache/skipdecode."""
     return Path(folder or os.environ.get(CACHE_VARIABLE) or CACHE).expanduser()
 
 
 def cache_record(cache: str | None, kind: str, values: Any) -> Path:
-    """Return the cache file for a record that depends only on `values`. kind: its subfolder of the cache."""
+    """Return the path of the cache file for a record that is determined by `values`. kind: subfolder of the cache."""
     key = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
     return cache_root(cache) / kind / f"{key}.json"
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return file name -> SHA-256 for each file of a local checkpoint that can change an answer."""
+    """Return file name -> SHA-256 for every file in a checkpoint folder that can change an answer."""
     key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
     record = cache_root(None) / "digests" / f"{key}.json"
     known = _read(record)
@@ -71,7 +71,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def weights_digest(files: Mapping[str, str]) -> str:
-    """Return one digest of a model's weights. files: name -> SHA-256 of each of its safetensors files."""
+    """Return one digest for all of a model's weights. files: name of each safetensors file -> its SHA-256."""
     return hashlib.sha256("\n".join(f"{name} {files[name]}" for name in sorted(files)).encode()).hexdigest()
 
 
@@ -82,7 +82,7 @@ def file_digest(path: Path, algorithm: str) -> str:
 
 
 def answer_files(folder: Path) -> Iterator[Path]:
-    """Return the files of a local checkpoint that can change an answer, sorted by name."""
+    """Return the files in a checkpoint folder that can change an answer, sorted by name."""
     return (path for path in sorted(folder.iterdir()) if path.suffix in (*SMALL, WEIGHTS) and path.is_file())
 
 
@@ -95,7 +95,7 @@ def _read(record: Path) -> dict[str, list[int | str]]:
 
 
 def write_record(record: Path, values: Mapping[str, Any]) -> None:
-    """Write a record into the cache, all of it or nothing; do nothing if the cache cannot be written."""
+    """Write a record to the cache, atomically. Do nothing if the cache is not writable."""
     temporary = record.with_suffix(f".{uuid4().hex}")
     try:
         record.parent.mkdir(parents=True, exist_ok=True)

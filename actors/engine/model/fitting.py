@@ -1,4 +1,4 @@
-"""Checks that a checkpoint's tensors are the weights of the model that its config.json describes."""
+"""Checks that the tensors in a checkpoint are the weights of the model that its config.json describes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
-CONSTANTS = (".masked_bias", "attn.bias", "attention.bias", ".inv_freq")  # saved by older versions of the library
+CONSTANTS = (".masked_bias", "attn.bias", "attention.bias", ".inv_freq")  # tensors that old transformers versions saved
 
 
 def check_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], name: str) -> None:
-    """Compare the tensors in a checkpoint's headers with the model of its config, which is built without memory.
+    """Check that `tensors`, read from a checkpoint's headers, are the weights of the model that `config` describes.
 
-    Args:
-        name: name of the checkpoint, for errors.
+    The model is built on the meta device, without memory. name: name of the checkpoint, for error messages.
 
     Raises:
-        UserError: no model can be built from the config, or `check_report` raises it.
+        UserError: no model can be built from `config`, or the tensors do not fit it (see `check_report`).
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -33,9 +32,9 @@ def check_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor],
         try:
             with torch.device("meta"):
                 model_class: Any = type(library.from_config(config))
-        except Exception as error:  # whatever a library's model raises for a value that it does not expect
+        except Exception as error:  # a model in transformers may raise anything for an unexpected value
             raise UserError(
-                f"{name}: config.json: no model can be made of it: {type(error).__name__}: {flat(error)}"
+                f"{name}: config.json: no model can be built from it: {type(error).__name__}: {flat(error)}"
             ) from None
         model, report = model_class.from_pretrained(
             None,
@@ -46,7 +45,7 @@ def check_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor],
                 if not key.endswith((*SCALES, PACKED))
             },
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # mismatches are in the report
+            ignore_mismatched_sizes=True,  # `report` lists the mismatches
             device_map={"": "meta"},
         )
     check_report(model, report, tensors, name)
@@ -55,14 +54,15 @@ def check_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor],
 def check_report(
     model: PreTrainedModel,
     report: Mapping[str, Any],  # transformers' loading info
-    tensors: Mapping[str, StoredTensor],  # the checkpoint's tensors
-    name: str,  # the checkpoint's name, for errors
-    unpacked: Collection[str] | None = None,  # weights unpacked from codes; None: all with a packed tensor in `tensors`
+    tensors: Mapping[str, StoredTensor],  # tensors in the checkpoint's files
+    name: str,  # name of the checkpoint, for error messages
+    # names of weights that were unpacked from 8-bit codes; None: all weights with a packed tensor in `tensors`
+    unpacked: Collection[str] | None = None,
 ) -> None:
-    """Raise UserError if transformers reports an unused tensor, a wrong shape, or a weight without a tensor."""
+    """Raise UserError if `report` lists an unused tensor, a wrong shape, or a weight without a tensor."""
 
     def file(weight: str) -> str:
-        """Return the file of a weight, whose name in the file may lack the model's prefix."""
+        """Return the file that holds a weight. In the file, the weight's name may lack the model's prefix."""
         return next((one.file for key, one in tensors.items() if f".{weight}".endswith(f".{key}")), name)
 
     if unpacked is None:
@@ -70,8 +70,8 @@ def check_report(
         unpacked = {weight for weight in report["missing_keys"] if f".{weight}".endswith(packed)}
     for weight, stored, wanted in sorted(report["mismatched_keys"]):
         raise UserError(
-            f"{file(weight)}: {weight} has shape {list(stored)}, and a model of config.json {list(wanted)}: files of "
-            "two models; fetch the checkpoint again"
+            f"{file(weight)}: {weight} has shape {list(stored)}, but config.json needs {list(wanted)}: the files "
+            "belong to two models; fetch the checkpoint again"
         )
     layers = model.config.num_hidden_layers
     for weight in sorted(report["unexpected_keys"]):
@@ -80,7 +80,7 @@ def check_report(
         layer = LAYER.search(weight)
         if layer is not None and int(layer[1]) >= layers:
             raise UserError(
-                f"{file(weight)}: {weight} is of layer {layer[1]}, counted from 0, and config.json has "
+                f"{file(weight)}: {weight} is of layer {layer[1]}, counted from 0, but config.json has "
                 f"num_hidden_layers = {layers}: the rest of the model would be left out"
             )
         if layer is not None or _has_module(model, weight.rpartition(".")[0]):
@@ -89,7 +89,7 @@ def check_report(
                 f"{file(weight)}: {weight} {shape} is no weight of a {model.config.model_type} model of this "
                 "config.json: it would be left out"
             )
-    if missing := report["missing_keys"] - unpacked:  # the library fills them with random numbers
+    if missing := report["missing_keys"] - unpacked:  # transformers has filled these weights with random numbers
         raise UserError(f"{name}: no weights for {min(missing)}")
 
 

@@ -1,4 +1,4 @@
-"""One description of a decoder layer for all families: `families` builds it, `cpu` computes with it.
+"""A description of a decoder layer that fits all families. Module `families` builds it, folder `cpu` computes with it.
 
 Shapes: E hidden size, F feed-forward size, Q query heads, H key/value heads, D head size, I inputs, O outputs.
 """
@@ -18,7 +18,7 @@ SILU, GELU = ("silu", "swish"), "gelu_pytorch_tanh"
 
 @dataclass(frozen=True)
 class NormWeights:
-    """LayerNorm if there is a bias, else RMSNorm. Both are float32 [E]; for queries and keys, [D] or [heads D]."""
+    """Weights of a LayerNorm (with bias) or RMSNorm (without): float32 [E]; for queries or keys [D] or [heads * D]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -26,7 +26,7 @@ class NormWeights:
 
     @classmethod
     def of(cls, norm: Any, offset: float = 0.0) -> NormWeights:
-        """Return the weights of transformers' `norm`, which multiplies by (its weight + offset)."""
+        """Return the weights of `norm`, a transformers module that multiplies by (its weight + `offset`)."""
         from torch import nn
 
         weight = norm.weight.detach().float() + offset
@@ -38,7 +38,7 @@ class NormWeights:
 
 @dataclass(frozen=True)
 class Projection:
-    """Linear layers with a common input, whose outputs are concatenated."""
+    """Linear layers with the same input, whose outputs are concatenated."""
 
     layers: tuple[nn.Linear, ...]
 
@@ -51,7 +51,7 @@ class Projection:
 
     @property
     def outputs(self) -> int:
-        """Number of outputs O of all layers."""
+        """O, the number of outputs of all layers together."""
         return sum(layer.out_features for layer in self.layers)
 
     @property
@@ -60,7 +60,7 @@ class Projection:
         return self.outputs, self.layers[0].in_features
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
-        """Return the joined weight [O, I] and bias [O] or None. They are copies unless there is only one layer."""
+        """Return the concatenated weight [O, I] and bias ([O] or None). They are copies unless there is one layer."""
         if len(self.layers) == 1:
             bias = self.layers[0].bias
             return self.layers[0].weight.detach(), None if bias is None else bias.detach()
@@ -75,7 +75,7 @@ class Projection:
         return weight, torch.cat(biases)
 
     def codes(self) -> Codes | None:
-        """Return the scales [O] of the joined weight's codes; None unless all layers have scales."""
+        """Return the scales [O] of the concatenated weight's 8-bit codes; None unless all layers have scales."""
         found = [codes for layer in self.layers if (codes := codes_of(layer)) is not None]
         if len(found) < len(self.layers):
             return None
@@ -93,27 +93,26 @@ class LayerWeights:
     kv_heads: int  # H
     head_dim: int  # D
     scaling: float  # factor of the attention scores
-    qkv: Projection  # queries, keys and values, in this order: [(Q + 2 H) D, E]
-    output: Projection  # projection after attention: [E, Q D]
-    up: Projection  # gate and up, in this order, [2 F, E] if gated, else [F, E]
-    down: Projection  # [E, F]
-    activation: str  # a name of transformers' ACT2FN
-    gated: bool  # whether the feed-forward computes activation(gate) * up
-    # norms before attention and feed-forward, x + after(block(norm(x))); None: there are none (OLMo 2)
+    qkv: Projection  # projection [(Q + 2 H) D, E] to queries, keys and values, in this order
+    output: Projection  # projection [E, Q D] after attention
+    up: Projection  # projection [2 F, E] to gate and up, in this order; [F, E] if not gated
+    down: Projection  # projection [E, F]
+    activation: str  # name of the activation in transformers' ACT2FN
+    gated: bool  # whether the feed-forward block computes activation(gate) * up
+    # norms before the attention and feed-forward blocks: x + after(block(norm(x))); None: no such norms (OLMo 2)
     attention_norm: NormWeights | None = None
     mlp_norm: NormWeights | None = None
-    # RMSNorm of the outputs of attention and feed-forward (OLMo 2, Gemma 3); None: there are none
+    # RMSNorms of the blocks' outputs, `after` in x + after(block(norm(x))) (OLMo 2, Gemma 3); None: no such norms
     attention_after: NormWeights | None = None
     mlp_after: NormWeights | None = None
-    # whether attention_norm and mlp_norm come after the residual connections, norm(x + block(x)), as in OPT-350M
+    # whether attention_norm and mlp_norm come after the residual connections: norm(x + block(x)), as in OPT-350M
     norms_residual: bool = False
-    # RMSNorm of queries before rope: [D] for each head, or [Q D] for all heads together
+    # RMSNorms of queries and keys before rope: [D] for each head, or [Q D] and [H D] for all heads together
     query_norm: NormWeights | None = None
-    key_norm: NormWeights | None = None  # norm of keys: [D] or [H D]
-    # whether queries and keys are rotated by their positions. How many numbers of a head are rotated follows from
-    # the width of the cosines
+    key_norm: NormWeights | None = None
+    # whether queries and keys have rotary embeddings. The width of the cosines tells how much of a head is rotated
     rope: bool = True
-    window: int | None = None  # how many keys a token attends to, its own included; None is all
+    window: int | None = None  # sliding window: how many keys a token attends to, including its own; None: all keys
 
     def __post_init__(self) -> None:
         queries, keys = self.query_heads * self.head_dim, self.kv_heads * self.head_dim
@@ -134,5 +133,5 @@ class LayerWeights:
 
     @property
     def relu(self) -> bool:
-        """Whether the activation is ReLU without a gate: then the matrix product before it can apply it."""
+        """Whether the activation is ReLU without a gate, which the product before it can apply at once."""
         return not self.gated and self.activation == "relu"

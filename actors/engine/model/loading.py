@@ -1,4 +1,4 @@
-"""Loads decoder, tokenizer and schedule from a checkpoint folder. Reads safetensors only, and never runs its code."""
+"""Loads decoder, tokenizer and schedule from a checkpoint folder. Only safetensors are read, and no code is run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from actors.engine.decoder import Decoder
 
-SIZE_LIMITS = {  # key of config.json -> largest size; families use different keys
+SIZE_LIMITS = {  # key of config.json -> largest possible size; families use different keys for the same size
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 1024),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 4096),
     **dict.fromkeys(("hidden_size", "n_embd", "head_dim", "word_embed_proj_dim"), 2**18),
@@ -58,30 +58,28 @@ class Checkpoint:
     num_layers: int
     context_length: int
     adapter: SpeedAdapter | None = None
-    stored: StoredWeights | None = None  # how 8-bit weights are stored; None: the weights are plain
-    in_library: bool = True  # whether the library engine can run it; else only vLLM can
+    stored: StoredWeights | None = None  # how 8-bit weights are stored; None: the weights are not quantized
+    in_library: bool = True  # whether the library engine can run the checkpoint; otherwise only vLLM can
 
     def schedule(self, changes: dict[str, Any]) -> Schedule:
-        """Return the stored schedule with a job's `changes` applied. Raises UserError if it does not fit the model."""
+        """Return the stored schedule with a job's `changes`. Raises UserError if the result does not fit the model."""
         try:
             return (self.spec or ScheduleSpec()).overridden(changes).build(self.num_layers)
         except ValueError as error:
             raise UserError(f"schedule: {error}") from None
 
     def adapted_schedule(self, changes: dict[str, Any], name: str, remedy: str) -> Schedule:
-        """Return `schedule(changes)`; raise UserError if the model was not trained for it, see `check_adapted`."""
-        if self.trained is None:  # reported before anything that the schedule lacks, such as a horizon
+        """Return `schedule(changes)`. Raise UserError if the model was not trained for it, see `check_adapted`."""
+        if self.trained is None:  # report this first, before an error of the schedule such as a missing horizon
             self.check_adapted(self.schedule({"horizon": 2, **changes}), name, remedy)
         schedule = self.schedule(changes)
         self.check_adapted(schedule, name, remedy)
         return schedule
 
     def check_adapted(self, schedule: Schedule, name: str, remedy: str) -> None:
-        """Raise UserError if the model skips layers in a way that it was not trained for.
+        """Raise UserError if `schedule` skips layers and the model was not trained for it.
 
-        Args:
-            name: the checkpoint's name, for the message.
-            remedy: what the user can do to run it nonetheless, for the message.
+        name, remedy: for the message: name of the checkpoint, and what the user can do to run it nonetheless.
         """
         if schedule.is_full_depth:
             return
@@ -95,12 +93,12 @@ class Checkpoint:
             if schedule.speedup is not None and 1 < fastest < schedule.speedup:
                 reason += f"; the largest speedup is {fastest:g}"
         raise UserError(
-            f"schedule: {name} is not adapted to it ({reason}), and its answers would be ruined: run `skipdecode adapt "
-            f"JOB`, or {remedy}"
+            f"schedule: {name} is not adapted to this schedule ({reason}), and its answers would be ruined: run "
+            f"`skipdecode adapt JOB`, or {remedy}"
         )
 
     def _fastest(self, trained: Trained) -> float:
-        """Find the largest speed-up (in steps of 1/4) that training covers at the stored horizon and decay, or 1."""
+        """Return the largest speed-up (in steps of 1/4) with the stored schedule that training covers; 1 if none."""
         speeds = (quarters / 4 for quarters in range(4 * self.num_layers, 4, -1))
         with suppress(UserError):  # raised if the stored schedule has no horizon
             return next((speed for speed in speeds if trained.covers(self.schedule({"speedup": speed}))), 1.0)
@@ -112,12 +110,12 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
 
     Args:
         path: the folder.
-        names: names of all the checkpoint's files, if the folder holds only the small ones.
-        by_vllm: whether vLLM runs the model. It refuses families and quantized weights that it does not know.
+        names: names of all files of the checkpoint, if the folder does not hold the large ones; None: list the folder.
+        by_vllm: whether vLLM runs the model. If so, families and quantized weights are left for vLLM to refuse.
 
     Raises:
-        UserError: the folder or its safetensors are missing, its quantized weights or family are not supported, a size
-            is impossible, or its ``skipdecode.json`` does not fit the model.
+        UserError: the folder, its safetensors or its tokenizer is missing, its quantized weights or its family is not
+            supported, a size is impossible, or its ``skipdecode.json`` does not fit the model.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -174,7 +172,7 @@ def _is_in_library(values: Mapping[str, Any], folder: Path) -> bool:
 
 
 def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
-    """Return the checkpoint with a speed adapter. The adapter's schedule replaces the checkpoint's. Reads no weights.
+    """Return the checkpoint with the speed adapter in `folder`, and with the adapter's schedule. Reads no weights.
 
     Raises UserError as `read_adapter` and `check_shapes` do.
     """
@@ -186,7 +184,7 @@ def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
-    """Return transformers' config of a checkpoint folder without the quantization keys, since `expand` handles them."""
+    """Return a checkpoint's transformers config without its quantization keys, which `expand` handles instead."""
     from transformers import AutoConfig
 
     config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -197,9 +195,9 @@ def read_config(folder: str | Path) -> PretrainedConfig:
 
 
 def refuse_file(path: str) -> None:
-    """Raise UserError if a path names one file of a checkpoint instead of its folder."""
+    """Raise UserError if `path` is a file of a checkpoint instead of the checkpoint's folder."""
     if path.endswith(".gguf"):
-        raise UserError(f"{path}: GGUF is not run; convert it (skipdecode convert {path} FOLDER) and give that folder")
+        raise UserError(f"{path}: GGUF cannot be run; convert it (skipdecode convert {path} FOLDER) and give FOLDER")
     if path.endswith(".safetensors"):
         raise UserError(f"{path}: one file of a checkpoint; give its folder, {os.path.dirname(path) or '.'}")
     if os.path.isfile(path):
@@ -207,7 +205,7 @@ def refuse_file(path: str) -> None:
 
 
 def _check_values(values: Mapping[str, Any], source: Path) -> None:
-    """Raise UserError if a config runs code, or holds an impossible size."""
+    """Raise UserError if a config asks to run code, or contains an impossible size."""
     if "auto_map" in values:
         raise UserError(f"{source.parent}: wants to run code of its own (auto_map), which is never done")
     for name, limit in SIZE_LIMITS.items():
@@ -220,19 +218,16 @@ def memory_needed(
     checkpoint: Checkpoint,
     dtype: str,
     cache_bytes: int,
-    tensors: Mapping[str, StoredTensor] | None = None,  # the checkpoint's; None: read headers in its folder
+    tensors: Mapping[str, StoredTensor] | None = None,  # the checkpoint's tensors; None: read its files' headers
     *,
-    on_gpu: bool,  # whether the actor has a GPU; else a CPU that packs weights in bfloat16 is assumed
+    on_gpu: bool,  # whether the actor has a GPU; if not, assume that the CPU kernels pack bfloat16 weights
 ) -> Need:
-    """Return the memory that an actor needs for the checkpoint.
-
-    Raises UserError if weights are missing or damaged.
-    """
+    """Return the memory that an actor needs for the checkpoint. Raises UserError if weights are missing or damaged."""
     config = checkpoint.config
     tensors = folder_tensors(checkpoint.path) if tensors is None else tensors
     tied = bool(config.tie_word_embeddings)
     needed = need(tensors, tied=tied, dtype=dtype, cache_bytes=cache_bytes)
-    if dtype == "bfloat16" and not on_gpu:  # the head is held unchanged, packed, and in 8 bits
+    if dtype == "bfloat16" and not on_gpu:  # memory holds the head three times: unchanged, packed, and in 8 bits
         head = config.vocab_size * (getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
         needed = replace(needed, weights=needed.weights + head * ITEM_BYTES[dtype] + head * 17 // 16)
     return needed
@@ -243,8 +238,8 @@ def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTraine
 
     Args:
         path: the checkpoint's folder.
-        class_name: result of `tokenizer_class_name` for this tokenizer. None: AutoTokenizer chooses the class. For that
-            it imports torch and all model configurations, which takes some five seconds in a new process.
+        class_name: class of the tokenizer, from `tokenizer_class_name`. None: AutoTokenizer chooses the class. For this
+            it imports torch and all model configurations, which takes about five seconds in a new process.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -256,12 +251,12 @@ def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTraine
 
 
 def tokenizer_class_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the class of a loaded tokenizer as `module:name`, for `load_tokenizer` in other processes."""
+    """Return the class of a loaded tokenizer as `module:name`, so that other processes can load it faster."""
     return f"{type(tokenizer).__module__}:{type(tokenizer).__name__}"
 
 
 def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device, *, keep_codes: bool = False) -> Decoder:
-    """Return the checkpoint's model as a decoder in inference mode, see `load_model`."""
+    """Load the checkpoint's model as a decoder, in eval mode and without gradients. Arguments: see `load_model`."""
     from actors.engine.decoder import Decoder
     from actors.engine.model.families import family_of
 
@@ -273,20 +268,20 @@ def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device, *, 
 def load_model(
     path: str | Path, dtype: torch.dtype, device: torch.device | None, attention: str, *, keep_codes: bool = False
 ) -> PreTrainedModel:
-    """Return the checkpoint's model in `dtype` on `device`.
+    """Load the checkpoint's model in `dtype` onto `device`.
 
-    Weights are read onto `device` tensor by tensor: there is no copy of the model in another dtype or place. 8-bit
-    weights are expanded to `dtype`.
+    Weights are read onto `device` tensor by tensor, so that no second copy of the model exists. 8-bit weights are
+    expanded to `dtype`.
 
     Args:
         path: the checkpoint's folder.
         dtype: type of all parameters.
-        device: None: the CPU, from which the caller may move the model.
-        attention: the library's attention implementation.
+        device: device of the model. None: load it on the CPU; the caller may move it.
+        attention: name of the attention implementation in transformers.
         keep_codes: whether to keep the scales of 8-bit weights, see `compressed.codes_of`.
 
     Raises:
-        UserError: weights or scales are missing or have another shape, or a tensor has no place in the model.
+        UserError: weights or scales are missing or have a wrong shape, or a tensor does not belong to the model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -298,9 +293,9 @@ def load_model(
             path,
             config=read_config(path),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # mismatches are in the report
+            ignore_mismatched_sizes=True,  # `report` lists the mismatches
             dtype=dtype,
-            device_map=None if on_cpu else {"": device},  # accelerate places the weights
+            device_map=None if on_cpu else {"": device},  # the library accelerate places the weights
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,

@@ -1,8 +1,8 @@
-"""Speed adapters: low-rank weights for speeds above 1x, added to a frozen base model while it loads.
+"""Speed adapters: low-rank weights for speeds above 1x, added to a frozen base model while the model is loaded.
 
-An adapter is a folder in peft's format (LoRA, Hu et al. 2021, arXiv 2106.09685): ``adapter_config.json`` and
-``adapter_model.safetensors``, with the schedule in ``skipdecode.json`` and the digest of the base's weights in
-``speed_adapter.json``. At full depth the base runs as published; the adapter is not read.
+An adapter is a folder in peft's format (LoRA, Hu et al. 2021, arXiv 2106.09685) with ``adapter_config.json`` and
+``adapter_model.safetensors``. In addition, ``skipdecode.json`` holds the schedule, and ``speed_adapter.json`` holds the
+digest of the base model's weights. At full depth the adapter is not read, and the base model runs as published.
 Shapes: I inputs and O outputs of a linear layer, R the adapter's rank.
 """
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "speed_adapter.json"
 FILES = (CONFIG, WEIGHTS, RECORD, SCHEDULE_FILE)
-PREFIX = "base_model.model."  # prefix of tensors' names, before the path of the layer
+PREFIX = "base_model.model."  # prefix of all tensor names, before the path of the layer
 PARTS = ("lora_A", "lora_B")
-# known keys of adapter_config.json: this module reads them, or they do not change the product B A
+# accepted keys of adapter_config.json: either this module reads the key, or the key does not change the product B A
 NEUTRAL = {
     *("auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "r"),
     *("layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type"),
@@ -39,26 +39,26 @@ OFF: tuple[Any, ...] = (None, False, "none", {}, [])  # values that turn a featu
 
 @dataclass(frozen=True)
 class SpeedAdapter:
-    """A speed adapter's folder, checked against a model, but not loaded."""
+    """A speed adapter whose folder has been checked, but whose weights have not been loaded."""
 
-    path: Path  # the folder
-    base: str  # digest of the base weights that it was trained for, see `weights_digest`
+    path: Path  # folder of the adapter
+    base: str  # digest of the base weights for which the adapter was trained, see `weights_digest`
     rank: int  # R
     scale: float  # factor of every product B A
 
     def check_base(self, digest: str, name: str) -> None:
-        """Raise UserError unless `digest`, of the model to run, equals `base`. name: the model's, for the message."""
+        """Raise UserError unless `digest` (of the model to run) equals `base`. name: model name for the message."""
         if digest != self.base:
             raise UserError(
-                f"{self.path}: trained for a base with weights {self.base[:16]}, and {name} has {digest[:16]}: give "
-                "its own base as model.path, or train an adapter for this one (skipdecode adapt)"
+                f"{self.path}: trained for a base with weights {self.base[:16]}, but {name} has {digest[:16]}: give "
+                "the adapter's base as model.path, or train a new adapter (skipdecode adapt)"
             )
 
 
 def read_adapter(path: Path) -> SpeedAdapter:
-    """Return the speed adapter in a folder, without its weights.
+    """Read and check the speed adapter in a folder, except for its weights' shapes.
 
-    Raises UserError if it is no speed adapter, is damaged, or uses peft features other than plain LoRA.
+    Raises UserError if the folder is not a speed adapter, is damaged, or uses peft features other than plain LoRA.
     """
     for name in FILES:
         if not (path / name).is_file():
@@ -71,24 +71,24 @@ def read_adapter(path: Path) -> SpeedAdapter:
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     _check_features(settings, path / CONFIG)
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise UserError(f"{path / CONFIG}: r = {rank} and lora_alpha = {alpha}: not a rank and a scale")
+        raise UserError(f"{path / CONFIG}: r = {rank} and lora_alpha = {alpha}: must be an integer >= 1 and a number")
     return SpeedAdapter(path, str(record["base"]), rank, alpha / rank)
 
 
 def base_digest(checkpoint: Path) -> str:
-    """Return the digest of a checkpoint folder's weights, which an adapter records as its base."""
+    """Return the digest of the weights in a checkpoint folder, which an adapter for this checkpoint records."""
     found = digests(checkpoint)
     return weights_digest({name: found[name] for name in weight_files(checkpoint, names_in(checkpoint))})
 
 
 def save_record(folder: Path, base: str) -> None:
-    """Write ``speed_adapter.json`` into a folder that holds the adapter's weights. base: the base weights' digest."""
+    """Write ``speed_adapter.json`` into the adapter's folder, which holds its weights. base: see `SpeedAdapter`."""
     record = {"base": base, "weights": file_digest(folder / WEIGHTS, "sha256")}
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def linear_layers(config: PretrainedConfig) -> dict[str, nn.Module]:
-    """Return path -> linear layer for the decoder layers of a model with this config, without allocating weights."""
+    """Return path -> linear layer, for all linear layers in the decoder layers of a model. Allocates no weights."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
@@ -107,7 +107,7 @@ def linear_layers(config: PretrainedConfig) -> dict[str, nn.Module]:
 
 
 def merge(model: PreTrainedModel, adapter: SpeedAdapter) -> None:
-    """Add each product B A to its linear layer's weight W, in place: W + scale · B A in fp32, rounded to W's dtype."""
+    """Add an adapter to a model in place: W + scale · B A for each linear weight W, in fp32, rounded to W's dtype."""
     from safetensors import safe_open
     from transformers.pytorch_utils import Conv1D
 
@@ -116,21 +116,21 @@ def merge(model: PreTrainedModel, adapter: SpeedAdapter) -> None:
             module = model.get_submodule(layer)
             weight: Any = module.weight
             change = update(file, layer, adapter.scale, weight.device)
-            if isinstance(module, Conv1D):  # Conv1D has a weight [I, O]
+            if isinstance(module, Conv1D):  # the weight of Conv1D is [I, O]
                 change = change.T
             weight.data.copy_(weight.data.float() + change)
             renew(module)
 
 
 def update(file: Any, layer: str, scale: float, device: torch.device) -> torch.Tensor:
-    """Return what the adapter adds to the weight of `layer`: scale · B A, fp32 [O, I]. file: its open safetensors."""
+    """Return what an adapter adds to the weight of `layer`: scale · B A, fp32 [O, I]. file: open safetensors file."""
     down, up = (file.get_tensor(f"{PREFIX}{layer}.{part}.weight").to(device).float() for part in PARTS)
     product: torch.Tensor = (up @ down) * scale  # [O, R] times [R, I]
     return product
 
 
 def _check_features(config: dict[str, Any], source: Path) -> None:
-    """Raise UserError that names a feature of peft that `merge` does not support."""
+    """Raise UserError if an adapter config uses a feature of peft that `merge` does not support."""
     if config.get("peft_type") != "LORA":
         raise UserError(f"{source}: peft_type {config.get('peft_type')!r}: only LORA can be merged")
     start = config.get("init_lora_weights", True)
@@ -144,7 +144,7 @@ def _check_features(config: dict[str, Any], source: Path) -> None:
 
 
 def check_shapes(adapter: SpeedAdapter, config: PretrainedConfig) -> None:
-    """Raise UserError if a tensor belongs to no linear layer of the model, or has a wrong shape."""
+    """Raise UserError if a tensor of the adapter has a wrong shape, or belongs to no linear layer of the model."""
     path, rank = adapter.path / WEIGHTS, adapter.rank
     from safetensors import SafetensorError, safe_open
     from transformers.pytorch_utils import Conv1D
@@ -172,5 +172,5 @@ def check_shapes(adapter: SpeedAdapter, config: PretrainedConfig) -> None:
 
 
 def layers_in(names: Any) -> list[str]:
-    """Return the sorted paths of the layers to which an adapter's tensors belong. names: names of the tensors."""
+    """Return the sorted paths of the layers to which an adapter's tensors belong. names: the tensors' names."""
     return sorted({name.removeprefix(PREFIX).rpartition(".weight")[0].rpartition(".")[0] for name in names})

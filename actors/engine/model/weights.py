@@ -1,4 +1,4 @@
-"""Finds a checkpoint's safetensors files, and reads from their headers alone how much memory the weights need."""
+"""Finds a checkpoint's safetensors files, and computes from their headers how much memory the weights need."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import NamedTuple
 from actors.engine.errors import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-HEADER_LIMIT = 100_000_000  # bytes; the safetensors library refuses longer headers too
-ALLOWANCE = 2**29  # bytes for the process, its libraries, and a batch's activations and logits
+HEADER_LIMIT = 100_000_000  # maximum bytes of a safetensors header; the safetensors library has the same limit
+ALLOWANCE = 2**29  # bytes of memory for the process, its libraries, and a batch's activations and logits
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# held while transformers builds a model: during that it replaces a class's method and torch's default dtype
+# lock for building models: meanwhile, transformers replaces a method of a class and torch's default dtype
 building_models = threading.Lock()
-SCALES = ("_scale", "_zero_point", ".weight_shape")  # tensors whose names end so describe an 8-bit weight
-PACKED = ".weight_packed"  # name ending of 8-bit weights stored four in an int32, see `compressed`
+SCALES = ("_scale", "_zero_point", ".weight_shape")  # endings of the names of tensors that describe 8-bit weights
+PACKED = ".weight_packed"  # ending of the names of packed 8-bit weights (four in an int32), see `compressed`
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as the header of its file describes it."""
+    """A tensor in a safetensors file, as described by the file's header."""
 
     file: str
     shape: tuple[int, ...]
@@ -36,10 +36,10 @@ class StoredTensor(NamedTuple):
 class Need:
     """Memory that one actor needs, in bytes."""
 
-    parameters: int  # how many numbers the model has
+    parameters: int  # number of the model's parameters
     weights: int  # bytes of all parameters in the job's dtype
-    cache: int  # bytes of one batch's cache
-    working: int = ALLOWANCE  # bytes of everything else: process, libraries, activations
+    cache: int  # bytes of one batch's KV cache
+    working: int = ALLOWANCE  # bytes of everything else: process, libraries, activations and logits
 
     @property
     def total(self) -> int:
@@ -47,9 +47,9 @@ class Need:
 
 
 def weight_files(folder: Path, names: Collection[str]) -> list[str]:
-    """Return the files among `names` that hold the weights: one, or the shards of the index in `folder`.
+    """Return which of the files `names` hold the weights: a single file, or the shards that an index in `folder` names.
 
-    Raises UserError if there are no safetensors, both a single file and an index, a bad index, or missing shards.
+    Raises UserError if there are no safetensors, a single file as well as an index, a wrong index, or missing shards.
     """
     if INDEX not in names:
         if WEIGHTS in names:
@@ -81,11 +81,11 @@ def file_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> dic
     """Read the header of a safetensors file.
 
     Args:
-        read: (number of bytes, offset) -> bytes, like os.pread.
+        read: function (number of bytes, offset) -> bytes, like os.pread.
         size: size of the file in bytes.
-        name: name of the file, for errors.
+        name: name of the file, for error messages.
 
-    Raises UserError if header and size disagree, as after an interrupted download.
+    Raises UserError if the header is damaged, or does not fit the size, as after an interrupted download.
     """
     head = read(8, 0) if size >= 8 else b""
     length = int.from_bytes(head, "little")
@@ -104,7 +104,7 @@ def file_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> dic
 
 
 def joined(files: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    """Return the tensors of all files of a checkpoint. Raises UserError if two files hold the same tensor."""
+    """Merge the tensors of all files of a checkpoint. Raises UserError if two files hold a tensor of the same name."""
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name in sorted(file.keys() & tensors.keys()):
@@ -118,7 +118,7 @@ def joined(files: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTenso
 
 
 def folder_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint folder. Raises UserError as `weight_files`, `file_tensors` and `joined` do."""
+    """Return all tensors in a checkpoint folder. Raises UserError as `weight_files`, `file_tensors` and `joined` do."""
 
     def header(path: Path) -> dict[str, StoredTensor]:
         with open(path, "rb") as file:
@@ -128,12 +128,12 @@ def folder_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names of the files of a folder, sorted."""
+    """Return the sorted names of the files in a folder."""
     return sorted(path.name for path in folder.iterdir() if path.is_file())
 
 
 def need(tensors: Mapping[str, StoredTensor], *, tied: bool, dtype: str, cache_bytes: int) -> Need:
-    """Return the memory for a model in `dtype`. tied: whether head and embedding are one tensor in memory."""
+    """Return the memory that a model needs in `dtype`. tied: whether head and embedding share one tensor in memory."""
     sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items() if not name.endswith(SCALES)}
     count = sum(4 * size if name.endswith(PACKED) else size for name, size in sizes.items())
     if tied and len(sizes) > 1:
@@ -142,7 +142,7 @@ def need(tensors: Mapping[str, StoredTensor], *, tied: bool, dtype: str, cache_b
 
 
 def check_free(need: Need, free: int, total: int) -> None:
-    """Raise UserError if a GPU with `free` of `total` bytes cannot hold the model and its cache."""
+    """Raise UserError if a GPU, with `free` of `total` bytes free, has no room for the model and its KV cache."""
     if need.total > free:
         raise UserError(
             f"the model needs {gib(need.total)} of GPU memory (weights {gib(need.weights)}, cache {gib(need.cache)}, "
@@ -152,5 +152,5 @@ def check_free(need: Need, free: int, total: int) -> None:
 
 
 def gib(count: int) -> str:
-    """Return bytes as text, in GiB or MiB."""
+    """Format a number of bytes as text in GiB or MiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

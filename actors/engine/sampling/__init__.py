@@ -1,1 +1,1 @@
-"""Samples tokens from logits: the definition in torch, the CPU kernel, penalties, and stop strings."""
+"""Sampling of tokens from logits: the reference in torch, the CPU kernel, penalties, and stop strings."""

@@ -1,8 +1,8 @@
-"""Samples tokens from logits, for each row with its own parameters, history and random numbers.
+"""Samples tokens from logits. Each row has its own parameters, history and random numbers.
 
-A row's random number at a position is a hash of the row's key and the position only, so that batch composition, retries
-and resumed jobs do not change it. Order of the operations, as in transformers: penalties, barred tokens, temperature,
-top-k, top-p, min-p. On a CPU, `kernel` does the same in a fraction of the time.
+A row's random number at a position is a hash of the row's key and the position. So it does not depend on the batch, and
+is the same after a retry or in a resumed job. Operations come in the same order as in transformers: penalties, barred
+tokens, temperature, top-k, top-p, min-p. On a CPU, module `kernel` does the same in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from actors.engine.sampling import kernel as kernel_sampling
 from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling, allowed_bits, changed_logits
 from actors.engine.types import TokenLogprob
 
-DRAWN_NUMBERS = 2**23  # most logits that torch samples from at once
+DRAWN_NUMBERS = 2**23  # maximum number of logits, over all rows, that torch samples from at once
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Return uniform float64 [B] in [0, 1) from keys and positions, int64 [B]: SplitMix64 (Steele et al., 2014)."""
+    """Hash keys and positions (int64 [B]) to uniform float64 [B] in [0, 1), with SplitMix64 (Steele et al., 2014)."""
     bits = keys + (positions + 1) * _GOLDEN
     bits = (bits ^ _shift(bits, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     bits = (bits ^ _shift(bits, 27)) * -7723592293110705685  # 0x94D049BB133111EB
@@ -38,12 +38,10 @@ def _shift(bits: Tensor, count: int) -> Tensor:
 
 
 def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
-    """Sample the next token of each row from logits [B, V]. The rows' states are read, not changed.
+    """Sample the next token of each row from logits [B, V], without changing the rows' states.
 
-    A row gets `NO_TOKEN` if one of its logits is NaN or +inf, or all are -inf.
-
-    logprobs: whether to compute the tokens' log-probabilities. That takes an exponential of each logit, which
-    for a greedy row is more work than everything else.
+    A row gets `NO_TOKEN` if one of its logits is NaN or +inf, or all are -inf. logprobs: whether to compute the tokens'
+    log-probabilities. They need an exponential of each logit, which is most of the work for a greedy row.
     """
     if is_greedy(rows, logprobs=logprobs):
         return greedy(argmax(logits).tolist())
@@ -53,18 +51,18 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
 
 
 def is_greedy(rows: Sequence[RowSampling], *, logprobs: bool) -> bool:
-    """Return whether these rows need only the argmax of the logits."""
+    """Return whether `rows` need only the argmax of their logits, without penalties or log-probabilities."""
     return not logprobs and all(row.is_argmax for row in rows)
 
 
 def greedy(tokens: list[int]) -> Drawn:
-    """Return `tokens` as a result without log-probabilities."""
+    """Return a sampling result with these tokens and no log-probabilities."""
     missing = [math.nan] * len(tokens)
     return Drawn(tokens, missing, missing, {})
 
 
 def sample_by_torch(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
-    """Sample with torch: the reference, which also serves GPUs and machines without a compiler."""
+    """Sample with torch. This is the reference, and the only way on GPUs and on machines without a compiler."""
     chunk = max(1, DRAWN_NUMBERS // logits.shape[1])
     parts = [
         _sample(logits[first : first + chunk], rows[first : first + chunk], logprobs)
@@ -81,9 +79,9 @@ def sample_by_torch(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bo
 
 
 def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Drawn:
-    """Sample few enough rows that all temporary tensors fit into memory."""
+    """Sample rows that are few enough for their temporary tensors to fit into memory."""
     logits = logits.float()
-    numbers = logits.amax(dim=-1).isfinite()  # NaN counts as the maximum
+    numbers = logits.amax(dim=-1).isfinite()  # for amax, NaN is greater than any number
     if not numbers.all():
         logits = logits.masked_fill(~numbers[:, None], 0)
     missing = torch.full_like(logits[:, 0], torch.nan)
@@ -106,14 +104,14 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
             own = logits[at[scored]].masked_fill(excluded[scored], -torch.inf)
             choice_normalizer[at[scored]] = own.logsumexp(dim=-1)
     drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0]
-    # decided for each row: how a row is sampled must not depend on other rows of the batch
+    # rows with and without top-k, top-p or min-p are sampled separately, so that a row does not depend on other rows
     for narrowed in (False, True):
         alike = [index for index in drawn if rows[index].narrowed == narrowed]
         if alike:
             of_alike = torch.tensor(alike, device=logits.device)
             chosen = adjusted if len(alike) == len(rows) else adjusted[of_alike]
             tokens[of_alike] = _draw(chosen, [rows[index] for index in alike], narrowed)
-    if members:  # if all allowed tokens have -inf, take the first of them
+    if members:  # if all allowed tokens have the logit -inf, take the first allowed token
         outside = excluded.gather(1, tokens[at, None])[:, 0]
         if outside.any():
             tokens[at] = torch.where(outside, excluded.int().argmin(dim=-1), tokens[at])
@@ -127,17 +125,17 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Return the argmax [B] of logits [B, V]: the first of equal maxima, or `NO_TOKEN` as in `sample`."""
+    """Return the argmax [B] of logits [B, V]: the first of equal maxima, or `NO_TOKEN` in the cases of `sample`."""
     if logits.device.type == "cpu":  # numpy takes a tenth of torch's time
         values = logits.float().numpy()
-        tokens = values.argmax(axis=-1)  # NaN counts as the maximum
+        tokens = values.argmax(axis=-1)  # for argmax, NaN is greater than any number
         return torch.from_numpy(np.where(np.isfinite(values[np.arange(len(tokens)), tokens]), tokens, NO_TOKEN))
     most, tokens = logits.max(dim=-1)
     return tokens.masked_fill(~most.isfinite(), NO_TOKEN)
 
 
 def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor:
-    """Draw random tokens [N] from logits [N, V]. All `rows` have a temperature above 0."""
+    """Draw random tokens [N] from logits [N, V]. All `rows` have a temperature above 0. narrowed: see `RowSampling`."""
 
     def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, device=logits.device, dtype=dtype)
@@ -158,21 +156,21 @@ def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor
 
 
 def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
-    """Return tokens [N]: the inverse distribution function of each row at the row's random number.
+    """Draw a token for each row: the first token at which the cumulated probability exceeds the row's random number.
 
-    probabilities: [N, V], in the order of token ids; if they were sorted, rounding could exchange tokens. numbers: [N],
-    see `uniforms`.
+    probabilities: [N, V] in the order of token ids, because sorted ones could be rounded differently and exchange
+    tokens. numbers: random numbers [N] from `uniforms`.
     """
     cumulative = probabilities.cumsum(dim=-1)
     choice = torch.searchsorted(cumulative, numbers[:, None] * cumulative[:, -1:], right=True)
     last = (probabilities > 0).long().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
-    return torch.minimum(choice, last)[:, 0]  # rounding must not go past the last possible token
+    return torch.minimum(choice, last)[:, 0]  # because of rounding, `choice` may lie after the last possible token
 
 
 def narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Return probabilities [N, V] that are 0 outside top-k, then top-p, then min-p.
+    """Return probabilities [N, V] after top-k, then top-p, then min-p. Tokens that these exclude have probability 0.
 
-    scaled: logits divided by temperature [N, V]. top_k: int64 [N]; 0 keeps all tokens. top_p, min_p: float64 [N].
+    scaled: [N, V], logits divided by temperature. top_k: int64 [N]; 0 keeps all tokens. top_p, min_p: float64 [N].
     """
     ordered, vocabulary = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[1], device=scaled.device)
@@ -184,7 +182,7 @@ def narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tenso
 
 
 def _adjust(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
-    """Return logits [B, V] after penalties, with -inf for barred tokens."""
+    """Return logits [B, V] after penalties. Barred tokens get -inf."""
     changes = changed_logits(logits, rows)
     if changes is None:
         return logits
@@ -195,10 +193,10 @@ def _adjust(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
 
 
 def _excluded(rows: Sequence[RowSampling], likeliest: Tensor, logits: Tensor) -> tuple[list[int], Tensor]:
-    """Return the indices of rows that need a mask, and the mask, bool [rows, V]: true for tokens that are not allowed.
+    """Return the indices of rows that need a mask, and their bool masks [rows, V]: true for tokens not allowed.
 
-    A greedy row needs none if its likeliest token (`likeliest` [B]) is allowed, unless the log-probability of that
-    token among the allowed tokens is wanted.
+    A greedy row needs no mask if its likeliest token (from `likeliest` [B]) is allowed, unless its constraint is
+    `scored`.
     """
     members = [
         index
@@ -214,10 +212,13 @@ def _excluded(rows: Sequence[RowSampling], likeliest: Tensor, logits: Tensor) ->
 
 
 def _top(logits: Tensor, normalizer: Tensor, tokens: Tensor, rows: Sequence[RowSampling]) -> dict[int, TokenLogprob]:
-    """Return row -> its token and the likeliest tokens under the model's own distribution, for rows with `logprobs`."""
+    """Return row index -> its token and likeliest tokens with log-probabilities, for rows that ask for `logprobs`.
+
+    logits, normalizer: before penalties, temperature, top-k and top-p.
+    """
     counts = {index: row.params.logprobs for index, row in enumerate(rows) if row.params.logprobs is not None}
     top: dict[int, TokenLogprob] = {}
-    for most in sorted(set(counts.values())):  # grouped by count, so that ties do not depend on other rows
+    for most in sorted(set(counts.values())):  # one topk for each count, so that ties do not depend on other rows
         members = [row for row, count in counts.items() if count == most]
         index = torch.tensor(members, device=logits.device)
         logprobs = logits[index] - normalizer[index, None]

@@ -1,4 +1,4 @@
-"""State from which a row's next token is sampled, and the result of sampling a batch of rows."""
+"""The state of a row that sampling reads, and the result of sampling a batch of rows."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch import Tensor
 from actors.engine.constraints.constraint import AllowedTokens, words_of
 from actors.engine.types import SamplingParams, TokenLogprob
 
-_PACKED = struct.Struct("<qqqddd")  # SamplingParameters of cpu/sampling.h
+_PACKED = struct.Struct("<qqqddd")  # memory layout of `SamplingParameters` in cpu/sampling.h
 
 
 class TokenCounts:
-    """Tokens to which penalties apply, and how often each occurs in the answer.
+    """Tokens to which penalties apply, and how often each token occurs in the answer.
 
     Attributes:
-        tokens: int64, in the order of their first occurrence.
-        times: float32, occurrences in the answer: 0 for a token that is only in the prompt.
+        tokens: array of int64, in order of first occurrence.
+        times: array of float32, number of occurrences in the answer; 0 for a token that occurs only in the prompt.
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
@@ -32,7 +32,7 @@ class TokenCounts:
         self._places = {token: place for place, token in enumerate(distinct)}
 
     def add(self, token: int) -> None:
-        """Count a token of the answer."""
+        """Count one more occurrence of `token` in the answer."""
         place = self._places.setdefault(token, len(self.tokens))
         if place == len(self.tokens):
             self.tokens.append(token)
@@ -42,17 +42,17 @@ class TokenCounts:
 
 @dataclass
 class RowSampling:
-    """The state of a row that, with its logits, determines its next token."""
+    """The state of a row. Together with the logits, it determines the row's next token."""
 
-    params: SamplingParams  # sampling parameters
+    params: SamplingParams
     key: int  # key of the row's random numbers
     drawn: int = 0  # number of tokens sampled so far
-    # how often each token has occurred so far; counted only if a penalty applies
+    # how often each token has occurred so far; counted only if a penalty is set
     counts: TokenCounts = field(default_factory=lambda: TokenCounts(()))
-    allowed: AllowedTokens | None = None  # tokens that may come next; None: all. Sampling only reads it
+    allowed: AllowedTokens | None = None  # tokens that may come next, which sampling does not change; None: all tokens
     barred: Collection[int] = ()  # tokens that must not be sampled
-    penalized: bool = field(init=False)  # whether a penalty applies to earlier tokens
-    packed: bytes = field(init=False, repr=False)  # params and key, for the CPU's kernel
+    penalized: bool = field(init=False)  # whether a penalty is set
+    packed: bytes = field(init=False, repr=False)  # `params` and `key` in the layout of the CPU kernel
 
     def __post_init__(self) -> None:
         params = self.params
@@ -74,7 +74,7 @@ class RowSampling:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the next token is the argmax of the unchanged logits, and `logprobs` is not set."""
+        """Whether the next token is the argmax of the model's logits, and no log-probabilities are asked for."""
         params = self.params
         if params.temperature != 0 or params.logprobs is not None or self.allowed is not None or self.barred:
             return False
@@ -82,17 +82,17 @@ class RowSampling:
 
     @property
     def needs_mask(self) -> bool:
-        """Whether tokens that are not allowed must be excluded, even if the likeliest token is allowed."""
+        """Whether sampling needs a mask of the allowed tokens even if the likeliest token is allowed."""
         return self.allowed is not None and (self.params.temperature > 0 or self.allowed.scored)
 
     @property
     def narrowed(self) -> bool:
-        """Whether top-k, top-p or min-p excludes tokens."""
+        """Whether top-k, top-p or min-p is set."""
         return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
 
 
 def allowed_bits(rows: Sequence[RowSampling], vocabulary: int) -> NDArray[np.int32]:
-    """Return the masks [rows, words_of(V)] of the rows' `allowed` tokens, see `constraint.Bits`."""
+    """Return bit masks [rows, words_of(V)] of the tokens that each row allows; layout: see `constraint.Bits`."""
     bits = np.zeros((len(rows), words_of(vocabulary)), dtype=np.int32)
     for place, row in enumerate(rows):
         assert row.allowed is not None
@@ -101,10 +101,10 @@ def allowed_bits(rows: Sequence[RowSampling], vocabulary: int) -> NDArray[np.int
 
 
 def changed_logits(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return how penalties and barred tokens change logits [B, V], as in transformers and OpenAI's interface.
+    """Return the changes of logits [B, V] by penalties and barred tokens, as in transformers and OpenAI's interface.
 
-    The result holds the row, the token and the new logit (float32) of each change, in the order of rows. It is None if
-    nothing changes. A barred token is changed once, to -inf.
+    The result has three tensors: row index, token and new logit (float32) of each change, in order of rows. It is None
+    if nothing changes. A barred token has one change, to -inf.
     """
     counts = [len(row.counts.tokens) if row.penalized else 0 for row in rows]
     barred = [len(row.barred) for row in rows]
@@ -139,7 +139,7 @@ def _joined(parts: Sequence[object], dtype: type[np.generic]) -> np.ndarray[tupl
     return np.frombuffer(bytearray().join(parts), dtype=dtype)  # type: ignore[arg-type]
 
 
-NO_TOKEN = -1  # in place of a token if a row's logits are not numbers; sampling.h and screen.h use the same value
+NO_TOKEN = -1  # replaces the token id if a row's logits are not numbers; sampling.h and screen.h use the same value
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,8 @@ class Drawn:
     """The tokens sampled for a batch of rows."""
 
     tokens: list[int]  # one token id per row, or `NO_TOKEN`
-    # the tokens' log-probabilities under the model's own distribution, nats; NaN if they were not computed
+    # log-probability of each token among all tokens, in nats, before penalties and temperature; NaN: not computed
     logprobs: list[float]
-    # the tokens' log-probabilities under the distribution restricted to the allowed tokens, nats; NaN for rows without
-    # a constraint, or whose constraint is not `scored`
+    # log-probability of each token among the allowed tokens, in nats; valid only for rows with a `scored` constraint
     choice_logprobs: list[float]
-    top: dict[int, TokenLogprob]  # row -> its token and likeliest tokens, if `logprobs` is set
+    top: dict[int, TokenLogprob]  # row index -> its token and likeliest tokens, for rows that ask for `logprobs`

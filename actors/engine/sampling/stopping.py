@@ -1,4 +1,4 @@
-"""Strings that end an answer. A stop string may span several tokens, or end inside one."""
+"""Stop strings, which end an answer. A stop string may span several tokens, or end inside a token."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ SLACK_TOKENS = 4  # a character of four bytes may be four tokens
 
 @dataclass(eq=False)
 class StopStrings:
-    """Ends an answer at the token that completes one of `strings`. The text ends before the first stop string."""
+    """Finds the token that completes one of `strings` and so ends the answer. The text is cut before that string."""
 
     strings: Sequence[str]
     decode: Callable[[list[int]], str]  # token ids -> text
     special_ids: Collection[int] = ()  # tokens that decode to no text
-    min_new_tokens: int = 0  # a stop string that ends within this many first tokens is ignored
-    # text -> index where the answer begins; stop strings before it (in thinking) are ignored. None: not begun yet
+    min_new_tokens: int = 0  # a stop string that is complete after this many tokens or fewer is ignored
+    # text -> index at which the answer begins, after any thinking, which may contain stop strings; None: not begun yet
     answer_start: Callable[[str], int | None] = lambda text: 0
-    _may_end: dict[int, bool] = field(default_factory=dict, init=False)  # token -> whether a string may end inside it
+    _may_end: dict[int, bool] = field(default_factory=dict, init=False)  # token -> result of `_may_end_in`
 
     def __post_init__(self) -> None:
         self.special_ids = frozenset(self.special_ids)
-        # tokens other than `special_ids` give at least one byte, so no string spans more tokens than it has bytes
+        # every other token than `special_ids` gives at least one byte, so a string has at most one token per byte
         self.window = max(len(string.encode()) for string in self.strings) + SLACK_TOKENS
         self._ends = {string[-1] for string in self.strings}
 
@@ -39,14 +39,14 @@ class StopStrings:
         text = self.decode(window[::-1])
         if not any(string in text for string in self.strings):
             return False
-        # check the whole text: a window that begins inside a character may decode to something else
+        # check the whole text too, because a window that begins inside a character may decode to other text
         return self._first(tokens, self.decode(list(tokens))) is not None
 
     def _may_end_in(self, token: int) -> bool:
-        """Return whether a token may hold the last character of a stop string, or a part of a character."""
+        """Return whether the text of `token` contains the last character of a stop string, or a part of a character."""
         found = self._may_end.get(token)
         if found is None:
-            text = self.decode([token, token])  # twice: the space with which a text begins may be dropped
+            text = self.decode([token, token])  # decode it twice, because decoding may drop a space at the beginning
             partial = not text or "\ufffd" in text
             found = token not in self.special_ids and (partial or any(end in text for end in self._ends))
             self._may_end[token] = found
@@ -58,7 +58,7 @@ class StopStrings:
         return text[: self._first(tokens, text)]
 
     def _first(self, tokens: Sequence[int], text: str) -> int | None:
-        """Return the index of the answer's first stop string that ends after the first `min_new_tokens` tokens."""
+        """Return the index of the first stop string in the answer that ends after `min_new_tokens` tokens, or None."""
         answer = self.answer_start(text)
         if answer is None:
             return None

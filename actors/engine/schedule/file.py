@@ -1,6 +1,6 @@
-"""A checkpoint's ``skipdecode.json``: its schedule, and which schedules it was trained for. Validated when read.
+"""Reads, checks and writes a checkpoint's ``skipdecode.json``: its schedule, and the schedules it was trained for.
 
-A checkpoint may write ruined text under a schedule that it was not trained for.
+With a schedule that it was not trained for, a checkpoint may write ruined text.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from actors.engine.model.file_digests import read_object
 from actors.engine.schedule.schedule import MAX_HORIZON, PROMPT_POLICIES, Schedule, ScheduleSpec
 
 SCHEDULE_FILE = "skipdecode.json"
-TRAINED = "trained"  # key of the training record
+TRAINED = "trained"  # key of skipdecode.json for the training record
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Training record: the schedules that training covered, all with one keep order and warm-up."""
+    """Training record: which schedules training covered. All of them have one layer order (keep order) and warm-up."""
 
-    depths: tuple[int, ...]  # fewest layers that training ran at each position; later positions have the last depth
-    prompt: tuple[str, ...]  # prompt policies that training ran
-    keep_order: tuple[int, ...]  # layers, most needed first; the first `warmup` always ran
-    warmup: int
+    depths: tuple[int, ...]  # lowest depth in training at each position; later positions have the last depth
+    prompt: tuple[str, ...]  # prompt policies that occurred in training
+    keep_order: tuple[int, ...]  # layer order, most needed layer first
+    warmup: int  # number of first layers in `keep_order` that always ran
 
     @classmethod
     def on(cls, stored: Schedule, drawn: Iterable[Schedule]) -> Trained:
         """Return the record of a training run that sampled the schedules `drawn`.
 
-        Args:
-            stored: the checkpoint's own schedule. Drawn schedules with another keep order or warm-up are ignored.
+        stored: the checkpoint's own schedule. Sampled schedules with another keep order or warm-up are ignored.
         """
         kept = [one for one in drawn if (one.keep_order, one.warmup) == (stored.keep_order, stored.warmup)]
         return cls(
@@ -45,11 +44,11 @@ class Trained:
         )
 
     def covers(self, schedule: Schedule) -> bool:
-        """Return whether the layers that the schedule runs were trained."""
+        """Return whether training covered `schedule`."""
         return self.difference(schedule) is None
 
     def difference(self, schedule: Schedule) -> str | None:
-        """Say how training differed; None if it covers `schedule`. At full depth, policy `first` is also `full`."""
+        """Return why training does not cover `schedule`; None if it does. If d(0) = L, policy `first` is `full` too."""
         if (schedule.keep_order, schedule.warmup) != (self.keep_order, self.warmup):
             return "it was trained with another keep_order or warmup"
         if schedule.depths[-1] < self.depths[-1]:
@@ -67,32 +66,33 @@ class Trained:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the value of ``skipdecode.json``'s key `trained`; keep order and warm-up are keys of the same file."""
+        """Return the value for key `trained` of ``skipdecode.json``, where keep order and warm-up are other keys."""
         return {"depths": list(self.depths), "prompt": list(self.prompt)}
 
 
 def fewest(schedules: Collection[Schedule]) -> tuple[int, ...]:
-    """Return the schedules' lowest depth at each position, until all reach their last depth; () without schedules."""
+    """Return the lowest depth of all `schedules` at each position, up to the longest curve's end; () without any."""
     longest = max((len(one.depths) for one in schedules), default=0)
     return tuple(min(one.depth(position) for one in schedules) for position in range(longest))
 
 
 def of_older_record(spec: ScheduleSpec, num_layers: int, least: int) -> tuple[int, ...]:
-    """Return `Trained.depths` for an older record, which holds only `least`, the lowest depth of all positions.
+    """Return `Trained.depths` for an old training record, which holds only `least`, the lowest depth at any position.
 
-    They are the lowest depths of the stored curve over all speeds at which it never falls below `least`.
+    Of the stored schedule at all speeds (in steps of 1/4), those that never fall below `least` count as trained.
     """
     drawn = [spec.build(num_layers)]
-    with suppress(UserError):  # the spec has no horizon
+    with suppress(UserError):  # raised if the spec has no horizon
         speeds = (quarters / 4 for quarters in range(5, 4 * num_layers + 1))
         drawn += [spec.overridden({"speedup": speed}).build(num_layers) for speed in speeds]
     return (*fewest([one for one in drawn if one.depths[-1] >= least])[:-1], least)
 
 
 def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> ScheduleSpec:
-    """Read the schedule in a ``skipdecode.json`` (`values`, without key `TRAINED`) for a model of `num_layers` layers.
+    """Return the schedule in the content of a ``skipdecode.json`` (`values`, without key `trained`).
 
-    Raises UserError that begins with `source` and names the wrong key or position.
+    Raises UserError if a value is wrong or does not fit a model with `num_layers` layers. The message begins with
+    `source`, and names the wrong key or position.
     """
     known = {field.name for field in fields(ScheduleSpec)}
     unknown = sorted(set(values) - known - {"num_layers"})
@@ -123,9 +123,9 @@ def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> Schedu
 
 
 def read_trained(value: Any, spec: ScheduleSpec, num_layers: int, source: str) -> Trained:
-    """Return the training record in a ``skipdecode.json``. An older one has the key `min_depth` in place of `depths`.
+    """Convert `value`, the training record of a ``skipdecode.json``. Old records have `min_depth` instead of `depths`.
 
-    Raises UserError that begins with `source` and names the wrong key.
+    Raises UserError if the record is wrong. The message begins with `source`, and names the wrong key.
     """
     if not isinstance(value, dict) or set(value) not in ({"depths", "prompt"}, {"min_depth", "prompt"}):
         raise UserError(f"{source}: {TRAINED} must hold depths and prompt, and no other key")
@@ -143,7 +143,7 @@ def read_trained(value: Any, spec: ScheduleSpec, num_layers: int, source: str) -
 
 
 def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
-    """Read the schedule stored in a checkpoint folder; None if there is none. Raises UserError if it is wrong."""
+    """Return the schedule stored in a checkpoint folder, or None without one. Raises UserError if it is wrong."""
     path = checkpoint / SCHEDULE_FILE
     if not path.exists():
         return None
@@ -152,9 +152,9 @@ def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
 
 
 def load_trained(checkpoint: Path, num_layers: int, spec: ScheduleSpec | None) -> Trained | None:
-    """Return the schedules that the checkpoint in a folder was trained for; None if that is not recorded.
+    """Return the training record in a checkpoint folder; None if there is none. Raises UserError if it is wrong.
 
-    spec: what `load_spec` returned for the folder. Raises UserError if the record is wrong.
+    spec: what `load_spec` returned for this folder.
     """
     if spec is None:
         return None
@@ -164,9 +164,9 @@ def load_trained(checkpoint: Path, num_layers: int, spec: ScheduleSpec | None) -
 
 
 def save_spec(spec: ScheduleSpec, num_layers: int, checkpoint: Path, trained: Trained | None = None) -> None:
-    """Write ``skipdecode.json`` into a checkpoint folder, after checking it against `num_layers`.
+    """Check a schedule against `num_layers`, and write it to ``skipdecode.json`` in a checkpoint folder.
 
-    trained: record with the keep order and warm-up of `spec`; None: the checkpoint was trained for no schedule.
+    trained: training record with the keep order and warm-up of `spec`; None: the checkpoint was not trained for any.
     """
     stored = spec.build(num_layers)
     values: dict[str, Any] = {"num_layers": num_layers, **spec.to_dict()}

@@ -1,9 +1,9 @@
-"""Which layers run for which generated token: depth curve and keep order. Integers only, no torch.
+"""Decides which layers run for which generated token: depth curve and layer order (keep order). Needs no torch.
 
-SkipDecode (Del Corro et al., 2023, arXiv 2307.02628). Positions t = 0, 1, 2 ... number the *generated*
-tokens of a row; the step that takes token t as input runs ``depth(t)`` of the model's L layers. The curve
-never rises and the layer sets are nested, so a layer that runs for a token has run for every earlier token
-of that row: no layer's key/value cache has a hole, and nothing is recomputed.
+SkipDecode (Del Corro et al., 2023, arXiv 2307.02628). Positions t = 0, 1, 2 ... count the *generated* tokens of a row.
+The decode step with token t as input runs ``depth(t)`` of the model's L layers. Depth never rises along a row, and each
+layer set contains all smaller ones. So a layer that runs for a token has run for every earlier token of that row: no
+layer's KV cache has a hole, and nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from actors.engine.errors import UserError
 
 DECAYS = ("linear", "cosine", "power", "step", "constant")
 KEEP_ORDERS = ("paper", "even", "early_exit")
-MEASURED = "measured"  # keep order that `pipeline.learn.keep_order` replaces with a list
+MEASURED = "measured"  # value of keep_order that `pipeline.learn.keep_order` replaces with a list of layers
 PROMPT_POLICIES = ("full", "first")
-MAX_HORIZON = 2**17  # generated tokens; a longer curve is a mistake, and takes seconds to build
+MAX_HORIZON = 2**17  # maximum horizon in tokens; a longer depth curve is surely a mistake, and takes seconds to build
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A resolved schedule: the layers that run at every position.
+    """A schedule for one model: the layers that run at every position.
 
     Raises:
-        UserError: the depths rise or leave [warmup, L] (names the position), or `keep_order` is no permutation.
+        UserError: a depth rises or lies outside [warmup, L], or `keep_order` is not a permutation of the layers.
     """
 
-    num_layers: int  # L, the decoder layers of the model
-    depths: tuple[int, ...]  # d(0), d(1), ...; later positions have the last depth
-    keep_order: tuple[int, ...]  # a permutation of the layers; at depth d its first d entries run
-    warmup: int = 1  # number of lowest layers that always run; they count towards d
-    prompt: str = "full"  # ``full`` runs every layer over the prompt, ``first`` only the layers of d(0)
-    speedup: float | None = None  # the nominal speed-up from which the schedule was made; for information only
+    num_layers: int  # L, number of the model's decoder layers
+    depths: tuple[int, ...]  # depths d(0), d(1), ... of the first positions; later positions have the last depth
+    keep_order: tuple[int, ...]  # layer order, a permutation of the layers; depth d runs the first d layers in it
+    warmup: int = 1  # number of lowest layers that always run; depth d includes them
+    prompt: str = "full"  # prompt policy: ``full`` runs every layer over the prompt, ``first`` only the layers of d(0)
+    speedup: float | None = None  # nominal speed-up from which the schedule was made; for information only
 
     def __post_init__(self) -> None:
         layers = self.num_layers
@@ -68,12 +68,12 @@ class Schedule:
             raise UserError(f"keep_order must begin with the {self.warmup} warm-up layers 0 to {self.warmup - 1}")
 
     def depth(self, position: int) -> int:
-        """Return d(t), the number of layers that run when generated token `position` is the input."""
+        """Return d(t), the number of layers in the decode step whose input is generated token t = `position`."""
         depths = self.depths
         return depths[position] if position < len(depths) else depths[-1]  # no helper call: this runs for every token
 
     def layers(self, position: int) -> tuple[int, ...]:
-        """Return the layers run when generated token `position` is the input, lowest first."""
+        """Return the layers that run when generated token `position` is the input, lowest layer first."""
         return tuple(sorted(self.keep_order[: self.depth(position)]))
 
     @property
@@ -83,19 +83,19 @@ class Schedule:
 
     @property
     def prompt_layers(self) -> tuple[int, ...]:
-        """The layers run over the prompt, lowest first."""
+        """The layers that run over the prompt, lowest layer first."""
         return tuple(range(self.num_layers)) if self.prompt == "full" else self.layers(0)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """ranks[layer] = index of the layer in the keep order; the layer runs at depths above its rank."""
+        """For each layer, its index (rank) in `keep_order`. A layer runs if the depth is greater than its rank."""
         ranks = [0] * self.num_layers
         for rank, layer in enumerate(self.keep_order):
             ranks[layer] = rank
         return tuple(ranks)
 
     def uses(self, layer: int, max_new_tokens: int) -> int:
-        """Return n_l: of max_new_tokens - 1 decode steps, the first n_l run `layer`."""
+        """Return how many of the `max_new_tokens` - 1 decode steps run `layer`; they are the first ones."""
         steps = max(max_new_tokens - 1, 0)
         rank = self.ranks[layer]
         inside = sum(1 for depth in self.depths[:steps] if depth > rank)
@@ -103,17 +103,17 @@ class Schedule:
         return inside + (past if self.depths[-1] > rank else 0)
 
     def layer_steps(self, steps: int) -> int:
-        """Return the sum of d(t) over the first `steps` decode steps."""
+        """Return how many layers the first `steps` decode steps run in all: the sum of d(t)."""
         inside = sum(self.depths[: max(steps, 0)])
         return inside + max(steps - len(self.depths), 0) * self.depths[-1]
 
     def mean_depth(self, generated_tokens: int) -> float | None:
-        """Return the mean of d(t) over a row's decode steps; None without any (at most one token generated)."""
+        """Return the mean depth of a row's decode steps; None if there are none (at most one generated token)."""
         steps = generated_tokens - 1
         return self.layer_steps(steps) / steps if steps > 0 else None
 
     def covers(self, other: Schedule) -> bool:
-        """Return whether this schedule runs all layers that another schedule of the model runs, at every position."""
+        """Return whether this schedule runs, at every position, all layers that `other` runs there."""
         if self is other:
             return True
         longest = max(len(self.depths), len(other.depths))
@@ -121,7 +121,7 @@ class Schedule:
         return deeper and self.keep_order == other.keep_order
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values that determine the layers that run, e.g. for a job's fingerprint."""
+        """Return the values that determine which layers run, for example for a job's fingerprint."""
         return {
             "num_layers": self.num_layers,
             "depths": list(self.depths),
@@ -135,9 +135,9 @@ class Schedule:
 class ScheduleSpec:
     """A schedule as written in a job file or in a checkpoint's ``skipdecode.json``.
 
-    Depth comes from one of `depths` (an explicit list), `max_depth` with `min_depth`, or `speedup`; without any of
-    them every layer runs. `horizon` is the number of generated tokens over which depth falls. `power` is the
-    exponent of decay ``power``, and `steps` is the number of stairs of decay ``step``.
+    Depth is set by `depths` (an explicit list), by `max_depth` and `min_depth`, or by `speedup`. If none of these is
+    set, every layer runs. `horizon` is the number of generated tokens over which depth falls. `power` is the exponent
+    of the decay ``power``, and `steps` is the number of stairs of the decay ``step``.
     """
 
     speedup: float | None = None
@@ -153,7 +153,7 @@ class ScheduleSpec:
     prompt: str = "full"
 
     def build(self, num_layers: int) -> Schedule:
-        """Build the schedule for `num_layers` layers. Raises UserError that names the wrong key or position."""
+        """Build the schedule for a model with `num_layers` layers. Raises UserError if a key or a depth is wrong."""
         keep_order = self._keep_order(num_layers)
         depths = self._depths(num_layers)
         return Schedule(num_layers, depths, keep_order, self.warmup, self.prompt, self.speedup)
@@ -208,7 +208,7 @@ class ScheduleSpec:
         return curve(self.decay, max_depth, min_depth, self.horizon, power=self.power, steps=self.steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values that are set, for JSON."""
+        """Return all values that are not None, as JSON types."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
@@ -216,7 +216,7 @@ class ScheduleSpec:
         }
 
     def overridden(self, changes: Mapping[str, Any]) -> ScheduleSpec:
-        """Return this spec with `changes` applied; a changed depth key replaces all depth keys of this spec."""
+        """Return this spec with `changes`. If they set a key for depth, the spec's own keys for depth are dropped."""
         depth_keys = ("speedup", "max_depth", "min_depth", "depths")
         base = self
         if any(changes.get(key) is not None for key in depth_keys):
@@ -225,23 +225,23 @@ class ScheduleSpec:
 
 
 def envelope(schedules: Collection[Schedule]) -> Schedule:
-    """Return the schedule whose depth at each position is the largest of the given schedules' depths there.
+    """Return a schedule that has, at each position, the greatest depth of all `schedules` there.
 
-    Raises UserError if the schedules have different keep orders.
+    Raises UserError if the schedules have different layer orders (keep orders).
     """
     first = next(iter(schedules))
     for one in schedules:
         if len(schedules) == 1 or all(one.covers(other) for other in schedules):
             return one
     if any((one.keep_order, one.warmup) != (first.keep_order, first.warmup) for one in schedules):
-        raise UserError("speeds of different keep orders cannot share a cache")
+        raise UserError("speeds with different keep orders cannot share a cache")
     longest = max(len(one.depths) for one in schedules)
     depths = tuple(max(one.depth(position) for one in schedules) for position in range(longest))
     return Schedule(first.num_layers, depths, first.keep_order, first.warmup)
 
 
 def depths_for_speedup(num_layers: int, speedup: float, warmup: int = 1) -> tuple[int, int]:
-    """Return (max depth, min depth) for a nominal speed-up s: max = round(4L/3s), min = round(2L/s) - max."""
+    """Return (max depth, min depth) for a nominal speed-up s: max = round(4 L / (3 s)), min = round(2 L / s) - max."""
     if not 1 <= speedup < math.inf:
         raise UserError(f"speedup = {speedup}: must be at least 1")
     if speedup == 1:
@@ -256,7 +256,7 @@ def depths_for_speedup(num_layers: int, speedup: float, warmup: int = 1) -> tupl
 def curve(
     decay: str, max_depth: int, min_depth: int, horizon: int, *, power: float = 2.0, steps: int = 4
 ) -> tuple[int, ...]:
-    """Return the depths d(0) ... d(horizon - 1), falling from max to min; later positions have the last depth."""
+    """Return the depths d(0) ... d(horizon - 1), which fall from `max_depth` to `min_depth`."""
     if not 2 <= horizon <= MAX_HORIZON:
         raise UserError(f"horizon = {horizon}: must lie in [2, {MAX_HORIZON}]")
     span = max_depth - min_depth
@@ -264,15 +264,15 @@ def curve(
     for t in range(horizon):
         fallen = fall(decay, Fraction(t, horizon - 1), power=power, steps=steps)
         depths.append(max_depth - round(fallen * span) if decay != "linear" else round(max_depth - fallen * span))
-    for t in range(1, horizon):  # float rounding must not make the curve rise
+    for t in range(1, horizon):  # make sure that float rounding does not let the curve rise
         depths[t] = min(depths[t], depths[t - 1])
     return tuple(depths)
 
 
 def fall(decay: str, done: Fraction, *, power: float = 2.0, steps: int = 4) -> float | Fraction:
-    """Return how far depth has fallen: 0 is max depth, 1 is min depth.
+    """Return how far depth has fallen, from 0 (max depth) to 1 (min depth), after a part `done` of the horizon.
 
-    done: part of the horizon that has passed, u in the paper. Raises UserError if `power` or `steps` is out of range.
+    done: u in the paper, 0 to 1. Raises UserError if `power` or `steps` is out of range.
     """
     if decay == "power" and not 0 < power < math.inf:
         raise UserError(f"power = {power}: must be above 0")
@@ -285,16 +285,16 @@ def fall(decay: str, done: Fraction, *, power: float = 2.0, steps: int = 4) -> f
         return fallen
     if decay == "step":
         return min(math.floor(done * steps), steps - 1) / (steps - 1)
-    return done  # a fraction: linear depths must not depend on float rounding
+    return done  # an exact fraction, so that linear depths do not depend on float rounding
 
 
 def paper_order(num_layers: int, warmup: int) -> tuple[int, ...]:
-    """Return the paper's order: the lowest `warmup` layers, then from the top layer down."""
+    """Return the paper's layer order: the lowest `warmup` layers, then all others from the top layer down."""
     return (*range(warmup), *range(num_layers - 1, warmup - 1, -1))
 
 
 def even_order(num_layers: int, warmup: int) -> tuple[int, ...]:
-    """Return the order: the lowest `warmup` layers, the top layer, then always the layer farthest from all before."""
+    """Return the lowest `warmup` layers, the top layer, then one by one the layer farthest from all layers so far."""
     order = list(range(warmup))
     if num_layers > warmup:
         order.append(num_layers - 1)
@@ -307,7 +307,7 @@ def even_order(num_layers: int, warmup: int) -> tuple[int, ...]:
 
 
 def early_exit_order(num_layers: int) -> tuple[int, ...]:
-    """Return the order from the lowest layer up: upper layers are dropped, as if the token left the model early."""
+    """Return the layer order from the lowest layer up. It skips the upper layers, as if tokens left the model early."""
     return tuple(range(num_layers))
 
 

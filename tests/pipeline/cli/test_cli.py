@@ -72,8 +72,8 @@ def refused(tmp_path: Path, job: dict[str, Any], *options: str, command: str = "
         ({"schedule": {"speedup": 0.2}}, "schedule: speedup = 0.2: must be at least 1"),
         (
             {"schedule": {"keep_order": "early_exit"}},
-            "is not adapted to it (it was trained with another keep_order or warmup), and its answers would be ruined: "
-            "run `skipdecode adapt JOB`, or set schedule.unadapted: true",
+            "is not adapted to this schedule (it was trained with another keep_order or warmup), and its answers would "
+            "be ruined: run `skipdecode adapt JOB`, or set schedule.unadapted: true",
         ),
         (
             {"input": {"too_long": "truncate_left"}, "sampling": {"max_new_tokens": 64}},
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_no_training_made_fast_is_refused(
     (published / "skipdecode.json").unlink()
     job |= {"model": {"path": str(published), "dtype": "float32"}, "schedule": {"speedup": 2}}
     line = refused(tmp_path, job, command=command)  # before it asks for a horizon
-    assert f"{published} is not adapted to it (it has no skipdecode.json)" in line
+    assert f"{published} is not adapted to this schedule (it has no skipdecode.json)" in line
     assert "`skipdecode adapt JOB`" in line and "schedule.unadapted: true" in line
     (published / "skipdecode.json").write_text('{"num_layers": 4, "speedup": 2, "horizon": 6}')
     job["schedule"] = {}

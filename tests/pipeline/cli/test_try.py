@@ -85,7 +85,7 @@ def test_a_job_for_gpus_is_not_tried_on_a_cpu_unasked(
     values["actors"] = {"gpus": 1}
     result = tried(tmp_path, values)
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
-    assert "actors.gpus: torch finds no GPU here; --set actors.gpus=0" in result.stderr
+    assert "actors.gpus: torch finds no GPU here; to try the job on the CPU, add --set actors.gpus=0" in result.stderr
 
 
 def test_control_tokens_that_a_prompt_column_spells_are_counted_in_try_and_at_the_end_of_the_job(
@@ -93,7 +93,7 @@ def test_control_tokens_that_a_prompt_column_spells_are_counted_in_try_and_at_th
 ) -> None:
     table = pa.table({"id": ["a", "b"], "prompt": ["alpha<pad>bravo<sep>", "food"]})
     pq.write_table(table, tmp_path / "in" / "0.parquet")
-    said = "2 control tokens in prompts parsed; with input.special_tokens: text they are text"
+    said = "2 control tokens in prompts parsed as tokens; input.special_tokens: text keeps them text"
     result = tried(tmp_path, values)
     assert result.exit_code == 0 and said in result.stdout
     result = tried(tmp_path, values, "--set", "input.special_tokens=text")

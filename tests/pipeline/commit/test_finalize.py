@@ -135,6 +135,6 @@ def test_verify_compares_the_plan_with_the_footers_of_the_input(folder: Folder, 
     assert problems() == []
     assert problems(group_rows=(9,), group_bytes=(1,)) == [
         f"{url}: it holds 10 rows, the plan 9",
-        f"shard 1: 6 rows from 4 of {url}: 9 rows",
+        f"shard 1: 6 rows from row 4; {url} has 9",
     ]
     assert problems(version="1", group_rows=(4, 6)) == []  # changed since: nothing can be said of it

@@ -46,9 +46,9 @@ def test_types(schema: Any, kind: pa.DataType) -> None:
         (True, "#/properties/a allows any value"),
         ({"type": ["string", "integer"]}, "has 2 types"),
         ({"enum": ["x", 1]}, "has 2 types"),
-        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "has anyOf of several types"),
-        ({"type": "array"}, "is an array without one type of items"),
-        ({"type": "array", "prefixItems": [{}], "items": {"type": "string"}}, "is an array without one type"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "has anyOf with several types"),
+        ({"type": "array"}, "is an array whose items have no single type"),
+        ({"type": "array", "prefixItems": [{}], "items": {"type": "string"}}, "is an array whose items have no single"),
         ({"type": "object"}, "is an object without properties"),
         ({"$ref": "#/$defs/none"}, "refers to #/.defs/none, which is not in the schema"),
         ({"$ref": "#"}, "refers to itself by #"),
@@ -60,7 +60,7 @@ def test_a_part_without_one_type_is_refused_by_its_place(schema: Any, message: s
 
 
 def test_a_schema_of_no_object_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"output.parse: the schema must be of an object"):
+    with pytest.raises(ValueError, match=r"output.parse: the schema must describe an object"):
         parsed_type('{"type": "string"}')
 
 

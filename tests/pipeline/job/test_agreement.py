@@ -192,7 +192,7 @@ def test_prompts_that_dominate_are_said_to(values: dict[str, Any], capsys: pytes
     prompts = ["a " * 20] * 3
     pq.write_table(pa.table({"prompt": prompts}), Path(values["input"]["path"]) / "a.parquet")
     run_in_process(job(values, sampling={"max_new_tokens": 3}, shared_prefix=False))
-    assert "this schedule can gain little: prompts of " in capsys.readouterr().err
+    assert "this schedule can gain little: with prompts of " in capsys.readouterr().err
     schedule = ScheduleSpec(depths=(2,)).build(4)
     assert skipped_share(schedule, 90, [11]) == pytest.approx(0.05)
     assert skipped_share(replace(schedule, prompt="first"), 90, [11]) == 0.5

@@ -56,7 +56,7 @@ def test_answers_that_are_cut_off_keep_their_text_in_every_sample(tmp_path: Path
     assert [row["sample_index"] for row in rows] == [0, 1] * 8
     for row in rows:
         assert row["generated_tokens"] == 5 and row["finish_reason"] == "length"
-        assert row["error"] == "json_schema: cut off after 5 tokens, before its end: raise max_new_tokens"
+        assert row["error"] == "json_schema: the answer was cut off after 5 tokens: raise max_new_tokens"
         assert row["generated_text"]
 
 

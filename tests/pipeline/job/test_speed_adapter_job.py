@@ -100,7 +100,7 @@ def test_mistakes_are_refused_at_planning(inputs: Path, checkpoint: Path, adapte
     weights["model.norm.weight"] += 1
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     for base, given, message in (
-        (other, adapter, rf"{adapter}: trained for a base with weights \w+, and {other} has \w+: give its own base"),
+        (other, adapter, rf"{adapter}: trained for a base with weights \w+, but {other} has \w+: give the adapter"),
         (checkpoint, tmp_path / "nowhere", r"nowhere: no such folder; a speed adapter comes from a local folder or s3"),
         (checkpoint, checkpoint, r"not a speed adapter: no adapter_config.json"),
         (adapter, None, r"give them as model.speed_adapter"),

@@ -119,7 +119,7 @@ def test_requests_of_a_batch_file_call_tools(model_says: None, tmp_path: Path, t
     assert [error["status_code"] for error in errors] == [400] * 3
     messages = [error["body"]["error"]["message"] for error in errors]
     assert messages[0] == "body: tool_choice = 'any' is not supported"
-    assert messages[1].startswith("body: response_format does not go with tools")
+    assert messages[1].startswith("body: response_format cannot be combined with tools")
     assert messages[2].startswith("tool 1 must be")
 
 
@@ -169,7 +169,7 @@ def test_a_request_can_force_a_call(tmp_path: Path, tool_checkpoint: Path, monke
 
 def test_a_template_that_takes_no_tools_is_refused_at_the_plan(tmp_path: Path, chat_checkpoint: Path) -> None:
     rows = pa.table({"messages": [CHAT], "tools": [TOOLS]})
-    with pytest.raises(UserError, match="tools: the chat template takes none"):
+    with pytest.raises(UserError, match="tools: the chat template does not support tools"):
         run_and_read(values(tmp_path, chat_checkpoint, rows))
 
 
