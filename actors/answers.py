@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from actors.engine.constraints.output_format import OutputFormat
@@ -14,6 +15,26 @@ from actors.engine.types import FinishReason
 from actors.tool_calls import ToolCall
 
 Column = NDArray[Any]
+# answer column -> its type, in a job's output and in Ray Data
+ANSWER_TYPES = {
+    "sample_index": pa.int32(),
+    "generated_text": pa.string(),
+    "finish_reason": pa.string(),
+    "prompt_tokens": pa.int32(),
+    "generated_tokens": pa.int32(),
+    "mean_depth": pa.float64(),
+    "error": pa.string(),
+}
+_TOKEN_LOGPROB = [("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float64())]
+_TOKEN_LOGPROBS = pa.struct([*_TOKEN_LOGPROB, ("top", pa.list_(pa.struct(_TOKEN_LOGPROB)))])
+OPTIONAL_TYPES = {
+    "token_ids": pa.list_(pa.int32()),
+    "cumulative_logprob": pa.float64(),
+    "logprobs": pa.list_(_TOKEN_LOGPROBS),
+    "choice_probability": pa.float64(),
+    "reasoning": pa.string(),
+    "tool_calls": pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())])),
+}
 
 
 @dataclass(frozen=True)
@@ -73,15 +94,12 @@ def object_column(values: Sequence[Any]) -> Column:
     return column
 
 
-def answer_columns(answers: Sequence[Answer], optional: Sequence[str]) -> dict[str, Column]:
-    """Convert answers to columns: field name -> values. A missing number is None, as in the output of a job.
+def answer_types(optional: Sequence[str]) -> dict[str, pa.DataType]:
+    """Return answer column -> its type. optional: names of optional columns to include, see `OPTIONAL_TYPES`."""
+    return {**ANSWER_TYPES, **{name: OPTIONAL_TYPES[name] for name in optional}}
 
-    optional: names of the optional fields to include.
-    """
-    columns: dict[str, Column] = {}
-    for name in ("sample_index", "prompt_tokens", "generated_tokens"):
-        columns[name] = np.array([getattr(answer, name) for answer in answers], dtype=np.int64)
-    for name in ("generated_text", "finish_reason", "error", "mean_depth", *optional):
-        values = [getattr(answer, name) for answer in answers]
-        columns[name] = object_column([value or [] for value in values] if name == "logprobs" else values)
-    return columns
+
+def answer_columns(answers: Sequence[Answer], optional: Sequence[str]) -> dict[str, pa.Array]:
+    """Convert answers to columns: name -> values. optional: see `answer_types`."""
+    given = answer_types(optional)
+    return {name: pa.array([getattr(answer, name) for answer in answers], kind) for name, kind in given.items()}

@@ -20,7 +20,9 @@ from dataclasses import dataclass, replace
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from actors.answers import Answer, Prompt, answer_columns, as_column, error_answer
+import pyarrow as pa
+
+from actors.answers import Answer, Prompt, answer_columns, answer_types, as_column, error_answer, object_column
 from actors.engine.build import build_engine, check_choice, current_device
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import Reasoning
@@ -179,7 +181,9 @@ class Generator:
             row_logprobs=row_logprobs,
         )
         self._rows_came = threading.Event()
-        if any(frame.f_globals.get("__name__", "").startswith("ray.data.") for frame, _ in walk_stack(None)):
+        names = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(None))
+        self._in_ray_data = any(name.startswith("ray.data.") for name in names)
+        if self._in_ray_data:
             threading.Thread(target=self._warn_without_rows, daemon=True).start()
 
     def _warn_without_rows(self) -> None:
@@ -240,15 +244,23 @@ class Generator:
             self._inspected.check_adapted(schedule, str(self._inspected.path), "choose a lower speed")
         return schedule
 
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, batch: Any) -> Any:
         """Answer the prompts in a batch's column `prompt_column`. Return the batch's columns and columns of answers.
 
         A prompt is text, a list of token ids, or a list of messages for the checkpoint's chat template. Seed and prompt
         determine a row's random numbers, so answers do not depend on how rows are batched, and equal prompts have
         equal answers. With n above 1, each row is repeated n times. A missing number is None, e.g. `mean_depth` if
         an answer has one token. Chat templates run in transformers' sandbox, which limits neither time nor memory.
+
+        batch: A dict of arrays [rows], for which a dict is returned; or a pyarrow Table or pandas DataFrame, for which
+        a Table is returned. In Ray Data answer columns are pyarrow arrays, so that all blocks have the same types.
         """
-        kept = {name: as_column(values) for name, values in batch.items()}
+        kept: dict[str, Any]
+        if is_dict := isinstance(batch, Mapping):
+            kept = {name: as_column(values) for name, values in batch.items()}
+        else:
+            table = batch if isinstance(batch, pa.Table) else pa.Table.from_pandas(batch, preserve_index=False)
+            kept = dict(zip(table.column_names, table.columns, strict=True))
         if (name := self.prompt_column) not in kept:
             raise UserError(f"prompt_column: no column {name!r} in the batch, which has {', '.join(map(repr, kept))}")
         optional = {
@@ -258,12 +270,20 @@ class Generator:
             "logprobs": self.sampling.logprobs is not None,
         }
         added = [column for column, is_asked in optional.items() if is_asked]
-        if taken := sorted(kept.keys() & answer_columns([], added).keys()):
+        if taken := sorted(kept.keys() & answer_types(added).keys()):
             raise UserError(f"the batch has a column {taken[0]!r}, which is the name of an answer column: rename it")
-        prompts = [self.builder.prompt(value) for value in kept[name]]
+        prompts = [self.builder.prompt(value) for value in (kept[name] if is_dict else kept[name].to_pylist())]
         answers = self.answer(prompts, constant_prefix([prompt.ids for prompt in prompts if prompt.error is None]))
         rows = [answer.row for answer in answers]
-        return {name: values[rows] for name, values in kept.items()} | answer_columns(answers, added)
+        columns: dict[str, Any] = answer_columns(answers, added)
+        if not is_dict:
+            return pa.table({name: values.take(pa.array(rows)) for name, values in kept.items()} | columns)
+        if not self._in_ray_data:
+            columns = {
+                name: values.to_numpy() if pa.types.is_integer(values.type) else object_column(values.to_pylist())
+                for name, values in columns.items()
+            }
+        return {name: values[rows] for name, values in kept.items()} | columns
 
     def answer(
         self,

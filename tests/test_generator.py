@@ -16,13 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_checkpoint import CONTEXT, LAYERS
 
-from actors.answers import Prompt
+from actors.answers import ANSWER_TYPES, Prompt
 from actors.engine.errors import UserError
 from actors.generator import Generator
 
@@ -64,12 +65,12 @@ def test_answers_are_added_in_the_order_of_the_rows(generator: Generator) -> Non
         "id",
         "prompt",
         "sample_index",
-        "prompt_tokens",
-        "generated_tokens",
         "generated_text",
         "finish_reason",
-        "error",
+        "prompt_tokens",
+        "generated_tokens",
         "mean_depth",
+        "error",
     ]
     assert done["id"].tolist() == batch["id"].tolist() and done["prompt"].tolist() == PROMPTS
     assert all(len(values) == len(PROMPTS) for values in done.values())
@@ -104,6 +105,20 @@ def test_another_schedule_leaves_the_generator_unchanged(checkpoint: Path) -> No
     assert other.engine.decoder is generator.engine.decoder
     assert (other.max_batch, generator.max_batch) == (2, 64)
     assert answers(generator, PROMPTS) == before
+
+
+@pytest.mark.parametrize("frame", [False, True])
+def test_tables_come_back_as_tables_with_types_that_do_not_hang_on_the_values(
+    generator: Generator, frame: bool
+) -> None:
+    times = pa.array([1, None], pa.timestamp("ns", "UTC"))
+    table = pa.table({"prompt": ["a", None], "at": times})
+    done = generator(table.to_pandas() if frame else table)
+    expected = generator({"prompt": column(["a", None])})
+    assert done["at"].to_pylist() == times.to_pylist() and done.schema.field("at").type == times.type
+    for name, kind in ANSWER_TYPES.items():
+        assert (done.schema.field(name).type, done[name].to_pylist()) == (kind, expected[name].tolist())
+    assert generator(table.slice(0, 1)).schema == generator(table.slice(1)).schema
 
 
 def test_a_column_of_the_batch_is_never_replaced(generator: Generator) -> None:

@@ -9,32 +9,10 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.answers import Answer
+from actors.answers import Answer, answer_columns
 from pipeline.generate.parsed import parse_answers
 from pipeline.input.shards import Shard
 
-ANSWER_FIELDS = [
-    pa.field("sample_index", pa.int32()),
-    pa.field("generated_text", pa.string()),
-    pa.field("finish_reason", pa.string()),
-    pa.field("prompt_tokens", pa.int32()),
-    pa.field("generated_tokens", pa.int32()),
-    pa.field("mean_depth", pa.float64()),
-    pa.field("error", pa.string()),
-]
-_TOKEN_LOGPROB = [("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float64())]
-_TOKEN_LOGPROBS = pa.struct([*_TOKEN_LOGPROB, ("top", pa.list_(pa.struct(_TOKEN_LOGPROB)))])
-OPTIONAL_FIELDS = {
-    name: pa.field(name, kind)
-    for name, kind in {
-        "token_ids": pa.list_(pa.int32()),
-        "cumulative_logprob": pa.float64(),
-        "logprobs": pa.list_(_TOKEN_LOGPROBS),
-        "choice_probability": pa.float64(),
-        "reasoning": pa.string(),
-        "tool_calls": pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())])),
-    }.items()
-}
 PARSED = "parsed"
 
 
@@ -44,7 +22,7 @@ class PartSpec:
 
     id_column: str | None  # input column copied to `id`; None: an id is the file's path below `root` and the row number
     keep: tuple[str, ...]  # other input columns to copy
-    optional: tuple[str, ...]  # names of optional answer columns, see `OPTIONAL_FIELDS`
+    optional: tuple[str, ...]  # names of optional answer columns, see `answer_types`
     fingerprint: str  # fingerprint of the job, for the footer
     num_layers: int  # number of layers of the model, for the footer
     parsed: pa.DataType | None = None  # type of the column `parsed` (JSON answers as values); None: no such column
@@ -69,13 +47,11 @@ def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, shard:
     owners = [answer.row for answer in answers]
     if owners != list(range(rows.num_rows)):
         columns = {name: column.take(pa.array(owners, pa.int64())) for name, column in columns.items()}
-    given = {field.name: field.type for field in [*ANSWER_FIELDS, *(OPTIONAL_FIELDS[name] for name in spec.optional)]}
-    values = {name: [getattr(answer, name) for answer in answers] for name in given}
+    columns |= answer_columns(answers, spec.optional)
     if spec.parsed is not None:
-        parsed, values["error"] = parse_answers(values["generated_text"], values["error"], spec.parsed)
-    columns |= {name: pa.array(values[name], kind) for name, kind in given.items()}
-    if spec.parsed is not None:
-        columns[PARSED] = parsed
+        texts, errors = [answer.generated_text for answer in answers], [answer.error for answer in answers]
+        columns[PARSED], errors = parse_answers(texts, errors, spec.parsed)
+        columns["error"] = pa.array(errors, pa.string())
     return pa.table(columns)
 
 

@@ -6,10 +6,11 @@ from dataclasses import fields
 
 import pyarrow as pa
 
+from actors.answers import ANSWER_TYPES, OPTIONAL_TYPES
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
 from pipeline.config.job import JobConfig
-from pipeline.generate.output import ANSWER_FIELDS, OPTIONAL_FIELDS, PARSED
+from pipeline.generate.output import PARSED
 from pipeline.generate.parsed import parsed_type
 from pipeline.input.schema import is_text
 from pipeline.input.text_files import TextColumns
@@ -50,7 +51,7 @@ def kept_columns(config: JobConfig) -> list[str]:
 
 
 def optional_columns(config: JobConfig) -> tuple[str, ...]:
-    """Return the optional answer columns (names from `OPTIONAL_FIELDS`) that the job writes."""
+    """Return the optional answer columns (names from `OPTIONAL_TYPES`) that the job writes."""
     written = {
         "token_ids": config.output.token_ids,
         "cumulative_logprob": config.output.cumulative_logprob,
@@ -59,7 +60,7 @@ def optional_columns(config: JobConfig) -> tuple[str, ...]:
         "reasoning": config.reasoning is not None,
         "tool_calls": config.input.tools is not None or config.input.is_batch,
     }
-    return tuple(name for name in OPTIONAL_FIELDS if written[name])
+    return tuple(name for name in OPTIONAL_TYPES if written[name])
 
 
 def parsed_column(config: JobConfig) -> pa.DataType | None:
@@ -78,7 +79,7 @@ def check_columns(config: JobConfig) -> None:
     for name in config.output.keep:
         if config.output.keep.count(name) > 1:
             raise UserError(f"output.keep: {printable(name)} is listed twice; remove one")
-    answers = {PARSED, *(field.name for field in [*ANSWER_FIELDS, *OPTIONAL_FIELDS.values()])}
+    answers = {PARSED, *ANSWER_TYPES, *OPTIONAL_TYPES}
     parsed_column(config)
     for name in config.output.keep:
         if name in answers or name in ADDED:

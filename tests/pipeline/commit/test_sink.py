@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from part_builders import FINGERPRINT, LAYERS, fake_answers, part, part_spec, part_stats
 
+from actors.answers import OPTIONAL_TYPES
 from pipeline.commit.records import COMMITS, read_records, record_name
 from pipeline.commit.sink import (
     clear,
@@ -27,7 +28,7 @@ from pipeline.commit.sink import (
 )
 from pipeline.config.job import StorageConfig
 from pipeline.generate.coordinator import Coordinator
-from pipeline.generate.output import OPTIONAL_FIELDS, part_table
+from pipeline.generate.output import part_table
 from pipeline.generate.stats import ShardStats
 from pipeline.input.shards import Shard
 from pipeline.runtime.quarantine import QUARANTINE, marker_name
@@ -239,7 +240,7 @@ def test_a_part_depends_only_on_its_rows() -> None:
 def test_all_errors_have_the_same_schema() -> None:
     """A shard in which every row is bad is written with the types of the others."""
     rows = pa.table({"id": ["a", "b", "c"]})
-    optional = tuple(OPTIONAL_FIELDS)
+    optional = tuple(OPTIONAL_TYPES)
     last = [replace(fake_answers(3)[-1], row=0)]
     one = part_table(rows.slice(2), last, part_spec(optional=optional), Shard(0, "u", 2, 1))
     all_ = part_table(rows, fake_answers(3), part_spec(optional=optional), Shard(0, "u", 0, 3))

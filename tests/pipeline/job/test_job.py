@@ -22,11 +22,10 @@ from leaks import assert_listens_here_alone, assert_no_secret, listening, plante
 from ray.data import DataContext
 from safetensors.torch import load_file, save_file
 
-from actors.answers import Prompt
+from actors.answers import ANSWER_TYPES, Prompt
 from actors.generator import Generator
 from pipeline import job as jobs
 from pipeline.config.job import ActorsConfig, JobConfig, StorageConfig
-from pipeline.generate.output import ANSWER_FIELDS
 from pipeline.run import ray_session
 from pipeline.run.ray_session import placement_problem
 from pipeline.runtime.isolated import Died
@@ -90,7 +89,7 @@ def test_every_row_is_answered_once_in_its_place(undisturbed: tuple[Path, jobs.J
     rows = sorted(table.to_pylist(), key=lambda row: row["topic"])
     assert [row["id"] for row in rows] == [f"row-{row}" for row in range(ROWS)]
     carried, optional = ["id", "topic"], ["token_ids", "cumulative_logprob"]
-    assert table.column_names == [*carried, *(field.name for field in ANSWER_FIELDS), *optional]
+    assert table.column_names == [*carried, *ANSWER_TYPES, *optional]
     bad = {row["topic"]: row["error"] for row in rows if row["error"] is not None}
     assert set(bad) == {17, 50}
     assert bad[17] == "prompt is null"

@@ -10,7 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
+
+from actors.answers import ANSWER_TYPES
 
 ROOT = Path(__file__).parents[3]
 
@@ -35,14 +38,19 @@ def program() -> str:
 
 
 def test_the_generator_in_a_program_of_ones_own_runs_on_one_cpu(tmp_path: Path) -> None:
-    """The recipe's program, as it stands."""
-    process = started(program(), tmp_path, 1)
+    """The recipe's program, as it stands, but that it also writes its answers: without an error, the column `error` has
+    a type, and files of blocks with and without errors can be read together."""
+    writes = "answers = answers.materialize()\n    answers.write_parquet('answers')\n    for row in answers.take_all():"
+    assert "for row in answers.take_all():" in program()
+    process = started(program().replace("for row in answers.take_all():", writes), tmp_path, 1)
     try:
         said, _ = process.communicate(timeout=300)
     finally:
         end(process)
     assert process.returncode == 0, said
     assert sum(line.startswith(("Zizzi", "Cotto", "Aromi", "The Mill")) for line in said.splitlines()) == 4, said
+    schema = pq.read_schema(next((tmp_path / "answers").glob("*.parquet")))
+    assert {name: schema.field(name).type for name in ANSWER_TYPES} == ANSWER_TYPES
 
 
 @pytest.mark.slow

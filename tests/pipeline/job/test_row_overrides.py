@@ -9,10 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from in_process import job_config
 
-from actors.answers import Prompt
+from actors.answers import ANSWER_TYPES, Prompt
 from actors.generator import Generator
 from pipeline import job as jobs
-from pipeline.generate.output import ANSWER_FIELDS
 from pipeline.prepare.chat import Chat, render_chat
 
 ROWS = 24
@@ -55,7 +54,7 @@ def run(tmp_path: Path, checkpoint: Path, name: str, **changes: Any) -> tuple[jo
 def test_rows_that_ask_for_their_own(in_process: None, chat_checkpoint: Path, tmp_path: Path) -> None:
     write_input(tmp_path / "in")
     outcome, rows = run(tmp_path, chat_checkpoint, "out")
-    names = [field.name for field in ANSWER_FIELDS]
+    names = list(ANSWER_TYPES)
     assert pq.read_schema(tmp_path / "out" / "part-000000.parquet").names == [
         *("id", *names, "token_ids", "cumulative_logprob", "logprobs")
     ]

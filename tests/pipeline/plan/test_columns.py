@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from actors.answers import ANSWER_TYPES, OPTIONAL_TYPES
 from pipeline.config.job import JobConfig
-from pipeline.generate.output import ANSWER_FIELDS, OPTIONAL_FIELDS
 from pipeline.input.schema import plain
 from pipeline.plan.columns import check_columns, check_type, needed_columns
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS
@@ -87,7 +87,7 @@ def test_columns_of_a_job_with_everything() -> None:
     [
         *(
             (["topic", name], {}, rf"^output\.keep: {name} is the name of")
-            for name in [*(field.name for field in [*ANSWER_FIELDS, *OPTIONAL_FIELDS.values()]), *ADDED]
+            for name in [*ANSWER_TYPES, *OPTIONAL_TYPES, *ADDED]
         ),
         (["id"], {}, r"^output\.keep: id is written by the job"),
         (["id"], {"id": "key"}, r"^output\.keep: id is written by the job"),
