@@ -1,1 +1,1 @@
-"""What a user can type, and the exit status of each command. Heavy libraries are imported inside of functions only."""
+"""Defines the `skipdecode` commands and their exit statuses. Heavy libraries are imported only inside functions."""

@@ -1,6 +1,6 @@
-"""The `skipdecode` command: registers the subcommands, one module each.
+"""Defines the `skipdecode` command, and registers the subcommands of the other modules.
 
-A subcommand imports heavy libraries inside its function, after its configuration file has been validated.
+Each subcommand imports heavy libraries inside its function, after it has validated its configuration file.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def demo(
     folder: Annotated[Path, typer.Argument(help="Folder for the demo's prompts, job file and answers.")] = Path("demo"),
     rows: Annotated[int, typer.Option(min=1, help="Prompts.")] = 2000,
 ) -> None:
-    """Answer prompts about restaurants with the included toy model, on a local Ray."""
+    """Answer prompts about restaurants with the included toy model, on Ray on this machine."""
     from pipeline.demo_data import write_demo
 
-    typer.echo("the demo's model is a toy of 9 million parameters, which knows nothing but such prompts")
+    typer.echo("the demo's model is a toy with 9 million parameters; it can answer only the demo's prompts")
     run(write_demo(folder, rows), show=5)
     typer.echo("for rows of your own: skipdecode init FILE writes a job file")
 
 
 def keys(
-    section: Annotated[str | None, typer.Argument(help="A section such as input, or a key; default all.")] = None,
+    section: Annotated[str | None, typer.Argument(help="A section such as input, or a key; default: all.")] = None,
 ) -> None:
-    """Print the keys of the configuration files, all or those of one section, with type, default and meaning."""
+    """Print the keys of configuration files (all, or those of one section) with type, default and meaning."""
     with command(verbose=False):
         from pipeline.config.reference import described
 
@@ -72,6 +72,6 @@ app.command("try")(try_rows)
 
 
 def main() -> None:
-    """Entry point of the `skipdecode` command."""
-    gc.set_threshold(100_000)  # allocated objects; at the default 700, imports take a second longer
+    """Run the `skipdecode` command."""
+    gc.set_threshold(100_000)  # allocated objects; with the default 700, imports take a second longer
     app(prog_name="skipdecode")

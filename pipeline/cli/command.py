@@ -1,4 +1,4 @@
-"""What all commands share: options, process settings, and one line and an exit status for every error."""
+"""Defines what all commands share: options, process settings, and how an error ends a command (line, exit status)."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ EXTRAS = {  # package -> extra
     "sacrebleu": "eval",
     "sqlalchemy": "tables",
 }
-USER_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "  # so begins the last line of a UserError's traceback
-UNTYPED = ("actors", "botocore", "pipeline", "ray")  # errors of these packages are clear without their type's name
+USER_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "  # begins the last line of a UserError's traceback
+UNTYPED = ("actors", "botocore", "pipeline", "ray")  # errors of these packages are clear without the name of the type
 
 
 @dataclass
 class Advice:
-    """Texts that the last line of a failed command adds to the error."""
+    """Texts that a failed command adds to its error in its last line."""
 
-    file: str = ""  # file that a UserError is about; set once it is loaded, because loading names the file itself
-    output: str = ""  # the folder whose lease another run may hold
-    failed: str = ""  # what the user should do after an error, as a clause
+    file: str = ""  # file to name before a UserError; set after loading, since errors during loading name the file
+    output: str = ""  # the folder to name if another run holds its lease
+    failed: str = ""  # clause that says what to do after an error
     interrupted: str = "run the same command again"
-    out_of_memory: str = ""  # what the user should lower after torch has run out of memory, as a clause
-    verbose: bool = False  # print the traceback too
+    out_of_memory: str = ""  # clause that says which settings to lower if torch runs out of memory
+    verbose: bool = False  # whether to print the traceback too
 
     def load(self, model: type[Model], file: Path, changes: list[str] | None) -> Model:
-        """Return a configuration file's values. Later UserErrors name this file."""
+        """Load a configuration file, and return its values. The messages of later UserErrors begin with its name."""
         from pipeline.config.load import load_config
 
         config = load_config(model, file, changes or [])
@@ -58,7 +58,7 @@ class Advice:
 
 
 def stop(code: int, message: str) -> typer.Exit:
-    """Print the command's last line, and return the exception to raise."""
+    """Print `message` as the command's last line, and return the exception that ends the command with status `code`."""
     line = f"skipdecode: {without_secrets(flat(message))}"
     announce(line, "end", logging.ERROR, exit_status=code)
     return typer.Exit(code)
@@ -66,10 +66,10 @@ def stop(code: int, message: str) -> typer.Exit:
 
 @contextmanager
 def command(verbose: bool = False, log_json: bool = False, **clauses: str) -> Iterator[Advice]:
-    """Set the process up, and end the command with one line and an exit status after any exception in the block.
+    """Set up the process. If the `with` block raises an exception, end the command with one line and an exit status.
 
-    Exit status 2: a `UserError`, also one raised in a Ray task, or a missing optional package. 4: a signal. 5: another
-    run holds the output. 1: any other error; the line names a log file with its traceback. clauses: fields of `Advice`.
+    Exit status 2: a `UserError` (in a Ray task too), or a missing optional package. 4: a signal. 5: another run holds
+    the output. 1: any other error; the line names a log file with the traceback. clauses: fields of `Advice`.
     """
     setup(verbose, log_json)
     advice = Advice(**clauses, verbose=verbose)
@@ -79,7 +79,7 @@ def command(verbose: bool = False, log_json: bool = False, **clauses: str) -> It
         raise
     except KeyboardInterrupt as error:
         signal = f" ({error})" if str(error) else ""
-        next_step = getattr(error, "advice", None) or advice.interrupted  # a spent budget has its own advice
+        next_step = getattr(error, "advice", None) or advice.interrupted  # BudgetSpent has its own advice
         raise stop(INTERRUPTED, f"interrupted{signal}; {next_step}") from None
     except Exception as error:
         if advice.verbose:
@@ -104,18 +104,18 @@ def _end(error: Exception, advice: Advice) -> typer.Exit:
 
 
 def user_error(error: BaseException) -> UserError | None:
-    """Return the exception if it is a `UserError`, or the `UserError` of a Ray task that it wraps; else None."""
-    cause = getattr(error, "cause", None)  # Ray's error of a task is also an instance of the task's exception
+    """Return `error` if it is a `UserError`, or the `UserError` that Ray wrapped in `error`; else None."""
+    cause = getattr(error, "cause", None)  # looked at first: Ray's task error is an instance of UserError too
     if isinstance(cause, BaseException):
         return user_error(cause)
     if isinstance(error, UserError):
         return error
-    text = cause_line(error)  # Ray keeps only the text of an error in an actor's constructor
+    text = cause_line(error)  # if an actor's constructor raised the error, Ray keeps only its text
     return UserError(text.removeprefix(USER_ERROR)) if text.startswith(USER_ERROR) else None
 
 
 def cause_line(error: BaseException) -> str:
-    """Return the last line of an error that Ray may have wrapped, without the advice on retries that Ray Data adds."""
+    """Return the last line of an error's message: in Ray's errors, the cause. Drops advice on retries by Ray Data."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     advice = [number for number, line in enumerate(lines) if RETRY_ADVICE.match(line)]
     lines = lines[: advice[0]] or lines if advice else lines
@@ -123,7 +123,7 @@ def cause_line(error: BaseException) -> str:
 
 
 def _described(error: BaseException) -> str:
-    """Return `cause_line`, with the type's name in front if the text alone is unclear, as for a KeyError."""
+    """Return `cause_line` of the error, after the name of its type if the line alone is unclear (as for a KeyError)."""
     package = type(error).__module__.partition(".")[0]
     if isinstance(error, OSError | RuntimeError) or package in UNTYPED or not str(error).strip():
         return cause_line(error)
@@ -143,12 +143,12 @@ Changes = Annotated[
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show Ray's own messages and tracebacks.")]
 LogJson = Annotated[
-    bool, typer.Option("--log-json", help="Write log and progress to standard error as JSON, one object a line.")
+    bool, typer.Option("--log-json", help="Write log and progress to standard error as JSON, one object per line.")
 ]
 
 
 def setup(verbose: bool, log_json: bool = False) -> None:
-    """Configure logging and the environment variables that libraries read when they are imported."""
+    """Configure logging, and set the environment variables that libraries read when they are imported."""
     level = logging.INFO if verbose else logging.WARNING
     announce_to_log(log_json)
     if log_json:
@@ -159,18 +159,18 @@ def setup(verbose: bool, log_json: bool = False) -> None:
     else:
         lines = "%(levelname)s %(name)s: %(message)s" if verbose else "%(message)s"
         logging.basicConfig(level=level, format=lines, stream=sys.stderr)
-    for name in ("pipeline.plan.memory", "pipeline.checkpoints.stores"):  # loggers whose messages are always shown
+    for name in ("pipeline.plan.memory", "pipeline.checkpoints.stores"):  # always show their messages
         logging.getLogger(name).setLevel(logging.INFO)
-    values = {  # set before the libraries are imported, so that they are quiet
+    values = {  # libraries read these settings when they are imported; most make them print less
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # the CPUs of a killed job stay reserved until its request expires; a live job renews it every 10 s
+        # Ray frees the CPUs of a killed job when its request expires; a running job renews its request every 10 s
         "RAY_DATA_AUTOSCALING_REQUEST_EXPIRE_TIME_S": "30",
     }
-    if not os.environ.get("RAY_ADDRESS"):  # a Ray of our own is for this machine's loopback and for this user alone
+    if not os.environ.get("RAY_ADDRESS"):  # a Ray that we start listens on loopback only, and needs a token
         values |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
     if not verbose:
         values["RAY_BACKEND_LOG_LEVEL"] = "fatal"
@@ -179,7 +179,7 @@ def setup(verbose: bool, log_json: bool = False) -> None:
 
 
 class JsonLines(JsonFormatter):
-    """Formats log records as JSON: event, level, logger, message, time (UTC), exception (a traceback), own fields."""
+    """Formats a log record as JSON: event, level, logger, message, time (UTC), exception (traceback), extra fields."""
 
     def __init__(self) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""`skipdecode init` and `convert`: write a job file for an input, and convert a GGUF file to a checkpoint."""
+"""Defines `skipdecode init`, which writes a job file for an input, and `convert`, which converts GGUF checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def init(
     model: Annotated[str | None, typer.Option(help="Checkpoint; default: the demo's, if it exists.")] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Look at an input's columns and write a commented job file. Replaces no file."""
+    """Look at the columns of an input, and write a job file with comments. Never replaces a file."""
     with command(verbose):
         from pipeline.checkpoints.resolve import PLACEHOLDER
         from pipeline.messages import counted, listed
@@ -31,12 +31,12 @@ def init(
         for note in proposal.notes:
             typer.echo(note)
         if PLACEHOLDER in output.read_text():
-            typer.echo(f"{output}: give model.path a checkpoint")
+            typer.echo(f"{output}: set model.path to a checkpoint")
         typer.echo(f"next: skipdecode try {shlex.quote(str(output))}")
 
 
 class Dtype(StrEnum):
-    """Types of the weights that `convert` can write."""
+    """Types of weights that `convert` can write."""
 
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
@@ -48,12 +48,12 @@ def convert(
     dtype: Annotated[Dtype, typer.Option(help="Type of the written weights.")] = Dtype.BFLOAT16,
     verbose: Verbose = False,
 ) -> None:
-    """Write a GGUF file as a checkpoint: safetensors, tokenizer, chat template, generation config."""
+    """Convert a GGUF file to a checkpoint folder: safetensors, tokenizer, chat template, generation config."""
     again = "the same command begins again"
     with command(verbose, failed=again, interrupted=again):
         typer.echo("loading transformers")
         if not sys.stderr.isatty():
-            os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bar of transformers' GGUF reader
+            os.environ.setdefault("TQDM_DISABLE", "1")  # hides the progress bar of transformers' GGUF reader
 
         import torch
         from transformers.utils.logging import disable_progress_bar

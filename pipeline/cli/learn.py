@@ -1,4 +1,4 @@
-"""`skipdecode adapt`, `tune` and `evaluate`: train a checkpoint for a schedule, and measure speeds."""
+"""Defines `skipdecode adapt`, `tune` and `evaluate`, which train checkpoints for schedules and measure speeds."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def adapt(
     job: JobFile,
     changes: Changes = None,
     probe_only: Annotated[
-        bool, typer.Option("--probe", help="Train nothing; estimate in minutes what an adaptation could gain and cost.")
+        bool, typer.Option("--probe", help="Do not train; estimate in minutes what an adaptation could gain and cost.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Tune a job's checkpoint on some of its rows, and write a job file with the fastest speed within tolerance.
+    """Tune a job's checkpoint on some of the job's rows, and write a job file with the fastest speed within tolerance.
 
-    The same command continues an interrupted adaptation.
+    To resume an interrupted adaptation, run the same command again.
     """
     with command(
         verbose,
@@ -68,7 +68,7 @@ def tune(
     changes: Changes = None,
     verbose: Verbose = False,
 ) -> None:
-    """Train a checkpoint for a schedule or for any speed; the same command continues an interrupted training."""
+    """Train a checkpoint for a schedule or for any speed. To resume interrupted training, run the same command."""
     again = "the same command resumes from the last saved step"
     with command(verbose, failed=again, interrupted=again, out_of_memory="lower training.micro_batch_tokens") as advice:
         from pipeline.config.tune import TuneConfig
@@ -91,8 +91,8 @@ def evaluate(
     changes: Changes = None,
     verbose: Verbose = False,
 ) -> None:
-    """Measure quality and wall clock at several speeds, against references and against full depth."""
-    again = "nothing is kept, the same command starts again from the beginning"
+    """Measure quality and wall-clock time at several speeds, compared with references and with full depth."""
+    again = "no result is kept; the same command starts again from the beginning"
     with command(verbose, interrupted=again, out_of_memory="lower max_batch") as advice:
         from pipeline.config.evaluate import EvalConfig
 

@@ -1,4 +1,4 @@
-"""`skipdecode report`: print the statistics of an output, or verify its parts."""
+"""Defines `skipdecode report`, which prints the statistics of a job's output, or verifies its output files (parts)."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ def report(
             metavar="OUTPUT", help="A job's output folder, the root of incremental runs, or a job file (.yaml)."
         ),
     ],
-    endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint; default: the job file's.")] = None,
+    endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint; default: as in the job file.")] = None,
     check: Annotated[
         bool,
         typer.Option(
             "--verify",
-            help="Print no statistics; read every part (a shard's output file), and print a line for each part whose "
-            "digest, rows or job differ from its commit record. Exit status 1 if there is one.",
+            help="Print no statistics. Read every part (a shard's output file), and print a line for each part whose "
+            "digest, rows or job differ from its commit record. Exit status 1 if there is such a part.",
         ),
     ] = False,
     write: Annotated[
-        bool, typer.Option("--write", help="Also write _job/stats.parquet, _job/summary.json. Not for a running job.")
+        bool, typer.Option("--write", help="Also write _job/stats.parquet and _job/summary.json; not for running jobs.")
     ] = False,
     html: Annotated[
         bool,
-        typer.Option("--html", help="Print no statistics; write _job/report.html."),
+        typer.Option("--html", help="Print no statistics. Write _job/report.html."),
     ] = False,
     to: Annotated[Path | None, typer.Option("--to", help="With --html: write the page to this local file.")] = None,
 ) -> None:
-    """Print the statistics of a job, finished or not, from its commit records. Only --write and --html write files.
+    """Print the statistics of a finished or unfinished job. Only --write and --html write files.
 
-    For the root of incremental runs, print the ledger (the list of runs).
+    For the root folder of incremental runs, print the list of runs (ledger).
     """
     with command(False) as advice:
         if to is not None and not html:
@@ -52,7 +52,7 @@ def report(
         if url.startswith("s3://") and storage.endpoint_url is None:
             advice.failed = "if the bucket is not on AWS, give --endpoint-url or the job file"
         if html and (check or write):
-            raise UserError("--html goes with neither --verify nor --write")
+            raise UserError("--html cannot be combined with --verify or --write")
         if html:
             _html(url, storage, to)
         else:
@@ -60,7 +60,7 @@ def report(
 
 
 def _location(output: str, endpoint_url: str | None) -> tuple[str, StorageConfig]:
-    """Return the URL and storage settings of an output folder, or of a job file's output."""
+    """Return the URL and storage settings of an output folder. output: the folder, or a job file that names it."""
     from pipeline.config.job import JobConfig, StorageConfig
     from pipeline.config.load import load_config, validated
 
@@ -95,7 +95,7 @@ def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
             typer.echo(line)
             bad += 1
         if bad:
-            raise stop(FAILED, f"{url}: {bad:,} files are not as they were committed")
+            raise stop(FAILED, f"{url}: {bad:,} files differ from what was committed")
         typer.echo(f"{url}: every part is as it was committed")
         return
     records = read_records(folder, manifest.fingerprint)
@@ -106,7 +106,7 @@ def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
 
 
 def _html(url: str, storage: StorageConfig, to: Path | None) -> None:
-    """Write the page of a job into its own folder or the local file `to`."""
+    """Write the job's report page into the job's folder, or to the local file `to`."""
     from pipeline.commit.records import read_records
     from pipeline.incremental.ledger import holds_ledger
     from pipeline.report.job_page import REPORT, job_page
@@ -114,13 +114,13 @@ def _html(url: str, storage: StorageConfig, to: Path | None) -> None:
 
     folder = open_folder(url, storage)
     if holds_ledger(folder):
-        raise UserError(f"{url}: --html is for one run: name a dated folder in this root")
+        raise UserError(f"{url}: --html needs one run: name a dated folder in this folder")
     manifest = _manifest(folder, url)
     page = job_page(folder, manifest, read_records(folder, manifest.fingerprint), storage)
     if to is None:
         folder.replace(REPORT, page)
     elif to.exists() and b"<title>SkipDecode" not in to.read_bytes():
-        raise UserError(f"--to {to}: this file is no report of an earlier run; choose another name")
+        raise UserError(f"--to {to}: this file exists and is not a SkipDecode report; choose another name")
     else:
         to.write_bytes(page)
     typer.echo(str(to or f"{folder.url}/{REPORT}"))

@@ -1,4 +1,4 @@
-"""`skipdecode run`, `try` and `plan`: answer the rows of a job, a few of them, or a sample that tells time and cost."""
+"""Defines `skipdecode run` (answer all rows of a job), `try` (a few rows) and `plan` (predict time and cost)."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ LOWER = "lower actors.cache_bytes or choose model.dtype: bfloat16"
 def run(
     job: JobFile,
     changes: Changes = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Answer only the first rows of the input.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Answer only this many rows, from the first.")] = None,
     overwrite: Annotated[
-        bool, typer.Option(help="Replace another job's output; with input.since: abandon an unfinished run.")
+        bool, typer.Option(help="Replace the output of another job; with input.since: abandon an unfinished run.")
     ] = False,
     verify: Annotated[
-        bool, typer.Option(help="Read and check all parts of earlier runs; always done on a local disk.")
+        bool, typer.Option(help="Read and check all output files of earlier runs; always done on a local disk.")
     ] = False,
     repair: Annotated[
-        bool, typer.Option(help="Keep damaged parts of earlier runs in _job/damaged, and answer their rows again.")
+        bool, typer.Option(help="Move damaged output files to _job/damaged, and answer their rows again.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
-    show: Annotated[int, typer.Option(min=0, help="Number of rows to print with their answers at the end.")] = 0,
+    show: Annotated[int, typer.Option(min=0, help="At the end, print this many rows with their answers.")] = 0,
     log_json: LogJson = False,
     metrics_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Port of 127.0.0.1 for Prometheus, if the job starts its own Ray."),
+        typer.Option(min=1, max=65535, help="Port on 127.0.0.1 for Prometheus, if the job starts its own Ray."),
     ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Run or resume a bulk job; with input.since, answer the new files."""
+    """Run or resume a job. With input.since, answer the new input files."""
     again = "the same command without --overwrite" if overwrite else "the same command"
     going_on = {"failed": f"{again} resumes from the committed shards", "interrupted": f"{again} finishes the job"}
     with command(verbose, log_json, **going_on) as advice:
@@ -75,7 +75,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
         process_began = psutil.Process().create_time()
         result = jobs.run(config, **options, backend=backend, process_began=process_began)
         done = [(open_folder(config.output.path, config.storage), result)]
-    # standard error holds the log's JSON lines, standard output the object of --json: no place for tables
+    # with --log-json and --json, standard error and standard output hold JSON, so tables are not printed
     console = Console(soft_wrap=True, stderr=as_json, quiet=as_json and goes_to_log())
     for folder, result in done:
         print_result(console, folder, result, show)
@@ -99,7 +99,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
         (result.totals.errors, result.totals.rows) for _, result in done if not result.manifest.batching.retries
     ]
     if answered is not None and answered.last is not None and not done:
-        # without new files the last run's row errors decide the exit status
+        # no new files: row errors of the last run decide the exit status
         last = open_folder(f"{config.output.path.rstrip('/')}/{answered.last.folder}", config.storage)
         errors_and_rows = last_errors(last)
     for errors, rows in errors_and_rows:
@@ -107,17 +107,17 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
             raise stop(
                 ROW_ERRORS,
                 f"{errors:,} of {rows:,} rows have an error, more than max_error_rate = "
-                f"{config.max_error_rate:g}; their `error` column says why",
+                f"{config.max_error_rate:g}; the column `error` says why",
             )
 
 
 def try_rows(
     job: JobFile,
     changes: Changes = None,
-    rows: Annotated[int, typer.Option(min=1, help="Number of rows, counted from the first.")] = 5,
+    rows: Annotated[int, typer.Option(min=1, help="Answer this many rows, from the first.")] = 5,
     verbose: Verbose = False,
 ) -> None:
-    """Answer a few rows in this process and print prompts and answers. Writes nothing and starts no Ray."""
+    """Answer a few rows in this process, and print prompts and answers. Writes no file and does not start Ray."""
     with command(verbose, out_of_memory=LOWER) as advice:
         from pipeline.config.job import JobConfig
 
@@ -158,12 +158,12 @@ def try_rows(
 def plan(
     job: JobFile,
     changes: Changes = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Plan only the first rows of the input.")] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="Seconds for the sample, all speeds together.")] = 120,
+    limit: Annotated[int | None, typer.Option(min=1, help="Plan for only this many rows, from the first.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds to answer a sample, for all speeds together.")] = 120,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Predict time, device-hours and money of a job at each speed, from rows answered here. Writes no output."""
+    """Predict a job's time, device-hours and money at each speed from a few rows, answered now. Writes no output."""
     with command(verbose, interrupted="nothing is kept", out_of_memory=LOWER) as advice:
         import psutil
 

@@ -1,4 +1,4 @@
-"""`skipdecode serve`: answer requests over HTTP, as OpenAI's API does."""
+"""Defines `skipdecode serve`, which answers requests over HTTP like OpenAI's API."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import typer
 from actors.engine.errors import UserError
 from pipeline.cli.command import Changes, Verbose, command
 
-# Ray Serve's limits of 5 and 10 s are too short for a proxy that starts on a busy machine: it would be killed
+# Ray Serve's limits (5 and 10 s) are too short if the machine is busy: Ray Serve would kill a proxy that is starting
 PATIENT = ("READY_CHECK", "HEALTH_CHECK")
 
 
 def serve(
     file: Annotated[
-        Path | None, typer.Argument(metavar="[SERVE.yaml]", help="File of settings; not needed with --model.")
+        Path | None, typer.Argument(metavar="[SERVE.yaml]", help="The serving file; not needed with --model.")
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="CHECKPOINT", help="The model to serve: model.path.")] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port, http.port; default 8000.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="CHECKPOINT", help="Checkpoint to serve (model.path).")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port (http.port); default 8000.")] = None,
     changes: Changes = None,
     verbose: Verbose = False,
 ) -> None:
-    """Serve a model over HTTP on Ray Serve until a signal comes: completions and chats."""
+    """Serve completions and chats of a model over HTTP with Ray Serve, until a signal comes."""
     with command(verbose, interrupted="the server has stopped") as advice:
         from pipeline.config.load import changed, load_values, validated
         from pipeline.config.serve import ServeConfig
 
         if file is None and model is None:
-            raise UserError("give --model CHECKPOINT, or a file of settings")
+            raise UserError("give --model CHECKPOINT, or a serving file")
         values = {} if file is None else load_values(file)
         if model is not None:
             values = changed(values, [f"model.path={model!r}"])
@@ -39,7 +39,7 @@ def serve(
         config = validated(ServeConfig, changed(values, changes or []), str(file or "serve"))
         advice.file = str(file or "")
 
-        for name in PATIENT:  # Ray Serve reads them when it is imported, and so do its processes
+        for name in PATIENT:  # Ray Serve and its processes read these variables on import
             os.environ.setdefault(f"RAY_SERVE_PROXY_{name}_TIMEOUT_S", "60")
 
         from pipeline.serve import run_server

@@ -1,1 +1,1 @@
-"""Commits answers so that none is lost: parts, records, lease, final checks. Read sink.py, records.py, finalize.py."""
+"""Commits answers so that none is lost or written twice. Read sink.py first, then records.py and finalize.py."""

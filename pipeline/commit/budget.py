@@ -1,7 +1,7 @@
-"""Budget of a job: sums the use of all runs and stops the job at a limit.
+"""Adds up what all runs of a job have used, and stops the job at a limit of its budget.
 
-Tokens come from the commit records. Device time is the wall-clock time of all runs times the number of devices, kept in
-`_job/spent.json`. A killed driver does not write that file, so at least the actors' seconds in the records are counted.
+Tokens are counted in the commit records. Device time is the wall-clock time of all runs times the number of devices. It
+is kept in `_job/spent.json`. If a killed driver did not write this file, actor times in the commit records are counted.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ POLL_SECONDS = 0.25
 
 
 class BudgetSpent(Interrupted):
-    """A limit of the job's budget is reached. With a higher limit the same command resumes the job."""
+    """A limit of the job's budget is reached. To resume the job, raise the limit and run the same command."""
 
     advice = "all answers so far are kept; raise the limit and run the same command to resume"
 
 
 class Budget:
-    """Limits of a job and the use of its earlier runs, in device-seconds and generated tokens."""
+    """A job's budget, and what its earlier runs have used: `device_seconds`, and `tokens` generated."""
 
     def __init__(self, config: JobConfig, folder: Folder, device_seconds: float, tokens: int) -> None:
         self.config, self.folder = config, folder
@@ -39,7 +39,7 @@ class Budget:
         self.began = time.monotonic()
 
     def spent(self, seconds: float, tokens: int) -> str | None:
-        """Return a line that names a limit reached by earlier runs plus `seconds` and `tokens` of this run, or None."""
+        """Return a line about a reached limit, or None. seconds, tokens: used by this run, added to earlier runs."""
         limits = self.config.budget
         if limits is None:
             return None
@@ -52,9 +52,9 @@ class Budget:
 
     @contextmanager
     def spending(self, coordinator: Coordinator, shards: int) -> Iterator[None]:
-        """Watch the budget while the block runs, and interrupt the run at a limit. shards: number of the run's shards.
+        """Watch the budget while the `with` block runs. At a limit, interrupt the run and raise BudgetSpent.
 
-        A run whose shards have all begun is not interrupted. Raises BudgetSpent in place of the interrupt.
+        If all shards have begun, the run is not interrupted. shards: number of shards that this run has to answer.
         """
         if self.config.budget is None:
             yield
@@ -64,7 +64,7 @@ class Budget:
         def watch() -> None:
             try:
                 run = coordinator.read()
-            except Exception as error:  # an error of Ray, which the run itself reports
+            except Exception as error:  # an error of Ray; the run itself reports it
                 log.debug("the budget was not checked: %s", error)
                 return
             found = self.spent(time.monotonic() - self.began, run.tokens)
@@ -86,7 +86,7 @@ class Budget:
 
 
 def open_budget(config: JobConfig, folder: Folder, fingerprint: str) -> Budget:
-    """Return the budget of a job that is about to run. Raises BudgetSpent if the budget is used up."""
+    """Return the job's budget with what earlier runs have used. Raises BudgetSpent if it is used up."""
     if config.budget is None:
         return Budget(config, folder, 0.0, 0)
     totals, stored = totals_of(read_records(folder, fingerprint)), read_json(folder, SPENT)

@@ -1,4 +1,4 @@
-"""Which job an output folder belongs to, and how a new job claims it."""
+"""Finds the job that an output folder belongs to, and claims the folder for a new job."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LEDGER = "_ledger"  # folder with the records of incremental runs
 
 
 def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
-    """Return the manifest of the job in the folder; None if there is no job, or if `overwrite` is set.
+    """Return the plan (manifest) of the job in the folder; None if there is no job, or if `overwrite` is set.
 
-    Raises UserError if the folder holds incremental runs, Parquet files but no job, or a file that the new job would
-    replace although no job wrote it. With `overwrite`, raises it also if a table uses the parts as data files.
+    Raises UserError if the folder holds incremental runs, or Parquet files but no job, or a file that the new job would
+    replace although no job wrote it. With `overwrite`, also raises it if a table uses the job's output files.
     """
     if folder.names(LEDGER):
         raise UserError(
@@ -39,24 +39,24 @@ def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
     stored = plan_files.load(folder)
     if stored is None and any(name.endswith(".parquet") for name in folder.names()):
         raise UserError(
-            f"{folder.url}: holds Parquet files of no job known here; choose another folder, or --overwrite, which "
-            "replaces only parts of a job"
+            f"{folder.url}: holds Parquet files, but no job; choose another folder, or use --overwrite, which replaces "
+            "only output files of a job"
         )
     _check_success(folder)
     return stored
 
 
 def _check_success(folder: Folder) -> None:
-    """Raise UserError if another program wrote `_SUCCESS`. Only this program writes a fingerprint into the file."""
+    """Raise UserError if another program wrote the file `_SUCCESS`: then it holds no fingerprint."""
     with suppress(FileNotFoundError):
         if b'"fingerprint"' not in folder.read(SUCCESS):
             raise _strange(folder, SUCCESS)
 
 
 def _check_replaceable(folder: Folder) -> None:
-    """Raise UserError if a file that --overwrite would remove was not written by a job of this program.
+    """Raise UserError if --overwrite would remove a file that no job of this program wrote.
 
-    A part is recognized by the size in its record, else by the fingerprint in its footer.
+    A job's output file (part) has the size in its commit record, or else a fingerprint in its footer.
     """
     _check_success(folder)
     for name in folder.names():
@@ -83,23 +83,23 @@ def _check_replaceable(folder: Folder) -> None:
 
 def _strange(folder: Folder, name: str) -> UserError:
     return UserError(
-        f"{folder.url}/{name}: no job of this program wrote it, so it is not replaced; move it away, or choose another "
-        "folder"
+        f"{folder.url}/{name}: skipdecode did not write this file and does not replace it; move it away, or choose "
+        "another folder"
     )
 
 
 def check_same_job(folder: Folder, stored: Manifest | None, planned: Manifest) -> None:
-    """Raise UserError if the stored job is not the planned job. The message names the keys that differ."""
+    """Raise UserError if `stored`, the folder's job, is not the planned job. The message names the keys that differ."""
     if stored is not None and stored.fingerprint != planned.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, planned.identity))
         raise UserError(f"{folder.url}: holds another job, which differs in {names}; --overwrite replaces it")
 
 
 def claim(folder: Folder, stored: Manifest | None, planned: Manifest, *, overwrite: bool) -> None:
-    """Claim the folder for the planned job, and save its manifest. The caller holds the lease.
+    """Claim the folder for the planned job, and save the job's manifest. The caller must hold the lease.
 
-    Raises UserError if another run began a job here since `stored` was read, or if `overwrite` would replace files
-    that no job wrote.
+    Raises UserError if another run has begun a job in the folder since `stored` was read, or if `overwrite` would
+    replace files that no job wrote.
     """
     clear_temporaries(folder)
     now = stored_job(folder, overwrite=overwrite)
@@ -107,6 +107,6 @@ def claim(folder: Folder, stored: Manifest | None, planned: Manifest, *, overwri
         remove_results(folder)
         clear(folder)
     elif (now and now.fingerprint) != (stored and stored.fingerprint):
-        raise UserError(f"{folder.url}: another run began a job here meanwhile; look at it, then run again")
+        raise UserError(f"{folder.url}: another run has just begun a job in this folder; look at it, then run again")
     if stored is None:
         plan_files.save(folder, planned)

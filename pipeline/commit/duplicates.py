@@ -1,7 +1,7 @@
 """Counts repeated ids in a job, because a join on a repeated id would duplicate rows.
 
-For each row, a 64-bit hash of its id and the row's position go to a temporary file, 16 bytes in all. The hash selects
-the file, so that equal hashes are in the same file. The files are sorted in memory, one at a time.
+For each row, 16 bytes are written to a temporary file: a 64-bit hash of the id, and the row's position. The hash also
+selects the file, so that equal hashes are in the same file. Then each file is sorted in memory, one after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, read_json, write_json
 
 DUPLICATES = "_job/duplicates.json"
-ROWS_AT_ONCE = 2**22  # approximate rows of a temporary file, which is sorted in memory
+ROWS_AT_ONCE = 2**22  # approximate number of rows in each temporary file, which is sorted in memory
 EXAMPLES = 3
 NULL = -(2**62) - 7919  # replaces a null in a column of integer ids
 
@@ -32,9 +32,9 @@ NULL = -(2**62) - 7919  # replaces a null in a column of integer ids
 def count_repeated(
     columns: Iterable[pa.ChunkedArray], shards: Sequence[Shard], ids_of: Callable[[Shard], pa.ChunkedArray]
 ) -> tuple[int, list[str]]:
-    """Return the number of rows whose id an earlier row of the job has, and up to `EXAMPLES` examples.
+    """Return the number of rows that have the same id as an earlier row of the job, and up to `EXAMPLES` examples.
 
-    columns: the ids of each shard, in order. ids_of: reads the ids of one shard again, for the examples.
+    columns: the ids in each shard, in the order of `shards`. ids_of: reads one shard's ids again, for the examples.
     """
     rows = sum(shard.rows for shard in shards)
     found, places = 0, list[tuple[int, int]]()
@@ -73,7 +73,7 @@ def count_repeated(
 
 
 def record_duplicates(folder: Folder, manifest: Manifest) -> None:
-    """Count the repeated ids in the committed parts, and write the count and examples to `DUPLICATES`."""
+    """Count repeated ids in all committed output files, and write the count with examples to `DUPLICATES`."""
 
     def ids_of(shard: Shard) -> pa.ChunkedArray:
         return _ids(folder, part_name(shard.index))
@@ -83,7 +83,7 @@ def record_duplicates(folder: Folder, manifest: Manifest) -> None:
 
 
 def with_duplicates(folder: Folder, totals: Totals) -> Totals:
-    """Return the totals with count and examples of the job's repeated ids; unchanged if they were not counted."""
+    """Return `totals` with the count of repeated ids and examples. If ids were not counted, `totals` is unchanged."""
     values = read_json(folder, DUPLICATES)
     if not isinstance(values, dict):
         return totals
@@ -91,27 +91,27 @@ def with_duplicates(folder: Folder, totals: Totals) -> Totals:
 
 
 def repeated_error(found: int, examples: Sequence[str]) -> UserError:
-    """Return the error for a job that refuses repeated ids (`input.duplicate_ids: error`)."""
+    """Return the error to raise for repeated ids if the job does not allow them (`input.duplicate_ids: error`)."""
     listed = "; ".join(examples)
     return UserError(f"input.id: {found:,} rows have the id of an earlier row, such as {listed} (input.duplicate_ids)")
 
 
 def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
-    """Return a hash of each id [N]. Equal ids have equal hashes within this process. An integer is its own hash."""
-    if pa.types.is_timestamp(ids.type):  # a time zone changes no equality, and may be unknown here
+    """Return a hash of each id [N]. In one process, equal ids have equal hashes. The hash of an integer is itself."""
+    if pa.types.is_timestamp(ids.type):  # the time zone does not matter, and may be unknown on this machine
         ids = ids.cast(pa.timestamp(ids.type.unit)).cast(pa.int64())
     if pa.types.is_integer(ids.type):
         return np.asarray(ids.cast(pa.int64(), safe=False).fill_null(NULL).to_numpy())
-    if pa.types.is_fixed_size_binary(ids.type):  # e.g. Parquet's UUIDs, which are no text
+    if pa.types.is_fixed_size_binary(ids.type):  # for example UUIDs in Parquet
         ids = ids.cast(pa.binary())
     if not (pa.types.is_nested(ids.type) or pa.types.is_binary(ids.type) or pa.types.is_large_binary(ids.type)):
-        ids = ids.cast(pa.large_string())  # as text, because Python cannot represent all dates
+        ids = ids.cast(pa.large_string())  # because Python cannot represent all dates
     values = ids.to_pylist()
     return np.fromiter(map(hash, map(repr, values) if pa.types.is_nested(ids.type) else values), np.int64, len(ids))
 
 
 def _ids(folder: Folder, name: str) -> pa.ChunkedArray:
-    """Return the id of each input row in a part (output file of one shard). Reads only the columns that this needs."""
+    """Return the id of each input row from a part (output file of one shard). Reads only the columns for ids."""
     with folder.open(name) as opened:
         file = pq.ParquetFile(opened)
         names = [one for one in ("id", "sample_index") if one in file.schema_arrow.names]

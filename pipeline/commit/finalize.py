@@ -1,4 +1,4 @@
-"""The end of the commit protocol: check that every planned row is committed once, write statistics and `_SUCCESS`."""
+"""Ends the commit protocol: checks that every planned row is committed once, writes statistics and `_SUCCESS`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ STATS, SUMMARY = "_job/stats.parquet", "_job/summary.json"
 
 
 class RowsMissing(Exception):
-    """The committed rows are not the planned rows; the message names the first shard that differs."""
+    """The committed rows are not the planned rows. The message names the first file that is missing or wrong."""
 
 
 def finalize(folder: Folder, manifest: Manifest, section: InputConfig | None = None) -> Totals:
-    """Check that every planned row is committed once, then write statistics and summary.
+    """Check that every planned row is committed once, write statistics and summary, and return the totals.
 
-    section: the job's section `input`, if repeated ids are to be counted.
+    section: the job's section `input`; None if repeated ids are not to be counted.
 
-    If the check fails, removes `_SUCCESS` and raises RowsMissing with the remedy. A part that differs from its record
-    keeps the record, so that no later run accepts it. The record of a missing part is removed: its shard is run again.
+    If the check fails, removes `_SUCCESS` and raises RowsMissing, which says what to do. If a shard's output file is
+    missing, its record is removed, and the next run answers the shard. If it differs from its record, the record stays.
     """
     records, parts = load_records(folder, manifest.shards, manifest.fingerprint)
     try:
@@ -50,16 +50,16 @@ def finalize(folder: Folder, manifest: Manifest, section: InputConfig | None = N
 
 
 def write_success(folder: Folder, manifest: Manifest, totals: Totals) -> None:
-    """Write `_SUCCESS` with the totals that `finalize` has returned."""
+    """Write the file `_SUCCESS`. totals: as `finalize` returned them."""
     write_json(folder, SUCCESS, summary(folder, manifest, totals), indent=2)
 
 
 def finished_totals(
     folder: Folder, manifest: Manifest, check: Check = "quick", section: InputConfig | None = None
 ) -> Totals | None:
-    """Return the totals of a finished job; None if `_SUCCESS`, a record or a part is missing or damaged. Only reads.
+    """Return a finished job's totals. Return None if `_SUCCESS`, a record or an output file is missing or damaged.
 
-    section: the job's section `input`. Raises UserError for repeated ids that it refuses now.
+    section: the job's section `input`. Raises UserError if it now refuses the job's repeated ids.
     """
     if not folder.exists(SUCCESS):
         return None
@@ -82,7 +82,7 @@ def _check_duplicates(totals: Totals, section: InputConfig | None) -> None:
 
 
 def check_rows(records: pa.Table, parts: Mapping[int, FileInfo], shards: Sequence[Shard]) -> None:
-    """Raise RowsMissing at the first difference between the planned `shards` and the results of `load_records`."""
+    """Raise RowsMissing if `records` and `parts` (shard -> its output file) do not match the planned `shards`."""
     planned = {shard.index: shard.rows for shard in shards}
     recorded = {row["shard"]: row for row in records.select(["shard", "rows", "bytes"]).to_pylist()}
     for name, known in ((part_name, parts.keys()), (record_name, recorded.keys())):
@@ -97,13 +97,13 @@ def check_rows(records: pa.Table, parts: Mapping[int, FileInfo], shards: Sequenc
         first, others = part_name(wrong[0]), f" (and {len(wrong) - 1:,} others)" if len(wrong) > 1 else ""
         if wrong[0] not in parts:
             raise RowsMissing(f"{first}{others} was committed and is gone: run the same command again to answer it")
-        raise RowsMissing(f"{first}{others} is not what was committed: {REPAIR}")
+        raise RowsMissing(f"{first}{others} differs from what was committed: {REPAIR}")
     if missing := planned.keys() - recorded.keys():
         raise RowsMissing(f"{part_name(min(missing))} is missing: run the same command again to answer it")
 
 
 def write_statistics(folder: Folder, manifest: Manifest, records: pa.Table) -> Totals:
-    """Write statistics and summary of `records`, and return their totals. The job may be unfinished."""
+    """Write statistics and summary files from `records`, and return the totals. The job may be unfinished."""
     totals = with_duplicates(folder, totals_of(records))
     sink = pa.BufferOutputStream()
     pq.write_table(records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA), sink)
@@ -113,7 +113,7 @@ def write_statistics(folder: Folder, manifest: Manifest, records: pa.Table) -> T
 
 
 def summary(folder: Folder, manifest: Manifest, totals: Totals) -> dict[str, Any]:
-    """Return the content of summary and `_SUCCESS`: the totals, and values that identify the job and its plan."""
+    """Return the content of summary.json and `_SUCCESS`: `totals`, and values that identify the job and its plan."""
     return {
         "output": folder.url,
         "fingerprint": manifest.fingerprint,

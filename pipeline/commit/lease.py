@@ -1,12 +1,12 @@
-"""The lease lets one run at a time work on an output. Each holder has an epoch: a numbered file in `_job/lease`.
+"""Implements a lease: only one run at a time works on an output folder. Each holder creates a numbered file (epoch).
 
-    000001.json  released                         ──> create 000002.json: the highest number holds the lease
-    000002.json  no heartbeat for 60 s, or dead   ──> create 000003.json
-    000003.json  heartbeat every 10 s             ──> sees a higher number: the lease is lost
+    _job/lease/000001.json  released                         ──> next run creates 000002.json: the highest number counts
+    _job/lease/000002.json  no heartbeat for 60 s, or dead   ──> next run creates 000003.json
+    _job/lease/000003.json  heartbeat every 10 s             ──> if its holder sees a higher number, the lease is lost
 
-Only its holder writes a file, and the file with the highest number is never removed. A holder that was suspended while
-another run took over therefore does not disturb that run. The lease only avoids duplicate work; correctness rests on
-the conditional creation of parts. A waiting run times heartbeats by its own monotonic clock; clocks need not agree.
+Only the holder writes its file, and nobody removes the highest file. A suspended holder that wakes up later therefore
+does not disturb the run that took over. The lease only avoids duplicate work: even without it, each output file (part)
+is created only once. A waiting run measures time with its own monotonic clock, so clocks of two hosts may differ.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WATCH_SECONDS = 60.0
 
 
 class LeaseHeld(Exception):
-    """Another run holds the lease; the message names its process."""
+    """Another run holds the lease. The message names the process of that run."""
 
 
 class LeaseLost(Exception):
@@ -49,10 +49,10 @@ class Holder:
     """The process that holds a lease."""
 
     host: str = "unknown"  # host name, shown to people
-    namespace: str = ""  # host, boot and process id namespace, within which `pid` names one process; "" if unknown
+    namespace: str = ""  # host, boot id and pid namespace: in one namespace, `pid` is unique; "" if unknown
     pid: int = 0
     started: float = 0.0  # seconds after boot
-    nonce: str = ""  # random id of this lease
+    nonce: str = ""  # random id of this holder
     since: float = 0.0  # seconds since 1970, shown to people
     counter: int = 0  # heartbeats so far
     released: bool = False
@@ -73,12 +73,12 @@ def this_process() -> Holder:
 
 
 def _seconds_after_boot(process: psutil.Process) -> float:
-    """Return the start of a process to a hundredth of a second. Setting the clock does not change it."""
+    """Return when a process started, in seconds after boot, to 0.01 s. Setting the clock does not change this time."""
     return round(process.create_time() - psutil.boot_time(), 2)
 
 
 def is_dead(holder: Holder, here: Holder) -> bool:
-    """Tell whether the holder has certainly ended. here: this process, which knows only holders in its namespace."""
+    """Tell whether the holder has certainly ended: known only if it ran in the namespace of `here` (this process)."""
     if not holder.namespace or holder.namespace != here.namespace:
         return False
     try:
@@ -87,14 +87,14 @@ def is_dead(holder: Holder, here: Holder) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE or _seconds_after_boot(process) != holder.started
     except (ProcessLookupError, psutil.ZombieProcess):
         return True
-    except (PermissionError, psutil.Error):  # another user's process, which /proc may hide
+    except (PermissionError, psutil.Error):  # a process of another user, perhaps hidden in /proc
         return False
 
 
 class Lease:
-    """The lease of a folder, held from `acquire` to `release`.
+    """The lease of an output folder, held from `acquire` to `release`.
 
-    beat: seconds between heartbeats. watch: seconds without a heartbeat after which a holder counts as dead.
+    beat: seconds between heartbeats. watch: a holder without a heartbeat for this many seconds counts as dead.
     """
 
     def __init__(self, folder: Folder, *, beat: float, watch: float) -> None:
@@ -105,13 +105,13 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def acquire(self, lost: Callable[[], None]) -> None:
-        """Claim the lease and keep it alive. lost: called once, if another run takes it over. Raises LeaseHeld."""
+        """Claim the lease and keep it alive. lost: called once if another run takes it over. Raises as `claim` does."""
         self.claim()
         self._thread = threading.Thread(target=self._keep, args=(lost,), name="lease", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
-        """Stop the heartbeat and give the lease back."""
+        """Stop the heartbeat, and mark the lease as released."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=self.beat)
@@ -120,7 +120,7 @@ class Lease:
         self.give_back()
 
     def claim(self) -> None:
-        """Create the next epoch, after waiting for a holder that may be dead. Raises LeaseHeld if it is alive."""
+        """Create the next lease file (epoch). First wait to see whether a holder is alive; if so, raise LeaseHeld."""
         while True:
             last = max(self._epochs(), default=0)
             if last and not self._wait_for_end(_name(last)):
@@ -133,12 +133,12 @@ class Lease:
         return self._write(replace(self.holder, counter=self.holder.counter + 1))
 
     def give_back(self) -> None:
-        """Mark the lease released, if it is still ours."""
+        """Mark the lease as released if this process still holds it."""
         if self.epoch:
             self._write(replace(self.holder, released=True))
 
     def _write(self, holder: Holder) -> bool:
-        """Write the file of our epoch; return False and write nothing if another run has created a higher epoch."""
+        """Write `holder` to this run's lease file. If another run has taken over, write nothing and return False."""
         if max(self._epochs(), default=0) != self.epoch or not self._holds(self.epoch):
             return False
         self.holder = holder
@@ -146,12 +146,12 @@ class Lease:
         return True
 
     def _create(self, epoch: int) -> bool:
-        """Create an epoch; True if its file names this holder and no epoch is higher, whatever the store answered."""
+        """Create a lease file. Return True if the file then names this holder and no file has a higher number."""
         self.folder.create(_name(epoch), _encode(self.holder))
         if not self._holds(epoch):
             return False
         epochs = self._epochs()
-        if max(epochs, default=0) != epoch:  # while this process slept, another run took over and removed lower epochs
+        if max(epochs, default=0) != epoch:  # while this process slept, another run took over and removed lower files
             self.folder.remove(_name(epoch))
             return False
         self.epoch = epoch
@@ -174,7 +174,7 @@ class Lease:
                 log.warning("the lease could not be renewed: %s", error)
 
     def _wait_for_end(self, name: str) -> bool:
-        """Wait until a holder has released its epoch or must be dead; False if its file is gone. Raises LeaseHeld."""
+        """Wait until the holder releases lease file `name` or counts as dead; False if it is gone. Raises LeaseHeld."""
         holder = now = self._read(name)
         end = time.monotonic()
         if holder is not None and not holder.released and not is_dead(holder, self.holder):
@@ -196,7 +196,7 @@ class Lease:
         return [int(match[1]) for match in matches if match]
 
     def _read(self, name: str) -> Holder | None:
-        """Return the holder that a file names; None if the file is gone, an unknown holder if it is damaged."""
+        """Return the holder in a lease file; None if the file is gone, an unknown holder if the file is damaged."""
         try:
             holder = Holder(**json.loads(self.folder.read(name)))
             holder.describe()
@@ -209,7 +209,7 @@ class Lease:
 
 @contextmanager
 def leased(folder: Folder) -> Iterator[None]:
-    """Hold the lease of a folder in the block. Raises LeaseHeld at the start, LeaseLost if another run takes over."""
+    """Hold the folder's lease during the `with` block. Raises LeaseHeld at its start, LeaseLost if a run takes over."""
     lost, interrupt = False, interrupter()
 
     def on_lost() -> None:
@@ -228,7 +228,7 @@ def leased(folder: Folder) -> Iterator[None]:
             raise LeaseLost(f"{folder.url}: another run has taken over") from None
         raise
     finally:
-        with suppress(Interrupted), shielded():  # the block has ended: nothing is left to interrupt
+        with suppress(Interrupted), shielded():  # the block has ended, so an interrupt is ignored
             try:
                 lease.release()
             except STORE_ERRORS as error:  # for example a full disk, which the job reports itself

@@ -1,11 +1,11 @@
-"""Commit records: one small file per shard, compacted into segments while the job runs.
+"""Commit records: one small file per shard. While the job runs, small files are merged into segments (compaction).
 
-    _job/commits/000123.json          the record of a shard, written by the actor that committed it
-    _job/segments/<sha256>.parquet    many records, named after the file's digest; their small files are then removed
+    _job/commits/000123.json          the record of one shard, written by the actor that committed the shard
+    _job/segments/<sha256>.parquet    a segment with many records, named by its digest; replaces their small files
 
-All records are the union of small files and segments. A crash before the small files are removed leaves duplicates,
-and two runs that compact at the same time write the same rows; both are harmless. A lost record is rebuilt from the
-shard's output file (part). Without segments, reading the records of 250,000 shards would take several minutes.
+A record may be in both a small file and a segment, or in two segments, for example after a crash during compaction.
+This is harmless. A lost record is rebuilt from the shard's output file (part). Without segments, reading the records of
+250,000 shards would take several minutes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
 COMMITS, SEGMENTS = "_job/commits", "_job/segments"
-COMPACT_AT = 1000  # number of separate record files that triggers a compaction
-COMPACT_SECONDS = 30.0  # seconds between two compactions
+COMPACT_AT = 1000  # records are compacted if there are at least this many separate record files
+COMPACT_SECONDS = 30.0  # time between two compactions
 SEGMENT_ROWS = 10_000  # maximum rows of a segment
 RECORD, DIGEST = re.compile(r"(\d{6,})\.json"), re.compile(r"[0-9a-f]{64}")
-Record = dict[str, Any]  # a row of `RECORDS_SCHEMA`: a shard's statistics, and digest, size and tag of its part
+Record = dict[str, Any]  # a row of `RECORDS_SCHEMA`: statistics of a shard; digest, size and tag of its output file
 RECORDS_SCHEMA = pa.schema([*STATS_SCHEMA, ("sha256", pa.string()), ("bytes", pa.int64()), ("tag", pa.string())])
 
 
@@ -45,7 +45,7 @@ def record_name(shard: int) -> str:
 
 
 def commit_record(part: bytes, stats: ShardStats, tag: str = "") -> Record:
-    """Return the record of a part. part: its bytes. tag: see `Folder.tag`."""
+    """Return the commit record of a shard. part: bytes of the shard's output file. tag: the file's tag in the store."""
     return {**asdict(stats), "sha256": hashlib.sha256(part).hexdigest(), "bytes": len(part), "tag": tag}
 
 
@@ -61,7 +61,7 @@ def encode_record(record: Record, fingerprint: str) -> bytes:
 
 
 def decode_record(text: bytes, shard: int, fingerprint: str) -> Record | None:
-    """Return the record of a shard; None if the file is damaged, or belongs to another shard or job."""
+    """Return the record in the file content `text`; None if it is damaged or not of this shard and job."""
     try:
         values = json.loads(text)
         check, digest, size = values.pop("check"), values["sha256"], values["bytes"]
@@ -81,7 +81,7 @@ def decode_record(text: bytes, shard: int, fingerprint: str) -> Record | None:
 
 
 def _check(values: Mapping[str, object]) -> str:
-    """Return the digest of a record's values: without it a changed digit would go unnoticed."""
+    """Return a digest of the record's values. It reveals a damaged record, even if only one digit has changed."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -91,12 +91,12 @@ def records_table(records: Sequence[Record]) -> pa.Table:
 
 
 def loose_shards(folder: Folder) -> list[int]:
-    """Return the sorted indices of the shards whose record is in a separate file, not in a segment."""
+    """Return the sorted indices of all shards that have a separate record file."""
     return sorted(int(match[1]) for name in folder.names(COMMITS) if (match := RECORD.fullmatch(name)))
 
 
 def _read_loose(folder: Folder, shards: Sequence[int], fingerprint: str) -> tuple[list[Record], list[str]]:
-    """Return the records of `shards` from their separate files, and the names of damaged files. Skips missing files."""
+    """Return the records in separate files of `shards`, and the names of damaged files. Missing files are skipped."""
 
     def read(shard: int) -> Record | str | None:
         try:
@@ -109,12 +109,12 @@ def _read_loose(folder: Folder, shards: Sequence[int], fingerprint: str) -> tupl
 
 
 def _read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table], list[str]]:
-    """Return segments by name, and the names of segments that are damaged or belong to another job."""
+    """Return segment name -> its records, and the names of segments that are damaged or belong to another job."""
 
     def read(name: str) -> pa.Table | None:
         try:
             data = folder.read(name)
-        except FileNotFoundError:  # replaced by another segment since the listing
+        except FileNotFoundError:  # another segment has replaced it since the listing
             return RECORDS_SCHEMA.empty_table()
         if name != _segment_name(data):
             return None
@@ -122,7 +122,7 @@ def _read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table
         if table.schema.metadata.get(b"skipdecode.fingerprint") != fingerprint.encode():
             return None
         for field in RECORDS_SCHEMA:
-            if field.name in {*LATER, "tag"} - set(table.column_names):  # the table of an older version lacks it
+            if field.name in {*LATER, "tag"} - set(table.column_names):  # absent in segments of old versions
                 value = pa.scalar(LATER.get(field.name, ""), field.type)
                 table = table.append_column(field.name, pa.repeat(value, table.num_rows))
         known = set(RECORDS_SCHEMA.names) <= set(table.column_names)
@@ -140,21 +140,21 @@ def _segment_name(data: bytes) -> str:
 
 def read_all(folder: Folder, fingerprint: str) -> tuple[pa.Table, list[str]]:
     """Return all valid records, one row per shard sorted by shard, and the names of damaged files. Changes nothing."""
-    # loose records first: a compaction moves them into segments, never back
+    # read separate files before segments: a compaction moves records into segments, and never back
     loose, damaged = _read_loose(folder, loose_shards(folder), fingerprint)
     segments, damaged_segments = _read_segments(folder, fingerprint)
     return merge([records_table(loose), *segments.values()]), damaged + damaged_segments
 
 
 def merge(tables: Sequence[pa.Table]) -> pa.Table:
-    """Return one row per shard, sorted by shard. Prefers an original record to one rebuilt from the part."""
+    """Return one row per shard, sorted by shard. Of two records, keeps the original, not one rebuilt from the part."""
     table = pa.concat_tables(tables).sort_by([("shard", "ascending"), ("rebuilt", "ascending")])
     shards = table["shard"].to_numpy()
     return table.filter(pa.array(np.append(True, shards[1:] != shards[:-1])[: len(shards)]))
 
 
 def read_records(folder: Folder, fingerprint: str) -> pa.Table:
-    """Return all records as `read_all` does. Raises UserError if a record file is damaged."""
+    """Return all records, one row per shard, sorted by shard. Raises UserError if a record file is damaged."""
     records, damaged = read_all(folder, fingerprint)
     if damaged:
         raise UserError(damaged_record(folder, damaged[0]))
@@ -166,7 +166,7 @@ def damaged_record(folder: Folder, name: str) -> str:
 
 
 def write_segment(folder: Folder, table: pa.Table, fingerprint: str) -> None:
-    """Write records into a new segment. A segment with the same rows may exist already."""
+    """Write the records in `table` as a new segment. Does nothing if this segment exists already."""
     sink = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata({"skipdecode.fingerprint": fingerprint}), sink, compression="zstd")
     data = sink.getvalue().to_pybytes()
@@ -174,9 +174,9 @@ def write_segment(folder: Folder, table: pa.Table, fingerprint: str) -> None:
 
 
 def compact(folder: Folder, fingerprint: str, least: int = COMPACT_AT) -> int:
-    """Move separate record files into segments if there are at least `least`; return the number of moved records.
+    """Move separate record files into segments if there are at least `least` files. Return the number of moved records.
 
-    Damaged files stay: the end of the job rebuilds these records.
+    A damaged record file stays where it is. Its record is rebuilt at the end of the job.
     """
     shards, moved = loose_shards(folder), 0
     for first in range(0, len(shards) if len(shards) >= least else 0, SEGMENT_ROWS):
@@ -189,7 +189,7 @@ def compact(folder: Folder, fingerprint: str, least: int = COMPACT_AT) -> int:
 
 
 def drop_records(folder: Folder, shards: Sequence[int], fingerprint: str) -> None:
-    """Remove the records of `shards`, whose parts are gone or set aside, so that the next run answers the shards."""
+    """Remove the records of `shards`, whose output files are gone or set aside. The next run answers these shards."""
     for name, table in _read_segments(folder, fingerprint)[0].items() if shards else ():
         kept = table.filter(pc.invert(pc.is_in(table["shard"], pa.array(shards, pa.int64()))))
         if kept.num_rows < table.num_rows:
@@ -201,12 +201,12 @@ def drop_records(folder: Folder, shards: Sequence[int], fingerprint: str) -> Non
 
 @contextmanager
 def compacting(folder: Folder, fingerprint: str) -> Iterator[None]:
-    """Compact records in a thread while the block runs."""
+    """Compact records from time to time, in a thread, while the `with` block runs."""
 
     def work() -> None:
         try:
             compact(folder, fingerprint)
-        except STORE_ERRORS as error:  # the records stay where they are; the store may recover
+        except STORE_ERRORS as error:  # no record is lost, and the store may recover
             log.warning("commit records could not be compacted: %s", flat(error))
 
     with repeating(work, COMPACT_SECONDS, "compaction"):

@@ -1,8 +1,8 @@
-"""Writes the answers as JSON Lines beside the parts once every row is committed, if `output.format` asks for it.
+"""Writes the answers as JSON Lines files too, once every row is committed, if `output.format` asks for it.
 
-The files depend only on the committed parts and the plan. If a run is killed between two files, the next run writes the
-missing ones. Each file is created whole and never replaces another program's file. `_job/results.json` gets the file's
-digest before the file is written: --overwrite removes only files with a recorded digest.
+The files depend only on the plan and the committed parts (one output file per shard). If a run is killed between two
+files, the next run writes those that are missing. A file is created whole, and never replaces another program's file.
+Its digest is first saved in `_job/results.json`: --overwrite removes only files whose digests are saved there.
 
 Source of batch files: https://platform.openai.com/docs/guides/batch
 """
@@ -35,18 +35,18 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, read_json, write_json
 from pipeline.storage.parquet import read_parquet
 
-Line = tuple[str, bytes]  # kind of file (`ANSWERS`, `RESULTS` or `ERRORS`); a line with its line end
+Line = tuple[str, bytes]  # kind of file (`ANSWERS`, `RESULTS` or `ERRORS`); the line, which includes its line end
 ANSWERS, RESULTS, ERRORS = RESULT_NAMES
 RECORD = "_job/results.json"
-FILE_BYTES = 256 * 2**20  # maximum bytes of a file, which is written in one put
+FILE_BYTES = 256 * 2**20  # maximum bytes of a file, because it is written in one put request
 KINDS: dict[str, tuple[str, ...]] = {"jsonl": (ANSWERS,), "openai_batch": (RESULTS, ERRORS)}  # format -> kinds of files
-NAME = re.compile(rf"({ANSWERS}|{RESULTS}|{ERRORS})(-\d{{4,}})?\.jsonl")  # only such files are written or removed
+NAME = re.compile(rf"({ANSWERS}|{RESULTS}|{ERRORS})(-\d{{4,}})?\.jsonl")  # no other files are written or removed
 
 
 def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
-    """Write the files that `output.format` asks for, from the parts of a job whose rows are all committed.
+    """Write the result files that `output.format` asks for. All rows of the job must be committed.
 
-    Raises UserError if a file of the same name exists that this job did not write.
+    Raises UserError if another program's file already has the name of a result file.
     """
     kinds = KINDS.get(config.result_format, ())
     if not kinds:
@@ -65,7 +65,7 @@ def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None
                 if found != digest and found not in known.get(name, []):
                     _record(folder, known, done=False)
                     raise _taken(folder, name)
-                if found != digest:  # lost parts were answered again with other bytes
+                if found != digest:  # some parts were lost, and written again with other bytes
                     folder.replace(name, data)
             known[name] = [digest]
             written.add(name)
@@ -75,7 +75,7 @@ def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None
 
 
 def check_free(folder: Folder, config: JobConfig) -> None:
-    """Raise UserError, before a new job runs, if a file that no job wrote has the name of a result file."""
+    """Raise UserError if another program's file already has the name of a result file. Called before a new job runs."""
     kinds, known = KINDS.get(config.result_format, ()), recorded(folder)
     for name in folder.names() if kinds else ():
         if _kind(name) in kinds and _sha256(folder.read(name)) not in known.get(name, []):
@@ -83,7 +83,7 @@ def check_free(folder: Folder, config: JobConfig) -> None:
 
 
 def has_results(folder: Folder, config: JobConfig) -> bool:
-    """Tell whether all files that `output.format` asks for were written, and still exist."""
+    """Tell whether all result files that `output.format` asks for were written, and still exist."""
     kinds = KINDS.get(config.result_format, ())
     if not kinds:
         return True
@@ -93,24 +93,24 @@ def has_results(folder: Folder, config: JobConfig) -> bool:
 
 
 def recorded(folder: Folder) -> dict[str, list[str]]:
-    """Return the digests of each recorded file: one, or the old and the new one while the file is being replaced."""
+    """Return name -> digests of each recorded result file: one digest, or two while the file is being replaced."""
     return _read(folder)[0]
 
 
 def remove_results(folder: Folder) -> None:
-    """Remove the recorded files whose content is unchanged."""
+    """Remove each result file whose content still has the recorded digest."""
     for name, digests in recorded(folder).items():
         _remove_own(folder, name, digests)
 
 
 def result_problems(folder: Folder) -> Iterator[str]:
-    """Return one line for each recorded file that is gone or has other content."""
+    """Yield one line for each recorded result file that is missing or has changed."""
     for name, digests in recorded(folder).items():
         try:
             if _sha256(folder.read(name)) not in digests:
-                yield f"{folder.url}/{name}: not what was written (sha256 differs); delete it and run again"
+                yield f"{folder.url}/{name}: changed since it was written (sha256 differs); delete it and run again"
         except FileNotFoundError:
-            yield f"{folder.url}/{name}: written and gone; run the job again to write it"
+            yield f"{folder.url}/{name}: was written and is gone; run the job again to write it"
 
 
 def _lines(folder: Folder, manifest: Manifest, to_lines: Callable[[bytes, Shard], list[Line]]) -> Iterator[Line]:
@@ -123,7 +123,7 @@ def _lines(folder: Folder, manifest: Manifest, to_lines: Callable[[bytes, Shard]
 
 
 def _read(folder: Folder) -> tuple[dict[str, list[str]], bool]:
-    """Return name -> digests of recorded files, and whether all were written. Without a valid record: empty, False."""
+    """Return name -> digests of result files, and whether all were written. Without a valid record: ({}, False)."""
     try:
         values = read_json(folder, RECORD)
         files = {str(name): [str(digest) for digest in digests] for name, digests in values["files"].items()}
@@ -156,14 +156,14 @@ def _taken(folder: Folder, name: str) -> UserError:
 
 
 def answer_lines(part: bytes, _: Shard) -> list[Line]:
-    """Return each row of a part as one line of JSON with the part's columns."""
+    """Return each row of `part` (an output file's bytes) as one line of JSON with the same columns."""
     return [(ANSWERS, _line(row)) for row in _rows(part)]
 
 
 def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model: str) -> list[Line]:
-    """Return an OpenAI batch result line for each request. The choices of its response are the request's samples.
+    """Return one OpenAI batch result line per request. The samples of a request become the choices of its response.
 
-    fingerprint: of the job; response ids are derived from it, the file and the row. created: seconds since 1970.
+    fingerprint: the job's fingerprint; response ids are made from it, the input file and the row. created: Unix time.
     """
     requests: list[list[dict[str, Any]]] = []
     for row in _rows(part):
@@ -174,7 +174,7 @@ def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model
     for row_number, samples in enumerate(requests, shard.first_row):
         first, key = samples[0], hashlib.sha256(f"{fingerprint}\0{shard.url}\0{row_number}".encode()).hexdigest()[:24]
         body: Mapping[str, Any]
-        if first["generated_text"] is not None:  # an answer that was cut off has an error too
+        if first["generated_text"] is not None:  # a cut-off answer has text and an error
             name, status, job = RESULTS, 200, f"fp_{fingerprint[:10]}"
             body = completion_body(first["url"], samples, key=key, created=created, model=model, job=job)
         else:
@@ -196,7 +196,7 @@ def _rows(part: bytes) -> list[dict[str, Any]]:
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
-    """Return the type with times and decimals, at any depth, as text: Python cannot represent all Arrow values."""
+    """Return the type with string for times and decimals, at any depth: Python cannot represent all Arrow values."""
     if types.is_decimal(kind) or (types.is_temporal(kind) and not types.is_interval(kind)):
         return pa.string()
     return rebuilt(kind, _as_text)
@@ -207,7 +207,7 @@ def _line(values: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: bytes as base64, NaN and infinity as null, other types as their text."""
+    """Return a value that JSON can hold: bytes become base64, NaN and infinity become null, other types become text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -220,7 +220,7 @@ def _plain(value: Any) -> Any:
 
 
 def cut(lines: Iterator[Line], size: int) -> Iterator[tuple[str, bytes]]:
-    """Yield name (`results.jsonl`, `results-0001.jsonl`) and bytes of each file: `size` bytes at most, or one line."""
+    """Cut lines into files, and yield each file's name and bytes. A file has at most `size` bytes, or only one line."""
     files, counts = dict[str, bytearray](), Counter[str]()
 
     def finish_file(kind: str) -> tuple[str, bytes]:

@@ -1,6 +1,6 @@
-"""Records in `_job/runs.json` each run that answered shards: its start and end, settings and versions.
+"""Records each run that answers shards in `_job/runs.json`: when it began and ended, its settings and versions.
 
-Only reports read it: a job is complete without it. The holder of the lease writes it.
+Only reports read this file; a job is complete without it. Only the run that holds the lease writes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.storage.folder import STORE_ERRORS, Folder, read_json, write_json
 
 log = logging.getLogger(__name__)
 RUNS = "_job/runs.json"
-KEPT = 50  # number of newest runs that are stored
+KEPT = 50  # only this many runs are stored, the newest ones
 COMPILER = "C++ compiler"
 PACKAGES = ("skipdecode", "ray", "torch", "transformers", "tokenizers", "pyarrow", "numpy", "s3fs")
 
@@ -35,19 +35,19 @@ class JobRun:
     """A run of a job."""
 
     began: float  # s since 1970
-    answering: float  # time when planning was over, s since 1970
-    rows: int  # rows left when the run began
-    devices: float  # maximum number of GPUs that all actors use; on CPUs, of actors
+    answering: float  # end of planning, s since 1970
+    rows: int  # rows left to answer when the run began
+    devices: float  # maximum number of GPUs in use; on CPUs, maximum number of actors
     ended: float | None = None  # s since 1970; None if the run has not ended or was killed
     price_per_hour: float | None = None
-    config: dict[str, Any] = field(default_factory=dict)  # keys of the job file that differ from their defaults
+    config: dict[str, Any] = field(default_factory=dict)  # keys of the job file whose values are not the defaults
     versions: dict[str, str] = field(default_factory=dict)  # versions of Python and of packages on the driver
-    host: str = ""  # the driver's host
+    host: str = ""  # name of the driver's host
 
 
 @contextmanager
 def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> Iterator[None]:
-    """Record the block as a run, once when it begins and once when it ends or fails. rows: rows left at its start."""
+    """Record the `with` block as a run, when it begins and when it ends or fails. rows: rows left to answer."""
     values = in_texts(config.model_dump(mode="json", exclude_defaults=True), without_secrets)
     price, host = config.price_per_hour, socket.gethostname()
     run = JobRun(began, time.time(), rows, config.devices, None, price, values, versions(), host)
@@ -65,7 +65,7 @@ def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> 
 
 
 def read_runs(folder: Folder) -> list[JobRun]:
-    """Return the recorded runs, oldest first; none if there is no valid record."""
+    """Return the recorded runs, oldest first; an empty list if the record is missing or damaged."""
     try:
         return [JobRun(**values) for values in read_json(folder, RUNS) or ()]
     except TypeError:
@@ -73,10 +73,10 @@ def read_runs(folder: Folder) -> list[JobRun]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of installed packages on which answers depend."""
+    """Return name -> version of Python, the C++ compiler, the system, and packages that answers depend on."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
-        with suppress(PackageNotFoundError):  # for example this package, if `ray job submit` uploaded it
+        with suppress(PackageNotFoundError):  # for example skipdecode, if `ray job submit` uploaded it
             found[name] = version(name)
     return {**found, COMPILER: _compiler(), "system": platform.platform()}
 
@@ -92,12 +92,12 @@ def _compiler() -> str:
 
 
 def _warn_of_other_versions(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Log one line if the last run of the job had other versions: answers may differ in their last bits."""
-    known = (*PACKAGES, "python", *([COMPILER] if COMPILER in before else ()))  # earlier versions recorded no compiler
+    """Log one line if the job's last run had other package versions: answers may then differ slightly."""
+    known = (*PACKAGES, "python", *([COMPILER] if COMPILER in before else ()))  # old records name no compiler
     names = [name for name in known if before.get(name) != now.get(name)]
     changed = [f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names]
     if before and changed:
-        log.warning("this job resumes with other versions than its last run: %s", ", ".join(changed))
+        log.warning("this run has other versions than the job's last run: %s", ", ".join(changed))
 
 
 def _write(folder: Folder, runs: Sequence[JobRun]) -> None:

@@ -1,7 +1,7 @@
-"""The commit protocol: creating a shard's part file, once and whole, commits the shard. Its record follows.
+"""The commit protocol: a shard is committed when its output file (part) is created. Then its record is written.
 
-The first attempt wins; a later attempt discards its part. A part without a record (the process died between the two)
-is validated and its record rebuilt. Readers that glob ``*.parquet`` see only whole, committed parts.
+A part is created whole, and never twice: if a shard is answered again, the later part is discarded. If a process dies
+before it writes the record, the record is rebuilt from the part. The glob ``*.parquet`` matches only committed parts.
 
     committed_shards (start of a run, checks earlier parts) ──> commit ──> load_records (end of a run) ──> finalize.py
 """
@@ -48,10 +48,10 @@ log = logging.getLogger(__name__)
 SUCCESS = "_SUCCESS"
 DAMAGED = "_job/damaged"  # folder of parts that --repair has set aside
 REPAIR = "run again with --repair, which keeps the file in _job/damaged and answers its shard again"
-# how the parts of earlier runs are checked. quick: digests of local files, sizes and tags in a store. digests: digests
-# of all files. repair: as digests, and damaged parts are set aside
+# How to check parts of earlier runs. quick: compare digests of local files, but sizes and tags of files in a store.
+# digests: compare digests of all files. repair: compare all digests too, and set damaged parts aside.
 Check = Literal["quick", "digests", "repair"]
-PARTS_AT_ONCE = 8  # number of whole parts in memory at the same time
+PARTS_AT_ONCE = 8  # maximum number of parts (output files) in memory at the same time
 PART = re.compile(r"part-\d{6,}\.parquet")
 OWN = re.compile(  # names of files in `_job` that jobs write
     r"(job|summary|duplicates|results|tables|runs|spent|prediction|products-.+)\.json|(plan|inputs|stats)\.parquet|schema\.arrow|"
@@ -60,7 +60,7 @@ OWN = re.compile(  # names of files in `_job` that jobs write
 
 
 class DamagedPart(UserError):
-    """A part cannot be read, or does not hold the rows of its shard."""
+    """A part (output file of one shard) cannot be read, or does not hold the rows of its shard."""
 
 
 def part_name(shard: int) -> str:
@@ -68,9 +68,9 @@ def part_name(shard: int) -> str:
 
 
 def commit(folder: Folder, shard: Shard, part: bytes, stats: ShardStats, fingerprint: str) -> bool:
-    """Commit a shard: create its part, then its record. False if an earlier attempt has committed it.
+    """Commit a shard: create its output file from the bytes `part`, then its record. Return False if the file exists.
 
-    Raises UserError if the existing part is damaged or belongs to another job.
+    Raises UserError if an existing file is damaged or belongs to another job.
     """
     began = time.perf_counter()
     if not folder.create(part_name(shard.index), part):
@@ -86,7 +86,7 @@ def commit(folder: Folder, shard: Shard, part: bytes, stats: ShardStats, fingerp
 def commit_shard(
     shard: Shard, part: bytes, stats: ShardStats, folder: Folder, fingerprint: str, coordinator: Coordinator
 ) -> None:
-    """Commit a shard, remove its quarantine markers and report the commit to the run's coordinator."""
+    """Commit a shard, remove its quarantine markers, and report the commit to `coordinator`."""
     first = commit(folder, shard, part, stats, fingerprint)
     release_shard(folder, shard.index)
     if first:
@@ -96,7 +96,7 @@ def commit_shard(
 
 
 def _rebuild_record(folder: Folder, shard: Shard, fingerprint: str) -> Record:
-    """Validate an existing part and create its record from the part itself. An existing record is kept."""
+    """Validate the shard's existing output file, and return a record made from it. Saves it if there is no record."""
     tag, part = folder.tag(part_name(shard.index)), folder.read(part_name(shard.index))
     record = commit_record(part, check_part(folder, shard, part, fingerprint), tag)
     folder.create(record_name(shard.index), encode_record(record, fingerprint))
@@ -104,16 +104,16 @@ def _rebuild_record(folder: Folder, shard: Shard, fingerprint: str) -> Record:
 
 
 def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> ShardStats:
-    """Validate the bytes of a part, and return the statistics that they hold.
+    """Validate the bytes of a shard's output file (`part`), and return the shard's statistics.
 
-    Times, memory and device are not in a part: these statistics are 0 or empty. folder: used only in error messages.
-    Raises UserError if the part is damaged, belongs to another job, or does not hold the rows of `shard`.
+    The file does not hold times, memory and device: these statistics are 0 or empty. folder: only for error messages.
+    Raises UserError if the file is damaged, belongs to another job, or does not hold the rows of `shard`.
     """
     name = f"{folder.url}/{part_name(shard.index)}"
     try:
         table = read_parquet(part)
-        if part[:4] != b"PAR1":  # pyarrow does not check these bytes, other readers do
-            raise UserError("no Parquet magic at its beginning")
+        if part[:4] != b"PAR1":  # pyarrow does not check these bytes, but other readers do
+            raise UserError("does not begin with PAR1, as Parquet does")
         metadata = table.schema.metadata or {}
         ours = metadata.get(b"skipdecode.fingerprint") == fingerprint.encode()
         stats = ShardStats.of_part(shard.index, table, int(metadata[b"skipdecode.num_layers"])) if ours else None
@@ -131,10 +131,10 @@ def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> S
 
 
 def committed_shards(folder: Folder, shards: Sequence[Shard], fingerprint: str, check: Check = "quick") -> set[int]:
-    """Return the indices of the committed shards at the start of a run, after a check of their parts.
+    """Check the output files (parts) at the start of a run, and return the indices of all committed shards.
 
-    Rebuilds missing records from the parts, and removes the records of parts that are gone. Raises UserError if a part
-    is damaged or belongs to another job.
+    Rebuilds missing records from the parts, and removes the records of missing parts. Raises UserError if a part is of
+    another job or is damaged. With check = "repair", a damaged part is set aside and raises no error.
     """
     records, parts = load_records(folder, shards, fingerprint, check)
     recorded = set(records["shard"].to_pylist()) & {shard.index for shard in shards}
@@ -154,13 +154,13 @@ def committed_shards(folder: Folder, shards: Sequence[Shard], fingerprint: str, 
 def load_records(
     folder: Folder, shards: Iterable[Shard], fingerprint: str, check: Check = "quick"
 ) -> tuple[pa.Table, dict[int, FileInfo]]:
-    """Return the records of all shards as `read_all` does, and shard -> size and tag of each part.
+    """Return all commit records as a table, and shard -> size and tag of its output file (part).
 
-    Rebuilds damaged and missing records from the parts. With check = "repair", sets a part aside that cannot be read.
-    Otherwise raises UserError if a part is damaged, and always if it belongs to another job.
+    Rebuilds damaged and missing records from the parts. Raises UserError if a part belongs to another job. If a part
+    without a record is damaged, also raises UserError, or with check = "repair" sets the part aside.
     """
     planned = {shard.index: shard for shard in shards}
-    records, damaged = read_all(folder, fingerprint)  # read before the parts, because a part precedes its record
+    records, damaged = read_all(folder, fingerprint)  # before the parts are listed: a part precedes its record
     for name in damaged:
         log.warning("%s/%s: damaged or another job's, removed; its records are rebuilt", folder.url, name)
     folder.remove_all(damaged)
@@ -186,7 +186,7 @@ def load_records(
 
 
 def part_files(folder: Folder, shards: Iterable[int]) -> dict[int, FileInfo]:
-    """Return shard -> size and tag of each part. Parallel requests list the parts of `shards` and of later shards."""
+    """Return shard -> size and tag of its output file. Lists the files of `shards` and later shards, in parallel."""
     shards = set(shards)
     stems = {part_name(index)[: -len("000.parquet")] for index in shards}
     found = folder.listed(stems, after=part_name(max(shards)) if shards else "")
@@ -196,10 +196,10 @@ def part_files(folder: Folder, shards: Iterable[int]) -> dict[int, FileInfo]:
 def damaged_parts(
     folder: Folder, records: pa.Table, parts: Mapping[int, FileInfo], check: Check = "quick"
 ) -> dict[int, str]:
-    """Return shard -> how its part in `parts` differs from its record.
+    """Return shard -> difference, for each output file in `parts` that differs from its record.
 
-    Compares sizes, and the store's tags if the record has one. Also compares digests, unless the parts are in a store
-    and check = "quick".
+    Compares sizes, and the store's checksum (tag) if the record has one. Also compares digests, but with
+    check = "quick" only those of local files.
     """
     damaged, same, untagged = dict[int, str](), dict[int, str](), 0
     for record in records.select(["shard", "bytes", "sha256", "tag"]).to_pylist():
@@ -216,7 +216,7 @@ def damaged_parts(
             untagged += not tag
     if check == "quick" and not isinstance(folder, LocalFolder):
         if untagged:
-            log.warning("%d parts were checked by size alone, their records hold no checksum of the store", untagged)
+            log.warning("%d parts were checked by size alone: their records hold no store checksum", untagged)
         return damaged
 
     def differs(shard: int) -> bool:
@@ -230,7 +230,7 @@ def damaged_parts(
 
 
 def set_aside(folder: Folder, name: str) -> None:
-    """Move a file to the folder of damaged files: copy it, check the copy, then remove it."""
+    """Move a damaged file to the folder `DAMAGED`: copy it, check the copy, then remove the file."""
     data = folder.read(name)
     copy = f"{DAMAGED}/{name.removesuffix('.parquet')}-{hashlib.sha256(data).hexdigest()[:16]}.parquet"
     folder.create(copy, data)
@@ -241,7 +241,7 @@ def set_aside(folder: Folder, name: str) -> None:
 
 
 def clear(folder: Folder) -> None:
-    """Remove a job's files, `_SUCCESS` and parts first. The lease, temporaries and all other files stay.
+    """Remove a job's files, first `_SUCCESS` and the parts. Keeps the lease, temporary files and all other files.
 
     Checks nothing: the caller must hold the lease.
     """
@@ -253,12 +253,12 @@ def clear(folder: Folder) -> None:
 
 
 def clear_temporaries(folder: Folder) -> None:
-    """Remove half-written files of killed processes."""
+    """Remove half-written files that killed processes left behind."""
     folder.remove_all([f"_job/tmp/{name}" for name in folder.names("_job/tmp")])
 
 
 def check_output(folder: Folder, fingerprint: str) -> None:
-    """Raise UserError unless `folder` holds the job here: on another node a local path may be another folder."""
+    """Raise UserError if `folder` does not hold the job: on another node, a local path may name another folder."""
     job = read_json(folder, JOB)
     if not isinstance(job, dict) or job.get("fingerprint") != fingerprint:
         raise UserError(

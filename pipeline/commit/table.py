@@ -1,8 +1,8 @@
-"""Adds the parts of a finished job to a table as one snapshot: `output.format: iceberg` or `delta`.
+"""Adds a finished job's output files (parts) to a table as one snapshot: `output.format: iceberg` or `delta`.
 
-The table refers to the part files without a copy. The snapshot holds the job's fingerprint: if a run is killed after
-the table's commit, the next run finds the snapshot and adds nothing. `_job/tables.json` is written before and after the
-table's commit. It lists the tables that may hold the parts, and --overwrite refuses to remove these parts.
+The files are not copied: the table refers to them. The snapshot holds the job's fingerprint. If a run is killed after
+the commit to the table, the next run finds the snapshot and adds nothing. `_job/tables.json` is written before and
+after this commit. It lists tables that may refer to the parts; --overwrite does not remove such parts.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from pipeline.runtime.announce import announced
 from pipeline.storage.folder import Folder, write_json
 
 RECORD = "_job/tables.json"
-TRIES = 20  # maximum tries of a commit while other writers are faster
+TRIES = 20  # maximum number of attempts to commit, if other writers commit first
 
 
 @dataclass(frozen=True)
 class TableRecord:
-    """Entry of `_job/tables.json`: a table that may hold the job's parts."""
+    """An entry in `_job/tables.json`: a table that may hold the job's output files (parts)."""
 
     table: str  # the table's name or folder
-    parts: str  # digest of the parts that it holds
-    snapshot: int | None = None  # None until the commit is known to have succeeded
+    parts: str  # one digest of all parts that were added to the table
+    snapshot: int | None = None  # None until it is known that the commit to the table succeeded
 
 
 def check_table(config: JobConfig, schema: pa.Schema) -> None:
-    """Raise UserError if the output table cannot hold the job's parts. Called during planning. schema: of the parts."""
+    """Raise UserError, during planning, if the output table cannot hold the job's output files, which have `schema`."""
     if not config.output.is_table:
         return
     if config.output.format == "delta":
         folder, table = map(real_url, (config.output.path, table_name(config.output)))
         if not f"{folder}/".startswith(f"{table}/"):
             raise UserError(
-                f"output.table: {table_name(config.output)} does not hold output.path {config.output.path}; a Delta "
-                "table's data files lie in its folder: choose an output.path in it"
+                f"output.table: {table_name(config.output)} does not hold output.path {config.output.path}; choose an "
+                "output.path inside the Delta table's folder, because the table's data files must be there"
             )
     output_table(config.output, config.storage).check(schema)
 
 
 def commit_table(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
-    """Add the parts of a complete job to its output table; do nothing if the table already holds them.
+    """Add a complete job's output files (parts) to its output table. Do nothing if the table holds them already.
 
-    Raises UserError if the table cannot hold the parts, or holds earlier parts of the job with other bytes.
+    Raises UserError if the table cannot hold the parts, or holds earlier versions of the job's parts.
     """
     if not config.output.is_table:
         return
@@ -84,7 +84,7 @@ def commit_table(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
 
 
 def has_table(folder: Folder, config: JobConfig) -> bool:
-    """Tell whether `_job/tables.json` says that the output table holds the job's parts; true without such a table."""
+    """Tell whether `_job/tables.json` says that the output table holds the job's parts; true if there is no table."""
     if not config.output.is_table:
         return True
     record = recorded(folder).get(_key(config))
@@ -92,7 +92,7 @@ def has_table(folder: Folder, config: JobConfig) -> bool:
 
 
 def recorded(folder: Folder) -> dict[str, TableRecord]:
-    """Return the tables that hold, or may hold, parts of this folder. Raises UserError if the record is damaged."""
+    """Return the tables in `_job/tables.json`, which may hold the folder's parts. Raises UserError if it is damaged."""
     try:
         values = json.loads(folder.read(RECORD))
         return {str(key): TableRecord(**value) for key, value in values.items()}
@@ -105,7 +105,7 @@ def recorded(folder: Folder) -> dict[str, TableRecord]:
 
 
 def check_no_table(folder: Folder) -> None:
-    """Raise UserError if a table may hold the folder's parts, because the table cannot be read without the parts."""
+    """Raise UserError if a table may hold the folder's parts: without these files, the table cannot be read."""
     for record in recorded(folder).values():
         raise UserError(
             f"{folder.url}: its parts are data files of table {record.table}, which --overwrite would break; choose "
@@ -114,7 +114,7 @@ def check_no_table(folder: Folder) -> None:
 
 
 def _append(table: OutputTable, folder: Folder, manifest: Manifest, records: pa.Table) -> int:
-    """Append the parts, and retry while other writers are faster; return the snapshot that holds the parts."""
+    """Append the job's output files to `table`, and return the snapshot. Retry if another writer commits first."""
     columns = (records[name].to_pylist() for name in ("shard", "bytes", "answers"))
     rows, root = zip(*columns, strict=True), real_url(folder.url)
     parts = [PartFile(f"{root}/{part_name(shard)}", size, answers) for shard, size, answers in rows]

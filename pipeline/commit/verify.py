@@ -1,4 +1,4 @@
-"""Reads every part of an output again, compares parts with records and plan, and the plan with the input files."""
+"""Reads all output files (parts) of a job again, and compares them with the commit records, the plan and the input."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def verify(folder: Folder, manifest: Manifest, storage: StorageConfig) -> Iterat
             part = folder.read(part_name(index))
             check_part(folder, planned[index], part, manifest.fingerprint)
         except FileNotFoundError:
-            return f"{name}: gone while it was read"
+            return f"{name}: removed by another program while it was read"
         except ValueError as error:
             return str(error)
         if index not in digests:
             return f"{name}: has no commit record; run the job again to rebuild it"
         if hashlib.sha256(part).hexdigest() != digests[index]:
-            return f"{name}: valid, but not what was committed (sha256 differs); {REPAIR}"
+            return f"{name}: valid, but differs from the file that was committed (sha256); {REPAIR}"
         return None
 
     expected = planned.keys() if folder.exists(SUCCESS) else set()
@@ -56,9 +56,9 @@ def verify(folder: Folder, manifest: Manifest, storage: StorageConfig) -> Iterat
 
 
 def plan_problems(manifest: Manifest, storage: StorageConfig) -> list[str]:
-    """Return one line for each gap or overlap of the plan's shards, and for each file with other rows than planned.
+    """Return one line per problem: shards that overlap or leave a gap, and input files whose rows are not as planned.
 
-    Skips input files that are gone or have changed, because the parts answer the files as they were planned.
+    Skips input files that are gone or have changed since planning, because the answers belong to the old content.
     """
 
     def problem(file: InputFile) -> str | None:
@@ -68,7 +68,7 @@ def plan_problems(manifest: Manifest, storage: StorageConfig) -> list[str]:
         except (UserError, PermissionError, NoSuchBucket):
             return None
         same = found.group_rows == file.group_rows
-        return None if same else f"{file.url}: it holds {found.rows} rows, the plan {file.rows}"
+        return None if same else f"{file.url}: it holds {found.rows} rows, but the plan says {file.rows}"
 
     lines = [line for line in in_parallel(problem, manifest.files) if line is not None]
     return [*lines, *coverage_problems(manifest)]

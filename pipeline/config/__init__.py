@@ -1,1 +1,1 @@
-"""Which keys a file has: their units, defaults and checks, and how a file is read. Imports no torch: it is fast."""
+"""Defines the keys of configuration files (unit, default, checks), and reads the files. Fast: imports no torch."""

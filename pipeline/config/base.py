@@ -1,4 +1,4 @@
-"""The base class of all sections of configuration files: a pydantic model that refuses unknown keys."""
+"""Defines the base class of all sections of configuration files: a pydantic model that refuses unknown keys."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 
 class Section(BaseModel):
-    """A section of a file. It refuses unknown keys and values of a wrong type; a whole number counts as a float too."""
+    """A section of a configuration file. Unknown keys and wrong types are errors. A float key accepts whole numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-    renamed: ClassVar[dict[str, str]] = {}  # former key -> what to write instead
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {}  # former key -> its default, and what to do instead
+    renamed: ClassVar[dict[str, str]] = {}  # old key -> what to write in its place
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {}  # old key -> its default, and the advice for users who set it
 
     @model_validator(mode="before")
     @classmethod
@@ -41,9 +41,9 @@ class Section(BaseModel):
 
 
 def without_removed(stored: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
-    """Return `stored`, values that an earlier version recorded, without removed keys that hold their default.
+    """Return `stored` (values that an earlier version recorded) without those removed keys that have their old default.
 
-    A job whose recorded identity holds removed keys can then be resumed.
+    This allows a job to resume although an earlier version recorded keys that were removed later.
     """
     kept: dict[str, Any] = {}
     for key, value in stored.items():
@@ -56,13 +56,13 @@ def without_removed(stored: Mapping[str, Any], section: type[Section]) -> dict[s
     return kept
 
 
-SECRET = "secret"  # the type of a pydantic error whose value must not be shown
+SECRET = "secret"  # type of the pydantic error for a value that must not be shown
 
 
 def holds_secret() -> PydanticCustomError:
-    """Return an error for a value that holds a secret; its message does not show the value."""
+    """Return the error for a value that holds a secret. The message does not show the value."""
     return PydanticCustomError(
-        SECRET, "holds a user or password, which the output would record; give them by the environment"
+        SECRET, "holds a user or password, which would be saved in the output; set them in the environment"
     )
 
 
@@ -74,7 +74,7 @@ def _place(value: str) -> str:
     return value
 
 
-Place = Annotated[str, AfterValidator(_place)]  # a path or URL; it is written to the output, so it holds no secret
+Place = Annotated[str, AfterValidator(_place)]  # a path or URL; without secrets, because it is saved in the output
 
 
 _NAMES = re.compile(r"(password|passwd|pwd|secret|token|credential|api_?key)[^=&;]*=", re.I)

@@ -17,12 +17,12 @@ DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")
 
 
 class EvalDataConfig(Section):
-    path: Paths = Field(description="files, folders or globs with prompts, and references if there are any")
+    path: Paths = Field(description="files, folders or globs with prompts and, if available, right answers")
     prompt: str = Field("prompt", description="column with the prompts: text, or lists of token ids")
     references: str | None = Field(
-        "references", description="column with right answers; null: compare with full depth only"
+        "references", description="column with right answers; null: compare answers only with those at full depth"
     )
-    id: str = Field("id", description="column copied to the files of answers, if the data has it")
+    id: str = Field("id", description="column to copy to the answer files, if the data has this column")
     limit: int | None = Field(None, ge=1, description="rows")
 
 
@@ -39,23 +39,23 @@ class EvalConfig(Section):
     data: EvalDataConfig
     model: ModelConfig
     reference_model: Place | None = Field(
-        None, description="checkpoint whose answers at full depth all others are compared with; null: model at 1x"
+        None, description="compare all answers with those of this checkpoint at full depth; null: model at 1x"
     )
     baselines: dict[str, str] = Field(
-        default_factory=dict, description="name: path of further checkpoints to evaluate; they need model's tokenizer"
+        default_factory=dict, description="more checkpoints to evaluate, as name: path; same tokenizer as model"
     )
     output: Place = Field(description="folder for the tables and the answers")
     schedule: ScheduleConfig = Field(
-        default_factory=ScheduleConfig, description="schedule without the keys that set depths"
+        default_factory=ScheduleConfig, description="schedule, without speedup, max_depth, min_depth and depths"
     )
     speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal speed-ups; 1 is always included")
     prompts: list[Literal["full", "first"]] = Field(
         default_factory=list,
-        description="further prompt policies (schedule.prompt) to evaluate at every speed above 1x",
+        description="more prompt policies (see schedule.prompt) to evaluate at every speed above 1x",
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    choices: Labels | None = Field(None, description="labels, or a .json file of them; every answer is a label")
-    max_batch: int = Field(64, ge=1, description="most rows in a batch")
+    choices: Labels | None = Field(None, description="labels as a list or .json file; every answer is one of them")
+    max_batch: int = Field(64, ge=1, description="maximum number of rows in a batch")
     cache_bytes: int | None = Field(
         None, ge=1, description="bytes of the KV cache; default 1 GiB on a CPU, 8 GiB on a GPU"
     )
@@ -66,12 +66,12 @@ class EvalConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> EvalConfig:
         if self.sampling.n > 1:
-            raise UserError("sampling.n: one answer a row is scored; leave it out")
+            raise UserError("sampling.n: evaluate scores only one answer per row; leave it out")
         if self.sampling.logprobs is not None:
-            raise UserError("sampling.logprobs: evaluate writes none; leave it out")
+            raise UserError("sampling.logprobs: evaluate writes no log-probabilities; leave it out")
         for name in DEPTH_KEYS:
             if getattr(self.schedule, name) is not None:
-                raise UserError(f"schedule.{name}: the depths are measured at every one of speedups; leave it out")
+                raise UserError(f"schedule.{name}: evaluate sets the depths for each of the speedups; leave it out")
         shown: dict[str, float] = {}
         for speedup in (1.0, *self.speedups):
             if shown.setdefault(f"{speedup:g}", speedup) != speedup:

@@ -1,4 +1,4 @@
-"""Reads and checks answer formats of job files and rows: labels, JSON Schema, regex or grammar. Needs no tokenizer."""
+"""Reads and checks answer formats in job files and rows: labels, JSON Schema, regex or grammar. Needs no tokenizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _text_of(file: str) -> str:
 def labels_given(value: Any) -> Any:
     """Return the labels of a key `choices` as a tuple. value: labels, or the name of a .json file with a list of them.
 
-    Raises UserError for a label that is not text, or a file that holds something else.
+    Raises UserError if a label is not text, or the file cannot be read or does not hold a list.
     """
     if isinstance(value, str) and value.endswith(".json"):
         file, text = value, _text_of(value)
@@ -46,7 +46,7 @@ def labels_given(value: Any) -> Any:
     for label in value:
         if not isinstance(label, str):
             raise UserError(
-                f"labels are text, and {label!r} is not; put it in quotes (true and false are YAML booleans)"
+                f"labels must be text, but {label!r} is not; put it in quotes (true and false are YAML booleans)"
             )
     return tuple(value)
 
@@ -57,11 +57,11 @@ def normalized(label: str) -> str:
 
 
 def check_labels(labels: Sequence[str | None], least: int = 1) -> None:
-    """Raise UserError for fewer labels than `least`, or a label that is null, empty or repeated."""
+    """Raise UserError if there are fewer than `least` labels, or a label is null, empty or repeated."""
     if not labels:
         raise UserError("choices is empty")
     if len(labels) < least:
-        raise UserError(f"choices: {labels[0]!r} is the only label, so that it would be every answer; give two or more")
+        raise UserError(f"choices: {labels[0]!r} is the only label, so it would be every answer; give two or more")
     seen = set[str]()
     for index, label in enumerate(labels):
         if label is None or not label.strip():
@@ -72,7 +72,7 @@ def check_labels(labels: Sequence[str | None], least: int = 1) -> None:
 
 
 def _form(value: Any) -> Any:
-    """Check and return the format {json_schema: …}, {regex: …} or {grammar: …}; .json and .lark files are read."""
+    """Check and return {json_schema: …}, {regex: …} or {grammar: …}. A .json or .lark file named in it is read."""
     if not isinstance(value, dict):
         return value
     read = dict(value)
@@ -87,7 +87,7 @@ def _form(value: Any) -> Any:
 
 def _column(value: Any) -> Any:
     if isinstance(value, dict) and not (len(value) == 1 and set(value) <= set(KINDS)):
-        raise UserError(f"must be {{form: column}} with one of {', '.join(KINDS)}")
+        raise UserError(f"must be {{form: column}}, where form is one of {', '.join(KINDS)}")
     return value
 
 

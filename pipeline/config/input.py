@@ -1,4 +1,4 @@
-"""The section `input` of job files: where the rows are, and how a row becomes a prompt."""
+"""Defines the section `input` of job files: where the rows are, and how a row becomes a prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actors.engine.types import SamplingParams
 from pipeline.config.base import Place, Section
 from pipeline.config.forms import FormColumn
 
-LONGEST_RECORD = 2**27  # bytes of a row of text
+LONGEST_RECORD = 2**27  # maximum bytes of one row in a text file
 TableFormat = Literal["iceberg", "delta"]
 InputFormat = Literal["parquet", "jsonl", "csv", "openai_batch", TableFormat]
 
@@ -47,43 +47,43 @@ class ExampleConfig(Section):
 class InputConfig(Section):
     """Prompts come from a column of text or token ids, from a template, or from a column of messages.
 
-    With `chat`, `system` or `examples` the prompt's text becomes the last user message of a chat.
+    If `chat`, `system` or `examples` is set, the text of the prompt becomes the last user message of a chat.
     """
 
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "continuations": (None, "given texts are not scored here: vLLM does it")
+        "continuations": (None, "given texts are not scored any more: use vLLM")
     }
 
     path: Paths = Field(
-        description="input file, folder or glob, or a list of them, local or s3://; or one table: an Iceberg table's "
-        "name (namespace.table) in storage.catalog, a Delta table's folder"
+        description="input file, folder or glob, or a list of these, local or s3://; or one table: the name of an "
+        "Iceberg table (namespace.table) in storage.catalog, or the folder of a Delta table"
     )
     format: InputFormat | None = Field(
         None,
-        description="jsonl: one object per line; csv: column names in the first line; openai_batch: one request per "
-        "line, as JSON; all three may be gzipped (.gz). iceberg, delta: a table. Default: as the suffix says (.jsonl, "
-        ".csv), else parquet; in a folder the .parquet files",
+        description="jsonl: one JSON object per line; csv: column names in the first line; openai_batch: one request "
+        "per line, as JSON. Files of these three formats may be gzipped (.gz). iceberg, delta: a table. Default: "
+        "format of the suffix (.jsonl, .csv), else parquet; of a folder, only its .parquet files are read",
     )
     snapshot: int | None = Field(
-        None, ge=0, description="Iceberg snapshot id, or Delta version, to read; default: the newest when planning"
+        None, ge=0, description="Iceberg snapshot id or Delta version to read; default: the newest during planning"
     )
     csv_field_bytes: int = Field(
         2**20,
         ge=1,
         le=LONGEST_RECORD,
-        description="most bytes of a quoted field in a CSV file; a longer field is taken for a quote never closed",
+        description="maximum bytes of a quoted field in a CSV file; a longer field counts as a quote never closed",
     )
     id: str | None = Field(
-        None, description="column copied to the output's `id`; default: the file's path below the input, and row number"
+        None, description="column to copy to the output column `id`; default: ids made of file path and row number"
     )
     prompt: str | None = Field(None, description="column with prompts: text, or lists of token ids; default 'prompt'")
     template: str | None = Field(
-        None, description="Jinja2 template that makes the prompt from the row's columns, such as meta.question, tags[0]"
+        None, description="Jinja2 template that makes the prompt from a row's columns, such as meta.question or tags[0]"
     )
     messages: str | None = Field(
-        None, description="column with chats: lists of structs with role and content (text or parts), or JSON"
+        None, description="column with chats: lists of structs with role and content (text or parts), or JSON text"
     )
-    chat: bool = Field(False, description="make the prompt a chat's user message; implied by system and examples")
+    chat: bool = Field(False, description="use the prompt as user message of a chat; implied by system and examples")
     system: str | None = Field(
         None,
         min_length=1,
@@ -91,7 +91,7 @@ class InputConfig(Section):
     )
     examples: list[ExampleConfig] = Field(
         default_factory=list,
-        description="exchanges to insert between system message and the row's messages; may be Jinja2 templates",
+        description="example exchanges to insert after the system message of each chat; may be Jinja2 templates",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="values for the checkpoint's chat template, such as enable_thinking"
@@ -102,7 +102,7 @@ class InputConfig(Section):
         "null in a row: the job's value",
     )
     choices: str | None = Field(
-        None, description="column with a list of labels for each row's answer; null in a row: the job's choices"
+        None, description="column in which each row lists the labels for its answer; null in a row: the job's choices"
     )
     output_format: FormColumn | None = Field(
         None,
@@ -112,7 +112,7 @@ class InputConfig(Section):
     tools: str | None = Field(
         None,
         description="column with tools for the chat template, a list or JSON: [{type: function, function: {name, "
-        "description, parameters}}]; null in a row: no tools. The model's calls go to a column tool_calls",
+        "description, parameters}}]; null in a row: no tools. Tool calls of the model go to a column tool_calls",
     )
     continue_final: bool = Field(
         False, description="if a chat ends with an assistant's message, the answer continues that message"
@@ -129,27 +129,27 @@ class InputConfig(Section):
     )
     since: Literal["last_success"] | None = Field(
         None,
-        description="last_success: each run answers only files that no successful run has answered, in a dated folder",
+        description="last_success: a run answers only files that no successful run has answered, into a dated folder",
     )
     duplicate_ids: Literal["warn", "error"] = Field(
         "warn",
         description="what happens if values of the id column repeat. warn: they are counted at the end; error: the "
-        "job fails, before the start if the input is Parquet, else at the end without _SUCCESS",
+        "job fails, with Parquet input before the start, else at the end and without _SUCCESS",
     )
     changed: Literal["error", "reprocess", "ignore"] = Field(
         "error",
-        description="with since, what happens to a file that changed after it was answered. error: the run stops; "
-        "reprocess: it is answered again; ignore: its answers stay",
+        description="with since, what happens if a file changed after it was answered. error: the run stops; "
+        "reprocess: the file is answered again; ignore: the old answers stay",
     )
     unreadable: Literal["error", "later"] = Field(
         "error",
-        description="with since, what happens to a new file that cannot be read or lacks a column. error: the run "
-        "stops; later: it is left for a later run",
+        description="with since, what happens if a new file cannot be read or lacks a column. error: the run stops; "
+        "later: the file is left for a later run",
     )
     retry: Literal["errors"] | None = Field(
         None,
-        description="errors: with since, rows that got an error are answered again, in a dated folder of their own; "
-        "default: never",
+        description="with since, whether rows that got an error are answered again. errors: yes, into a dated folder "
+        "of their own; default: no",
     )
 
     @model_validator(mode="after")
@@ -180,7 +180,7 @@ class InputConfig(Section):
     def _check_table(self) -> None:
         if not self.is_table:
             if self.snapshot is not None:
-                raise UserError("snapshot is of a table: set format: iceberg or delta too")
+                raise UserError("snapshot is only for tables: set format: iceberg or delta too")
             return
         if len(self.path) > 1:
             raise UserError(f"format: {self.format} reads one table; give one path")
@@ -188,7 +188,7 @@ class InputConfig(Section):
             raise UserError("give snapshot or since, not both")
         for name in ("changed", "unreadable"):
             if getattr(self, name) != "error":
-                raise UserError(f"{name} is for files: a table's snapshots tell what was added")
+                raise UserError(f"{name} is only for files: a table's snapshots tell which rows were added")
 
     @property
     def is_table(self) -> bool:
@@ -197,18 +197,18 @@ class InputConfig(Section):
 
     @property
     def prompt_column(self) -> str | None:
-        """The column of prompts; None for a template, messages or requests."""
+        """The column with prompts; None if prompts come from a template, messages or batch requests."""
         other = self.is_batch or self.template is not None or self.messages is not None
         return None if other else self.prompt or "prompt"
 
     @property
     def chat_texts(self) -> list[str]:
-        """Texts other than `template` that may be templates over the row's columns."""
+        """The system message and the texts in `examples`, which may be Jinja2 templates over a row's columns."""
         return [self.system or "", *(text for one in self.examples for text in (one.user, one.assistant))]
 
     @property
     def id_column(self) -> str | None:
-        """The column that is copied to `id`."""
+        """The input column that is copied to the output column `id`."""
         return "custom_id" if self.is_batch else self.id
 
     @property

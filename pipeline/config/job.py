@@ -17,32 +17,32 @@ from pipeline.config.input import InputConfig, TableFormat, one_or_many
 class BudgetConfig(Section):
     """Limits for all runs of a job together; the job stops when it reaches one of them."""
 
-    hours: float | None = Field(None, gt=0, description="most device-hours: hours × GPUs, or hours × actors on CPUs")
-    money: float | None = Field(None, gt=0, description="most money: device-hours × price_per_hour")
-    tokens: int | None = Field(None, ge=1, description="most generated tokens")
+    hours: float | None = Field(None, gt=0, description="maximum device-hours: hours × GPUs, or hours × actors on CPUs")
+    money: float | None = Field(None, gt=0, description="maximum money: device-hours × price_per_hour")
+    tokens: int | None = Field(None, ge=1, description="maximum generated tokens")
 
 
 class CatalogConfig(Section):
     """An Iceberg catalog.
 
-    pyiceberg's own settings for `name` are read too (.pyiceberg.yaml, and variables such as
-    PYICEBERG_CATALOG__NAME__URI). Put credentials and other properties there. A key that is set here overrides them.
+    pyiceberg also reads its own settings for this catalog (.pyiceberg.yaml, and environment variables such as
+    PYICEBERG_CATALOG__NAME__URI). Put credentials and other properties there. Keys in this section override them.
     """
 
     name: str = Field("default", min_length=1, description="the catalog's name in pyiceberg's settings")
     type: Literal["sql", "rest", "glue", "hive"] | None = Field(
-        None, description="kind of catalog; default: pyiceberg's setting, else the kind that the scheme of uri implies"
+        None, description="kind of catalog; default: pyiceberg's setting, else the kind that fits the scheme of uri"
     )
     uri: Endpoint | None = Field(
-        None, description="URI, such as sqlite:////data/catalog.db; one with a password belongs in the environment"
+        None, description="URI, such as sqlite:////data/catalog.db; put a URI with a password in the environment"
     )
     warehouse: Place | None = Field(
         None,
-        description="where new tables are stored: a local or s3:// folder, or the name of a warehouse of the catalog",
+        description="where new tables are stored: a local or s3:// folder, or the name of a warehouse in the catalog",
     )
 
     def properties(self) -> dict[str, str]:
-        """Return the keys that the file sets, under pyiceberg's names."""
+        """Return the keys that the job file sets, as pyiceberg names them."""
         return self.model_dump(exclude={"name"}, exclude_none=True)
 
 
@@ -50,7 +50,7 @@ Decay = Literal["linear", "cosine", "power", "step", "constant"]
 KeepOrder = Literal["paper", "even", "early_exit", "measured"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 OutputFormat = Literal["parquet", "jsonl", "openai_batch", TableFormat]
-RESULT_NAMES = ("answers", "results", "errors")  # files that output.format adds, without suffix
+RESULT_NAMES = ("answers", "results", "errors")  # names without suffix of files that output.format adds
 
 
 def _many(value: Any) -> Any:
@@ -58,58 +58,58 @@ def _many(value: Any) -> Any:
 
 
 class ReasoningConfig(Section):
-    start: str = Field("<think>", min_length=1, description="text that begins thinking, in the answer or the prompt")
-    end: str = Field("</think>", min_length=1, description="text that ends thinking")
+    start: str = Field("<think>", min_length=1, description="mark at the start of thinking, in answer or prompt")
+    end: str = Field("</think>", min_length=1, description="mark at the end of thinking")
 
 
 class OutputConfig(Section):
     path: Place = Field(description="folder for the answers; local or s3://")
     format: OutputFormat | None = Field(
         None,
-        description="what a finished job writes besides its Parquet parts. jsonl: answers.jsonl; openai_batch: "
+        description="what a finished job writes besides its Parquet files. jsonl: answers.jsonl; openai_batch: "
         "results.jsonl and errors.jsonl (default if input.format is openai_batch); iceberg, delta: a snapshot of "
-        "output.table, whose data files are the parts",
+        "output.table, with the Parquet files as its data files",
     )
     table: Place | None = Field(
         None,
-        description="table to write with format iceberg or delta; created if it does not exist. iceberg: its name "
-        "(namespace.table) in storage.catalog; delta: its folder, which must contain output.path (the default)",
+        description="table to write if format is iceberg or delta; created if it does not exist. iceberg: its name "
+        "(namespace.table) in storage.catalog; delta: a folder that contains output.path; default: output.path",
     )
     keep: list[str] = Field(default_factory=list, description="input columns to copy to the output, besides id")
     strip: bool = Field(True, description="remove white space at both ends of each answer")
     parse: bool = Field(
-        False, description="write a column `parsed` with each answer as a struct, as output_format.json_schema says"
+        False, description="write a column `parsed`: each answer as a struct with the fields of the JSON schema"
     )
     token_ids: bool = Field(False, description="write a column with the generated token ids")
-    cumulative_logprob: bool = Field(False, description="write a column: the tokens' summed log-probability, nats")
+    cumulative_logprob: bool = Field(False, description="write a column: the sum of token log-probabilities (nats)")
 
     @model_validator(mode="after")
     def _table_fits(self) -> OutputConfig:
         if self.table is not None and not self.is_table:
             raise UserError("table needs format: iceberg or delta")
         if self.format == "iceberg" and self.table is None:
-            raise UserError("format: iceberg needs table: its name in storage.catalog, as namespace.table")
+            raise UserError("format: iceberg needs table: the table's name in storage.catalog, as namespace.table")
         return self
 
     @property
     def is_table(self) -> bool:
-        """Whether the parts become a snapshot of a table."""
+        """Whether the job adds its output files to an Iceberg or Delta table."""
         return self.format in get_args(TableFormat)
 
 
 class ModelConfig(Section):
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "products": ("measured", "this package's kernels run, and with AMX the library's products; leave it out"),
+        "products": ("measured", "this package's kernels run, or with AMX those of the library; leave it out"),
         "cuda_graphs": (False, "vLLM captures them; leave it out"),
-        "kv_cache": (None, "engine: vllm has a cache of 8 bits by vllm: {kv_cache_dtype: fp8}"),
+        "kv_cache": (None, "for 8 bits, set engine: vllm and vllm: {kv_cache_dtype: fp8}"),
         "compile": (False, "the CPU has kernels of its own; leave it out"),
     }
 
     path: Place = Field(description="checkpoint: local folder, s3:// folder, or owner/name@revision on the hub")
     speed_adapter: Place | None = Field(
         None,
-        description="local or s3:// folder with low-rank weights for speeds above 1x, which `skipdecode adapt` made "
-        "for the checkpoint at model.path; at 1x they are not loaded",
+        description="local or s3:// folder with a speed adapter (low-rank weights for speeds above 1x) that "
+        "`skipdecode adapt` made for model.path; at 1x it is not loaded",
     )
     cache: Place | None = Field(
         None, description="folder for downloads; default $SKIPDECODE_CACHE, else ~/.cache/skipdecode"
@@ -117,20 +117,20 @@ class ModelConfig(Section):
     dtype: Dtype = Field("bfloat16", description="type of weights, activations and KV cache")
     weights: Literal["int8"] | None = Field(
         None,
-        description="int8: linear layers and head in 8 bits, with one scale for each output of a weight; only on CPUs "
-        "and with dtype bfloat16; fast with AVX512-VNNI; default: weights in dtype, or in the checkpoint's own 8 bits",
+        description="int8: 8-bit weights in linear layers and head, with one scale per output channel; only on CPUs "
+        "and with dtype bfloat16; fast with AVX512-VNNI. Default: weights in dtype, or 8-bit if the checkpoint's are",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if the actor has a GPU, else cpu")
     engine: EngineName = Field(
         "auto",
-        description="what runs the model. library: the layers of transformers, with this package's kernels on a CPU; "
-        "vllm: vLLM with this package's add-on, which answers every row once, but not the same in every run; auto: "
-        "vllm on a GPU if it is installed (pip install 'skipdecode[vllm]'), else library",
+        description="what runs the model. library: the layers of transformers, on a CPU with this package's kernels; "
+        "vllm: vLLM with this package's add-on, whose answers may differ from run to run; auto: vllm on a GPU if it is "
+        "installed (pip install 'skipdecode[vllm]'), else library",
     )
     vllm: dict[str, Any] | None = Field(
         None,
-        description="engine arguments of vLLM under their Python names, such as max_model_len, quantization, or "
-        "tensor_parallel_size: 4 (an actor then asks for 4 GPUs); implies engine: vllm",
+        description="arguments for vLLM's engine, with their Python names, such as max_model_len, quantization, or "
+        "tensor_parallel_size: 4 (then each actor asks for 4 GPUs); implies engine: vllm",
     )
 
     @model_validator(mode="before")
@@ -138,7 +138,7 @@ class ModelConfig(Section):
     def _removed_values(cls, values: Any) -> Any:
         given = values if isinstance(values, dict) else {}
         if given.get("engine") == "paged":
-            raise UserError("engine: paged was removed: leave engine out; on GPUs vllm runs where it is installed")
+            raise UserError("engine: paged was removed: leave engine out; GPUs use vllm if it is installed")
         if given.get("weights") == "fp8":
             raise UserError("weights: fp8 was removed with the engine that ran it; write vllm: {quantization: fp8}")
         return values
@@ -160,34 +160,34 @@ class ModelConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """Layers to run for each token. A missing key comes from the checkpoint's skipdecode.json or `ScheduleSpec`."""
+    """Which layers run for each token. A missing key comes from the checkpoint's skipdecode.json or `ScheduleSpec`."""
 
-    speedup: float | None = Field(None, description="nominal speed-up: all layers ÷ mean layers run over the horizon")
-    max_depth: int | None = Field(None, description="layers for generated token 0")
-    min_depth: int | None = Field(None, description="layers for each generated token from the horizon on")
+    speedup: float | None = Field(None, description="nominal speed-up: layers ÷ mean layers per token over the horizon")
+    max_depth: int | None = Field(None, description="number of layers for generated token 0")
+    min_depth: int | None = Field(None, description="number of layers for each generated token from the horizon on")
     depths: list[int] | None = Field(
-        None, description="layers for generated tokens 0, 1, ...; the last number is for all further tokens too"
+        None, description="number of layers for generated tokens 0, 1, ...; the last number applies to all later tokens"
     )
     horizon: int | None = Field(None, description="number of generated tokens over which depth falls")
-    decay: Decay | None = Field(None, description="shape of the curve by which depth falls over the horizon")
-    power: float | None = Field(None, description="exponent of the curve for decay: power")
-    steps: int | None = Field(None, description="number of stairs for decay: step")
+    decay: Decay | None = Field(None, description="curve along which depth (layers per token) falls over the horizon")
+    power: float | None = Field(None, description="exponent of the curve if decay is power")
+    steps: int | None = Field(None, description="number of steps of the curve if decay is step")
     warmup: int | None = Field(None, description="number of lowest layers that always run")
     keep_order: KeepOrder | list[int] | None = Field(
-        None, description="layers, the most needed first; measured: adapt, tune and evaluate measure the order"
+        None, description="layers, the most needed first; measured: adapt, tune and evaluate measure this order"
     )
     prompt: Literal["full", "first"] | None = Field(
-        None, description="layers that run over the prompt; full: all; first: those of generated token 0"
+        None, description="layers that process the prompt. full: all layers; first: the layers of generated token 0"
     )
 
     def changes(self) -> dict[str, Any]:
-        """Return the keys of `ScheduleConfig` that the file sets, with lists as tuples. They determine the layers."""
+        """Return the keys of `ScheduleConfig` that the file sets, with lists as tuples. They select the layers."""
         given = self.model_dump(exclude_none=True, include=set(ScheduleConfig.model_fields))
         return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
 
 class RunScheduleConfig(ScheduleConfig):
-    """The schedule of a job, or of a server's requests that name no `speed`."""
+    """The schedule of a job, or of those requests to a server that do not name a `speed`."""
 
     unadapted: bool = Field(
         False, description="allow a schedule that the checkpoint was not trained for; the answers may be ruined"
@@ -205,23 +205,23 @@ class JobScheduleConfig(RunScheduleConfig):
         0.6,
         ge=0,
         le=1,
-        description="least share of tokens on which the schedule must agree with full depth; below it a new job stops",
+        description="share of tokens that must be the same as at full depth; below this share, a new job stops",
     )
     agreement_rows: int = Field(
-        16, ge=0, description="rows on which a new job measures its agreement with full depth; 0: no measurement"
+        16, ge=0, description="number of rows that a new job compares with full depth before it begins; 0: none"
     )
 
 
 class SamplingConfig(Section):
-    """How tokens are chosen, with names and defaults of `SamplingParams`; `input.sampling` overrides them per row."""
+    """How tokens are chosen. Names and defaults are as in `SamplingParams`; `input.sampling` overrides them per row."""
 
-    max_new_tokens: int = Field(64, ge=1, lt=2**31, description="most tokens of an answer, including the stop token")
-    min_new_tokens: int = Field(0, ge=0, lt=2**31, description="tokens that an answer has before it may end")
+    max_new_tokens: int = Field(64, ge=1, lt=2**31, description="maximum tokens of an answer, with the stop token")
+    min_new_tokens: int = Field(0, ge=0, lt=2**31, description="minimum tokens before an answer may end")
     temperature: float = Field(0.0, ge=0, description="0 is greedy, otherwise at least 0.01")
-    top_k: int = Field(0, ge=0, lt=2**31, description="number of likeliest tokens to sample from; 0: all")
-    top_p: float = Field(1.0, gt=0, le=1, description="probability mass of the likeliest tokens to sample from")
-    min_p: float = Field(0.0, ge=0, le=1, description="least probability to sample, as a share of the largest")
-    repetition_penalty: float = Field(1.0, gt=0, description="penalty factor of tokens in prompt or answer; 1: none")
+    top_k: int = Field(0, ge=0, lt=2**31, description="sample from this many most likely tokens; 0: all")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the most likely tokens with this total probability")
+    min_p: float = Field(0.0, ge=0, le=1, description="sample tokens with at least this share of the top probability")
+    repetition_penalty: float = Field(1.0, gt=0, description="penalty factor for tokens in prompt or answer; 1: none")
     presence_penalty: float = Field(
         0.0, ge=-2, le=2, description="subtracted from the logits of tokens that occur in the answer; 0: none"
     )
@@ -229,7 +229,7 @@ class SamplingConfig(Section):
         0.0, ge=-2, le=2, description="subtracted from a token's logit for each occurrence in the answer; 0: none"
     )
     stop: Annotated[tuple[str, ...], BeforeValidator(_many)] = Field(
-        (), description="string or list of strings; the answer's text ends before the first of them"
+        (), description="string or list of strings; the answer ends before the first of them that occurs"
     )
     stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_many)] = Field(
         (), description="token ids that end an answer"
@@ -237,7 +237,7 @@ class SamplingConfig(Section):
     ignore_eos: bool = Field(False, description="do not end an answer at the model's own stop tokens")
     n: int = Field(1, ge=1, lt=2**31, description="answers per prompt, at most 1024")
     logprobs: int | None = Field(
-        None, ge=0, description="write a column logprobs with this many alternatives to each token; default: no column"
+        None, ge=0, description="write a column logprobs with this many alternatives for each token; default: no column"
     )
     seed: int = Field(0, ge=0, lt=2**63, description="seed of the job's random numbers")
 
@@ -247,18 +247,18 @@ class SamplingConfig(Section):
         return self
 
     def params(self) -> SamplingParams:
-        """Return the parameters, without the seed, of rows that set none. Raises UserError if values conflict."""
+        """Return the parameters, without the seed, for rows that set none. Raises UserError if values conflict."""
         return SamplingParams(**self.model_dump(exclude={"seed"}))
 
 
 class ActorsConfig(Section):
     count: int | None = Field(None, ge=1, description="number of actors; default 1 unless min and max are set")
-    min: int | None = Field(None, ge=1, description="least number of actors, with autoscaling")
-    max: int | None = Field(None, ge=1, description="largest number of actors, with autoscaling")
+    min: int | None = Field(None, ge=1, description="minimum number of actors, with autoscaling")
+    max: int | None = Field(None, ge=1, description="maximum number of actors, with autoscaling")
     gpus: float = Field(0, ge=0, description="GPUs per actor")
-    cpus: float | None = Field(None, gt=0, description="logical CPUs per actor; default: its number of threads")
+    cpus: float | None = Field(None, gt=0, description="logical CPUs per actor; default: one per thread")
     wait_seconds: float = Field(
-        600, ge=0, description="seconds to wait for a cluster to fit the least number of actors"
+        600, ge=0, description="seconds to wait until the cluster has room for the minimum number of actors"
     )
     threads: int | None = Field(
         None, ge=1, description="torch threads per actor; default on a CPU: CPUs of the node ÷ actors on the node"
@@ -266,16 +266,16 @@ class ActorsConfig(Section):
     cache_bytes: int | None = Field(
         None,
         ge=1,
-        description="bytes of an actor's KV cache for all rows in flight; default 1 GiB on a CPU, 8 GiB on a GPU; with "
-        "engine vllm on a GPU the memory that gpu_memory_utilization leaves",
+        description="bytes of an actor's KV cache, which holds all rows in flight; default: 1 GiB on a CPU, 8 GiB on a "
+        "GPU, or with engine vllm on a GPU the memory that gpu_memory_utilization leaves",
     )
     max_batch: int | None = Field(
-        None, ge=1, description="most rows in flight in an actor; default 64, with engine vllm 256"
+        None, ge=1, description="maximum rows in flight in an actor; default 64, with engine vllm 256"
     )
     scheduler: Literal["lock_step", "refill"] | None = Field(
         None,
         description="lock_step: all rows of a batch begin together; refill: a row that has ended is replaced at "
-        "once, which pays if a few answers are many times as long as most. Default: lock_step with choices or "
+        "once, which is faster if a few answers are much longer than most. Default: lock_step with choices or "
         "ignore_eos, or if max_new_tokens is at most 3 × horizon and max_batch is above 16; else refill",
     )
 
@@ -296,9 +296,9 @@ class ActorsConfig(Section):
 
 
 class StorageConfig(Section):
-    endpoint_url: Endpoint | None = Field(None, description="S3 endpoint; credentials only from the usual AWS places")
+    endpoint_url: Endpoint | None = Field(None, description="S3 endpoint; give credentials in the usual AWS places")
     region: str | None = Field(None, description="S3 region")
-    retry_seconds: float = Field(300, ge=0, description="seconds for which a failing S3 call is retried; 0: one try")
+    retry_seconds: float = Field(300, ge=0, description="seconds for which a failing S3 call is retried; 0: no retry")
     contact_seconds: float = Field(
         20, ge=0, description="seconds for which planning retries an S3 call if the endpoint has never answered"
     )
@@ -306,7 +306,7 @@ class StorageConfig(Section):
     catalog: CatalogConfig = Field(default_factory=CatalogConfig, description="catalog of Iceberg tables")
 
     def after_planning(self) -> StorageConfig:
-        """Return the settings of a running job, which retries longer because its driver has reached the endpoint."""
+        """Return settings for a running job: it retries longer, because planning has already reached the endpoint."""
         return self.model_copy(update={"contact_seconds": self.retry_seconds})
 
 
@@ -314,7 +314,7 @@ class JobConfig(Section):
     renamed: ClassVar[dict[str, str]] = {"max_row_errors": "max_error_rate"}
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
         "notify": (None, "let the scheduler report the exit status; `run --json` prints the outcome"),
-        "task": ("generate", "given texts are not scored here: vLLM does it"),
+        "task": ("generate", "given texts are not scored any more: use vLLM"),
     }
 
     input: InputConfig
@@ -324,58 +324,58 @@ class JobConfig(Section):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     choices: Labels | None = Field(
         None,
-        description="two or more labels, or a .json file of them; every answer is one of them. For labels per "
-        "row see input.choices",
+        description="two or more labels, as a list or .json file; every answer is one of them. For other labels in "
+        "each row, see input.choices",
     )
     output_format: Form | None = Field(
         None,
         description="form of every answer: {json_schema: object or .json file}, {regex: text} or {grammar: Lark text "
-        "or .lark file}. With check: after beside json_schema, parts of the schema that no grammar can express are "
-        "checked after generation, and a row that breaks them gets an error. For a form per row see "
+        "or .lark file}. If check: after is given with json_schema, parts of the schema that no grammar can express "
+        "are checked after generation, and a row that breaks them gets an error. For another form in each row, see "
         "input.output_format",
     )
     reasoning: ReasoningConfig | Literal["auto"] | None = Field(
         None,
         description="move thinking from the answer to a column `reasoning`; choices and output_format then apply to "
-        "the text after it. {}: thinking between <think> and </think>; auto: between the chat template's own marks, "
-        "if any",
+        "the text after thinking. {}: thinking is between <think> and </think>; auto: between the marks of the chat "
+        "template, if it has any",
     )
     shared_prefix: bool = Field(
         True,
-        description="compute shared beginnings of prompts only once: what all prompts share, once per actor; what some "
-        "rows share, such as the examples of a category, once per shard",
+        description="compute prefixes that prompts share only once: a prefix of all prompts once per actor, a prefix "
+        "of some rows (such as the examples of a category) once per shard",
     )
     actors: ActorsConfig = Field(default_factory=ActorsConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
     shard_rows: int | None = Field(
         None,
         ge=1,
-        description="rows per shard, the unit of commit and progress; default: 256, or a quarter of an actor's rows if "
-        "that is less; if an actor has more than 8,192 rows, a 32nd of them, at most 4,096",
+        description="rows per shard, the unit of commit and progress. Default for up to 8,192 rows per actor: a "
+        "quarter of them, at most 256; for more rows per actor: 1/32 of them, at most 4,096",
     )
     shard_bytes: int = Field(64 * 2**20, ge=1, description="uncompressed input bytes per shard")
     max_error_rate: float = Field(
         0.01, ge=0, le=1, description="largest share of rows with an error; above it `run` ends with exit status 3"
     )
     grace_seconds: float = Field(
-        20, ge=0, description="seconds that shards at work get to finish after a signal; 0: they are dropped"
+        20, ge=0, description="seconds that running shards get to finish after a signal; 0: they are dropped at once"
     )
     attempts: int = Field(
-        3, ge=1, description="worker deaths after which a row that ran alone gets an error, or loading the model fails"
+        3, ge=1, description="after this many worker deaths, a row that ran alone gets an error, or model loading fails"
     )
     price_per_hour: float | None = Field(
         None,
         gt=0,
-        description="price of a device (a GPU, or an actor on CPUs) for an hour, for `plan` and budget.money",
+        description="price of one device (a GPU, or an actor on CPUs) per hour; used by `plan` and budget.money",
     )
     budget: BudgetConfig | None = Field(
-        None, description="what all runs of the job may use; when it is used up, `run` stops with exit status 4"
+        None, description="what all runs of the job together may use; at a limit, `run` stops with exit status 4"
     )
     adapt: AdaptConfig | None = Field(None, description="settings of `skipdecode adapt`; `run` ignores them")
 
     @property
     def result_format(self) -> OutputFormat:
-        """Format of the files that the job writes after its parts; parquet if it writes none."""
+        """Format of the files that the job writes besides its Parquet files; parquet if it writes no others."""
         return self.output.format or ("openai_batch" if self.input.is_batch else "parquet")
 
     @property
@@ -391,12 +391,12 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> JobConfig:
         if self.budget is not None and self.budget.money is not None and self.price_per_hour is None:
-            raise UserError("budget.money needs price_per_hour, the money for an hour of one device")
+            raise UserError("budget.money needs price_per_hour, the price of one device for an hour")
         if self.input.retry is not None and self.output.is_table:
-            raise UserError("input.retry would add rows that output.table holds already; leave one of both out")
+            raise UserError("input.retry would add rows that output.table already holds; leave one of the two out")
         self.model.check_actors(self.actors.gpus, "actors")
         if self.output.format == "openai_batch" and not self.input.is_batch:
-            raise UserError("output.format: openai_batch answers such requests: set input.format: openai_batch too")
+            raise UserError("output.format: openai_batch needs requests as input: set input.format: openai_batch too")
         if self.choices is not None:
             check_labels(self.choices, 2)
         forms = {
@@ -408,8 +408,8 @@ class JobConfig(Section):
         for name in filter(forms.get, forms):
             check_compatible(name, self.sampling.params())
         if self.input.tools is not None and any(forms.values()):
-            raise UserError("input.tools does not go with choices or output_format: a call would have another form")
+            raise UserError("input.tools does not go with choices or output_format: a tool call has another form")
         form = self.output_format
         if self.output.parse and (form is None or form.kind != "json_schema" or self.input.output_format is not None):
-            raise UserError("output.parse needs output_format.json_schema, one for all rows: a column has one type")
+            raise UserError("output.parse needs output_format.json_schema, one for all rows, as a column has one type")
         return self

@@ -1,4 +1,4 @@
-"""Reads a YAML 1.2 file with `--set` changes into a model of this package. Every error is one line."""
+"""Reads a YAML 1.2 file, with changes by `--set`, into a pydantic model. The message of every error is one line."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the values of a YAML 1.2 document: yes and no are text, 1e-5 is a number.
+    """Return the values in a YAML 1.2 document. In YAML 1.2, yes and no are text, and 1e-5 is a number.
 
-    Raises UserError of one line if the document is invalid, or a key occurs twice.
+    Raises a one-line UserError if the document is invalid or a key occurs twice.
     """
     try:
         return _yaml().load(io.StringIO(text))
@@ -44,7 +44,7 @@ def parse_yaml(text: str) -> Any:
 def dump_yaml(values: dict[str, Any]) -> str:
     """Return a YAML document that `parse_yaml` reads back as the same values."""
     text = ""
-    for readable in (True, False):  # a few characters survive only if all are escaped
+    for readable in (True, False):  # a few characters survive only if they are escaped
         stream, yaml = io.StringIO(), _yaml()
         yaml.allow_unicode = readable
         yaml.dump(values, stream)
@@ -76,7 +76,7 @@ def load_config(kind: type[ConfigT], path: str | Path, changes: Sequence[str] = 
 
 
 def validated(kind: type[ConfigT], values: dict[str, Any], source: str) -> ConfigT:
-    """Return the values as a model. Raises UserError that begins with `source`."""
+    """Return the values as a model of class `kind`. Raises UserError with a message that begins with `source`."""
     try:
         check_unicode(values)
         return kind.model_validate(values)
@@ -105,7 +105,7 @@ def load_values(path: str | Path, changes: Sequence[str] = ()) -> dict[str, Any]
 
 
 def changed(values: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """Return the values, with ``a.b=value`` changes applied to them. Raises UserError."""
+    """Apply the ``a.b=value`` changes to `values`, and return them. Raises UserError if a change is not valid."""
     for change in changes:
         _apply(values, change)
     return values
@@ -132,7 +132,7 @@ def _apply(values: dict[str, Any], change: str) -> None:
 def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
     problems = error.errors()
     problem = next((entry for entry in problems if entry["type"] == "extra_forbidden"), problems[0])
-    inner = ("function-", "list[", "literal[")  # beginnings of pydantic's names for types in a union: no keys
+    inner = ("function-", "list[", "literal[")  # pydantic's names for types in a union begin with these; not keys
     where = [str(part) for part in problem["loc"] if not str(part).startswith(inner)]
     where = [part for part in where[:-1] if not part.endswith("Config")] + where[-1:]
     key = ".".join(part if part.isprintable() else repr(part) for part in where)
@@ -150,7 +150,7 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
 
 
 def _shown(given: Any) -> str:
-    """Return a value as an error may show it: without secrets, and cut off if it is long."""
+    """Return a value as text for an error message: without secrets, and cut off if it is long."""
     text = without_secrets(repr(given) if not isinstance(given, int) or given.bit_length() < 256 else "a huge number")
     return text if len(text) <= 200 else f"{text[:200]}…"
 

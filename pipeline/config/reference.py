@@ -30,8 +30,8 @@ WORDS = {
 
 
 def described(section: str | None = None) -> str:
-    """Return text about all keys, the keys of a section such as `input`, or one key. Raise UserError if none fits."""
-    found: dict[str, str] = {}  # a key that several files have is listed once
+    """Describe all keys, the keys of one section such as `input`, or one key. Raise UserError if there is none."""
+    found: dict[str, str] = {}  # a key that several kinds of files have is listed once
     for model in FILES.values():
         for key, field in leaves(model):
             if section is None or key == section or key.startswith((f"{section}.", f"{section}[].")):
@@ -46,7 +46,7 @@ def described(section: str | None = None) -> str:
 
 
 def leaves(model: type[Section], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the dotted name and the field of every key of a model and of its sections."""
+    """Yield the dotted name and the field of each key in a model and in its nested sections."""
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
         if name in model.removed:
@@ -70,7 +70,7 @@ def parts(annotation: Any) -> tuple[Any, ...]:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """Return the section that a field holds, alone or in a list; None if it holds none."""
+    """Return the section class in a field's type, which may be a list of sections. None: the type has no section."""
     for part in parts(annotation):
         for kind in (part, *get_args(part)):
             if isinstance(kind, type) and issubclass(kind, Section):

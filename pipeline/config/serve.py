@@ -21,17 +21,17 @@ from pipeline.config.job import (
 class ServeSamplingConfig(SamplingConfig):
     """Sampling parameters for requests that do not give them."""
 
-    max_new_tokens: int = Field(256, ge=1, lt=2**31, description="most tokens of an answer, including the stop token")
+    max_new_tokens: int = Field(256, ge=1, lt=2**31, description="maximum tokens of an answer, with the stop token")
     temperature: float = Field(1.0, ge=0, description="0 is greedy, otherwise at least 0.01")
 
 
 class ReplicasConfig(ActorsConfig):
-    """A replica is an actor that answers requests. Up to 256 more requests wait; all others get status 429."""
+    """A replica is an actor that answers requests. Up to 256 requests wait; when 256 wait, new ones get status 429."""
 
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
         "events_per_second": (1000, "each step's tokens are sent at once; a slow client gets fewer events"),
-        "target_requests": (None, "another replica starts above half of max_batch requests: set max_batch"),
-        "max_waiting": (256, "256 answers wait, further requests get status 429; raise max or count"),
+        "target_requests": (None, "a replica is added at more than half of max_batch requests: set max_batch"),
+        "max_waiting": (256, "up to 256 answers wait, further requests get status 429; raise max or count"),
         "scheduler": (None, "a server always refills; leave it out"),
     }
 
@@ -39,10 +39,10 @@ class ReplicasConfig(ActorsConfig):
 class HttpConfig(Section):
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
         "haproxy": (False, "Ray Serve's own proxy is used"),
-        "max_body_bytes": (8 * 2**20, "a request holds at most 8 MiB; answer longer ones by skipdecode run"),
+        "max_body_bytes": (8 * 2**20, "a request holds at most 8 MiB; answer longer ones with skipdecode run"),
     }
 
-    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 is every network")
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0: all networks")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
     api_key_env: str | None = Field(
         None, min_length=1, description="environment variable with the API key; default: no key"
@@ -63,8 +63,8 @@ class ServeConfig(Section):
     sampling: ServeSamplingConfig = Field(default_factory=ServeSamplingConfig)
     reasoning: ReasoningConfig | Literal["auto"] | None = Field(
         None,
-        description="return thinking apart from the answer, as reasoning_content. {}: thinking between <think> and "
-        "</think>; auto: between the chat template's own marks, if any",
+        description="return thinking apart from the answer, as reasoning_content. {}: thinking is between <think> and "
+        "</think>; auto: between the marks of the chat template, if it has any",
     )
     replicas: ReplicasConfig = Field(default_factory=ReplicasConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)

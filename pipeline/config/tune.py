@@ -17,7 +17,7 @@ RANK = 32  # default rank of a speed adapter
 
 class TuneModelConfig(Section):
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "new": (None, "make a checkpoint with random weights, for example by configs/demo/new_model.py; give path"),
+        "new": (None, "make a checkpoint with random weights, for example with configs/demo/new_model.py; set path"),
         "vocab_size": (2048, "leave it out"),
     }
 
@@ -25,22 +25,22 @@ class TuneModelConfig(Section):
 
 
 class TuneDataConfig(Section):
-    train: Paths = Field(description="files, folders or globs (see input.path) with prompts and responses")
-    dev: Paths = Field(description="files, folders or globs (see input.path) for the dev-set loss")
+    train: Paths = Field(description="files, folders or globs (see input.path) with prompts and responses to train on")
+    dev: Paths = Field(description="files, folders or globs (see input.path) with the dev set's prompts and responses")
     prompt: str = Field("prompt", description="column with the prompts")
     train_reference: str = Field(
-        "reference", description="column with the responses of data.train: a string, or a list of strings"
+        "reference", description="column of data.train with the responses: a string, or a list of strings"
     )
     dev_reference: str = Field(
-        "references", description="column with the responses of data.dev: a string, or a list of strings"
+        "references", description="column of data.dev with the responses: a string, or a list of strings"
     )
     ended: str | None = Field(
-        None, description="column of booleans; false marks a response that was cut off, so that its end is not learned"
+        None, description="boolean column; false: the row's response was cut off, so training does not learn its end"
     )
     collapse_whitespace: bool = Field(False, description="replace each run of white space in a response by one space")
-    choices: Labels | None = Field(None, description="labels, or a .json file of them; every response is a label")
-    dev_rows: int = Field(256, ge=2, description="pairs in the dev set, evenly spaced over the files of data.dev")
-    max_tokens: int = Field(256, ge=4, description="most tokens of prompt and response; longer pairs are left out")
+    choices: Labels | None = Field(None, description="labels as a list or .json file; every response is one of them")
+    dev_rows: int = Field(256, ge=2, description="number of pairs in the dev set, evenly spaced over data.dev")
+    max_tokens: int = Field(256, ge=4, description="maximum tokens of prompt plus response; longer pairs are left out")
 
 
 class TuneScheduleConfig(Section):
@@ -53,44 +53,44 @@ class TuneScheduleConfig(Section):
         [1.0], min_length=1, description="nominal speed-ups to train; each step draws one or more of them"
     )
     also: list[ScheduleConfig] = Field(
-        default_factory=list, description="further schedules to train: keys that replace those of this section"
+        default_factory=list, description="more schedules to train; each sets only keys that differ from this section"
     )
-    default: float | None = Field(None, description="nominal speed-up of jobs that set none; default: last of speedups")
+    default: float | None = Field(None, description="nominal speed-up for jobs that set none; default: last speed-up")
     horizon: int | None = Field(
         None, ge=2, description="generated tokens over which depth falls; default: median length of the responses"
     )
-    decay: Decay = Field("linear", description="shape of the depth curve; default: the start checkpoint's")
+    decay: Decay = Field("linear", description="curve along which depth falls; default: as in the start checkpoint")
     warmup: int = Field(
-        1, ge=0, description="lowest layers that always run; default: the start checkpoint's, or the measured order's"
+        1, ge=0, description="lowest layers that always run; default: as in the start checkpoint or the measured order"
     )
     keep_order: KeepOrder | list[int] = Field(
         "paper",
-        description="layers, the most needed first; measured: the order is measured on start weights and training "
-        "pairs; default: the start checkpoint's",
+        description="order in which layers are kept, the most needed first; measured: measure the order with the start "
+        "weights on training pairs; default: as in the start checkpoint",
     )
     prompt: Literal["full", "first"] = Field(
         "full",
-        description="layers to run over prompts; full: all; first: those of generated token 0; default: the start "
-        "checkpoint's",
+        description="layers that process prompts. full: all layers; first: only the layers of generated token 0; "
+        "default: as in the start checkpoint",
     )
 
 
 class LossConfig(Section):
-    """The training objective, summed over response tokens, with a weight for each of its terms."""
+    """The training objective: a weighted sum of loss terms, added up over all response tokens."""
 
-    references: float = Field(1.0, ge=0, description="weight of the cross-entropy on the data's responses")
+    references: float = Field(1.0, ge=0, description="weight of the cross-entropy loss on the responses in the data")
     distillation: float = Field(0.0, ge=0, description="weight of the KL divergence from the teacher at full depth")
     temperature: float = Field(1.0, gt=0, description="temperature of teacher and student in the KL divergence")
     teacher: Place | None = Field(None, description="checkpoint with the same tokenizer; default: the start weights")
-    teacher_top_k: int = Field(64, ge=1, description="likeliest tokens of the teacher to keep; all others count as one")
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="probability spread over the vocabulary")
+    teacher_top_k: int = Field(64, ge=1, description="most likely teacher tokens to keep; all others count as one")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of probability to spread evenly over all tokens")
 
     @model_validator(mode="after")
     def _some(self) -> LossConfig:
         if self.references == self.distillation == 0:
             raise UserError("references and distillation are both 0: there is nothing to learn from; raise one")
         if self.references == 0 and self.label_smoothing > 0:
-            raise UserError("label_smoothing needs cross-entropy, and references is 0: leave it out")
+            raise UserError("label_smoothing has no effect while references is 0: leave label_smoothing out")
         if self.teacher is not None and self.distillation == 0:
             raise UserError("teacher has no effect while distillation is 0: raise distillation")
         return self
@@ -100,21 +100,21 @@ class AdapterConfig(Section):
     """A speed adapter: low-rank weights beside the frozen model. One adapter is trained for all speeds above 1x."""
 
     start: Place | None = Field(None, description="speed adapter to train further; it sets rank, alpha and targets")
-    rank: int | None = Field(None, ge=1, description=f"columns of each low-rank matrix; default {RANK}")
+    rank: int | None = Field(None, ge=1, description=f"rank of the low-rank matrices; default {RANK}")
     alpha: int | None = Field(None, ge=1, description="adapter outputs are scaled by alpha / rank; default 2 × rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapter's input while training")
     targets: list[str] | None = Field(
         None,
         min_length=1,
-        description="linear layers that get an adapter, by the end of their name, such as q_proj; default: all linear "
-        "layers of the decoder layers",
+        description="linear layers that get an adapter, given by the end of their names, such as q_proj; default: all "
+        "linear layers inside decoder layers",
     )
 
     @model_validator(mode="after")
     def _of_start(self) -> AdapterConfig:
         given = [name for name in ("rank", "alpha", "targets") if getattr(self, name) is not None]
         if self.start is not None and given:
-            raise UserError(f"adapter.{given[0]} is that of adapter.start: leave it out")
+            raise UserError(f"adapter.{given[0]} is set by adapter.start: leave it out")
         return self
 
 
@@ -122,10 +122,10 @@ class TrainingConfig(Section):
     removed: ClassVar[dict[str, tuple[Any, str]]] = {"compile": (False, "leave it out")}
 
     epochs: float = Field(1.0, gt=0, description="passes over the training pairs")
-    max_steps: int = Field(-1, description="number of optimizer steps; -1: as many as epochs needs")
-    batch_size: int = Field(64, ge=1, description="pairs per step, over all workers and micro-batches together")
+    max_steps: int = Field(-1, description="number of optimizer steps; -1: as many as the epochs need")
+    batch_size: int = Field(64, ge=1, description="training pairs per optimizer step, in all workers together")
     speeds_per_step: int = Field(
-        1, ge=1, description="number of schedules drawn for each step, which share their passes over the prompts"
+        1, ge=1, description="number of schedules drawn for each step; they share the forward passes over the prompts"
     )
     prompt_gradient: bool = Field(
         True,
@@ -134,29 +134,29 @@ class TrainingConfig(Section):
     micro_batch_tokens: int | None = Field(
         None,
         ge=1,
-        description="most tokens that a worker computes at once; default: as many as fit 3 GiB of activations, divided "
-        "by the number of workers, or on a GPU a quarter of its memory",
+        description="maximum tokens that a worker computes at once. Default on a CPU: as many as fit in 3 GiB of "
+        "activations, divided by the number of workers; on a GPU: as many as fit in a quarter of its memory",
     )
     checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
-    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate; a cosine to zero after the warm-up")
+    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate, then a cosine down to zero")
     warmup_steps: int = Field(50, ge=0, description="optimizer steps over which the learning rate rises")
     weight_decay: float = Field(0.01, ge=0, description="AdamW")
     bf16: bool = Field(
         True,
-        description="save bfloat16 weights, and compute in bfloat16 (autocast) where the device has instructions for "
-        "it; false: float32 for both",
+        description="save weights in bfloat16, and also compute in bfloat16 (autocast) if the device has instructions "
+        "for it; false: save and compute in float32",
     )
-    seed: int = Field(0, ge=0, description="seed of initial weights, order of pairs, and drawn speeds")
-    eval_steps: int = Field(200, ge=1, description="optimizer steps between dev-set losses; at most a tenth of all")
-    save_steps: int = Field(200, ge=1, description="optimizer steps between checkpoints to resume from")
+    seed: int = Field(0, ge=0, description="seed for initial weights, the order of pairs, and the drawn speeds")
+    eval_steps: int = Field(200, ge=1, description="steps between measurements of dev-set loss; at most a tenth of all")
+    save_steps: int = Field(200, ge=1, description="optimizer steps between two checkpoints to resume from")
     early_stopping: int | None = Field(
-        None, ge=1, description="stop after this many dev-set losses in a row without improvement; default: never"
+        None, ge=1, description="stop if the dev-set loss has not improved in this many measurements; default: never"
     )
-    threads: int | None = Field(None, ge=1, description="torch threads; default all cores, or workers.cpus")
+    threads: int | None = Field(None, ge=1, description="torch threads; default: all cores, or workers.cpus if given")
 
 
 class WorkersConfig(Section):
-    """Data parallel training in processes of this machine; each worker holds the model."""
+    """Data-parallel training in several processes on this machine. Each worker process holds the whole model."""
 
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
         "address": (None, "workers are processes of one machine: run the command on the machine that has the GPUs")
@@ -174,7 +174,7 @@ class TuneConfig(Section):
 
     model: TuneModelConfig
     data: TuneDataConfig
-    output: Place = Field(description="folder for the checkpoint or speed adapter, and the state to resume (_training)")
+    output: Place = Field(description="folder for the checkpoint or speed adapter; subfolder _training allows resuming")
     schedule: TuneScheduleConfig = Field(default_factory=TuneScheduleConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     adapter: AdapterConfig | None = Field(None, description="train a speed adapter instead of all weights")

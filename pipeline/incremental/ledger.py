@@ -1,12 +1,12 @@
-"""The ledger of incremental runs: which input files each run has claimed, and how the run ended.
+"""Records incremental runs in a ledger: the input files that each run has claimed, and how the run ended.
 
-    _ledger/000007.json          run 7 claims these files; written before anything else of the run
-    _ledger/000007.end.json      how run 7 ended: success or abandoned; never changed
-    _ledger/through-000050.json  copy of runs 1 to 50 in one file, so that reading stays cheap
+    _ledger/000007.json          the input files that run 7 claims; run 7 writes this record first
+    _ledger/000007.end.json      how run 7 ended: success or abandoned
+    _ledger/through-000050.json  a copy of the records of runs 1 to 50, so that reading stays fast
 
-Each record is created once, and a run begins only after the previous run has ended. If two commands begin a run at the
-same time, one gets the number. If two commands end the same run, the first end counts. This needs no lock and no clock.
-A file is answered if a successful run has claimed it, even if that run's folder is removed. Every other file is new.
+A record is created once and never changed. A run begins only after the previous run has ended. If two commands begin a
+run at once, only one can create the record. If two commands end the same run, the first end counts. No lock or clock is
+needed. A file is answered if a successful run has claimed it, even if the run's folder is removed. Other files are new.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from pipeline.storage.parquet import read_parquet
 log = logging.getLogger(__name__)
 FORMAT = 2
 SHOWN_RUNS = 20
-SHOWN_FILES = 3  # number of names shown if files are left for a later run
-COMPACT_EVERY = 50  # number of ended runs after which they are compacted
+SHOWN_FILES = 3  # maximum number of file names shown, if files are left for a later run
+COMPACT_EVERY = 50  # each time this many runs have ended, all ended runs are copied into one file
 CLAIM, COMPACTED = re.compile(r"(\d{6,})\.json"), re.compile(r"through-(\d{6,})\.json")
 Rows = dict[str, set[int]]  # URL of an input file -> its rows with an error
 State = Literal["unfinished", "success", "abandoned"]
 
 
 class ConcurrentRun(Exception):
-    """Another run claimed the files first, or abandoned this run; the message names the run."""
+    """Another command claimed the files first, or abandoned this run. The message names the run."""
 
 
 @dataclass(frozen=True)
@@ -69,20 +69,20 @@ class ClaimedFile:
 
 @dataclass(frozen=True)
 class LedgerRun:
-    """A run of the ledger. Its times are UTC."""
+    """A run that the ledger lists. All times are UTC."""
 
     number: int
-    folder: str  # name of the run's output folder, which is in the root folder
-    fingerprint: str  # fingerprint of its job
+    folder: str  # name of the run's output folder inside the root folder
+    fingerprint: str  # fingerprint of the run's job
     began: str
     by: str  # process that began the run
     files: tuple[ClaimedFile, ...]
     state: State = "unfinished"
     ended: str = ""
-    why: str = ""  # reason of an abandoned run
-    table: str = ""  # id of an input table
+    why: str = ""  # why the run was abandoned
+    table: str = ""  # id of the input table
     snapshot: int | None = None  # newest snapshot of the input table that the run covers
-    root: str | None = None  # folder to which file names in generated ids are relative, in all runs; see `PartSpec`
+    root: str | None = None  # file names in generated ids are relative to this folder in all runs; see `PartSpec`
     left: tuple[str, ...] = ()  # URLs of new files that this run could not read and left for a later run
 
     @classmethod
@@ -99,7 +99,7 @@ class LedgerRun:
 
 @dataclass(frozen=True)
 class Ledger:
-    """All runs in order; all but the last have ended. compacted: number of the last run in the compacted file."""
+    """All runs in order. Only the last may be unfinished. compacted: number of the last run in the compacted file."""
 
     runs: tuple[LedgerRun, ...] = ()
     compacted: int = 0
@@ -139,7 +139,7 @@ def holds_ledger(root: Folder) -> bool:
 
 
 def read(root: Folder) -> Ledger:
-    """Return the present ledger. Raises UserError if a record is missing or cannot be read."""
+    """Read the ledger from the folder `root`. Raises UserError if a record is missing or cannot be read."""
     names = root.names(LEDGER)
 
     def newest(kind: re.Pattern[str]) -> int:
@@ -151,7 +151,7 @@ def read(root: Folder) -> Ledger:
         runs = [LedgerRun.of(values) for values in copied or ()]
     except (KeyError, TypeError):
         runs = []
-    # the compacted file is a copy: all records still exist
+    # if the compacted file is damaged, read all records: it is only a copy of them
     if [run.number for run in runs] != list(range(1, compacted + 1)):
         runs, compacted = [], 0
 
@@ -173,10 +173,10 @@ def read(root: Folder) -> Ledger:
 def claim(
     root: Folder, ledger: Ledger, manifest: Manifest, pin: TablePin | None = None, left: Sequence[str] = ()
 ) -> LedgerRun:
-    """Begin the next run, over the files of its manifest.
+    """Begin the next run: record in the ledger that it claims the files in `manifest`.
 
-    pin: the snapshot of an input table. left: URLs of new files left for a later run. Raises ConcurrentRun if another
-    process has begun this run since `ledger` was read.
+    pin: snapshot of the input table. left: URLs of new files that are left for a later run. Raises ConcurrentRun if
+    another process has begun the next run since `ledger` was read.
     """
     assert ledger.last is None or ledger.last.state != "unfinished", "the previous run must have ended"
     number, began = ledger.last.number + 1 if ledger.last else 1, _now()
@@ -199,15 +199,15 @@ def claim(
     if pin is not None:
         run = replace(run, table=pin.table, snapshot=pin.snapshot)
     claimed = {key: value for key, value in asdict(run).items() if key not in ("state", "ended", "why")}
-    # a put that is repeated because its answer was lost finds our own record, which the nonce identifies
+    # if a put is retried because its response was lost, the record may be our own: the nonce makes records differ
     data = _encode({**claimed, "nonce": uuid.uuid4().hex})
     if not root.create(claim_name(number), data) and root.read(claim_name(number)) != data:
-        raise ConcurrentRun(f"run {number} was begun meanwhile; check it, then run again")
+        raise ConcurrentRun(f"run {number} was begun by another command; check that run, then run again")
     return run
 
 
 def end(root: Folder, run: LedgerRun, state: State, why: str = "") -> LedgerRun:
-    """End a run, unless it has ended already. Returns the run with its first end, which is final."""
+    """Record how a run ended, unless its end is recorded already. Return the run with the end that is in the ledger."""
     values: dict[str, Any] = {"state": state, "ended": _now(), "why": why}
     if not root.create(end_name(run.number), _encode({"number": run.number, **values})):
         first = _record(root, end_name(run.number))
@@ -217,9 +217,9 @@ def end(root: Folder, run: LedgerRun, state: State, why: str = "") -> LedgerRun:
 
 
 def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[int, str]]:
-    """Return the listed files that no successful run has answered. The same content uploaded again is not new.
+    """Return the `listed` files that no successful run has answered. A file uploaded again unchanged is not new.
 
-    changed: `input.changed`, the rule for an answered file that has other content now; "error" raises UserError.
+    changed: value of `input.changed`, for answered files whose content has changed since; "error" raises UserError.
     """
     answered = {file.url: (run, file) for run in ledger.succeeded for file in run.files}
     new: dict[str, tuple[int, str]] = {}
@@ -246,17 +246,17 @@ def _is_same(file: ClaimedFile | InputFile, size: int, version: str) -> bool:
 
 
 def compact(root: Folder, ledger: Ledger) -> None:
-    """Write all ended runs into one file if `COMPACT_EVERY` runs have ended since the last such file."""
+    """Copy all ended runs into one file if at least `COMPACT_EVERY` runs have ended since the last copy."""
     ended = [run for run in ledger.runs if run.state != "unfinished"]
     if ended and ended[-1].number - ledger.compacted >= COMPACT_EVERY:
-        # two processes may write the file: both write the same bytes, as ended runs do not change
+        # two processes may write the file: they write the same bytes, because ended runs do not change
         write_json(root, compacted_name(ended[-1].number), [asdict(run) for run in ended])
         if ledger.compacted:
             root.remove(compacted_name(ledger.compacted))
 
 
 def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageConfig) -> Rows:
-    """Return the rows whose last answer in a successful run has an error. Skips files that are gone or have changed."""
+    """Return URL -> rows whose last answer by a successful run has an error. Skips files that are gone or changed."""
     failed: Rows = {}
     answered: dict[str, InputFile] = {}
     for run in ledger.runs:
@@ -284,12 +284,12 @@ def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageCon
     same = {url: rows for url, rows in known.items() if url in listed and _is_same(answered[url], *listed[url])}
     if gone := sorted(known.keys() - same.keys()):
         rows = sum(len(known[url]) for url in gone)
-        log.warning("%s with an error not answered again: %s is gone or has changed", counted(rows, "row"), gone[0])
+        log.warning("%s with an error cannot be answered again: %s is gone or changed", counted(rows, "row"), gone[0])
     return same
 
 
 def shards_of(failed: Mapping[str, set[int]], shards: Sequence[Shard]) -> list[Shard]:
-    """Return shards of only the failed rows: one for each sequence of consecutive rows, with new indices."""
+    """Return new shards with only the failed rows: one shard per sequence of consecutive rows. failed: URL -> rows."""
     kept: list[Shard] = []
     for shard in shards:
         rows = sorted(failed[shard.url] & set(range(shard.first_row, shard.first_row + shard.rows)))
@@ -344,7 +344,7 @@ def _now() -> str:
 
 
 def _folder_name(began: str, ledger: Ledger) -> str:
-    """Return the date as a folder name without colons; a number follows if an earlier run has the same date."""
+    """Return the time `began` as a folder name without colons. If an earlier run has this name, append a number."""
     date, used = began.replace(":", "-"), {run.folder for run in ledger.runs}
     names = [date, *(f"{date}-{number}" for number in range(2, len(used) + 2))]
     return next(name for name in names if name not in used)

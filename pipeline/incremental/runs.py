@@ -1,14 +1,14 @@
-"""Incremental runs: finish the unfinished run, then answer the input files that no run has answered.
+"""Does incremental runs: finishes an unfinished run, then answers the input files that no run has answered.
 
-A run takes these steps, on the ledger and in its dated folder, and may die after any of them:
+A run takes these steps, in the ledger and in its dated folder, and may be killed after any of them:
 
     claim the files ─> save the plan in the folder ─> answer, shard by shard ─> check every row ─> end ─> _SUCCESS
 
-If the job has an output table, the parts are added to it between end and `_SUCCESS`, so that it holds only successful
-runs. The next command resumes after the last step, or abandons the run and claims its files again. Overlapping commands
-may both work on one folder, which wastes time but is harmless; `end` decides once whether a run counts. A run with more
-row errors than `max_error_rate` is not ended. The next command ends it if the command's own limit is high enough, else
-it abandons the run and answers the files again.
+If the job has an output table, the output files (parts) are added to it after `end`, so that the table holds only
+successful runs. If a run is killed, the next command resumes it after its last step, or abandons it and claims its
+files again. Two commands may work on one folder at the same time. This wastes time but does no harm: `end` decides once
+whether a run counts. A run with more row errors than `max_error_rate` allows is not ended. The next command ends it if
+`max_error_rate` is high enough then; otherwise it abandons the run and answers the files again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run of the ledger whose rows this command has answered. resumed: an earlier command began it."""
+    """A run whose rows this command has answered. resumed: whether an earlier command began the run."""
 
     run: LedgerRun
     folder: Folder
@@ -63,7 +63,7 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class IncrementalResult:
-    """Runs that one command finished: an earlier unfinished run, a retry of rows with an error, and a new run.
+    """What one command did. finished: an earlier unfinished run, a retry of rows with an error, a new run (if any).
 
     last: the last successful run. left: URLs of new files that are left for a later run.
     """
@@ -84,8 +84,8 @@ def run(
 ) -> IncrementalResult:
     """Finish an unfinished run, then answer the input files that no successful run has answered.
 
-    Takes the arguments of `job.run`, but `overwrite` abandons an unfinished run, and `limit` raises UserError. Raises
-    the errors of `job.run`, and ConcurrentRun.
+    The arguments are those of `job.run`, but `overwrite` means to abandon an unfinished run, and `limit` raises
+    UserError. Raises the errors of `job.run`, and ConcurrentRun.
     """
     assert config.input.since == "last_success"
     if limit is not None:
@@ -112,7 +112,7 @@ def run(
 def run_in(
     root: Folder, config: JobConfig, backend: Backend, overwrite: bool, check: Check = "quick"
 ) -> IncrementalResult:
-    """Do the work of `run` in the opened folder `root`. Needs no lease: the ledger lets one of two commands win."""
+    """Do the work of `run` in the folder `root`. Needs no lease: of two commands, the ledger lets only one win."""
     finished: list[FinishedRun] = []
     ledger = ledgers.read(root)
     if not ledger.runs:
@@ -140,9 +140,9 @@ def run_in(
         log.warning("%d new files have no rows that can be read, and are left for a later run", len(new.files))
     if job is not None:
         left = sorted(new.files.keys() - {file.url for file in job.manifest.files})
-        if ledger.last is not None:  # generated ids of all runs are relative to the same folder
+        if ledger.last is not None:  # generated ids of all runs must be relative to one folder
             job = with_batching(job, root=ledger.last.root)
-        # checked before the claim: a job that does not fit must not be saved
+        # check before the claim: a job whose output does not fit the table must not be saved
         check_table(job.config, part_schema(job))
         log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
         with jobs.checked(job, None, backend) as checked:
@@ -154,7 +154,7 @@ def run_in(
 
 
 def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
-    """Return a result without runs if all runs have ended and all input is answered, else None. Only reads."""
+    """Return a result without runs if all runs have ended and all input is answered, else None. Writes nothing."""
     ledger = ledgers.read(root)
     last = ledger.last
     if last is None or last.state == "unfinished":
@@ -167,7 +167,7 @@ def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
 
 
 def _to_retry(root: Folder, config: JobConfig, ledger: Ledger) -> tuple[Rows, Files]:
-    """Return file -> rows that `input.retry` asks to answer again, and the present input files."""
+    """Return URL -> rows to answer again because of `input.retry`, and the input files that exist now."""
     if config.input.retry is None or not ledger.runs:
         return {}, {}
     listed = list_input(config.input, config.storage, may_be_empty=True)
@@ -177,7 +177,7 @@ def _to_retry(root: Folder, config: JobConfig, ledger: Ledger) -> tuple[Rows, Fi
 def _retry(
     root: Folder, ledger: Ledger, config: JobConfig, backend: Backend, failed: Rows, listed: Files
 ) -> FinishedRun:
-    """Answer rows with an error again, in a separate run, which is a success even if rows have an error again."""
+    """Answer the rows in `failed` again, in a separate run. The run is a success even if rows have an error again."""
     job = plan(config, None, backend, files={url: listed[url] for url in sorted(failed)})
     job = with_batching(job, root=ledger.runs[-1].root, retries=True)
     job = replace(job, manifest=replace(job.manifest, shards=shards_of(failed, job.manifest.shards)))
@@ -188,13 +188,13 @@ def _retry(
 
 
 def with_batching(job: PlannedJob, **changes: Any) -> PlannedJob:
-    """Return the job with these fields of its manifest's `batching` replaced."""
+    """Return the job with the given fields of `job.manifest.batching` replaced."""
     return replace(job, manifest=replace(job.manifest, batching=replace(job.manifest.batching, **changes)))
 
 
 @dataclass(frozen=True)
 class NewInput:
-    """Input that no successful run has answered. config: the job's; for a table, `input.snapshot` is set to the pin."""
+    """Input that no successful run has answered. config: the job's config; for a table, it has the pinned snapshot."""
 
     config: JobConfig
     files: Files
@@ -202,7 +202,7 @@ class NewInput:
 
 
 def new_input(config: JobConfig, ledger: Ledger) -> NewInput:
-    """Return the files that the next run answers. For a table: files appended since the last success. Only reads."""
+    """Return the files that the next run must answer. For a table: data files appended since the last success."""
     pin = newest(config)
     after = None if pin is None else ledger.answered_snapshot(pin.table)
     pinned = config if pin is None else with_snapshot(config, pin.snapshot)
@@ -215,7 +215,7 @@ def _folder(root: Folder, run: LedgerRun, config: JobConfig) -> Folder:
 
 
 def print_runs(console: Console, result: IncrementalResult) -> None:
-    """Print which runs were finished, or since when there is nothing new, and which files are left for a later run."""
+    """Print the finished runs, or that there is nothing new since the last run, and the files left for a later run."""
     lines = [f"left for a later run: {ledgers.some(result.left)}"] if result.left else []
     good = [done for done in result.finished if done.run.state == "success"]
     if good:
@@ -223,8 +223,8 @@ def print_runs(console: Console, result: IncrementalResult) -> None:
         lines.append(f"{runs} finished, input files: {sum(len(done.run.files) for done in good):,}")
     if len(good) < len(result.finished):
         lines.append(
-            f"run {result.finished[-1].run.number} has too many row errors to count: the next command answers its "
-            "files again, or accepts it with a higher max_error_rate"
+            f"run {result.finished[-1].run.number} has too many row errors and does not count: the next command "
+            "answers its files again, or accepts the run with a higher max_error_rate"
         )
     if not result.finished and result.last is not None:
         last = result.last
@@ -236,7 +236,7 @@ def print_runs(console: Console, result: IncrementalResult) -> None:
 
 
 def runs_summary(root: str, result: IncrementalResult, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the object for `--json`. runs: summaries of the finished runs."""
+    """Return the object that `--json` prints. runs: summaries of the finished runs."""
     listed = []
     for done, values in zip(result.finished, runs, strict=True):
         run = {"run": done.run.number, "state": done.run.state, "resumed": done.resumed, "files": len(done.run.files)}
@@ -251,7 +251,7 @@ def runs_summary(root: str, result: IncrementalResult, runs: Sequence[Mapping[st
 
 
 def _read_again(root: Folder, number: int) -> Ledger:
-    """Return the ledger after run `number` has ended. Raises ConcurrentRun if another run has begun since."""
+    """Read the ledger again after run `number` has ended. Raises ConcurrentRun if another run has begun since then."""
     ledger = ledgers.read(root)
     if ledger.last is not None and ledger.last.state == "unfinished":
         raise ConcurrentRun(f"run {ledger.last.number} was begun by {ledger.last.by} after run {number}")
@@ -261,7 +261,7 @@ def _read_again(root: Folder, number: int) -> Ledger:
 def _resume(
     root: Folder, run: LedgerRun, config: JobConfig, backend: Backend, overwrite: bool, check: Check
 ) -> FinishedRun | None:
-    """Finish an unfinished run over its pinned files; None if it is abandoned, for example because the job differs."""
+    """Finish an unfinished run with its pinned files. Return None if it is abandoned, e.g. if the job has changed."""
     folder = _folder(root, run, config)
     if overwrite:
         _abandon(root, run, folder, config, "--overwrite")
@@ -274,7 +274,7 @@ def _resume(
         _abandon(root, run, folder, config, "its folder holds no job yet")
         return None
     pinned = {file.url: (file.size, file.version) for file in stored.files}
-    job = plan(config, stored, backend, files=pinned)  # keeps the commit of the checkpoint that the run has pinned
+    job = plan(config, stored, backend, files=pinned)  # `stored` pins the checkpoint's commit
     if job.manifest.fingerprint != stored.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, job.manifest.identity))
         _abandon(root, run, folder, config, f"the job has changed in {names}")
@@ -314,7 +314,7 @@ def _abandon(root: Folder, run: LedgerRun, folder: Folder, config: JobConfig, wh
 def _answer(
     root: Folder, run: LedgerRun, job: PlannedJob, backend: Backend, *, resumed: bool = False, check: Check = "quick"
 ) -> FinishedRun:
-    """Answer the rows of a run, and end it as a success unless too many of them have an error."""
+    """Answer the rows of a run. Then end the run as a success, unless too many rows have an error."""
     folder = _folder(root, run, job.config)
     began = time.monotonic()
     clear_temporaries(folder)
@@ -332,7 +332,7 @@ def _answer(
 
 
 def _write_missing_success(folder: Folder, config: JobConfig) -> None:
-    """Write the missing `_SUCCESS` of a successful run that was killed, unless its folder has been removed."""
+    """Write `_SUCCESS` for a successful run that was killed before it did so. Do nothing if its folder was removed."""
     if folder.exists(SUCCESS) or (manifest := plan_files.load(folder)) is None:
         return
     totals = totals_of(read_records(folder, manifest.fingerprint))

@@ -1,5 +1,5 @@
-"""Turns input files and tables into shards: lists and pins files, finds one schema, cuts and reads row ranges.
+"""Turns input files and tables into shards: lists and pins files, finds one common schema, cuts and reads row ranges.
 
-Imports storage, runtime, config and messages. Iceberg and Delta tables are also outputs; pyiceberg and deltalake are
-optional, and imported when a job names a table. Nothing here imports ray.
+This package also adds answers to Iceberg and Delta tables. It imports the optional pyiceberg and deltalake only if a
+job names a table. Otherwise it imports only storage, runtime, config and messages, and never ray.
 """

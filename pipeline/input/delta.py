@@ -1,4 +1,4 @@
-"""Delta tables: a table as input, and a table to which parts are added without a copy."""
+"""Reads a Delta table as input, and adds a job's output files (parts) to a Delta table without copying them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from pipeline.messages import listed
 from pipeline.storage.folder import open_folder
 
 MAPPING = "delta.columnMapping.mode"
-COMPACT = "rewrite it (OPTIMIZE, or REORG TABLE ... APPLY (PURGE)) and read the new version"
-FINGERPRINT = "skipdecode.fingerprint"  # key of the job's fingerprint in a commit's metadata
-RULES = ("delta.constraints.", "delta.invariants")  # keys of table rules that writers must check on each row
+COMPACT = "rewrite the table (OPTIMIZE, or REORG TABLE ... APPLY (PURGE)) and read the new version"
+FINGERPRINT = "skipdecode.fingerprint"  # key under which a commit's metadata holds the job's fingerprint
+RULES = ("delta.constraints.", "delta.invariants")  # table settings that begin so are rules for the values in each row
 
 
 def store_options(url: str, storage: StorageConfig) -> dict[str, str]:
@@ -48,30 +48,30 @@ def store_options(url: str, storage: StorageConfig) -> dict[str, str]:
 
 
 def read_commit(url: str, storage: StorageConfig, version: int) -> bytes:
-    """Return the log of one version: one action in JSON on each line. Raises FileNotFoundError if the log is gone.
+    """Return the log of one table version: one JSON action per line. Raises FileNotFoundError if the log is gone.
 
-    deltalake's own history call holds the GIL while it waits for the store, so that the lease would not be renewed.
+    deltalake's history call would hold the GIL while it waits for the store, and the job could not renew its lease.
     """
     return open_folder(f"{url}/_delta_log", storage).read(f"{version:020}.json")
 
 
 def find_table(url: str, storage: StorageConfig, version: int | None = None) -> DeltaTable | None:
-    """Return the table in a folder, by default its newest version, or None. Raises UserError if it is not readable."""
+    """Return the Delta table at `url` (default: newest version), or None. Raises UserError if it cannot be read."""
     try:
         table = DeltaTable(url, version=version, storage_options=store_options(url, storage))
     except TableNotFoundError:
         return None
     except DeltaError as error:
         at = "" if version is None else f" at version {version}"
-        raise UserError(f"{url}: no Delta table that can be read{at}: {flat(error)}") from None
+        raise UserError(f"{url}: the Delta table cannot be read{at}: {flat(error)}") from None
     mode = table.metadata().configuration.get(MAPPING, "none")
     if mode != "none":
-        raise UserError(f"{url}: the table's columns have other names in its files ({MAPPING} = {mode}), not supported")
+        raise UserError(f"{url}: not supported: the table's columns have other names in its files ({MAPPING} = {mode})")
     return table
 
 
 class DeltaInput:
-    """A Delta table as input, see `InputTable`. A snapshot is a Delta version. Only planning reads the log."""
+    """A Delta table as input; implements `InputTable`. A snapshot is a table version. Only planning reads the log."""
 
     def __init__(self, path: str, storage: StorageConfig) -> None:
         self.root = real_url(path)
@@ -91,17 +91,17 @@ class DeltaInput:
         return self._files(zip(actions["path"].to_pylist(), actions["size_bytes"].to_pylist(), strict=True))
 
     def appended(self, after: int, until: int) -> dict[str, int]:
-        answered = f"since version {after}, which the last success has answered"
+        answered = f"since version {after}, which the last successful run answered"
         if until < after:
-            raise UserError(f"{self.root}: version {after}, which the last success has answered, is newer than {until}")
+            raise UserError(f"{self.root}: version {after}, the last answered version, is newer than {until}")
         added: list[tuple[str, int]] = []
         for version in range(after + 1, until + 1):
             try:
                 text = read_commit(self.root, self.storage, version)
             except FileNotFoundError:
                 raise UserError(
-                    f"{self.root}: the log of version {version} is gone, and with it what was added {answered}; "
-                    "answer the whole table into another output.path"
+                    f"{self.root}: the log of version {version} is gone, so it is not known which rows were added "
+                    f"{answered}; answer the whole table into another output.path"
                 ) from None
             actions = [json.loads(line) for line in text.splitlines() if line.strip()]
             operation = next((one["commitInfo"].get("operation") for one in actions if "commitInfo" in one), "unknown")
@@ -146,11 +146,11 @@ class DeltaInput:
         return dict(sorted(located))
 
     def _deleted(self, path: str) -> UserError:
-        return UserError(f"{path}: rows of this data file of {self.root} were deleted by a deletion vector; {COMPACT}")
+        return UserError(f"{path}: a deletion vector of {self.root} deletes rows of this data file; {COMPACT}")
 
 
 class DeltaOutput:
-    """A Delta table as output, see `OutputTable`. Its transaction ids, which outlive its log, show a job's commit."""
+    """A Delta table as output, see `OutputTable`. A job's transaction id shows its commit even when the log is gone."""
 
     def __init__(self, path: str, storage: StorageConfig) -> None:
         self.url = real_url(path)
@@ -167,7 +167,7 @@ class DeltaOutput:
         base = None if table is None else table.transaction_version(f"skipdecode-{fingerprint}")
         if table is None or base is None:
             return None
-        for version in range(base + 1, table.version() + 1):  # commits after `base` by faster writers come first
+        for version in range(base + 1, table.version() + 1):  # other writers may have committed before the job
             with suppress(FileNotFoundError):  # the log of an old commit may be gone
                 if fingerprint.encode() in read_commit(self.url, self.storage, version):
                     return version
@@ -176,7 +176,7 @@ class DeltaOutput:
     def append(self, parts: Sequence[PartFile], schema: pa.Schema, fingerprint: str) -> int:
         table = find_table(self.url, self.storage) or self._created(schema)
         self._check_table(table, schema)
-        # deltalake looks for conflicts only in commits later than the version of `table`, so check that version here
+        # deltalake finds conflicts only in commits newer than `table`, so check here if this job has committed already
         if table.transaction_version(f"skipdecode-{fingerprint}") is not None:
             raise CommitConflict(f"{self.url} has this job's commit by now")
         application = Transaction(f"skipdecode-{fingerprint}", table.version())
@@ -205,14 +205,14 @@ class DeltaOutput:
         metadata = table.metadata()
         if metadata.partition_columns:
             names = listed(metadata.partition_columns)
-            raise UserError(f"output.table: {self.url} is partitioned by {names}; parts are not: choose another table")
+            raise UserError(f"output.table: {self.url} is partitioned by {names}; choose a table without partitions")
         rule = next((key for key in metadata.configuration if key.startswith(RULES)), None)
         if rule is not None:
-            raise UserError(f"output.table: {self.url} checks rows by {rule}, but parts are added without a check")
+            raise UserError(f"output.table: {self.url} has the rule {rule}, but a job does not check rows by rules")
         fields = table.schema().fields
         required = next((field.name for field in fields if not field.nullable), None)
         if required is not None:
-            raise UserError(f"output.table: {self.url} does not allow null in {required!r}, and an answer may be null")
+            raise UserError(f"output.table: {self.url} does not allow null in {required!r}, but a job may write null")
         there, ours = (
             {field.name: field.type.to_json().strip('"') for field in some}
             for some in (fields, Schema.from_arrow(schema).fields)

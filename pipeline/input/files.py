@@ -1,4 +1,4 @@
-"""Input files: listing, formats, Parquet footers, and the check that a pinned file is unchanged."""
+"""Lists input files, finds their formats, reads Parquet footers, and checks that a pinned file is unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SUFFIXES = {
     "csv": (".csv", ".csv.gz"),
 }
 HIDDEN = re.compile(r"[_.]")
-INT96_UNIT = "us"  # of Spark's timestamps; in ns, dates after 2262 would become others without a word
+INT96_UNIT = "us"  # unit in which Spark's INT96 timestamps are read; in ns, dates after 2262 would silently be wrong
 DELTA_LOG = "_delta_log"
 _TABLE_FILE = re.compile(rf"(?P<folder>.+?)/((?P<delta>{DELTA_LOG})/|metadata/[^/]+\.metadata\.json/?$)")
 _MAGIC = {  # first bytes of formats that are often mistaken for Parquet
@@ -49,7 +49,7 @@ _MAGIC = {  # first bytes of formats that are often mistaken for Parquet
 
 @dataclass(frozen=True)
 class InputFile:
-    """A pinned input file. The row groups of a text file are ranges of its lines."""
+    """An input file whose size and version are recorded (pinned). A row group of a text file is a range of records."""
 
     url: str  # absolute path or s3:// URL
     size: int  # bytes
@@ -65,7 +65,7 @@ class InputFile:
 
 
 def file_format(url: str, given: InputFormat | None) -> str:
-    """Return a file's format: `input.format`, else the format of its suffix, else Parquet."""
+    """Return the file format: `given` (`input.format`) if set, else the format of the suffix, else Parquet."""
     if given is not None:
         return {"openai_batch": "jsonl", "iceberg": "parquet", "delta": "parquet"}.get(given, given)
     return next((kind for kind, suffixes in SUFFIXES.items() if url.endswith(suffixes)), "parquet")
@@ -74,16 +74,16 @@ def file_format(url: str, given: InputFormat | None) -> str:
 def list_files(
     paths: Sequence[str], storage: StorageConfig, given: InputFormat | None = None, *, may_be_empty: bool = False
 ) -> dict[str, tuple[int, str]]:
-    """Return URL -> (bytes, version) of every input file: paths in order, files of a folder or glob sorted by name.
+    """Return URL -> (bytes, version) of each input file, in the order of `paths`; within a path, sorted by name.
 
-    Links are followed. In folders and globs, names that begin with `_` or `.` are left out, with what they hold.
+    Follows links. In folders and globs, leaves out all files and folders whose names begin with `_` or `.`.
 
     Args:
         paths: files, folders or globs, local or s3://. A path that exists is not a glob, even if it looks like one.
         given: `input.format`, default Parquet. In a folder, only files with a suffix of this format are listed.
-        may_be_empty: accept folders and globs without files; a folder of a bucket disappears with its last file.
+        may_be_empty: accept a folder or glob without files. In a bucket, a folder disappears with its last file.
 
-    Raises UserError if a path matches nothing, cannot be read, is a broken link, or is a table while `given` is None.
+    Raises UserError if a path matches no file, cannot be read, is a broken link, or (if `given` is None) is a table.
     """
     files: dict[str, tuple[int, str]] = {}
     for path in paths:
@@ -112,11 +112,11 @@ def list_files(
 def _named(
     path: str, fs: fsspec.AbstractFileSystem, inside: str, given: InputFormat | None
 ) -> tuple[dict[str, tuple[int, str]], str]:
-    """Return name -> (bytes, version) of the files that a path names, and an error message if there are no files."""
+    """Return name -> (bytes, version) of the files at `path`, and the error message to raise if there are none."""
     if isinstance(fs, LocalFileSystem) and os.path.islink(inside) and not os.path.exists(inside):
         raise _broken_link(inside)
     is_glob = glob.has_magic(inside)
-    with suppress(PermissionError):  # stores deny access to a missing name if the user may not list names
+    with suppress(PermissionError):  # for a missing name, a store denies access to users who may not list names
         is_glob = is_glob and not fs.exists(inside)
     is_folder = not is_glob and fs.isdir(inside)
     folder = inside if is_folder else fixed_part(inside) if is_glob else os.path.dirname(inside)
@@ -124,7 +124,7 @@ def _named(
         with suppress(PermissionError):  # the user may lack access to the folders above
             _check_no_table(fs, folder)
     if is_glob:
-        nothing = f"{path}: matches no file{where_sought(path)}; names that begin with _ or . are no input"
+        nothing = f"{path}: matches no file{where_sought(path)}; names that begin with _ or . are ignored"
         return _files_below(fs, folder, inside, given), nothing
     if not is_folder:
         entry = fs.info(inside)
@@ -140,7 +140,7 @@ def _named(
 
 
 def fixed_part(pattern: str) -> str:
-    """Return the folder of a glob before its first wildcard."""
+    """Return the longest leading folder of a glob that holds no wildcard."""
     while glob.has_magic(pattern):
         pattern = os.path.dirname(pattern)
     return pattern
@@ -149,7 +149,7 @@ def fixed_part(pattern: str) -> str:
 def _files_below(
     fs: fsspec.AbstractFileSystem, folder: str, pattern: str | None, given: InputFormat | None
 ) -> dict[str, tuple[int, str]]:
-    """Return name -> (bytes, version) of all files below a folder, or of those that match a glob."""
+    """Return name -> (bytes, version) of all files below `folder`, or only of files that match the glob `pattern`."""
     if isinstance(fs, LocalFileSystem):
         return _local_files(fs, folder, pattern, given) if os.path.isdir(folder) else {}
     entries = fs.find(folder, detail=True) if pattern is None else fs.glob(pattern, detail=True)
@@ -166,7 +166,7 @@ def _files_below(
 def _local_files(
     fs: LocalFileSystem, folder: str, pattern: str | None, given: InputFormat | None
 ) -> dict[str, tuple[int, str]]:
-    """See `_files_below`. Follows links to files and folders, except links to a folder above the link."""
+    """List local files as `_files_below` does. Follows links, except a link to a folder that contains the link."""
     matches = re.compile(".*" if pattern is None else glob_translate(pattern)).match
     depth = None if pattern is None or "**" in pattern else pattern[len(folder.rstrip("/")) :].count("/")
     found: dict[str, tuple[int, str]] = {}
@@ -199,12 +199,12 @@ def _broken_link(path: str) -> UserError:
 
 
 def _check_no_table(fs: fsspec.AbstractFileSystem, folder: str) -> None:
-    """Raise UserError for a folder of a table or partition: its files may hold rows that the table no longer has."""
+    """Raise UserError if `folder` is in a Delta or Iceberg table: its files may hold rows deleted from the table."""
     while "=" in os.path.basename(folder):
         folder = os.path.dirname(folder)
     if fs.isdir(f"{folder}/{DELTA_LOG}"):
         _refuse_table(f"{folder}/{DELTA_LOG}/", fs)
-    if os.path.basename(folder) == "data":  # Iceberg has a folder `data` beside `metadata`
+    if os.path.basename(folder) == "data":  # an Iceberg table has the folders `data` and `metadata`
         folder = os.path.dirname(folder)
     with suppress(FileNotFoundError, NotADirectoryError):
         for name in fs.ls(f"{folder}/metadata", detail=False):
@@ -218,8 +218,8 @@ def _refuse_table(name: str, fs: fsspec.AbstractFileSystem) -> None:
     url = table["folder"] if isinstance(fs, LocalFileSystem) else f"s3://{table['folder']}"
     kind, remedy = "a Delta table", "set input.format: delta"
     if not table["delta"]:
-        kind, remedy = "an Iceberg table", "set input.format: iceberg, and input.path to its name in storage.catalog"
-    raise UserError(f"{url}: {kind}, so that some of its files may hold rows that it no longer has; {remedy}")
+        kind, remedy = "an Iceberg table", "set input.format: iceberg, and input.path to the table's name"
+    raise UserError(f"{url}: this is {kind}, whose files may hold rows that were deleted from the table; {remedy}")
 
 
 def _version(entry: dict[str, Any], fs: fsspec.AbstractFileSystem, name: str) -> str:
@@ -229,7 +229,7 @@ def _version(entry: dict[str, Any], fs: fsspec.AbstractFileSystem, name: str) ->
 
 
 def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tuple[InputFile, pa.Schema]:
-    """Read the footer; return the pinned file and its schema. Raises UserError if it is damaged or not Parquet."""
+    """Read a Parquet footer; return the pinned file and its schema. Raises UserError if it is not valid Parquet."""
     fs, path = filesystem(url, storage)
     with fs.open(path, "rb") as file:
         try:
@@ -246,7 +246,7 @@ def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tu
 
 
 def _not_parquet(url: str, head: bytes, error: Exception) -> str:
-    """Return the message for a file that Arrow refuses. It names the format that the first bytes show."""
+    """Return the error message for a file that Arrow cannot read as Parquet. Names the format that `head` shows."""
     kind = _other_format(head)
     remedy = {"JSON": "set input.format: jsonl", "CSV": "set input.format: csv"}.get(str(kind), "convert it to Parquet")
     reason = flat(error) if kind is None else f"the file is {kind}; {remedy}"
@@ -267,7 +267,7 @@ def _other_format(head: bytes) -> str | None:
 
 
 def check_unchanged(file: InputFile, storage: StorageConfig) -> None:
-    """Raise UserError if a pinned file is gone or has another size or version."""
+    """Raise UserError if the file is gone, or its size or version is no longer the recorded one."""
     now = stat(file.url, storage)
     if now is None:
         raise UserError(f"{file.url}: gone since the job began")
@@ -288,11 +288,11 @@ def stat(url: str, storage: StorageConfig) -> tuple[int, str] | None:
 def list_input(
     section: InputConfig, storage: StorageConfig, *, may_be_empty: bool = False, after: int | None = None
 ) -> Files:
-    """Return the input files as `list_files` does; for a table its data files at `input.snapshot`, default the newest.
+    """Return URL -> (bytes, version) of each input file. For a table: its data files at `input.snapshot` or the newest.
 
-    after: a snapshot; only data files that were appended after it are listed.
+    after: a snapshot of the table. Only data files that were appended after this snapshot are listed.
 
-    Raises UserError as `list_files` does, and if a table's data file is missing, changed or has deleted rows.
+    Raises the errors of `list_files`, and UserError if a table's data file is missing, changed or has deleted rows.
     """
     if not section.is_table:
         return list_files(section.path, storage, section.format, may_be_empty=may_be_empty)
@@ -309,12 +309,12 @@ def list_input(
         if url not in present:
             raise UserError(f"{url}: a data file of {section.path[0]} is gone")
         if present[url][0] != size:
-            raise UserError(f"{url}: {present[url][0]} bytes, {section.path[0]} lists it with {size}")
+            raise UserError(f"{url}: has {present[url][0]} bytes, but {section.path[0]} lists it with {size} bytes")
     return present
 
 
 def input_root(section: InputConfig, storage: StorageConfig, urls: Collection[str]) -> str:
-    """Return the folder to which file names in generated ids are relative: it holds all paths or a table's files."""
+    """Return the folder that holds all input files. File names in generated row ids are relative to this folder."""
     if section.is_table:
         return input_table(section, storage).root
     folders = []
@@ -322,13 +322,13 @@ def input_root(section: InputConfig, storage: StorageConfig, urls: Collection[st
         fs, inside = filesystem(path, storage)
         url = inside if isinstance(fs, LocalFileSystem) else f"s3://{inside}"
         folders.append((os.path.dirname(url) if url in urls else fixed_part(url)).split("/"))
-    return "/".join(os.path.commonprefix(folders))  # noqa: RUF071 (of lists, commonprefix compares whole components)
+    return "/".join(os.path.commonprefix(folders))  # noqa: RUF071 (commonprefix of lists compares whole folder names)
 
 
 def list_pinned(
     section: InputConfig, storage: StorageConfig, pinned: Sequence[InputFile], *, may_be_empty: bool = False
 ) -> Files:
-    """List again the input of a job with pinned files. For a table: those of the files `pinned` that still exist."""
+    """List the input files of a planned job again. For a table: list only the files in `pinned` that still exist."""
     if section.is_table:
         return _present((file.url for file in pinned), storage)
     return list_files(section.path, storage, section.format, may_be_empty=may_be_empty)

@@ -1,4 +1,4 @@
-"""Iceberg tables: the catalog, a table as input, and a table to which parts are added without a copy."""
+"""Opens the Iceberg catalog, reads a table as input, and adds output files (parts) to a table without copying them."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from pipeline.messages import listed
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import filesystem
 
-STORAGE = "skipdecode.storage"  # property of a catalog: the job's storage section as JSON, without its catalog
-FINGERPRINT = "skipdecode.fingerprint"  # key of the job's fingerprint in a snapshot's summary
-HELD = (pa.time64("us"),)  # types that Iceberg holds, but Delta does not
-WRITABLE = (1, 2)  # versions of Iceberg's format that can be written
+STORAGE = "skipdecode.storage"  # catalog property with the job's `storage` section as JSON, without `storage.catalog`
+FINGERPRINT = "skipdecode.fingerprint"  # key under which a snapshot's summary holds the job's fingerprint
+HELD = (pa.time64("us"),)  # types that an Iceberg table can hold, but a Delta table cannot
+WRITABLE = (1, 2)  # Iceberg format versions that pyiceberg can write
 COMPACT = "compact the table (rewrite_data_files) and read the new snapshot"
-KEEPS_ROWS = (Operation.APPEND, Operation.REPLACE)  # operations that keep all rows; replace is a compaction
+KEEPS_ROWS = (Operation.APPEND, Operation.REPLACE)  # snapshots that delete no row; REPLACE is a compaction
 log = logging.getLogger(__name__)
 
 
 class StoreFileIO(FileIO):
-    """Files of an Iceberg table in the job's store. pyiceberg builds it with the catalog's properties."""
+    """Opens and deletes an Iceberg table's files in the job's store. pyiceberg creates it from catalog properties."""
 
     def __init__(self, properties: Properties) -> None:
         super().__init__(properties)
@@ -73,9 +73,9 @@ class StoreFileIO(FileIO):
 
 
 def open_catalog(storage: StorageConfig, *, create: bool) -> Catalog:
-    """Return the job's catalog. create: whether to create the catalog's own tables in a new SQL database.
+    """Return the job's Iceberg catalog. create: in a new SQL database, create the tables that the catalog needs.
 
-    Raises UserError if its settings are wrong, StoreFailed if it does not answer.
+    Raises UserError if the settings in `storage.catalog` are wrong, StoreFailed if the catalog does not answer.
     """
     properties = {
         **storage.catalog.properties(),
@@ -85,16 +85,16 @@ def open_catalog(storage: StorageConfig, *, create: bool) -> Catalog:
     }
     place = storage.catalog.warehouse
     is_folder = storage.catalog.type != "rest" and not str(storage.catalog.uri).startswith("http")
-    if place is not None and "://" not in place and is_folder:  # absolute, as new tables store it
+    if place is not None and "://" not in place and is_folder:  # new tables store the absolute path
         properties["warehouse"] = os.path.abspath(place)
     with _one_line(storage):
         return load_catalog(storage.catalog.name, **properties)
 
 
 def find_table(catalog: Catalog, name: str, storage: StorageConfig) -> Table | None:
-    """Return the present state of a table; None if the table does not exist. Raises as `open_catalog`."""
+    """Return the current state of table `name`; None if it does not exist. Raises the errors of `open_catalog`."""
     if not all(name.split(".")) or "." not in name:
-        raise UserError(f"{name}: a table of a catalog is named namespace.table")
+        raise UserError(f"{name}: the name of a table in a catalog must be namespace.table")
     with _one_line(storage):
         try:
             return catalog.load_table(name)
@@ -108,7 +108,7 @@ def _one_line(storage: StorageConfig) -> Iterator[None]:
     try:
         yield
     except SQLAlchemyError as error:
-        reason = flat(getattr(error, "orig", None) or error)  # `orig` has no SQL and no link
+        reason = flat(getattr(error, "orig", None) or error)  # `error` also quotes SQL and a link
         raise UserError(f"{name}: {reason}; check storage.catalog.uri, or the catalog's settings") from None
     except (ValueError, NoSuchPropertyException, NotInstalledError) as error:
         raise UserError(f"{name}: {flat(error)}") from None
@@ -117,7 +117,7 @@ def _one_line(storage: StorageConfig) -> Iterator[None]:
 
 
 class IcebergInput:
-    """An Iceberg table as input, see `InputTable`. Only planning needs the catalog; data files are read without it."""
+    """An Iceberg table as input; implements `InputTable`. Planning needs the catalog; reading data files does not."""
 
     def __init__(self, name: str, storage: StorageConfig) -> None:
         self.name = name
@@ -151,8 +151,8 @@ class IcebergInput:
             ).plan_files()
         except ValueError as error:
             raise UserError(
-                f"{self.name}: what was added since snapshot {after}, which the last success has answered, is not "
-                f"known: {flat(error)}; answer the whole table into another output.path"
+                f"{self.name}: it is not known which rows were added since snapshot {after}, which the last successful "
+                f"run answered: {flat(error)}; answer the whole table into another output.path"
             ) from None
         for one in between:
             operation = one.summary.operation if one.summary is not None else None
@@ -160,7 +160,7 @@ class IcebergInput:
                 kind = "of unknown kind" if operation is None else operation.value
                 raise UserError(
                     f"{self.name}: snapshot {one.snapshot_id} ({kind}) changed or deleted rows since snapshot {after}, "
-                    "which the last success has answered; answer the whole table into another output.path"
+                    "which the last successful run answered; answer the whole table into another output.path"
                 )
         return self._files(tasks)
 
@@ -174,14 +174,14 @@ class IcebergInput:
             field = shown.find_field(name)
             for path in [path for path in held if path == name or path.startswith(f"{name}.")]:
                 if path not in shown.column_names or shown.find_field(path).field_id != held[path]:
-                    raise UserError(f"{url}: its column {path!r} is another one than the table's: {COMPACT}")
+                    raise UserError(f"{url}: its column {path!r} is not the table's column of this name; {COMPACT}")
             if name in schema.names:
                 if held and name not in held:
-                    raise UserError(f"{url}: its column {name!r} has no field id of the table's: {COMPACT}")
+                    raise UserError(f"{url}: its column {name!r} has no Iceberg field id; {COMPACT}")
                 continue
             if field.field_id in by_id:
                 earlier = by_id[field.field_id]
-                raise UserError(f"{url}: holds column {name!r} as {earlier!r}, its earlier name; {COMPACT}")
+                raise UserError(f"{url}: has column {name!r} under its earlier name {earlier!r}; {COMPACT}")
             if self._is_partition(field.field_id):
                 raise UserError(f"{url}: lacks the partition column {name!r}; {COMPACT}, or leave the column out")
             if field.initial_default is not None:
@@ -190,15 +190,15 @@ class IcebergInput:
         return schema
 
     def _field_ids(self, url: str, schema: pa.Schema) -> dict[str, int]:
-        """Return dotted name -> field id of a file's columns and nested fields. A file without ids gets those of
-        the table's name mapping; without a mapping the result is empty."""
+        """Return dotted name -> Iceberg field id of each column and nested field in the schema of a data file. If the
+        file has no ids, the table's name mapping gives them. Without a mapping, the result is empty."""
         mapping = self.table.name_mapping()
         try:
             held = pyarrow_to_schema(schema, mapping, downcast_ns_timestamp_to_us=True)
         except (ValueError, TypeError) as error:
             if mapping is None:
                 return {}
-            raise UserError(f"{url}: its columns have no field ids of the table's: {flat(error)}; {COMPACT}") from None
+            raise UserError(f"{url}: its columns do not match the table's columns: {flat(error)}; {COMPACT}") from None
         return {name: held.find_field(name).field_id for name in held.column_names}
 
     def _snapshot(self, number: int) -> Snapshot:
@@ -208,7 +208,7 @@ class IcebergInput:
         return found
 
     def _schema(self, snapshot: int) -> Schema:
-        """Return the schema at a snapshot; for the newest one the table's present schema, which may be newer."""
+        """Return the schema of a snapshot; for the newest snapshot, the table's current schema, even if it is newer."""
         found = self._snapshot(snapshot)
         if found.schema_id is None or found == self.table.current_snapshot():
             return self.table.schema()
@@ -224,7 +224,7 @@ class IcebergInput:
             assert isinstance(task, FileScanTask)
             url = store_url(task.file.file_path)
             if task.delete_files:
-                raise UserError(f"{url}: rows of this data file of {self.name} were deleted by delete files; {COMPACT}")
+                raise UserError(f"{url}: delete files of {self.name} delete rows of this data file; {COMPACT}")
             if task.file.file_format != FileFormat.PARQUET:
                 raise UserError(f"{url}: a data file of {self.name} is {task.file.file_format.value}, not Parquet")
             files[url] = task.file.file_size_in_bytes
@@ -232,7 +232,7 @@ class IcebergInput:
 
 
 class IcebergOutput:
-    """An Iceberg table as output, see `OutputTable`."""
+    """An Iceberg table as output; implements `OutputTable`."""
 
     def __init__(self, name: str, storage: StorageConfig) -> None:
         self.name = name
@@ -245,7 +245,7 @@ class IcebergOutput:
         if table is not None:
             self._check_table(table, schema)
         elif isinstance(self.catalog, MetastoreCatalog) and not self._location_of_new():
-            raise UserError(f"output.table: {self.name} does not exist: give storage.catalog.warehouse, or create it")
+            raise UserError(f"output.table: {self.name} does not exist: set storage.catalog.warehouse, or create it")
 
     def snapshot_of(self, fingerprint: str) -> int | None:
         table = self._table()
@@ -256,7 +256,7 @@ class IcebergOutput:
         self._check_table(table, schema)
         if _snapshot_of(table, fingerprint) is not None:
             raise CommitConflict(f"{self.name} has this job's snapshot by now")
-        # after a conflict pyiceberg would retry the commit without looking for this job's snapshot
+        # no retries: after a conflict, pyiceberg would commit again without looking for this job's snapshot
         table.properties[TableProperties.COMMIT_NUM_RETRIES] = "0"
         urls = [part.url if "://" in part.url else f"file://{part.url}" for part in parts]
         try:
@@ -266,7 +266,7 @@ class IcebergOutput:
         except ValueError as error:
             if "already referenced" not in str(error):
                 raise
-            log.warning("%s: has the parts of this job already, from a snapshot that has expired", self.name)
+            log.warning("%s: this job's output files are already in the table, from an expired snapshot", self.name)
         snapshot = table.current_snapshot()
         assert snapshot is not None
         return snapshot.snapshot_id
@@ -287,7 +287,7 @@ class IcebergOutput:
         try:
             try:
                 self.catalog.create_namespace_if_not_exists(namespace)
-            except Exception:  # a SQL catalog raises a database error if another run creates the namespace now
+            except Exception:  # a SQL catalog raises a database error if another run has just created the namespace
                 if not self.catalog.namespace_exists(namespace):
                     raise
             return self.catalog.create_table(self.name, schema)
@@ -301,10 +301,10 @@ class IcebergOutput:
             )
         if table.spec().fields:
             names = listed(field.name for field in table.spec().fields)
-            raise UserError(f"output.table: {self.name} is partitioned by {names}; parts are not: choose another table")
+            raise UserError(f"output.table: {self.name} is partitioned by {names}; choose a table without partitions")
         required = next((field.name for field in table.schema().fields if field.required), None)
         if required is not None:
-            raise UserError(f"output.table: {self.name} does not allow null in {required!r}, and an answer may be null")
+            raise UserError(f"output.table: {self.name} does not allow null in {required!r}, but a job may write null")
         there = {field.name: str(field.field_type) for field in table.schema().fields}
         check_columns(self.name, there, {field.name: _type_in(table, field) for field in schema})
 
@@ -317,7 +317,7 @@ def _snapshot_of(table: Table, fingerprint: str) -> int | None:
 
 
 def _type_in(table: Table, field: pa.Field) -> str:
-    """Return a column's Iceberg type with the table's field ids; its Arrow type if the table lacks a field."""
+    """Return a column's Iceberg type with the table's field ids, or its Arrow type if the table has no ids for it."""
     try:
         mapped = pyarrow_to_schema(pa.schema([field]), name_mapping=table.schema().name_mapping)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Reads rows of input files of any format in the schema of the job.
+"""Reads rows from input files of any format, and casts them to the job's schema.
 
-A folder `name=value` in a file's path, as in Hive partitions, is a text column with this value in all the file's rows.
+A folder `name=value` in a file's path (Hive partition) adds a text column `name`: each row of the file has `value`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pipeline.input.text_files import TextColumns, read_text, scan_text
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import STORE_ERRORS
 
-OF_PATH = {b"skipdecode.path": b"1"}  # marks a column whose value comes from the path of some files
+OF_PATH = {b"skipdecode.path": b"1"}  # metadata of a column whose value comes from folder names in some file paths
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-COLUMN_ROWS, COLUMN_BYTES = 2**14, 2**26  # limits of one read of whole columns
+COLUMN_ROWS, COLUMN_BYTES = 2**14, 2**26  # maximum rows and bytes of each read, when whole columns are read
 
 
 def read_layout(
@@ -35,7 +35,7 @@ def read_layout(
     columns: TextColumns | None = None,
     limit: int | None = None,
 ) -> tuple[InputFile, pa.Schema]:
-    """Return the pinned file and its schema, from a Parquet footer or from `scan_text`. Raises as `scan_text` does."""
+    """Return the file with its row groups, and its schema. Raises UserError if the file is missing or not of `kind`."""
     try:
         if kind == "parquet":
             return read_footer(url, size, version, storage)
@@ -49,11 +49,11 @@ def read_layout(
 def read_shards(
     files: Sequence[InputFile], shards: Iterable[Shard], schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[tuple[Shard, pa.Table]]:
-    """Yield each shard with its rows, in the job's schema and with the column `ERROR`.
+    """Yield each shard with a table of its rows: the columns of `schema`, and the column `ERROR` with row errors.
 
-    Consecutive shards of one file are read together. files: pinned files, which include those of the shards.
+    Consecutive shards of one file are read in one pass. files: input files; they include each shard's file.
 
-    Raises UserError before it yields rows of a changed file, and the errors of `read_groups` and `read_text`.
+    Raises UserError before it yields rows of a changed file. Also raises the errors of `read_groups` and `read_text`.
     """
     by_url = {file.url: file for file in files}
     for url, neighbours in groupby(shards, key=lambda shard: shard.url):
@@ -63,14 +63,14 @@ def read_shards(
                 check_unchanged(file, storage)
                 yield shard, table
         except (*STORE_ERRORS, pa.ArrowException, AssertionError, RuntimeError):
-            check_unchanged(file, storage)  # if the file has changed, this is the cause
+            check_unchanged(file, storage)  # if the file has changed, raise that error
             raise
 
 
 def read_rows(
     shards: Sequence[Shard], file: InputFile, schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[pa.Table]:
-    """Yield a table for each shard, in order, with the column `ERROR`. All shards are of `file`."""
+    """Yield one table per shard, in order: the columns of `schema`, and `ERROR`. All shards must belong to `file`."""
     values = path_values(file.url)
     of_path = [field for field in schema if field.name in values and OF_PATH.items() <= (field.metadata or {}).items()]
     own = pa.schema([field for field in schema if field not in of_path])
@@ -87,7 +87,7 @@ def read_rows(
 
 
 def path_values(url: str) -> dict[str, str | None]:
-    """Return name -> value of the folders `name=value` in a path; None for the null value of Hive."""
+    """Return name -> value for each folder `name=value` in the path `url`. Hive's name for null becomes None."""
     pairs = [folder.split("=", 1) for folder in url.split("/")[:-1] if "=" in folder[1:]]
     return {unquote(name): None if value == HIVE_NULL else unquote(value) for name, value in pairs}
 
@@ -95,9 +95,9 @@ def path_values(url: str) -> dict[str, str | None]:
 def common_schema(
     footers: Sequence[tuple[InputFile, pa.Schema]], names: Sequence[str], storage: StorageConfig
 ) -> pa.Schema:
-    """Return `one_schema` of files that belong to no table. A column that a file lacks may come from the file's path.
+    """Return the common schema of files that belong to no table. A file may have some columns only in its path.
 
-    Raises UserError also if a column's value differs from the value in the file's path.
+    Raises the errors of `one_schema`, and UserError if a column's value differs from the value in the file's path.
     """
     schemas, of_paths = {}, {name for file, _ in footers for name in path_values(file.url)}.intersection(names)
     for file, schema in footers:
@@ -128,19 +128,19 @@ def _check_path_value(file: InputFile, field: pa.Field, storage: StorageConfig) 
         for row, (found, error) in enumerate(pairs, shard.first_row):
             if found != value and error is None:
                 raise UserError(
-                    f"{file.url}: column {field.name!r} is {found!r} in row {row}, and {values[field.name]!r} in the "
-                    "file's path; make them agree, or rename one"
+                    f"{file.url}: column {field.name!r} is {found!r} in row {row}, but {values[field.name]!r} in the "
+                    "file's path; make the values equal, or rename the column or the folder"
                 )
 
 
 def read_columns(
     path: str, columns: Sequence[str], storage: StorageConfig, limit: int | None = None, optional: Sequence[str] = ()
 ) -> dict[str, list[Any]]:
-    """Return column name -> values in the first `limit` rows of a file, folder or glob.
+    """Return column name -> values in the first `limit` rows of the files at `path` (a file, folder or glob).
 
-    optional: further columns; one that any file lacks is left out.
+    optional: more columns to read. A column that some file lacks is left out of the result.
 
-    Raises UserError that names the file; it is a `MissingColumn` if the file lacks one of `columns`.
+    Raises UserError that names the file. If the file lacks one of `columns`, the error is a `MissingColumn`.
     """
     wanted = list(dict.fromkeys([*columns, *optional]))
     listed = list_files([path], storage)
@@ -177,8 +177,8 @@ def read_columns(
 def read_blocks(
     files: Sequence[InputFile], shards: Iterable[Shard], schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[pa.Table]:
-    """Yield a one-row table for each shard: `shard` (index), `url`, `first_row`, and `rows` (Arrow IPC bytes of all its
-    rows in the job's schema). A shard is a single row, so that it stays whole if blocks are split."""
+    """Yield a one-row table per shard with the columns `shard` (index), `url`, `first_row` and `rows` (all rows of the
+    shard as Arrow IPC bytes). Ray Data may split a block between rows, so a shard in a single row stays whole."""
     for shard, table in read_shards(files, shards, schema, storage):
         rows = pa.array([to_ipc(table)], pa.large_binary())
         yield pa.table({"shard": [shard.index], "url": [shard.url], "first_row": [shard.first_row], "rows": rows})

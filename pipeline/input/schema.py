@@ -1,8 +1,8 @@
 """Finds one schema for all files of a job, and casts each file's rows to it.
 
-Files of one folder often differ in detail: int32 or int64, string or large_string, dictionaries, columns of nulls. The
-common types are fixed when the job is planned; a value that does not fit its type is an error of its row. Metadata of
-the files is dropped.
+Files in one folder often have slightly different types: int32 and int64, string and large_string, dictionary columns,
+columns of nulls. Planning finds a common type for each column. If a value does not fit this type, its row gets an
+error. File metadata is dropped.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pyarrow import types
 from actors.engine.errors import UserError, flat
 from pipeline.messages import listed, printable
 
-ERROR = "__error"  # column of row errors, null for good rows; planning refuses an input column of this name
+ERROR = "__error"  # column with the error of each row, null for a good row; no input column may have this name
 
 
 def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Schema:
-    """Return the common type of each column over all files (URL -> schema), nullable and without metadata.
+    """Return a schema with one common type per column, nullable and without metadata. files: URL -> the file's schema.
 
-    A column, or a nested field, that is null in every file becomes a string. Raises UserError if types
-    have no common type; the message names file, column and types.
+    A column or nested field that is null in every file becomes a string. Raises UserError if a column is missing or
+    has no common type. The message names file, column and types.
     """
     fields = []
     for name in columns:
@@ -62,7 +62,7 @@ def _column(name: str, url: str, schema: pa.Schema) -> pa.DataType:
 
 
 def _holds(here: pa.DataType, field: pa.Field) -> bool:
-    """Tell whether Arrow can cast to the field's type, and Parquet can store it."""
+    """Tell whether Arrow can cast values of type `here` to the field's type, and Parquet can store the field."""
     try:
         pa.nulls(0, here).cast(field.type)
         pq.write_table(pa.schema([field]).empty_table(), pa.BufferOutputStream())
@@ -72,7 +72,7 @@ def _holds(here: pa.DataType, field: pa.Field) -> bool:
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """Return the logical type: no dictionaries, views or extensions, no metadata or names of items in nested types."""
+    """Return the type without dictionaries, views and extensions; nested types lose their metadata and item names."""
     if isinstance(kind, pa.BaseExtensionType):
         return plain(kind.storage_type)
     if types.is_dictionary(kind):
@@ -85,12 +85,12 @@ def plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _settled(kind: pa.DataType) -> pa.DataType:
-    """Return a plain type with string for null at any depth, because Arrow's casts of lists of nulls are unreliable."""
+    """Replace each null type in `kind`, at any depth, by string. Arrow does not cast lists of nulls reliably."""
     return pa.string() if types.is_null(kind) else rebuilt(kind, _settled)
 
 
 def rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """Return a nested type with `change` applied to its child types, without metadata; any other type unchanged."""
+    """Apply `change` to the child types of a nested type, and drop metadata. Return any other type unchanged."""
     if types.is_list(kind):
         return pa.list_(change(kind.value_type))
     if types.is_large_list(kind):
@@ -105,10 +105,10 @@ def rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> 
 
 
 def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    """Return the narrowest plain type that holds the values of both plain types, or None.
+    """Return the narrowest plain type that can hold values of both plain types, or None if there is no such type.
 
-    Integers and floats become double, and uint64 and signed integers become int64. These two types cannot hold every
-    value, so each row is checked later. Times in different zones become UTC. Nested types follow these rules too.
+    An integer and a float give double; uint64 and a signed integer give int64. Neither result can hold every value, so
+    each row is checked later. Timestamps in different time zones give UTC. Nested types follow the same rules.
     """
     if first == second or types.is_null(second):
         return first
@@ -116,10 +116,10 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
         return second
     if types.is_nested(first) or types.is_nested(second):
         return _common_nested(first, second)
-    for one, other in ((first, second), (second, first)):  # Arrow would round decimals, and take text for bytes
+    for one, other in ((first, second), (second, first)):  # Arrow would round decimals, and turn text to bytes
         if (types.is_decimal(one) and types.is_floating(other)) or (is_text(one) and _is_binary(other)):
             return None
-    if types.is_decimal(first) != types.is_decimal(second):  # Arrow gives integers too few digits
+    if types.is_decimal(first) != types.is_decimal(second):  # Arrow's result has too few digits
         first, second = (
             pa.decimal128({8: 3, 16: 5, 32: 10, 64: 20}[kind.bit_width], 0) if types.is_integer(kind) else kind
             for kind in (first, second)
@@ -135,7 +135,7 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
 
 
 def _common_nested(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    """Return `common` of two types, at least one of which is nested."""
+    """Return the common type as `common` does, for two types of which at least one is nested."""
     if types.is_struct(first) and types.is_struct(second):
         children = {child.name: child.type for child in first}
         for child in second:
@@ -166,7 +166,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def with_all(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the table with a column of nulls for each column of `schema` that it lacks, as old data files may."""
+    """Add a column of nulls for each column of `schema` that `table` lacks. A table's old data files may lack some."""
     for field in schema:
         if field.name not in table.column_names:
             table = table.append_column(field.name, pa.nulls(table.num_rows, field.type))
@@ -174,10 +174,10 @@ def with_all(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the columns cast to the schema, and a column `ERROR` that describes a value which does not fit, else null.
+    """Cast the columns to `schema`, and add a column `ERROR` that says which value of a row does not fit, else null.
 
-    Checks that text is UTF-8, which Arrow does not do on reading. Invalid bytes of text become U+FFFD; any other value
-    that does not fit becomes null.
+    Also checks that text is UTF-8, because Arrow does not check it when it reads a file. Invalid bytes in text become
+    U+FFFD. Any other value that does not fit becomes null.
     """
     columns = []
     errors: dict[int, str] = {}
@@ -202,15 +202,15 @@ def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array:
     """Return the array in another type. Raises ArrowInvalid if a value does not fit."""
     try:
         cast = values.cast(kind)
-    except pa.ArrowIndexError:  # Arrow looks up nulls too, and fails in an empty dictionary
+    except pa.ArrowIndexError:  # Arrow looks up nulls too: it fails if a dictionary is empty
         cast = pa.array(values.to_pylist(), kind)
     cast.validate(full=True)
     return cast
 
 
 def _cast_value(values: pa.Array, row: int, field: pa.Field) -> tuple[pa.Array, str | None]:
-    """Return one value as an array of the field's type, and its error."""
-    value = pa.concat_arrays([values.slice(row, 1)])  # a copy: a slice of a list keeps all its children
+    """Return the value at `row` as an array of the field's type, and an error or None."""
+    value = pa.concat_arrays([values.slice(row, 1)])  # copied, because a slice of a list array keeps all children
     try:
         return _cast(value, field.type), None
     except pa.ArrowInvalid as error:
@@ -227,7 +227,7 @@ def _storage(value: pa.Array) -> pa.Array:
 
 
 def split_errors(table: pa.Table) -> tuple[pa.Table, list[str | None]]:
-    """Return a table without its column `ERROR`, and the errors; all None if the table has no such column."""
+    """Return the table without its column `ERROR`, and each row's error. Without this column, all errors are None."""
     if ERROR not in table.column_names:
         return table, [None] * table.num_rows
     return table.drop_columns(ERROR), table[ERROR].to_pylist()

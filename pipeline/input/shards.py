@@ -15,14 +15,14 @@ from pipeline.config.job import StorageConfig
 from pipeline.input.files import INT96_UNIT, InputFile
 from pipeline.storage.folder import filesystem
 
-STREAM_BYTES = 128 * 2**20  # uncompressed bytes above which a row group is fetched page by page
-FETCH_BYTES = 8 * 2**20  # read-ahead of each column of a large row group
-BATCH_ROWS, BATCH_BYTES = 1024, 8 * 2**20  # limits of a batch; decoded texts may be larger than the footer states
+STREAM_BYTES = 128 * 2**20  # a row group with more uncompressed bytes is fetched page by page
+FETCH_BYTES = 8 * 2**20  # bytes that are read ahead for each column of a large row group
+BATCH_ROWS, BATCH_BYTES = 1024, 8 * 2**20  # limits of a batch by the footer's sizes; decoded text may be larger
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows first_row ... first_row + rows - 1 of a file, the unit of commit; `index` numbers the shards of a job."""
+    """A range of rows of one file, which begins at `first_row`: the unit of commit. index: its number in the job."""
 
     index: int
     url: str
@@ -31,9 +31,9 @@ class Shard:
 
 
 def cut_shards(files: Iterable[InputFile], shard_rows: int, shard_bytes: int) -> list[Shard]:
-    """Return the shards of all files, in order: whole row groups within the limits; a larger row group is cut.
+    """Return the shards of all files, in order. A Parquet shard holds whole row groups, or a part of a large row group.
 
-    Shards of text files may end within a group: they have at most `shard_rows` rows and `shard_bytes` bytes.
+    A shard of a text file has at most `shard_rows` rows and `shard_bytes` bytes, and may end inside a row group.
     """
     shards: list[Shard] = []
 
@@ -64,7 +64,7 @@ def cut_shards(files: Iterable[InputFile], shard_rows: int, shard_bytes: int) ->
 
 
 def _even_cuts(file: InputFile, shard_rows: int, shard_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the range of rows (start, end) of each shard. All rows of a row group are taken to have the same size."""
+    """Yield each shard's range of rows (start, end). Assumes that all rows of a row group have the same size."""
     start, size, first = 0, 0.0, 0
     for rows, group_bytes in zip(file.group_rows, file.group_bytes, strict=True):
         for row in range(first, first + rows):
@@ -79,9 +79,9 @@ def _even_cuts(file: InputFile, shard_rows: int, shard_bytes: int) -> Iterator[t
 
 
 def read_groups(shards: Sequence[Shard], columns: Sequence[str], storage: StorageConfig) -> Iterator[pa.Table]:
-    """Yield a table for each shard, in order. All shards are of one file, and a row group is read once, in batches.
+    """Yield one table per shard, in order. All shards must be of one file. Each row group is read once, in batches.
 
-    Raises OSError of one line that names the file, if it is damaged or has fewer rows than planned.
+    Raises OSError if the file is damaged or has fewer rows than planned. The message is one line and names the file.
     """
     try:
         yield from _tables(shards, columns, storage)
@@ -100,7 +100,7 @@ def _tables(shards: Sequence[Shard], columns: Sequence[str], storage: StorageCon
     # large row groups are streamed page by page; small ones are read ahead
     large = any(group.total_byte_size > STREAM_BYTES for group in groups)
     with fs.open(path, "rb", cache_type="none" if large else "readahead") as file:
-        buffer = FETCH_BYTES if large else 0  # pre_buffer would fetch whole row groups in spite of it
+        buffer = FETCH_BYTES if large else 0  # used only without pre_buffer, which fetches whole row groups
         parquet = pq.ParquetFile(
             file,
             metadata=footer,
@@ -108,7 +108,7 @@ def _tables(shards: Sequence[Shard], columns: Sequence[str], storage: StorageCon
             pre_buffer=not large,
             coerce_int96_timestamp_unit=INT96_UNIT,
         )
-        opened, first, batch = -1, 0, pa.record_batch([], [])  # current row group, first row of its batch, the batch
+        opened, first, batch = -1, 0, pa.record_batch([], [])  # open row group, the batch and its first row
         for shard in shards:
             slices, row, end = [], shard.first_row, shard.first_row + shard.rows
             while row < end:
@@ -137,10 +137,10 @@ def _next(batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch:
 def group_shards(
     shards: Iterable[Shard], files: Iterable[InputFile], task_rows: int, task_bytes: int
 ) -> list[list[Shard]]:
-    """Return the shards of each read task: consecutive shards of one file, within both limits.
+    """Return a list of shards for each read task: consecutive shards of one file, within both limits.
 
-    All shards of one row group stay together, even above the limits: the row group is read once. So do all
-    shards of a gzip file, which can only be read from its start.
+    Shards of one row group stay together even above the limits, so that the row group is read only once. All shards of
+    a gzip file stay together too, because the file can only be read from its start.
     """
     layout = {file.url: (file, list(accumulate(file.group_rows, initial=0))) for file in files}
     located = [(shard, *_locate(shard, *layout[shard.url])) for shard in shards]
@@ -159,7 +159,7 @@ def group_shards(
 
 
 def _locate(shard: Shard, file: InputFile, starts: Sequence[int]) -> tuple[int | None, float]:
-    """Return the row group of which the shard is a part (None if it holds whole row groups), and the shard's bytes."""
+    """Return the row group that the shard is a part of (None if it holds whole row groups), and the shard's bytes."""
     end = shard.first_row + shard.rows
     number = bisect_right(starts, shard.first_row) - 1
     size = 0.0
@@ -170,17 +170,17 @@ def _locate(shard: Shard, file: InputFile, starts: Sequence[int]) -> tuple[int |
     return (number if is_part else None), size
 
 
-SCANNED_ROWS, SCANNED_BYTES = 4096, 16 * 2**20  # maximum part of a row group that is read to reach one row
+SCANNED_ROWS, SCANNED_BYTES = 4096, 16 * 2**20  # at most this much of a row group is read to reach one row
 
 
 def spread_rows(files: Sequence[InputFile], shards: Sequence[Shard], count: int) -> list[Shard]:
-    """Return at most `count` evenly spaced rows of the shards, in order, each as a shard of one row.
+    """Pick at most `count` rows, evenly spaced over the shards, and return each as a shard of one row, in order.
 
-    Only rows near the beginning of a row group are taken.
+    Only rows near the beginning of a row group are picked, so that little is read to reach them.
     """
     ends = {shard.url: shard.first_row + shard.rows for shard in shards}  # the shards of a file cover its first rows
     begins: list[tuple[str, int]] = []
-    starts = [0]  # number of rows before each possible start
+    starts = [0]  # number of rows to pick from before each entry of `begins`
     for file in files:
         first = 0
         for rows, size in zip(file.group_rows, file.group_bytes, strict=True):

@@ -1,4 +1,4 @@
-"""Iceberg and Delta tables as input and output. Their libraries are imported only when a job names a table."""
+"""Defines Iceberg and Delta tables as input and output. Imports pyiceberg or deltalake only if a job names a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.messages import printable
 
 @dataclass(frozen=True)
 class PartFile:
-    """A shard's output file, to add to a table. url: absolute path or s3:// URL. size: bytes. rows: output rows."""
+    """One shard's output file, to be added to a table. url: absolute path or s3:// URL. size: bytes. rows: its rows."""
 
     url: str
     size: int
@@ -28,7 +28,7 @@ class PartFile:
 
 @dataclass(frozen=True)
 class TablePin:
-    """A snapshot of a table. table: the table's id; another table of the same name has another id."""
+    """A snapshot of a table. table: the table's id; a new table with the same name has another id."""
 
     table: str
     snapshot: int
@@ -39,9 +39,9 @@ class CommitConflict(Exception):
 
 
 class InputTable(Protocol):
-    """A table as input. A method that refuses raises a UserError of one line that names the table.
+    """A table as input. Its methods raise one-line UserErrors that name the table.
 
-    root: the folder that holds its data files, or most of them.
+    root: the folder that holds the table's data files, or most of them.
     """
 
     root: str
@@ -50,38 +50,38 @@ class InputTable(Protocol):
         """Return the newest snapshot; None if the table has none yet."""
 
     def data_files(self, snapshot: int) -> dict[str, int]:
-        """Return URL -> bytes of each data file in a snapshot.
+        """Return URL -> size in bytes of each data file in a snapshot.
 
-        Refuses tables with deleted rows or files other than Parquet.
+        Raises UserError if rows of a data file were deleted, or a data file is not Parquet.
         """
 
     def appended(self, after: int, until: int) -> dict[str, int]:
-        """Return URL -> bytes of each data file that was appended after snapshot `after`, up to and including `until`.
+        """Return URL -> bytes of each data file appended after snapshot `after`, up to and including snapshot `until`.
 
-        Skips compactions. Refuses if a snapshot between them changed or deleted rows, or `until` is no successor.
+        Skips compactions. Raises UserError if `until` does not follow `after`, or rows were changed or deleted since.
         """
 
     def as_shown(self, snapshot: int, url: str, schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
-        """Return `schema`, of data file `url`, with a column for each of the table's columns `names` at a snapshot.
+        """Return the schema of data file `url`, with a column added for each of the columns `names` that it lacks.
 
-        A column added to the table after the file was written has the type null. Refuses a column that the table
-        lacks, that the file holds under another name, or that is a partition column which the file lacks.
+        A column that was added to the table after the file was written gets the type null. Raises UserError if the
+        table lacks a column, the file has it under another name, or it is a partition column that the file lacks.
         """
 
 
 class OutputTable(Protocol):
-    """A table as output, which need not exist. A method that refuses raises a one-line UserError naming the table."""
+    """A table as output; it need not exist yet. Its methods raise one-line UserErrors that name the table."""
 
     def check(self, schema: pa.Schema) -> None:
-        """Refuse a table that cannot hold files of this schema: other columns or partitions, or an unknown type."""
+        """Raise UserError if the table's columns, types or partitions do not allow it to hold files of this schema."""
 
     def snapshot_of(self, fingerprint: str) -> int | None:
         """Return the snapshot committed by the job with this fingerprint; None if there is none."""
 
     def append(self, parts: Sequence[PartFile], schema: pa.Schema, fingerprint: str) -> int:
-        """Add the parts as one snapshot with the fingerprint in its metadata, and return it. Creates a missing table.
+        """Add `parts` as one snapshot with the fingerprint in its metadata, and return it. Creates a missing table.
 
-        Raises CommitConflict and adds nothing if another writer, perhaps another run of this job, was faster.
+        Raises CommitConflict and adds nothing if another writer, perhaps another run of this job, committed first.
         """
 
 
@@ -110,31 +110,31 @@ def output_table(section: OutputConfig, storage: StorageConfig) -> OutputTable:
 
 
 def table_name(section: OutputConfig) -> str:
-    """Return the output table's name; for a Delta table its folder."""
+    """Return the output table's name. The name of a Delta table is its folder."""
     return section.table or section.path
 
 
 def store_url(location: str) -> str:
-    """Return a location in a table's metadata as a path or an s3:// URL; s3a and s3n become s3."""
+    """Turn a location from a table's metadata (file:, s3a://, s3n://) into a local path or an s3:// URL."""
     if re.match(r"s3[an]://", location):
         return f"s3{location[3:]}"
     return re.sub(r"^file:(//)?(?=/)", "", location)
 
 
 def real_url(location: str) -> str:
-    """Return a job's folder without a trailing slash; a local folder is absolute, with symlinks resolved."""
+    """Return a folder's URL without a trailing slash. A local path becomes absolute, with symlinks resolved."""
     url = store_url(location).rstrip("/")
     return url if "://" in url else os.path.realpath(url)
 
 
-_HELD = {  # types that both table formats hold as Parquet stores them
+_HELD = {  # types that Iceberg and Delta tables hold exactly as Parquet stores them
     *(pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.date32()),
     *(pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.timestamp("us"), pa.timestamp("us", "UTC")),
 }
 
 
 def check_types(table: str, schema: pa.Schema, more: Collection[pa.DataType]) -> None:
-    """Raise UserError that names a column whose type the table cannot hold unchanged. more: types besides `_HELD`."""
+    """Raise UserError for the first column whose type the table cannot hold. more: allowed types besides `_HELD`."""
     for field in schema:
         wrong = _unheld(field.type, more)
         if wrong is not None:
@@ -145,7 +145,7 @@ def check_types(table: str, schema: pa.Schema, more: Collection[pa.DataType]) ->
 
 
 def _unheld(kind: pa.DataType, more: Collection[pa.DataType]) -> pa.DataType | None:
-    """Return the first type in `kind` that a table cannot hold."""
+    """Return the first type inside `kind` that a table cannot hold, or None. more: allowed types besides `_HELD`."""
     if types.is_struct(kind):
         children = [child.type for child in kind]
     elif types.is_list(kind) or types.is_large_list(kind):
@@ -158,14 +158,14 @@ def _unheld(kind: pa.DataType, more: Collection[pa.DataType]) -> pa.DataType | N
 
 
 def check_columns(table: str, there: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    """Raise UserError that names the first column in which a table and the job's answers differ."""
+    """Raise UserError for the first column that differs between the table (`there`) and the answers (`ours`)."""
     for name in [*ours, *there]:
         if name not in there:
             problem = f"has no column {name!r}, which the job writes ({ours[name]})"
         elif name not in ours:
             problem = f"has a column {name!r}, which the job does not write"
         elif there[name] != ours[name]:
-            problem = f"has column {name!r} as {there[name]}, the job writes {ours[name]}"
+            problem = f"has column {name!r} of type {there[name]}, but the job writes {ours[name]}"
         else:
             continue
         raise UserError(f"output.table: {table} {problem}; choose another table, or change output.keep")

@@ -1,7 +1,7 @@
-"""Reads JSON Lines and CSV files: each whole file once when the job is planned, then shards from their byte offsets.
+"""Reads JSON Lines and CSV files. Planning scans each whole file once; later, shards are read from their byte offsets.
 
-The first pass counts rows and bytes in groups, which are pinned like a Parquet file's row groups, and finds the types
-of columns from some of the rows. A row that cannot be read, or does not fit the types, gets an error.
+The scan divides the file into row groups, as in Parquet, and counts rows and bytes of each group. It finds the types
+of the columns from some of the rows. A row that cannot be read, or does not fit the types, gets an error.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from pipeline.input.text_lines import (
 )
 from pipeline.messages import counted, is_unicode, one_line, printable
 
-AS_JSON = {b"skipdecode.json": b"1"}  # metadata of a string field that holds values other than strings as JSON
+AS_JSON = {b"skipdecode.json": b"1"}  # metadata of a string column that keeps lists, objects and numbers as JSON text
 _NAMES = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
-_NOT_ARROW = (pa.ArrowException, ValueError, OverflowError)  # errors of values that Arrow cannot hold
-GROUP_ROWS, GROUP_BYTES = 1024, 4 * 2**20  # maximum rows and bytes of a group, unless one row is longer
-TYPED_ROWS = 10_000  # rows at the beginning of a file from which types are read
-TYPED_BLOCKS = 64  # after these rows, types are read from one block in 64
+_NOT_ARROW = (pa.ArrowException, ValueError, OverflowError)  # raised for a value that Arrow cannot hold
+GROUP_ROWS, GROUP_BYTES = 1024, 4 * 2**20  # limits of a row group; a longer row is a group of its own
+TYPED_ROWS = 10_000  # number of rows at the beginning of a file that are all parsed to find column types
+TYPED_BLOCKS = 64  # after the first TYPED_ROWS rows, only one block in 64 is parsed to find column types
 
 Row = TypeVar("Row", bytes, CsvRow)
 
@@ -69,7 +69,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_
 
 
 def parsed(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the JSON object in a line and None, or None and an error."""
+    """Parse a line of JSON. Return the object and None, or None and an error message."""
     try:
         value = _DECODER.decode(line.decode())
     except UnicodeDecodeError as error:
@@ -82,10 +82,10 @@ def parsed(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
 
 
 class JsonTypes:
-    """Finds the type of each column: the type of its values in most of the added rows.
+    """Finds the type of each JSON column: the type that most of the column's values in the added rows have.
 
-    Nothing is converted: a value without its column's type is an error of its row. Integers and floats count as one
-    type, numbers. If the lists or objects of a column have no common type, the first ones decide.
+    Integers and floats count as one type. If the lists or objects in a column have no common type, the first one
+    decides. Values are not converted: if a value does not have the type of its column, its row gets an error.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -94,7 +94,7 @@ class JsonTypes:
         self._lines = 0
 
     def add(self, lines: Sequence[bytes]) -> None:
-        """Read the types of some rows."""
+        """Count the types of the values in some rows; `lines` holds one JSON row per line."""
         self._lines += len(lines)
         rows = [values for values, _ in map(parsed, lines if self._columns else ()) if values is not None]
         for values in rows:
@@ -114,7 +114,7 @@ class JsonTypes:
         return False
 
     def schema(self, as_json: frozenset[str]) -> pa.Schema:
-        """Return all columns seen, of type null if not asked for. Raises Unreadable if no row was a JSON object."""
+        """Return all columns seen; those not requested have type null. Raises Unreadable if no row is an object."""
         if self._columns and self._lines and not self._seen:
             raise Unreadable(f"{counted(self._lines, 'line')} read, and none holds a JSON object")
         fields = []
@@ -127,7 +127,7 @@ class JsonTypes:
 
 
 def _type_of(value: Any) -> pa.DataType:
-    """Return a JSON value's type; null for a value that mixes types, and for an object without fields."""
+    """Return the Arrow type of a JSON value; null if the value mixes types or is an object without fields."""
     try:
         kind = _without_empty(pa.infer_type([value]))
     except _NOT_ARROW:
@@ -140,7 +140,7 @@ def _without_empty(kind: pa.DataType) -> pa.DataType:
 
 
 def _fits(value: Any, kind: pa.DataType) -> bool:
-    """Tell whether a value has exactly this type. Arrow would turn true and 1.5 into 1, and drop unknown fields."""
+    """Tell whether `value` has exactly type `kind`. Arrow would turn true and 1.5 into 1, and drop unknown fields."""
     if value is None or (value == {} and types.is_null(kind)):
         return True
     if types.is_struct(kind):
@@ -157,7 +157,7 @@ def _fits(value: Any, kind: pa.DataType) -> bool:
 
 
 def _misfit(value: Any, kind: pa.DataType) -> str | None:
-    """Return why a column of this type cannot hold a value unchanged; None if it can."""
+    """Return the reason why a column of type `kind` cannot hold `value` unchanged; None if it can."""
     try:
         if _fits(value, kind):
             pa.array([value], kind)
@@ -171,9 +171,9 @@ def _misfit(value: Any, kind: pa.DataType) -> str | None:
 
 
 def json_array(values: Sequence[Any], field: pa.Field) -> tuple[pa.Array, dict[int, str]]:
-    """Return the values as an array of the field's type, and the errors by position.
+    """Return the values as an array of the field's type, and position -> error for each value of another type.
 
-    A value of another type becomes null; in a text column it becomes its JSON.
+    A value of another type becomes null. In a text column it becomes JSON text.
     """
     kind, fitted, errors = field.type, [], dict[int, str]()
     if is_json(field):
@@ -184,7 +184,7 @@ def json_array(values: Sequence[Any], field: pa.Field) -> tuple[pa.Array, dict[i
     except _NOT_ARROW:
         pass  # the values are converted one by one below
     for position, value in enumerate(values):
-        if value == {} and not types.is_struct(kind):  # an object without fields is null
+        if value == {} and not types.is_struct(kind):
             value = None
         reason = _misfit(value, kind)
         if reason is not None:
@@ -201,9 +201,9 @@ class TextColumns:
 
     Args:
         names: names of the columns.
-        as_json: columns whose lists and objects are kept as JSON text.
-        numbers: types of the CSV columns that are not text.
-        field_bytes: maximum length of a quoted field of CSV.
+        as_json: names of columns whose lists and objects are kept as JSON text.
+        numbers: column name -> type, for CSV columns that are not text.
+        field_bytes: maximum length of a quoted CSV field, in bytes.
     """
 
     names: Sequence[str]
@@ -221,16 +221,16 @@ def scan_text(
     columns: TextColumns,
     limit: int | None = None,
 ) -> tuple[InputFile, pa.Schema]:
-    """Return the pinned file and its schema, in one pass that finds the ends of all rows and parses some rows.
+    """Scan a text file once, and return the file with its row groups, and its schema. Parses only some of the rows.
 
     Args:
         url, size, version: as `list_files` returns them.
         kind: jsonl or csv.
-        columns: columns that need types. The schema of JSON Lines has all columns of the parsed rows; without rows,
-            it has these.
+        columns: columns that need types. The schema of a JSON Lines file has all columns of the parsed rows. If the
+            file has no rows, its schema has the columns in `columns`.
         limit: number of rows to read; None is all.
 
-    Raises UserError if the file is not of this kind, and errors of the store and the disk.
+    Raises UserError if the file is not of this `kind`. Also raises errors of the store and the disk.
     """
     types = JsonTypes(columns.names)
     try:
@@ -252,7 +252,7 @@ def scan_text(
 
 
 def _row_ends(stream: BinaryIO, kind: str, field_bytes: int, limit: int | None, types: JsonTypes) -> Iterator[Offsets]:
-    """Yield the offsets at which the first `limit` rows end, and add some rows of JSON Lines to `types`."""
+    """Yield the offsets where the first `limit` rows end, block by block. Adds some JSON Lines rows to `types`."""
     offset, total, has_header = 0, 0, kind == "csv"
     for number, (block, starts, ends) in enumerate(records(stream, kind, field_bytes)):
         if has_header and len(ends):
@@ -268,7 +268,7 @@ def _row_ends(stream: BinaryIO, kind: str, field_bytes: int, limit: int | None, 
 
 
 def _groups(row_ends: Iterable[Offsets]) -> Iterator[tuple[int, int]]:
-    """Yield the number of rows and bytes of each group, in order."""
+    """Divide rows into row groups, and yield the number of rows and of bytes of each group, in order."""
     start, ends = 0, np.array([], np.int64)
     for more in chain(row_ends, [None]):
         ends = ends if more is None else np.concatenate([ends, more])
@@ -279,28 +279,28 @@ def _groups(row_ends: Iterable[Offsets]) -> Iterator[tuple[int, int]]:
 
 
 def _check_text(url: str, stream: BinaryIO, kind: str) -> None:
-    """Raise UserError if the first bytes show another format; the stream stays at its start."""
+    """Raise UserError if the first bytes show another format than `kind`. Leaves the stream at its start."""
     head = stream.read(4096)
     stream.seek(0)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(f"{url}: the text is UTF-16; convert it to UTF-8")
-    for magic, other in ((b"PAR1", "Parquet"), (b"\x1f\x8b", "gzip without a name that ends with .gz")):
+    for magic, other in ((b"PAR1", "Parquet"), (b"\x1f\x8b", "gzip, but is not named .gz")):
         if head.startswith(magic):
-            raise UserError(f"{url}: the file is {other}; name it so, or set input.format")
+            raise UserError(f"{url}: the file is {other}; rename it to match, or set input.format")
     if kind == "jsonl" and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         try:
             json.loads(head.split(b"\n", 1)[0])
-        except ValueError:  # the array does not end in its first line
-            raise UserError(f"{url}: the file is one JSON array; write one object a line (JSON Lines)") from None
+        except ValueError:  # the JSON array continues after the first line
+            raise UserError(f"{url}: the file is one JSON array; write one object per line (JSON Lines)") from None
 
 
 def read_text(
     shards: Sequence[Shard], file: InputFile, schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[pa.Table]:
-    """Yield a table for each shard of one text file, in order, in the job's schema and with the column `ERROR`.
+    """Yield one table per shard of a text file, in order: the columns of `schema`, and `ERROR` with row errors.
 
     Raises:
-        OSError: the file is damaged or has other rows than planned; one line that names the file.
+        OSError: the file is damaged or has other rows than planned. The message is one line and names the file.
         StoreFailed: the store fails.
     """
     try:
@@ -319,7 +319,7 @@ def read_text(
 def _rows(
     shards: Sequence[Shard], file: InputFile, stream: BinaryIO, parse: Callable[[bytes], list[Row]]
 ) -> Iterator[list[Row]]:
-    """Yield the rows of each shard. A group is read and parsed only once for consecutive shards."""
+    """Yield the rows of each shard. A row group that consecutive shards share is read and parsed only once."""
     first_rows = list(accumulate(file.group_rows, initial=0))
     offsets = list(accumulate(file.group_bytes, initial=0))
     number, group = -1, []
@@ -357,9 +357,9 @@ def _csv_table(records: Sequence[CsvRow], header: Sequence[str], schema: pa.Sche
     rows: list[Sequence[str | None]] = []
     for row, (fields, error) in enumerate(records):
         if error is None and len(fields) != len(header):
-            error = f"{len(fields)} fields; the first line names {len(header)} columns"
+            error = f"{len(fields)} fields, but the first line names {len(header)} columns"
         if error is None and fields == header:
-            error = "the names of the columns again, as in the first line"
+            error = "the row repeats the column names of the first line"
         if error is not None:
             errors[row] = error
         rows.append(fields if error is None else [None] * len(header))
@@ -373,7 +373,7 @@ def _csv_table(records: Sequence[CsvRow], header: Sequence[str], schema: pa.Sche
 
 
 def _with_errors(table: pa.Table, errors: Mapping[int, str], rows: int) -> pa.Table:
-    """Append the column `ERROR`. rows: number of rows, which a table without columns does not know."""
+    """Append the column `ERROR` to the table. rows: number of rows; a table without columns does not tell it."""
     column = pa.array([errors.get(row) for row in range(rows)], pa.string())
     return pa.table([*table.columns, column], schema=table.schema.append(pa.field(ERROR, pa.string())))
 

@@ -1,8 +1,8 @@
-"""Finds the ends of the records in JSON Lines and CSV files, gzipped or not, and parses the records.
+"""Finds where each record ends in a JSON Lines or CSV file, gzipped or not, and parses the records.
 
-A record of JSON Lines is a line that is not blank. A record of CSV ends where Python's strict csv reader ends it,
-since a quoted field may hold line ends. If that reader meets an error, the record is only its first line, so that an
-unclosed quote spoils no further line. Offsets count uncompressed bytes.
+In JSON Lines, each line that is not blank is a record. In CSV, a quoted field may hold line ends, so a record ends
+where Python's strict csv reader ends it. If this reader fails, only one line counts as the record, so that an unclosed
+quote does not spoil the next lines. Offsets count uncompressed bytes.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from pipeline.storage.folder import filesystem
 
 BUFFER = 2**20  # bytes read at once
 BOM = b"\xef\xbb\xbf"
-# errors of a stream that is cut short or not gzip; BadGzipFile is an OSError without errno
+# raised if a gzip stream is cut short or is not gzip; BadGzipFile is an OSError without errno
 GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 CR, NEWLINE, SPACE, COMMA, QUOTE = b'\r\n ,"'
 _BLANK = {"jsonl": b" \t\r\n", "csv": b"\r\n"}  # bytes that a blank line may hold
-# _FIELD: a CSV field, empty if its quote is not closed. _RECORD: a CSV record; its group is text after a closing quote
+# _FIELD: a CSV field; matches nothing if a quote stays open. _RECORD: a CSV record; group 1: text after a closing quote
 _FIELD = re.compile(rb'(?:"(?:[^"]++|"")*+"|[^",\r\n][^,\r\n]*+)?+')
 _RECORD = re.compile(rb'(?:%b)?+%b(?:,%b)*+(?!")(\r*+[^\r\n])?+[^\n]*+\n' % (BOM, _FIELD.pattern, _FIELD.pattern))
 
 Offsets = npt.NDArray[np.int64]
-CsvRow = tuple[list[str], str | None]  # fields; error if they cannot be read
+CsvRow = tuple[list[str], str | None]  # the fields, and an error if the record cannot be read
 
 
 class Unreadable(ValueError):
-    """The text cannot be read in its format from some line on."""
+    """A text file is not valid JSON Lines or CSV, or has other rows than planned."""
 
 
 @contextmanager
 def open_text(url: str, storage: StorageConfig) -> Iterator[BinaryIO]:
-    """Open a file, decompressed if its name ends with .gz. Seeking back in a gzip file reads it from its start."""
+    """Open a file for reading; decompress it if its name ends with .gz. Seeking back in a .gz file reads it again."""
     fs, path = filesystem(url, storage)
     with fs.open(path, "rb") as raw, io.BufferedReader(raw, BUFFER) as file:
         if not url.endswith(".gz"):
@@ -56,26 +56,26 @@ def open_text(url: str, storage: StorageConfig) -> Iterator[BinaryIO]:
 
 
 def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> Iterator[tuple[bytes, Offsets, Offsets]]:
-    """Yield consecutive blocks of bytes, each with the start and the end of every record in it.
+    """Yield consecutive blocks of bytes, each with the offsets where its records start and the offsets where they end.
 
-    Blank lines are in the block, but in no record. numpy, which releases the interpreter's lock, finds the ends.
+    A block includes blank lines, but no record does. numpy finds the ends, because it releases the GIL.
 
     Args:
-        stream: at the start of a record.
+        stream: a file, positioned at the start of a record.
         kind: jsonl or csv.
-        field_bytes: maximum length of a quoted field of CSV.
+        field_bytes: maximum length of a quoted CSV field, in bytes.
 
     Raises:
-        Unreadable: a record is too long, or a quote is never closed; names the line.
+        Unreadable: a record is too long, or a quote is never closed.
     """
     rest, line, is_last = b"", 1, False
     while not is_last:
         data = stream.read(max(BUFFER, len(rest)))
         block, is_last = rest + data, not data
         ends = np.minimum(_ends(block + b"\n" * (is_last and block != b""), kind), len(block))
-        bounds = np.concatenate([[0], ends, [len(block)]])  # bounds of the records, and of the rest
+        bounds = np.concatenate([[0], ends, [len(block)]])  # bounds of the records, and the end of the block
         sizes = np.diff(bounds)
-        is_open = is_last and int(sizes[-1]) > 0  # only an open quote keeps the last line from being a record
+        is_open = is_last and int(sizes[-1]) > 0  # at the end of the file, only an open quote leaves bytes over
         long = np.flatnonzero(sizes > (0 if is_open else field_bytes))
         for start, end in [(int(bounds[place]), int(bounds[place + 1])) for place in (long if kind == "csv" else ())]:
             _check_quotes(block, start, end, field_bytes, line, is_open and end == len(block))
@@ -91,10 +91,10 @@ def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> I
 
 
 def _ends(block: bytes, kind: str, *, is_whole: bool = False) -> Offsets:
-    """Return the end of each whole record and each blank line.
+    """Return the offset where each complete record or blank line in `block` ends.
 
-    If CSV quotes only enclose fields, a line end after an odd number of quotes is in a quoted field.
-    is_whole: the block ends where a record ends, so a quote that is still open there means a damaged record.
+    If all CSV quotes enclose whole fields, a line end after an odd number of quotes is inside a field.
+    is_whole: the block ends with a record. A quote that is still open at its end then means a damaged record.
     """
     data = np.frombuffer(block, np.uint8)
     lines = np.flatnonzero(data == NEWLINE) + 1
@@ -120,7 +120,7 @@ def _ends(block: bytes, kind: str, *, is_whole: bool = False) -> Offsets:
 
 
 def _check_quotes(block: bytes, place: int, end: int, field_bytes: int, line: int, is_last: bool) -> None:
-    """Raise Unreadable if a quoted field from `place` to `end` is too long, or is not closed in the last record."""
+    """Raise Unreadable if a quoted CSV field in block[place:end] is too long, or the last record has an open quote."""
     place += len(BOM) if block.startswith(BOM, place) else 0
     while place < end and (field := _FIELD.match(block, place)):
         stop = field.end()
@@ -139,20 +139,20 @@ def _check_quotes(block: bytes, place: int, end: int, field_bytes: int, line: in
 
 
 def json_lines(data: bytes) -> list[bytes]:
-    """Return the lines of JSON that are not blank. data: whole lines."""
+    """Return the lines in `data` that are not blank, without the white space around them."""
     lines = (line.removeprefix(BOM).strip(_BLANK["jsonl"]) for line in data.split(b"\n"))
     return [line for line in lines if line]
 
 
 def csv_rows(data: bytes) -> list[CsvRow]:
-    """Return the fields of each CSV record, and the error if it cannot be read. data: whole records."""
+    """Return the fields of each CSV record, and an error if it cannot be read. `data` must hold whole records."""
     csv.field_size_limit(LONGEST_RECORD)  # for the whole process; the default is 128 KiB
     try:
         if BOM not in data:
             whole = csv.reader(io.StringIO(data.decode(), newline="\n"), strict=True)
             return [(fields, None) for fields in whole if fields]
     except (UnicodeDecodeError, csv.Error):
-        pass  # the rows are read below
+        pass  # the rows are read one by one below
     rows: list[CsvRow] = []
     data += b"\n" * (not data.endswith(b"\n"))
     for start, end in pairwise([0, *_ends(data, "csv", is_whole=True)]):
@@ -169,7 +169,7 @@ def csv_rows(data: bytes) -> list[CsvRow]:
 
 
 def csv_header(stream: BinaryIO) -> list[str]:
-    """Return the column names in the first record of a stream. Raises Unreadable if there is no readable record."""
+    """Return the column names in the first record of a stream. Raises Unreadable if it is missing or damaged."""
     for block, _, ends in records(stream, "csv"):
         if len(ends):
             ((names, error),) = csv_rows(block[: ends[0]])

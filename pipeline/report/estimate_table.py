@@ -15,7 +15,7 @@ from pipeline.runtime.wide_console import wide
 
 
 def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]) -> None:
-    """Print rows, prompts, batches, the table of speeds, and the savings and loss of the job's speed."""
+    """Print an estimate: rows, prompts, batches, a table of speeds, and what the job's speed saves and loses."""
     console = wide(console)
     tokens, batching, errors, chosen = (found[name] for name in ("prompt_tokens", "batching", "row_errors", "chosen"))
     left = "" if found["rows_left"] == found["rows"] else f", {found['rows_left']:,} rows left"
@@ -34,13 +34,13 @@ def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]
         say(f"rows with an error in the sample: {errors['errors']:,}; the first: {errors['first']}")
     say(
         f"batches: {batching['scheduler']}, at most {batching['max_batch']:,} rows in flight and "
-        f"{batching['cache_bytes'] / 2**20:,.0f} MiB of cache an actor; {counted(found['actors'], 'actor')}\n"
+        f"{batching['cache_bytes'] / 2**20:,.0f} MiB of KV cache per actor; {counted(found['actors'], 'actor')}\n"
     )
     console.print(_table(found))
     say(
-        f"\nwall clock with {found['startup']['seconds']:.0f} s of start-up, in brackets a 90% interval; from "
+        f"\nwall clock includes {found['startup']['seconds']:.0f} s of start-up, with a 90% interval in brackets; from "
         f"{found['sample']['rows']:,} rows that {'an actor' if found['actors'] == 1 else 'actors'} answered here; "
-        "ideal: if time shrank with the layers run"
+        "ideal: with time proportional to the layers run"
     )
     if saves := found["saves"]:
         money = f"{saves['money']:,.2f} and " if "money" in saves else ""

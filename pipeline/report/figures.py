@@ -1,4 +1,4 @@
-"""Computes a job's figures from statistics and recorded runs, and writes them as lines for console and page."""
+"""Computes a job's figures from shard statistics and recorded runs, as lines for the console and the report page."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pipeline.generate.stats import Totals
 from pipeline.messages import counted, duration, parsed_control_tokens
 from pipeline.plan.manifest import Manifest
 
-MOST_KINDS = 1000  # kinds of errors counted apart; the answers of further kinds are counted together
+MOST_KINDS = 1000  # this many kinds of errors are counted separately; all further kinds are counted together
 SHOWN_KINDS = 20
 
 
 def error_kinds(shards: pa.Table) -> list[dict[str, Any]]:
-    """Return the commonest kinds of errors: `kind`, number of `answers`, and one answer's `row_id`, `example`, `shard`.
+    """Return the most common kinds of errors: `kind`, number of `answers`, and `row_id`, `example`, `shard` of one.
 
-    The last entry, with an empty kind, counts the answers of all other kinds.
+    If there are more kinds, a last entry with an empty `kind` counts the answers of all other kinds.
     """
     found: dict[str, dict[str, Any]] = {}
     for shard, text in zip(shards["shard"].to_pylist(), shards["error_kinds"].to_pylist(), strict=True):
@@ -37,7 +37,7 @@ def error_kinds(shards: pa.Table) -> list[dict[str, Any]]:
 
 
 def run_spans(runs: Sequence[JobRun], shards: pa.Table) -> list[tuple[float, float]]:
-    """Return begin and end of each run, s since 1970. Times that a run has not recorded are taken from its shards."""
+    """Return (begin, end) of each run, in s since 1970. Times that are not recorded are taken from the run's shards."""
     started, finished = (shards[name].to_numpy() for name in ("started", "finished"))
     timed = started > 0
     started, finished = started[timed], finished[timed]
@@ -49,20 +49,20 @@ def run_spans(runs: Sequence[JobRun], shards: pa.Table) -> list[tuple[float, flo
     spans = []
     for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
         last = max(finished[places == number], default=begin)
-        # a shard may finish after its run was stopped; clocks of nodes differ
+        # a shard may finish after the run was stopped, and the clocks of nodes differ
         spans.append((begin, max(float(last), end or begin)))
     return spans
 
 
 def held_seconds(runs: Sequence[JobRun], shards: pa.Table) -> float | None:
-    """Return the device-seconds of all runs, start-up and idle included; None if no run is recorded."""
+    """Return the device-seconds of all runs, including start-up and idle time; None if no run is recorded."""
     return sum((end - begin) * runs[-1].devices for begin, end in run_spans(runs, shards)) if runs else None
 
 
 def clock_speedups(
     agreement: Agreement | None, totals: Totals, held: float | None
 ) -> tuple[float | None, float | None]:
-    """Return two speed-ups over full depth: of the whole job, and of decode alone. None if no sampled row was timed."""
+    """Return the measured speed-ups over full depth of the whole job and of decode alone; None if not known."""
     decode = None if agreement is None else agreement.decode_ratio
     if agreement is None or not held or not totals.generate_seconds or (totals.decode_steps and decode is None):
         return None, None
@@ -73,7 +73,7 @@ def clock_speedups(
 
 
 def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shards: pa.Table) -> Iterator[str]:
-    """Yield lines that say what a job has done and cost. runs: recorded runs. shards: a table with `STATS_SCHEMA`."""
+    """Yield lines about what a job has done and cost. runs: recorded runs. shards: statistics in `STATS_SCHEMA`."""
     if not totals.shards:
         yield f"no shard is committed yet: 0 of {counted(manifest.rows, 'row')}"
         return
@@ -87,13 +87,13 @@ def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shar
     yield _nominal(manifest, totals)
     decode = ""
     if totals.mean_depth is None:
-        yield "no decode steps: the prompt's pass gives the answer"
+        yield "no decode steps: the pass over the prompt gives the answer"
     else:
         decode = f", decode {totals.decode_seconds:.1f}"
         ratio = "" if totals.layer_ratio is None else f", layer ratio {totals.layer_ratio:.2f}x"
         yield (
             f"mean depth {totals.mean_depth:.2f} of {manifest.identity['schedule']['num_layers']}{ratio}: "
-            f"{totals.layer_steps:,} layer steps where full depth runs {totals.full_layer_steps:,}"
+            f"{totals.layer_steps:,} layer steps, but {totals.full_layer_steps:,} at full depth"
         )
     yield (
         f"actor seconds: prefill {totals.prefill_seconds:.1f}{decode}, all {totals.generate_seconds:.1f}; "
@@ -106,7 +106,7 @@ def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shar
     held = held_seconds(runs, shards)
     yield from _cost(totals, held)
     yield (
-        f"cache {totals.cache_bytes / 2**20:.1f} MiB a batch at most, peak memory of an actor "
+        f"KV cache: at most {totals.cache_bytes / 2**20:.1f} MiB per batch; peak memory of an actor: "
         f"{totals.peak_memory_bytes / 2**20:,.0f} MiB"
     )
     whole, decode_alone = clock_speedups(manifest.agreement, totals, held)
@@ -117,18 +117,18 @@ def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shar
         yield f"agreement with full depth, before the start: {manifest.agreement}"
     if totals.shared_prompt_tokens:
         shared = f"{totals.shared_prompt_tokens:,} prompt tokens"
-        yield f"{shared} were not computed again: beginnings, prompts and samples that rows share"
+        yield f"{shared} were computed only once for several rows: shared prefixes, prompts and samples"
     if totals.out_of_memory:
         yield (
-            f"memory ran out in {totals.out_of_memory:,} batches, which were halved: a lower actors.cache_bytes or "
-            "max_new_tokens saves the time"
+            f"memory ran out in {totals.out_of_memory:,} batches, which were halved and run again: lower "
+            "actors.cache_bytes or max_new_tokens to avoid this"
         )
     if totals.control_tokens:
         yield parsed_control_tokens(totals.control_tokens)
 
 
 def _nominal(manifest: Manifest, totals: Totals) -> str:
-    """Return the line that names the nominal speed."""
+    """Return the line about the nominal speed-up."""
     schedule = manifest.identity["schedule"]
     layers, speedup = schedule["num_layers"], schedule["speedup"]
     prompt_layers = schedule["depths"][0] if schedule.get("prompt") == "first" else layers
@@ -139,7 +139,7 @@ def _nominal(manifest: Manifest, totals: Totals) -> str:
 
 
 def _cost(totals: Totals, held: float | None) -> Iterator[str]:
-    """Yield device-seconds and money, in total and per million tokens or answers. held: see `held_seconds`."""
+    """Yield lines with device-seconds and money, total and per million tokens or answers. held: see `held_seconds`."""
     if not totals.generated_tokens:
         return
     price = totals.money / totals.device_seconds if totals.device_seconds else 0.0

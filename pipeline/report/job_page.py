@@ -1,4 +1,4 @@
-"""Writes `_job/report.html`, a page on what a job did, before `_SUCCESS`. It loads nothing, and fails no job."""
+"""Writes a job's page, `_job/report.html`, before `_SUCCESS`. The page loads no file; an error fails no job."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from pipeline.storage.parquet import read_parquet
 log = logging.getLogger(__name__)
 REPORT = "_job/report.html"
 HERE = files("pipeline.report")
-MOST_CHARS = 400  # maximum characters of a value of the configuration
+MOST_CHARS = 400  # maximum number of characters shown of a configuration value
 SHOWN_SHARDS, SHOWN_RUNS, SHOWN_LABELS, SHOWN_ANSWERS = 10, 20, 100, 10
 LABEL_CHARS, ANSWER_CHARS = 200, 1000
-HEAD_CHARS, TAIL_CHARS = 120, 280  # characters shown of a long prompt's beginning and of its end
+HEAD_CHARS, TAIL_CHARS = 120, 280  # characters shown from the start and from the end of a long prompt
 
 
 def write_report(folder: Folder, manifest: Manifest, storage: StorageConfig) -> None:
-    """Write the report of a job. The job's statistics must be written already.
+    """Write the report page of a job. The job's statistics file must exist already.
 
-    An error is logged as a warning that names a file with the traceback: a report is not worth a failed job.
+    An error does not fail the job. It is logged as a warning that names a file with the traceback.
     """
     try:
         folder.replace(REPORT, job_page(folder, manifest, read_parquet(folder.read(STATS)), storage))
@@ -52,7 +52,7 @@ def write_report(folder: Folder, manifest: Manifest, storage: StorageConfig) -> 
 
 
 def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: StorageConfig) -> bytes:
-    """Return the page of a job, finished or not. shards: statistics of committed shards, as in `STATS_SCHEMA`."""
+    """Return the HTML report page of a finished or unfinished job. shards: committed shards' statistics."""
     shards = shards.select(STATS_SCHEMA.names).combine_chunks()
     totals, runs = with_duplicates(folder, add_up(shards)), read_runs(folder)
     spans = run_spans(runs, shards)
@@ -83,7 +83,7 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
 
 
 def _labels(totals: Totals, known: Iterable[str]) -> list[tuple[str, int]]:
-    """Return pairs (label, number of answers): the commonest labels, `known` labels without answers, all others."""
+    """Return (label, number of answers) of the most common labels, of `known` labels without answers, of all others."""
     counts = dict(totals.labels)
     if counts:
         counts |= {label: 0 for label in known if label not in counts}
@@ -94,14 +94,14 @@ def _labels(totals: Totals, known: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def _slowest(shards: pa.Table, manifest: Manifest) -> list[dict[str, Any]]:
-    """Return the shards that took longest, with their place in the input."""
+    """Return the shards that took longest, each with its output file and its place in the input."""
     names = ["shard", "rows", "errors", "generate_seconds", "node"]
     rows = slowest_shards(shards, SHOWN_SHARDS).select(names).to_pylist()
     return [{**row, "part": part_name(row["shard"]), "input": manifest.shards[row["shard"]]} for row in rows]
 
 
 def _answers(folder: Folder, manifest: Manifest, shards: pa.Table, storage: StorageConfig) -> list[dict[str, Any]]:
-    """Return the first answers with their prompts, if parts and input can be read."""
+    """Return the first answers with their prompts; fewer if output files cannot be read."""
     names, found = ("id", "generated_text", "finish_reason", "error"), list[dict[str, Any]]()
     with suppress(OSError, ValueError):
         for index in sorted(shards["shard"].to_pylist()):
@@ -115,7 +115,7 @@ def _answers(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
 
 
 def _prompts(manifest: Manifest, index: int, storage: StorageConfig) -> list[str]:
-    """Return the prompt columns of a shard's first rows as texts; empty texts if the input cannot be read."""
+    """Return the prompt columns of each of a shard's first rows as a text; empty texts if the input cannot be read."""
     shard, section = manifest.shards[index], manifest.identity.get("input", {})
     shard = replace(shard, rows=min(shard.rows, SHOWN_ANSWERS))
     try:
@@ -133,7 +133,7 @@ def _prompts(manifest: Manifest, index: int, storage: StorageConfig) -> list[str
 
 
 def _text(value: Any) -> str:
-    """Return a value of a prompt column as text: of a chat the last message, of a long text beginning and end."""
+    """Return the value of a prompt column as text. Shows the last message of a chat, and both ends of a long text."""
     if isinstance(value, list) and value and isinstance(value[0], dict) and "content" in value[0]:
         before = f"… {counted(len(value) - 1, 'message')} before\n" if len(value) > 1 else ""
         return f"{before}{value[-1].get('role')}: {_text(value[-1]['content'])}"
@@ -143,7 +143,7 @@ def _text(value: Any) -> str:
 
 
 def _render(values: Mapping[str, Any]) -> bytes:
-    """Fill in the template beside this file. All text is escaped; the page holds no script."""
+    """Fill in the HTML template. All text is escaped, and the page holds no script."""
     texts = {name: (HERE / name).read_text() for name in ("job_page.html", "page.css")}
     environment = Environment(
         loader=DictLoader(texts), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -154,17 +154,17 @@ def _render(values: Mapping[str, Any]) -> bytes:
 
 
 def count(value: float | None) -> str:
-    """Return a number with separators; "" for None."""
+    """Return a number as text with thousands separators; "" for None."""
     return "" if value is None else f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:,.3g}"
 
 
 def when(value: float) -> str:
-    """Return a time in UTC. value: s since 1970."""
+    """Return a time as text in UTC. value: s since 1970."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
 
 
 def flat(value: Any, name: str = "") -> list[tuple[str, str]]:
-    """Return dotted names of a configuration's values, and their texts, without secrets and cut to `MOST_CHARS`."""
+    """Return (dotted name, text) of each value in a configuration, without secrets. Texts are cut to `MOST_CHARS`."""
     if isinstance(value, Mapping) and value:
         return [pair for key, item in value.items() for pair in flat(item, f"{name}.{key}" if name else str(key))]
     text = without_secrets(value if isinstance(value, str) else "" if value is None else str(value))

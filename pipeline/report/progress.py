@@ -1,6 +1,6 @@
-"""Progress of a running job, and the job's gauges.
+"""Shows the progress of a running job, and sets the job's metrics (gauges).
 
-On a terminal one line is redrawn. Elsewhere a line appears every ten seconds, and when the reason to wait changes.
+On a terminal, one line is redrawn. Elsewhere, a line is printed every ten seconds and whenever a new phase begins.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from pipeline.runtime.announce import announce, goes_to_log
 
 PLAIN_SECONDS = 10.0
 LIVE_SECONDS = 0.5
-RATE_SECONDS = 300.0  # rates are computed over the commits of this many seconds
-EXAMPLE_SECONDS = 60.0  # seconds between two answers that are shown
-KIND_CHARS = 60  # maximum characters of a kind of error
-STARVED_SECONDS = 20.0  # seconds after which a line says that actors wait for rows
+RATE_SECONDS = 300.0  # rates are computed from the commits in the last RATE_SECONDS
+EXAMPLE_SECONDS = 60.0  # time between two answers that are shown as examples
+KIND_CHARS = 60  # maximum number of characters shown of each kind of error
+STARVED_SECONDS = 20.0  # if actors wait for rows longer than this, the progress line says so
 
 
 def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload) -> dict[str, float]:
-    """Return the rates over `seen`, and the time left at these rates, if they are known.
+    """Return rows and tokens per second, and the seconds left at this rate; empty if no rate is known yet.
 
-    seen: pairs of a time in s and the counts at that time, in order. The first pair is from the start of answering
-    or an early commit, every other pair from a later commit.
+    seen: pairs (time in s, progress at this time), in order. The first pair is from the start of answering or from an
+    early commit, every other pair is from a later commit.
     """
     if len(seen) < 2:
         return {}
     (began, first), (ended, last) = seen[0], seen[-1]
     shards = last.shards - first.shards
-    # until the next commit is due, the rate up to the last commit holds: it must not sink between commits
+    # until the next commit is due, use the rate up to the last commit: the rate must not sink between commits
     seconds = max(ended - began, (now - began) * shards / (shards + 1), 1e-3)
     rows_per_second, left = (last.rows - first.rows) / seconds, work.rows - work.done_rows - last.rows
     found = {"rows_per_second": rows_per_second, "tokens_per_second": (last.tokens - first.tokens) / seconds}
@@ -49,7 +49,7 @@ def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload)
 
 
 def progress_line(run: RunProgress, found: Mapping[str, float], seconds: float, work: Workload) -> str:
-    """Return shards, rows, the `rates` found, time left, and seconds since the command began."""
+    """Return the progress line: shards, rows, rates and time left (`found`, from `rates`), and time since the start."""
     line = f"{work.done_shards + run.shards}/{work.shards} shards  {work.done_rows + run.rows:,}/{work.rows:,} rows"
     if run.errors:
         kinds = ", ".join(f"{answers:,} {shortened(kind, KIND_CHARS)}" for kind, answers in run.kinds)
@@ -66,7 +66,7 @@ def progress_line(run: RunProgress, found: Mapping[str, float], seconds: float, 
 
 
 def _waits_for(run: RunProgress) -> tuple[str, str]:
-    """Return what a run without commits waits for: as a word, and as text with numbers for the progress line."""
+    """Return what a run without commits waits for, first as one word, then as a text for the progress line."""
     if run.at_work:
         return "answering", f"answering {counted(run.at_work, 'shard')}"
     if run.download:
@@ -77,7 +77,7 @@ def _waits_for(run: RunProgress) -> tuple[str, str]:
 
 
 def actors_wait(run: RunProgress, work: Workload) -> bool:
-    """Tell whether actors wait for rows: shards are left, and an actor is idle or none has started yet."""
+    """Tell whether actors wait for rows: shards are left to begin, but an actor is idle or no actor has started."""
     left = work.shards - work.done_shards - run.shards - run.at_work
     return left > 0 and not run.loading and run.at_work < max(run.actors, 1)
 
@@ -116,7 +116,7 @@ class Progress:
                 announce(line, "progress", **fields)
 
     def _read(self) -> tuple[str, dict[str, Any]]:
-        """Return the progress as a line and as fields of an event. Sets the job's gauges."""
+        """Return the progress as a line and as fields of an event. Also sets the job's metrics (gauges)."""
         try:
             run = self.coordinator.read()
         except (ray.exceptions.RayError, TimeoutError):
@@ -142,7 +142,7 @@ class Progress:
         return progress_line(run, found, seconds, work) + self._starved(run, now), fields
 
     def _starved(self, run: RunProgress, now: float) -> str:
-        """Return text about actors that have waited long for rows, and about free CPUs; "" if none has waited long."""
+        """Return a text about actors that waited long for rows, and about free CPUs; "" if none waited long."""
         if not actors_wait(run, self.work):
             self.starved_since = None
         elif self.starved_since is None:
@@ -155,11 +155,11 @@ class Progress:
         return ""
 
     def _is_live(self) -> bool:
-        """Tell whether one line is redrawn on a terminal, and removed at the end."""
+        """Tell whether progress is one line on a terminal, which is redrawn and removed at the end."""
         return not goes_to_log() and Console(file=sys.stderr).is_terminal
 
     def _due_example(self) -> str:
-        """Return a line with the newest answer once a minute, else ""."""
+        """Return a line with the newest answer if `EXAMPLE_SECONDS` have passed since the last such line, else ""."""
         if not self.example or time.monotonic() < self.example_due:
             return ""
         self.example_due = time.monotonic() + EXAMPLE_SECONDS

@@ -1,4 +1,4 @@
-"""Print the statistics of a job and the result of a run."""
+"""Prints the statistics of a job and the result of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHOWN_LABELS, LABEL_CHARS = 10, 60
 
 @dataclass(frozen=True)
 class JobResult:
-    """Result of a run. totals: statistics of the whole job. fresh_rows, seconds: rows and time of this run alone."""
+    """Result of a run. totals: statistics of the whole job. fresh_rows, seconds: rows and time of only this run."""
 
     manifest: Manifest
     totals: Totals
@@ -42,7 +42,7 @@ class JobResult:
 def print_report(
     console: Console, manifest: Manifest, shards: pa.Table, totals: Totals, runs: Sequence[JobRun] = ()
 ) -> None:
-    """Print the table of shards, at most the slowest `SHOWN_SHARDS`, and the totals. runs: the job's runs."""
+    """Print a table of the shards (at most `SHOWN_SHARDS`, the slowest), and the totals. runs: the job's runs."""
     shown = [ShardStats(**row) for row in slowest_shards(shards, SHOWN_SHARDS).select(STATS_SCHEMA.names).to_pylist()]
     title = "Shards" if len(shown) == totals.shards else f"The {len(shown)} slowest of {totals.shards} shards"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -63,7 +63,7 @@ def print_report(
 
 
 def _columns(totals: Totals) -> dict[str, Callable[[ShardStats], str]]:
-    """Return column title -> function that makes a shard's cell. Without decode steps, their columns are left out."""
+    """Return column title -> function that formats a shard's cell. Without decode steps, omit decode columns."""
     columns: dict[str, Callable[[ShardStats], str]] = {
         "shard": lambda shard: str(shard.shard),
         "rows": lambda shard: f"{shard.rows:,}",
@@ -82,7 +82,7 @@ def _columns(totals: Totals) -> dict[str, Callable[[ShardStats], str]]:
 
 
 def _labels(totals: Totals, manifest: Manifest) -> str:
-    """Return the number of answers of each of the most frequent labels and of all others, and labels without any."""
+    """Return a line with the number of answers for the most common labels and for all others, and unused labels."""
     counts = [(" ".join(label.split())[:LABEL_CHARS], count) for label, count in totals.labels.items()]
     shown, rest = counts[:SHOWN_LABELS], sum(count for _, count in counts[SHOWN_LABELS:])
     shown.append((f"{len(counts) - SHOWN_LABELS} other labels", rest))
@@ -123,14 +123,14 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
 
 
 def last_errors(folder: Folder) -> list[tuple[int, int]]:
-    """Return [(errors, rows)] of a finished job; [] if its `_SUCCESS` is gone, or if the job only retried rows."""
+    """Return [(errors, rows)] of a finished job; [] if `_SUCCESS` does not exist, or if the job only retried rows."""
     manifest, values = plan_files.load(folder), read_json(folder, SUCCESS)
     retries = manifest is not None and manifest.batching.retries
     return [] if retries or values is None else [(values["errors"], values["rows"])]
 
 
 def shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[dict[str, Any], str | None]]:
-    """Return rows on which agreement was measured, with full depth's answers; without such rows, the first rows."""
+    """Return `count` rows on which agreement was measured, with their answers at full depth; else the first rows."""
     urls = {file.digest or file.version: file.url for file in manifest.files}
     shown: list[tuple[dict[str, Any], str | None]] = []
     for example in () if manifest.agreement is None else manifest.agreement.examples:

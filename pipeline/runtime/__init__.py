@@ -1,1 +1,1 @@
-"""Handles signals, and processes that die (quarantine, isolated calls); prints progress lines."""
+"""Handles signals, handles processes that die (quarantine, isolated calls), and prints progress lines."""

@@ -1,4 +1,4 @@
-"""Progress lines on standard error, or as events in a log of JSON lines."""
+"""Announces progress, as lines on standard error or as events in a log of JSON lines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-INTERVAL = 10.0  # seconds between two lines of a `RowProgress`
-QUIET_SECONDS = 2.0  # an `announced` phase is named on a line if it takes longer than this
-EVENT = "event"  # field of a log record that says which kind of event it is
+INTERVAL = 10.0  # minimum number of seconds between two progress lines of one stage
+QUIET_SECONDS = 2.0  # the name of an `announced` phase is printed only if the phase takes longer than this
+EVENT = "event"  # name of the field in a log record that holds the kind of event
 
 
 class _Lines(logging.Handler):
-    """Prints records to what `sys.stderr` is at that moment."""
+    """Prints log records to the current `sys.stderr`, which may be replaced at any time."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
@@ -41,13 +41,13 @@ def goes_to_log() -> bool:
 
 
 def announce(text: str, event: str = "announcement", level: int = logging.INFO, **fields: Any) -> None:
-    """Print a line such as the name of a stage; in a log of JSON lines write an event with `fields`."""
+    """Print the line `text`. In a log of JSON lines, write an event with `fields`."""
     _log.log(level, "%s", text, extra={EVENT: event, **fields})
 
 
 @contextmanager
 def announced(phase: str) -> Iterator[None]:
-    """Print what the block does once it takes longer than `QUIET_SECONDS`."""
+    """Print `phase`, the name of what the `with` block does, if the block takes longer than `QUIET_SECONDS`."""
     timer = threading.Timer(QUIET_SECONDS, announce, (f"{phase} ...",))
     timer.daemon = True
     timer.start()
@@ -58,7 +58,7 @@ def announced(phase: str) -> Iterator[None]:
 
 
 def announce_checks(text: str) -> None:
-    """Print, on a terminal only, that a command checks its input. Elsewhere an error is the command's only line."""
+    """Print that a command checks its input, but only on a terminal. Elsewhere, an error must be the only line."""
     if sys.stderr.isatty():
         announce(text)
 
@@ -86,7 +86,7 @@ class RowProgress:
         self._timer = Timer()
 
     def __call__(self, running: Collection[int]) -> None:
-        """Note the rows that run now. Rows that ran before and no longer run are done."""
+        """Note which rows are `running` now. Rows that ran before and do not run now are done."""
         self._started.update(running)
         self.at(len(self._started) - len(running))
 

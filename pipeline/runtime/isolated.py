@@ -1,4 +1,4 @@
-"""Calls a function in a separate process, whose death, memory and time do not affect the caller."""
+"""Calls a function in a separate process, so that a crash, a lack of memory or a hang does not hurt the caller."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHILD = "from pipeline.runtime.isolated import answer_caller; answer_caller()"
 
 
 class Died(Exception):
-    """The process ended without a result; the message says how."""
+    """The process ended without a result. The message says how it ended."""
 
 
 def call_isolated(
@@ -28,11 +28,11 @@ def call_isolated(
 ) -> Result:
     """Call a module-level function in a new Python process. Function, arguments and result must be picklable.
 
-    seconds: time after which the process is killed. memory_bytes: memory that the process may allocate; None is
-    unlimited. If the machine's memory runs out, the kernel kills the new process first. Raises what the function
-    raises, and Died if the process died, was killed, or exceeded a limit.
+    seconds: time limit, after which the process is killed. memory_bytes: limit of allocated memory; None is unlimited.
+    If the machine's memory runs out, the kernel kills the new process first. Raises the errors of the function, and
+    Died if the process died, was killed or exceeded a limit.
     """
-    paths = [ROOT, *sys.path]  # a worker of Ray has its working directory first, which may hold a folder `pipeline`
+    paths = [ROOT, *sys.path]  # ROOT first: a Ray worker's working directory may hold another folder `pipeline`
     question = pickle.dumps((paths, memory_bytes)) + pickle.dumps((function, arguments))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-P", "-c", CHILD]
@@ -58,7 +58,7 @@ def call_isolated(
 
 
 def answer_caller() -> None:
-    """Answer one call in the child: read it from standard input, and write the result to the former standard output."""
+    """Run in the child process: read one call from standard input, and write its result to the original stdout."""
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of the function goes to standard error
     question = io.BytesIO(sys.stdin.buffer.read())

@@ -1,11 +1,11 @@
-"""Finds rows that kill their process. A marker in the output folder records which rows were running when it died.
+"""Finds rows that kill their process. A marker file for each shard in the output folder records which rows are running.
 
-    begin ──> no marker: create it; while all goes well nothing more is written
-          └─> a marker of this run: an attempt has died. From here on rows run in recorded groups of at most 32
+    begin ──> no marker exists: create it. While no process dies, nothing more is written.
+          └─> this run's marker exists: a process has died. From now on, rows run in recorded groups of at most 32.
 
-The rows of a group that died run one by one; a row that dies `attempts` times alone is quarantined and ends with an
-error. A shard that dies `attempts` times outside of any group fails the job. So a run cannot repeat for ever: with p
-rows that always kill and x deaths that no row has caused, it has at most 1 + x + p (1 + attempts) deaths.
+If a process dies while a group runs, the group's rows run one by one. A row whose process dies `attempts` times while
+it runs alone is quarantined: it gets an error. If processes of a shard die `attempts` times with no group running, the
+job fails. So every run ends: p rows that always kill and x other deaths cause at most 1 + x + p (1 + attempts) deaths.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.storage.folder import Folder
 
 QUARANTINE = "_job/quarantine"
 STAGE_NAMES = ("prepare", "generate")  # stages with markers
-GROUP_ROWS = 32  # rows that run together after a death
+GROUP_ROWS = 32  # maximum number of rows that run together after a process has died
 
 
 def marker_name(shard: int, stage: str) -> str:
@@ -29,20 +29,20 @@ def marker_name(shard: int, stage: str) -> str:
 
 
 class ShardLost(Exception):
-    """The processes of a shard die, and no row is the cause. The message names the shard."""
+    """Processes that work on a shard die again and again, but not because of a row. The message names the shard."""
 
 
 @dataclass(frozen=True)
 class Marker:
-    """The state of one shard in one stage."""
+    """Content of a marker file: the state of one shard in one stage."""
 
     run: str  # run that wrote the marker
-    alone: dict[int, int] = field(default_factory=dict)  # row that ran when its process died -> deaths while alone
-    running: tuple[int, ...] | None = None  # rows of the present group; None while groups are not recorded
-    outside: int = 0  # deaths of workers while no group ran
+    alone: dict[int, int] = field(default_factory=dict)  # row that ran when a process died -> deaths while it ran alone
+    running: tuple[int, ...] | None = None  # rows of the running group; None while groups are not recorded
+    outside: int = 0  # number of worker deaths while no group was running
 
     def after_death(self) -> Marker:
-        """Return the state after a death, with nothing running."""
+        """Return the marker after one more death of the process: the death is counted, and no group is running."""
         if not self.running:
             return replace(self, running=(), outside=self.outside + (self.running is not None))
         died = int(len(self.running) == 1)
@@ -54,7 +54,7 @@ class Marker:
 
     @classmethod
     def decode(cls, data: bytes, rows: int) -> Marker:
-        """Read a marker of a shard of `rows` rows. Raises ValueError, TypeError, KeyError or AttributeError."""
+        """Read the marker of a shard that has `rows` rows. Raises ValueError, TypeError, KeyError or AttributeError."""
         values = json.loads(data)
         alone = {int(row): int(deaths) for row, deaths in values["alone"].items()}
         running = None if values["running"] is None else tuple(int(row) for row in values["running"])
@@ -68,27 +68,27 @@ class Quarantine:
     """The markers of one run and stage in an output folder."""
 
     folder: Folder
-    run: str  # markers of another run count no death: its processes ended with it
-    attempts: int  # number of deaths that quarantine a row that ran alone, or lose a shard that ran without groups
+    run: str  # id of this run; a marker of another run does not mean a death, because its processes ended with it
+    attempts: int  # after this many deaths, a row that ran alone is quarantined, or the job fails (no group running)
     stage: str  # stage, one of `STAGE_NAMES`
 
     def knows(self, shard: int) -> bool:
-        """Tell whether an attempt at a shard has left its marker."""
+        """Tell whether an earlier attempt at a shard has left a marker."""
         with suppress(FileNotFoundError):
             self.folder.read(marker_name(shard, self.stage))
             return True
         return False
 
     def begin(self, shard: int, rows: int) -> ShardAttempt:
-        """Begin an attempt at a shard of `rows` rows, and write its marker.
+        """Begin an attempt at a shard that has `rows` rows, and write its marker.
 
-        If a marker of this run exists, the last attempt has died; `release_shard` removes the marker.
-        Raises ShardLost at the `attempts`-th death that happened while no group was running.
+        If this run's marker exists already, the last attempt has died: a finished attempt calls `release_shard`, which
+        removes the marker. Raises ShardLost at the `attempts`-th death while no group was running.
         """
         name, marker = marker_name(shard, self.stage), Marker(self.run)
         if self.folder.create(name, marker.encode()):
             return ShardAttempt(self, shard, rows, marker)
-        # damaged, or removed meanwhile: an attempt has died, nothing more is known
+        # if the marker is damaged or was just removed, all we know is that an attempt has died
         with suppress(FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
             marker = Marker.decode(self.folder.read(name), rows)
         if marker.run == self.run:
@@ -99,7 +99,7 @@ class Quarantine:
         if marker.outside >= self.attempts:
             raise ShardLost(
                 f"shard {shard}: its process died {counted(marker.outside, 'time')} with no row in flight: "
-                "see the memory of the nodes and the logs of their kernels"
+                "check the memory and the kernel logs of the nodes"
             )
         return ShardAttempt(self, shard, rows, marker)
 
@@ -109,8 +109,8 @@ class ShardAttempt:
 
     Attributes:
         isolated: whether an earlier attempt died. Groups are then recorded, and quarantined rows are left out.
-        errors: quarantined rows and their errors.
-        groups: rows that must not run together with those of another group.
+        errors: quarantined row -> its error message.
+        groups: groups of rows. Rows of different groups must not run at the same time.
     """
 
     def __init__(self, quarantine: Quarantine, shard: int, rows: int, marker: Marker) -> None:
@@ -123,26 +123,26 @@ class ShardAttempt:
         }
         rest = tuple(row for row in range(rows) if row not in marker.alone)
         size = GROUP_ROWS if self.isolated else max(rows, 1)
-        # rows that may kill first: a death then costs the least work
+        # suspicious rows run first, so that a death loses the least work
         self.groups = [
             *((row,) for row in sorted(marker.alone) if row not in self.errors),
             *(rest[first : first + size] for first in range(0, len(rest), size)),
         ]
 
     def enter(self, rows: Collection[int]) -> None:
-        """Record `rows`, which are about to run; call it without rows when the group has ended."""
+        """Record that the group `rows` is about to run. When the group has ended, call this with no rows."""
         if self.isolated:
             self.marker = replace(self.marker, running=tuple(sorted(rows)))
             self.quarantine.folder.replace(marker_name(self.shard, self.quarantine.stage), self.marker.encode())
 
 
 def release_shard(folder: Folder, shard: int) -> None:
-    """Remove the markers of a committed shard."""
+    """Remove the markers of a shard, which has been committed."""
     folder.remove_all([marker_name(shard, stage) for stage in STAGE_NAMES])
 
 
 def clear_quarantine(folder: Folder, but: Collection[int] = ()) -> None:
-    """Remove all markers except those of the shards in `but`."""
+    """Remove the markers of all shards, except the shards in `but`."""
     for name in folder.names(QUARANTINE):
         if not name[: name.find(".")].isdigit() or int(name[: name.find(".")]) not in but:
             folder.remove(f"{QUARANTINE}/{name}")

@@ -1,11 +1,11 @@
-"""Interrupt a job: by SIGTERM or SIGINT, a lost lease, or a spent budget.
+"""Interrupts a job after SIGTERM or SIGINT, or when its lease is lost or its budget is spent.
 
-signal ──> Interrupted                                                       outside of `graceful`
-signal ──> no further shard begins ──> idle, or time is up ──> Interrupted   inside
+outside of `graceful`:  signal ──> Interrupted
+inside of `graceful`:   signal ──> no new shard begins ──> all shards end, or time is up ──> Interrupted
                         second signal ──> Interrupted
 
-Only the main thread is interrupted in the middle of its work. A job in another thread begins no further shard, and
-raises `Interrupted` where its `shielded` or `interruptible` block ends.
+Only a job in the main thread is interrupted in the middle of its work. A job in another thread begins no new shard, and
+raises `Interrupted` at the end of its `shielded` or `interruptible` block.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ POLL_SECONDS = 0.2
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGTERM, SIGINT, a lost lease or a spent budget; the same command finishes the job."""
+    """A signal, a lost lease or a spent budget has interrupted the job. The same command resumes the job."""
 
-    advice: str | None = None  # what the user should do next, if it differs from the command's usual advice
+    advice: str | None = None  # what the user should do next; None for the command's usual advice
 
 
 class _Job:
@@ -38,11 +38,11 @@ class _Job:
         self.in_main_thread = threading.current_thread() is threading.main_thread()
         self.grace: Grace | None = None
         self.shields = 0
-        self.missed = ""  # name of an interrupt that is yet to be raised
-        self.raised = threading.Event()  # set once Interrupted is raised, or must no longer be raised
+        self.missed = ""  # name of a signal for which Interrupted is still to be raised
+        self.raised = threading.Event()  # set when Interrupted was raised, or must no longer be raised
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal in the main thread. It may come inside any call, so no lock is taken."""
+        """Handle a signal in the main thread. Takes no lock, because a signal may come in the middle of any call."""
         name = signal.Signals(number).name
         if self.grace is not None and self.grace.signal is None and not self.shields:
             self.grace.signal = name
@@ -60,13 +60,13 @@ class _Job:
         elif not self.in_main_thread:
             self.missed = signal.SIGTERM.name
             return
-        while not self.raised.is_set():  # a signal just before a waiting call does not end the call
+        while not self.raised.is_set():  # repeat: a signal that comes just before a blocking call does not end it
             os.kill(os.getpid(), signal.SIGTERM)
             if self.shields or self.raised.wait(POLL_SECONDS):
                 return
 
     def raise_missed(self) -> None:
-        """Raise `Interrupted` for an interrupt that came while it could not be raised."""
+        """Raise `Interrupted` now if a signal came earlier, while `Interrupted` could not be raised."""
         missed, self.missed = self.missed, ""
         if missed:
             self.raised.set()
@@ -81,13 +81,13 @@ _jobs = _Jobs()
 
 
 class Grace:
-    """The time for shards at work to end after the first signal. `graceful` creates it.
+    """Gives running shards time to finish after the first signal. `graceful` creates it.
 
-    Once `signal` is set, a background thread calls `stop` once, then `at_work` every 0.2 s. When either returns an
-    empty set, or `seconds` have passed, it interrupts a job in the main thread.
+    When `signal` is set, a background thread calls `stop` once, then `at_work` every 0.2 s. If one of them returns an
+    empty set, or `seconds` have passed, the thread interrupts the job, if the job runs in the main thread.
 
-    stop: lets no further shard begin. stop, at_work: return the indices of the shards at work. `signal`: name of the
-    first signal (SIGTERM also for a lost lease); None before a signal comes.
+    stop: prevents that new shards begin. stop and at_work return the indices of running shards. Attribute `signal`:
+    name of the first signal (SIGTERM also for a lost lease); None before a signal comes.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Grace:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Run a job in this thread: in the main thread, SIGTERM and SIGINT become `Interrupted`."""
+    """Run a job in the `with` block. In the main thread, SIGTERM and SIGINT then raise `Interrupted`."""
     before, job = _jobs.current, _Job()
     numbers = (signal.SIGTERM, signal.SIGINT) if job.in_main_thread else ()
     handlers = {number: signal.signal(number, job.on_signal) for number in numbers}
@@ -141,7 +141,7 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def graceful(seconds: float, stop: Callable[[], set[int]], at_work: Callable[[], set[int]]) -> Iterator[Grace]:
-    """Begin a `Grace` when the first signal comes. Work may still end normally after it: check `Grace.signal`."""
+    """Give running shards time after a first signal, see `Grace`. The block may end normally: check `Grace.signal`."""
     job = _jobs.current or _Job()
     grace = Grace(seconds, stop, at_work, job)
     try:
@@ -159,7 +159,7 @@ def graceful(seconds: float, stop: Callable[[], set[int]], at_work: Callable[[],
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Run cleanup without interrupts: `Interrupted` is raised at the end of the outermost block."""
+    """Run cleanup without interrupts. After a signal, `Interrupted` is raised when the outermost `with` block ends."""
     job = _jobs.current or _Job()
     job.shields += 1
     try:
@@ -171,9 +171,9 @@ def shielded() -> Iterator[None]:
 
 
 def interrupter(*, with_grace: bool = False) -> Callable[[], None]:
-    """Return a function with which another thread interrupts this thread's job; outside of `interruptible` a no-op.
+    """Return a function that another thread calls to interrupt this thread's job; a no-op outside of `interruptible`.
 
-    with_grace: whether shards at work get time to end, as after a first signal.
+    with_grace: whether running shards get time to finish, as after a first signal.
     """
     job = _jobs.current
     return partial(job.interrupt, with_grace=with_grace) if job is not None else lambda: None

@@ -1,4 +1,4 @@
-"""Gives a console whose tables lose no column and no letter, in files and pipes (80 columns) too."""
+"""Makes consoles that print wide tables without dropping or cutting columns, even into files and pipes."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from rich.console import Console
 
 
 def wide(console: Console) -> Console:
-    """Return a console for the same output on which tables have their natural width, and lines are not wrapped."""
+    """Return a console with the same output file. Tables have their natural width, and lines are not wrapped."""
     return Console(file=console.file, width=1000, soft_wrap=True, highlight=False)

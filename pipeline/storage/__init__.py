@@ -1,4 +1,4 @@
-"""Folders on a local disk or in S3: reads, listings, and files that are written once.
+"""Reads, lists and writes files in folders on a local disk or in S3.
 
-May import config and messages; knows nothing of jobs, checkpoints or Ray.
+This package may import config and messages. It does not use jobs, checkpoints or Ray.
 """

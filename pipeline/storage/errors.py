@@ -1,10 +1,10 @@
-"""Errors for failures of an object store, as distinct from a damaged file or an existing name."""
+"""Defines errors that mean that an object store failed, not that a file is damaged or exists already."""
 
 from __future__ import annotations
 
 
 class StoreFailed(OSError):
-    """The store failed or refuses the call. The message is one line that names the URL."""
+    """The store failed or refused a call. The message is one line and names the URL."""
 
 
 class ConditionRefused(StoreFailed):

@@ -1,6 +1,6 @@
-"""Folders on a local disk or in an object store, with the operations that the commit protocol needs.
+"""Defines folders on a local disk or in an object store, with the operations that the commit protocol needs.
 
-The protocol rests on `create`: it writes a complete file or nothing, and never replaces an existing file.
+The most important one is `create`. It writes a complete file or nothing, and never replaces an existing file.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.errors import ConditionRefused
 
 log = logging.getLogger(__name__)
-BULK = 1000  # objects that S3 removes in one call
-STORE_ERRORS = (OSError, BotoCoreError)  # errors of a disk or an object store; s3fs turns most errors into OSErrors
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # failures of the disk, not of the path
+BULK = 1000  # maximum number of objects that S3 removes in one call
+STORE_ERRORS = (OSError, BotoCoreError)  # errors of a disk or an object store; s3fs turns most of them into OSErrors
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # the disk is full or fails; the path is not wrong
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 
 
 class FileInfo(NamedTuple):
-    """Size of a file in bytes, and its tag; see `Folder.tag`."""
+    """Size of a file in bytes, and its tag (the store's ETag; see `LocalFolder.tag`)."""
 
     size: int
     tag: str = ""
 
 
 def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the fsspec filesystem of a URL, and the path in it. Raises UserError unless it is local or s3."""
+    """Return the fsspec filesystem for a URL, and the path in it. Raises UserError if the URL is not local or s3."""
     scheme = url.split("://", 1)[0] if "://" in url else "file"
     if scheme == "file":
         return LocalFileSystem(), os.path.abspath(url.removeprefix("file://"))
@@ -60,7 +60,7 @@ def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSys
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A folder on a POSIX filesystem. url: the folder's path in the job file."""
+    """A folder on a POSIX file system. url: the folder's path as written in the job file."""
 
     url: str
     path: Path
@@ -74,7 +74,7 @@ class LocalFolder:
         return open(self.path / name, "rb")
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a new file, complete and durable. Return False, and change nothing, if the name exists."""
+        """Write a complete file, and flush it to the disk. If the name exists, change nothing and return False."""
         target, temporary = self.path / name, self._write(name, data)
         try:
             os.link(temporary, target)
@@ -86,7 +86,7 @@ class LocalFolder:
         return True
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a complete file, which replaces a file of the same name."""
+        """Write a complete file in one step. If the name exists, the old file is replaced."""
         target = self.path / name
         self._write(name, data).replace(target)
         _sync_folder(target.parent)
@@ -103,7 +103,7 @@ class LocalFolder:
         return (self.path / name).is_file()
 
     def names(self, subfolder: str = "") -> list[str]:
-        """Return the sorted names of the files directly in a subfolder; none if it does not exist."""
+        """Return the sorted names of the files directly in a subfolder; an empty list if it does not exist."""
         try:
             with os.scandir(self.path / subfolder) as entries:
                 return sorted(entry.name for entry in entries if entry.is_file())
@@ -111,7 +111,7 @@ class LocalFolder:
             return []
 
     def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
-        """List the files in the folder whose names begin with one of `stems` or sort after `after`."""
+        """Return name -> size and tag of each file whose name begins with one of `stems`, or sorts after `after`."""
         lengths = {len(stem) for stem in stems}
         found: dict[str, FileInfo] = {}
         for name in self.names():
@@ -121,11 +121,11 @@ class LocalFolder:
         return found
 
     def tag(self, name: str) -> str:
-        """Return the store's tag of a file, which changes with its bytes; empty on a local disk."""
+        """Return a file's tag in the store (ETag), which changes if the file's bytes change; empty on a local disk."""
         return ""
 
     def _write(self, name: str, data: bytes) -> Path:
-        """Write a temporary file on the same file system, flushed to the disk."""
+        """Write `data` to a temporary file on the folder's file system, and flush it to the disk. Return its path."""
         (self.path / name).parent.mkdir(parents=True, exist_ok=True)
         folder = self.path / "_job" / "tmp"
         folder.mkdir(parents=True, exist_ok=True)
@@ -135,14 +135,14 @@ class LocalFolder:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:  # remove the incomplete file, and name the file in the error
+        except OSError as error:  # the error shall name the file, not the temporary file
             temporary.unlink(missing_ok=True)
             raise OSError(error.errno, error.strerror, str(self.path / name)) from error
         return temporary
 
 
 def _sync_folder(path: Path) -> None:
-    """Flush a folder to the disk: only then is a new name in it durable."""
+    """Flush a folder to the disk. Only after this, a new file in it survives a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -152,7 +152,7 @@ def _sync_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class ObjectFolder:
-    """A prefix in an S3 bucket, with the methods of `LocalFolder`. conditional: the store supports conditional puts."""
+    """A prefix in an S3 bucket; see `LocalFolder` for the methods. conditional: the store supports conditional puts."""
 
     url: str
     fs: Any
@@ -160,7 +160,7 @@ class ObjectFolder:
     conditional: bool = True
 
     def read(self, name: str) -> bytes:
-        # with more connections fsspec requests the size first
+        # with more connections, fsspec would request the size first
         data: bytes = self.fs.cat_file(f"{self.path}/{name}", max_concurrency=1)
         return data
 
@@ -170,7 +170,7 @@ class ObjectFolder:
 
     def create(self, name: str, data: bytes) -> bool:
         if self.conditional:
-            # if the store refuses for another reason, the plain put fails too
+            # after ConditionRefused, try a plain put: if the store refused for another reason, this put fails too
             with suppress(ConditionRefused):
                 return self.put_if_absent(name, data)
         if self.exists(name):
@@ -179,7 +179,7 @@ class ObjectFolder:
         return True
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Create a file by a conditional put. Raises ConditionRefused if the store does not support conditions."""
+        """Create a file with a conditional put. Raises ConditionRefused if the store does not support such puts."""
         try:
             self._put(name, data, mode="create")
             return True
@@ -190,7 +190,7 @@ class ObjectFolder:
         self._put(name, data)
 
     def _put(self, name: str, data: bytes, **options: str) -> None:
-        # one put of any size: a multipart upload may ignore the condition, and leaves pieces if the run is killed
+        # always a single put: a multipart upload may ignore the condition, and leaves pieces if the run is killed
         self.fs.pipe_file(f"{self.path}/{name}", data, chunksize=max(len(data), 2**20), **options)
 
     def remove(self, name: str) -> None:
@@ -203,7 +203,7 @@ class ObjectFolder:
         for first in range(0, len(keys), BULK):
             objects = [{"Key": key} for key in keys[first : first + BULK]]
             response = self.fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
-            for error in response.get("Errors", []):  # the call as a whole succeeded, so it was not retried
+            for error in response.get("Errors", []):  # `call_s3` retries only if the whole call fails
                 self.remove(error["Key"].removeprefix(f"{prefix}/"))
 
     def exists(self, name: str) -> bool:
@@ -214,7 +214,7 @@ class ObjectFolder:
 
     def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
         requests = [{"stem": stem} for stem in stems] + [{"after": after}]
-        # in parallel, because each listing is a sequence of requests for 1000 names each
+        # in parallel, because one listing is a sequence of requests, each for 1000 names
         pages = in_parallel(lambda request: list(self._pages(**request)), requests)
         return {name: info for page in pages for name, info in page}
 
@@ -243,17 +243,17 @@ class ObjectFolder:
             request["ContinuationToken"] = page["NextContinuationToken"]
 
 
-Folder = LocalFolder | ObjectFolder  # an output's folder; names are relative to it and may hold slashes
+Folder = LocalFolder | ObjectFolder  # an output folder; file names are relative to it and may hold slashes
 
 
 def open_folder(url: str, storage: StorageConfig) -> Folder:
-    """Return the folder at a URL, which need not exist."""
+    """Return the folder at a URL. The folder need not exist."""
     fs, path = filesystem(url, storage)
     return LocalFolder(url, Path(path)) if isinstance(fs, LocalFileSystem) else ObjectFolder(url, fs, path)
 
 
 def read_json(folder: Folder, name: str) -> Any:
-    """Return the values of a JSON file; None if there is no such file, or it holds something else."""
+    """Return the values in a JSON file; None if the file does not exist or is not JSON."""
     try:
         return json.loads(folder.read(name))
     except (FileNotFoundError, ValueError, RecursionError):
@@ -261,14 +261,14 @@ def read_json(folder: Folder, name: str) -> Any:
 
 
 def write_json(folder: Folder, name: str, values: Any, indent: int = 1) -> None:
-    """Write values as a JSON file, which replaces a file of the same name."""
+    """Write values to a JSON file. If the name exists, the old file is replaced."""
     folder.replace(name, (json.dumps(values, indent=indent) + "\n").encode())
 
 
 def probe_create(folder: Folder) -> Folder:
-    """Test whether `create` never replaces a file, and return the folder.
+    """Test whether `create` refuses to replace a file, and return the folder.
 
-    If the test fails, logs a warning; `create` of the returned folder then looks for an existing file first.
+    If it does replace a file, log a warning, and return a folder whose `create` first looks for an existing file.
     """
     name = f"_job/probe-{uuid.uuid4().hex}"
     create = folder.put_if_absent if isinstance(folder, ObjectFolder) else folder.create
@@ -278,12 +278,12 @@ def probe_create(folder: Folder) -> Folder:
                 return folder
     finally:
         folder.remove(name)
-    log.warning("%s: this store ignores conditional puts: simultaneous runs could write a part twice", folder.url)
+    log.warning("%s: this store ignores conditional puts: two runs at once could write a file twice", folder.url)
     return replace(folder, conditional=False) if isinstance(folder, ObjectFolder) else folder
 
 
 def check_location(folder: Folder) -> None:
-    """Raise UserError if a local folder's path is a file, or the user may not make the folder. Writes nothing."""
+    """Raise UserError if a local folder's path is a file, or the user may not create the folder. Writes nothing."""
     if not isinstance(folder, LocalFolder):
         return
     path = folder.path
@@ -296,7 +296,7 @@ def check_location(folder: Folder) -> None:
 
 
 def make_writable(folder: Folder) -> None:
-    """Make a local folder, and try to create a file in it. Raises UserError if the folder or its disk forbids it."""
+    """Create a local folder, and test whether a file can be written in it. Raises UserError if not."""
     if not isinstance(folder, LocalFolder):
         return
     probe = f"_job/tmp/probe-{uuid.uuid4().hex}"

@@ -1,7 +1,7 @@
-"""Local output folders of tune, evaluate and adapt: only files that the folder's own record lists are ever replaced.
+"""Protects files in local output folders of tune, evaluate and adapt: they replace only files listed in a record.
 
-The record is a JSON object in the folder; its key `files` lists the names that the command has written or is about to
-write. A folder that holds anything but no record belongs to the user.
+The record is a JSON file in the folder. Its key `files` lists the names of files that the command has written or is
+about to write. A folder that holds files but no record belongs to the user.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FILES = "files"
 
 
 class OwnedFolder:
-    """An output folder, which need not exist. record: name of its record file. key: config key of the folder."""
+    """An output folder; it need not exist. record: name of the record file. key: config key that names the folder."""
 
     def __init__(self, path: Path, record: str, key: str) -> None:
         self.path, self.record, self.key = path, path / record, key
 
     def values(self) -> dict[str, Any]:
-        """Return the record's values; empty if the folder has no record, or has only been claimed."""
+        """Return the values in the record file; empty if there is no record or it is an empty file."""
         try:
             text = self.record.read_text()
             values: dict[str, Any] = json.loads(text) if text else {FILES: []}
@@ -41,11 +41,11 @@ class OwnedFolder:
         return values if text else {}
 
     def files(self) -> set[str]:
-        """Return the names that the record lists."""
+        """Return the names of the files that the record lists."""
         return set(self.values().get(FILES, []))
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise UserError if the folder holds files and no record, or if one of `names` exists and is not listed."""
+        """Raise UserError if the folder holds files but no record, or one of `names` exists but is not listed."""
         if not self.record.exists():
             held = sorted(os.listdir(self.path)) if self.path.is_dir() else []
             if held:
@@ -62,7 +62,7 @@ class OwnedFolder:
                 )
 
     def claim(self, names: Iterable[str]) -> None:
-        """Check `names`, make the folder, and list `names` in the record. Call it before these files are written."""
+        """Check `names`, create the folder, and list `names` in the record. Call this before the files are written."""
         names = set(names)
         self.check(names)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ class OwnedFolder:
             self._write(self.values(), names | self.files())
 
     def discard(self, names: Iterable[str]) -> None:
-        """Remove those of the files `names` that the record lists, and take them off its list."""
+        """Remove each of the files `names` that the record lists, and remove these names from the record."""
         listed = self.files()
         for name in listed & set(names):
             (self.path / name).unlink(missing_ok=True)
@@ -78,7 +78,7 @@ class OwnedFolder:
             self._write(self.values(), listed - set(names))
 
     def save(self, values: Mapping[str, Any]) -> None:
-        """Write the record's values; the list of files stays."""
+        """Write `values` to the record, and keep the record's list of files."""
         self._write(values, self.files())
 
     def _write(self, values: Mapping[str, Any], files: Iterable[str]) -> None:
@@ -88,23 +88,23 @@ class OwnedFolder:
 
 
 def check_apart(key: str, folder: Path, others: Mapping[str, Iterable[Path | str]]) -> None:
-    """Raise UserError if the output `folder` equals, contains or is inside one of `others`. Resolves symbolic links.
+    """Raise UserError if the output `folder` is, contains or is inside a path in `others`. Resolves symbolic links.
 
     Args:
-        key: the config key that names the folder.
-        others: config key of each input or model -> its local paths.
+        key: the config key that sets the folder.
+        others: config key of an input or model -> its local paths.
     """
     output = folder.resolve()
     for other, paths in others.items():
         for path in paths:
             theirs = Path(path).resolve()
             if output.is_relative_to(theirs) or theirs.is_relative_to(output):
-                raise UserError(f"{key}: {folder} and {other} {path} lie in each other; choose another folder")
+                raise UserError(f"{key}: {folder} and {other} {path} overlap; choose another folder")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` in one step at the end, and is removed if an error is raised."""
+    """Yield a temporary path to write to. At the end it replaces `path` in one step; after an error it is removed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary

@@ -1,4 +1,4 @@
-"""Parquet files held in memory."""
+"""Reads Parquet files held in memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 
 
 def read_parquet(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a Parquet file held in memory, in this thread alone.
+    """Read a Parquet file from its bytes, without other threads.
 
-    `pq.read_table` hands the bytes to Arrow's threads, which release them some time after it has returned. If
-    the interpreter ends meanwhile, the process aborts. Raises OSError or ArrowException if the file is damaged.
+    `pq.read_table` would use Arrow's threads, which may hold the bytes for some time after it returns. If the
+    interpreter ends in this time, the process aborts. Raises OSError or ArrowException if the file is damaged.
     """
     file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
     return file.read(columns=columns, use_threads=False)

@@ -1,7 +1,7 @@
-"""Access to S3 through s3fs with one layer of retries, complete reads, and errors of one line.
+"""Accesses S3 through s3fs, with one layer of retries, a check that reads are complete, and one-line errors.
 
-Every call of s3fs goes through `_call_s3`, which does all of this, so botocore and s3fs try each call only once. s3fs's
-own retry hooks do not suffice: they count tries, retry reads a second time, and see no call and no truncated body.
+Every call of s3fs goes through `_call_s3`, which adds all this; botocore and s3fs themselves do not retry. The retry
+hooks of s3fs do not suffice: they limit the number of tries, retry reads twice, and do not see truncated bodies.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from pipeline.storage.s3_errors import (
 )
 
 log = logging.getLogger(__name__)
-CREDENTIALS_SECONDS = 30.0  # part of the retry budget for a credentials service that fails or is slow
-CONNECTIONS = 64  # parallel connections; more than there are calling threads
+CREDENTIALS_SECONDS = 30.0  # maximum time of retries if a credentials service fails or is slow
+CONNECTIONS = 64  # parallel connections; more than the number of calling threads
 STORE_FAILURES = (OSError, boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError)
-WRITER = "writer"  # metadata of an object written by a conditional put: a random name of that put
-QUIET_SECONDS = 5.0  # seconds of retrying without a warning
-WARNING_SECONDS = 60.0  # seconds between two warnings of one client
+WRITER = "writer"  # object metadata set by a conditional put: a random name that identifies the put
+QUIET_SECONDS = 5.0  # no warning is logged during the first seconds of retries
+WARNING_SECONDS = 60.0  # minimum time between two warnings of one client
 
 
 class _Temporary(Exception):
-    """A temporary failure. limit: maximum seconds of the retry budget to spend on the failure."""
+    """A temporary failure. limit: maximum seconds to retry after this failure, within the retry budget."""
 
     def __init__(self, error: Exception, limit: float = math.inf) -> None:
         super().__init__(str(error))
@@ -58,26 +58,26 @@ class _Temporary(Exception):
 
 @dataclass(frozen=True)
 class _Budget:
-    """Retry budget of a call, shared with its inner calls. seconds: 0 if an earlier call has used its budget up."""
+    """Retry budget of a call and the calls inside it. seconds: 0 if an earlier call has used up its own budget."""
 
     seconds: float
     began: float = field(default_factory=time.monotonic)
 
 
 class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
-    """s3fs that retries a call until its budget is spent, and never returns a truncated read.
+    """s3fs that retries a failed call until its time budget is spent, and never returns a truncated read.
 
     The wait before a retry is random, between 0 and a bound that doubles from 1/600 to 1/15 of the budget (for 300 s:
-    from 0.5 s to 20 s). One try ends after 5 s without a connection or 15 s without a byte, so that a call may exceed
-    its budget by this time. Once a budget is spent, each call gets only one try until the store answers again: an
-    outage costs one budget, not one per call.
+    from 0.5 s to 20 s). One try ends after 5 s without a connection or 15 s without a byte, and a call may exceed its
+    budget by this time. After a call has spent its budget, later calls are tried only once until the store answers
+    again, so that an outage costs one budget, not one per call.
 
-    retry_seconds: budget of one call. contact_seconds: maximum part of the budget for an endpoint that has never
-    answered, because its URL may be mistyped.
+    retry_seconds: budget of one call. contact_seconds: smaller budget for an endpoint that has never answered, because
+    its URL may be wrong.
 
-    All failures are OSErrors of one line that names the URL: PermissionError if access is refused or there are no
-    credentials, FileNotFoundError, FileExistsError from a conditional put, ConditionRefused if the store does not
-    support conditional puts, StoreFailed for any other.
+    Every failure is an OSError with a one-line message that names the URL: PermissionError if access is refused or
+    credentials are missing, FileNotFoundError, FileExistsError from a conditional put, ConditionRefused if the store
+    does not support conditional puts, StoreFailed for any other failure.
     """
 
     retries = 1
@@ -89,9 +89,9 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
         super().__init__(*args, config_kwargs=client, **settings)
         self.retry_seconds, self.contact_seconds = retry_seconds, contact_seconds
         self._answered = False  # whether the store has ever answered
-        self._spent = False  # the last retry budget is used up, and the store has not answered since
+        self._spent = False  # a call has spent its budget, and the store has not answered since
         self._warned = -WARNING_SECONDS  # time of the last warning on the monotonic clock
-        self._lacking: Any = None  # last client without credentials
+        self._lacking: Any = None  # the client that found no credentials
         self._renewing = asyncio.Lock()
 
     async def _call_s3(self, method: str, *settings: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
     call_s3 = sync_wrapper(_call_s3)
 
     async def _retried(self, budget: _Budget, method: str, *settings: Any, **kwargs: Any) -> Any:
-        """Retry a call within `budget`, which the inner calls share, and return the response."""
+        """Try a call until it succeeds or `budget` is spent, and return the response."""
         url = "s3://" + "/".join(filter(None, (kwargs.get("Bucket"), kwargs.get("Key") or kwargs.get("Prefix"))))
         if "IfNoneMatch" in kwargs:
             kwargs["Metadata"] = {WRITER: uuid.uuid4().hex}
@@ -126,7 +126,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             await asyncio.sleep(wait)
 
     async def _try(self, url: str, budget: _Budget, method: str, *settings: Any, **kwargs: Any) -> Any:
-        """Try a call once. Raises `_Temporary` if a later try may succeed."""
+        """Try a call once, and return the response. Raises `_Temporary` if another try may succeed later."""
         try:
             if self._lacking is not None:
                 await self._renew_credentials()
@@ -139,7 +139,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             raise no_credentials(url, error) from None
         except MISSING_CREDENTIALS as error:
             self._lacking = self._s3
-            # while a job is planned, the user must have forgotten them; during the job they have been found before
+            # during planning, the user has probably not set credentials; in a running job they were found before
             forgotten = isinstance(error, boto.NoCredentialsError) and self.contact_seconds < self.retry_seconds
             raise _Temporary(error, 0.0 if forgotten else CREDENTIALS_SECONDS) from None
         except STORE_FAILURES as error:
@@ -149,29 +149,29 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
                 self._spent = False
             if "IfNoneMatch" in kwargs and code == "PreconditionFailed":
                 if await self._is_own(budget, kwargs):
-                    return {}  # written by an earlier try whose response was lost; aiohttp retries on its own too
+                    return {}  # an earlier try (perhaps aiohttp's own) wrote it, but the response was lost
                 raise FileExistsError(f"{url}: exists already") from None
             if "IfNoneMatch" in kwargs and code in CONDITION_CODES:
                 raise ConditionRefused(f"{url}: {error_text(error)}") from None
             if temporary:
                 unreached = isinstance(error, boto.ConnectionError) and not self._answered
                 raise _Temporary(error, self.contact_seconds if unreached else math.inf) from None
-            if method == "head_object" and code in ("400", "403"):  # a HEAD has no body to say why
+            if method == "head_object" and code in ("400", "403"):  # a HEAD response has no error text
                 target = {"Bucket": kwargs["Bucket"], "Key": kwargs["Key"]}
-                with suppress(StoreFailed):  # an empty object has no such range
+                with suppress(StoreFailed):  # an empty object does not have this range
                     await self._retried(budget, "get_object", **target, Range="bytes=0-0")
-                raise _Temporary(error, CREDENTIALS_SECONDS) from None  # access is allowed: it was throttled
+                raise _Temporary(error, CREDENTIALS_SECONDS) from None  # the GET worked: HEAD was throttled
             raise final_error(url, method, error) from None
 
     async def _renew_credentials(self) -> None:
-        """Make a new client, which looks for credentials again. All calls that failed with the old client share it."""
+        """Create a new client, which looks for credentials again. All calls that failed with the old client use it."""
         async with self._renewing:
             if self._s3 is self._lacking:
                 await self.set_session(refresh=True)
             self._lacking = None
 
     async def _is_own(self, budget: _Budget, put: Mapping[str, Any]) -> bool:
-        """Tell whether this put wrote the object."""
+        """Tell whether the put with arguments `put` wrote the object that exists now."""
         try:
             head = await self._retried(budget, "head_object", Bucket=put["Bucket"], Key=put["Key"])
         except FileNotFoundError:
@@ -180,7 +180,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
 
 
 class _ReadBody:
-    """A body that has been read, with the interface of an unread body."""
+    """A response body that has been read already, with the interface of an unread body."""
 
     def __init__(self, data: bytes) -> None:
         self._data = io.BytesIO(data)
@@ -193,7 +193,7 @@ class _ReadBody:
 
 
 async def _whole_body(response: Mapping[str, Any], requested: str | None) -> bytes:
-    """Return a response's body. Raises OSError if it is incomplete, or not the range `requested`."""
+    """Return the body of a response. Raises OSError if it is incomplete, or is not the range `requested`."""
     body, size = response["Body"], int(response["ContentLength"])
     try:
         data: bytes = await body.read()

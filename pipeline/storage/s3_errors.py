@@ -1,4 +1,4 @@
-"""Tells which errors of botocore and s3fs are temporary, and turns final ones into OSErrors."""
+"""Tells which errors of botocore and s3fs are temporary, and turns all other errors into OSErrors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from botocore import exceptions as boto
 from actors.engine.errors import flat
 from pipeline.storage.errors import NoSuchBucket, StoreFailed
 
-TEMPORARY_STATUS = {408, 409, 429, 500, 502, 503, 504}  # 409: two requests conflict, S3 asks for another try
-# error codes that come with status 400
+TEMPORARY_STATUS = {408, 409, 429, 500, 502, 503, 504}  # 409: requests conflict, and S3 asks for a retry
+# temporary error codes that come with status 400
 TEMPORARY_CODES = {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"}
 THROTTLED = re.compile("SlowDown|Throttl|LimitExceeded|TooManyRequests|ThroughputExceeded|PriorRequestNotComplete")
 REFUSED_CODES = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
@@ -22,11 +22,11 @@ EXPLAINED_CODES = {"AccessDenied", "InvalidObjectState"}  # error codes whose me
 CONDITION_CODES = {"NotImplemented", "InvalidArgument", "InvalidRequest"}  # codes of stores without conditional puts
 MISSING_CREDENTIALS = (boto.NoCredentialsError, boto.CredentialRetrievalError, boto.MetadataRetrievalError)
 WRONG_CREDENTIALS = (boto.PartialCredentialsError, boto.TokenRetrievalError, boto.ProfileNotFound, boto.SSOError)
-TEXT = 200  # characters of a store's message that are shown
+TEXT = 200  # maximum number of characters to show of a store's message
 
 
 def response_of(error: BaseException) -> Mapping[str, Any]:
-    """Return the store's response, empty if there was none. s3fs turns botocore's errors into OSErrors with a cause."""
+    """Return the store's response; empty if there is none. If s3fs raised `error`, the response is in its cause."""
     for candidate in (error, error.__cause__):
         if isinstance(candidate, boto.ClientError):
             response: Mapping[str, Any] = candidate.response
@@ -35,12 +35,12 @@ def response_of(error: BaseException) -> Mapping[str, Any]:
 
 
 def error_code(error: BaseException) -> str:
-    """Return the store's error code, empty if there was no response."""
+    """Return the store's error code; empty if the store sent no response."""
     return str(response_of(error).get("Error", {}).get("Code", ""))
 
 
 def error_text(error: BaseException) -> str:
-    """Return what failed, on one short line."""
+    """Return one short line that says what failed."""
     details = response_of(error).get("Error", {})
     text = f"{details.get('Code')}: {details.get('Message')}" if details else str(error)
     return flat(text)[:TEXT] or type(error).__name__
@@ -61,15 +61,15 @@ def is_temporary(error: BaseException) -> bool:
 
 
 def no_credentials(url: str, error: Exception) -> PermissionError:
-    """Return the error for a host without credentials. It names the host, which may be a node of a cluster."""
+    """Return the error for missing credentials. The message names this host, which may be any node of a cluster."""
     return PermissionError(
-        f"{url}: no credentials found on host {socket.gethostname()} ({type(error).__name__}): give that host AWS "
-        "credentials by its environment, ~/.aws or an instance role; every node of a cluster needs them"
+        f"{url}: no credentials found on host {socket.gethostname()} ({type(error).__name__}): give this host AWS "
+        "credentials in its environment, in ~/.aws or by an instance role; every node of a cluster needs credentials"
     )
 
 
 def final_error(url: str, method: str, error: Exception) -> Exception:
-    """Return the OSError of one line for a failure that is not temporary."""
+    """Return an OSError with a one-line message for a failure that is not temporary."""
     code = error_code(error)
     if code == "RequestTimeTooSkewed":
         return PermissionError(f"{url}: access refused ({code}): set this machine's clock, it differs from the store's")

@@ -105,7 +105,7 @@ def test_wrong_files_are_one_line_and_exit_2(tmp_path: Path, job: dict[str, Any]
 def test_an_output_with_foreign_parquet_files_is_refused(tmp_path: Path, job: dict[str, Any]) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.parquet").write_bytes(b"precious")
-    assert "holds Parquet files of no job known here" in refused(tmp_path, job)
+    assert "holds Parquet files, but no job" in refused(tmp_path, job)
 
 
 @pytest.mark.parametrize("command", ["run", "try"])

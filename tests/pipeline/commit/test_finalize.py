@@ -58,7 +58,7 @@ def test_a_refused_part_is_refused_until_it_is_repaired(folder: Folder, compacte
         with pytest.raises(UserError, match=r"/part-000001.parquet: damaged \(.* committed\); run again with --repair"):
             committed_shards(folder, SHARDS, FINGERPRINT)
         with pytest.raises(
-            RowsMissing, match=r"^part-000001.parquet is not what was committed: run again with --repair"
+            RowsMissing, match=r"^part-000001.parquet differs from what was committed: run again with --repair"
         ):
             finalize(folder, MANIFEST)
         assert len(list(verify(folder, MANIFEST, StorageConfig()))) == 1
@@ -134,7 +134,7 @@ def test_verify_compares_the_plan_with_the_footers_of_the_input(folder: Folder, 
 
     assert problems() == []
     assert problems(group_rows=(9,), group_bytes=(1,)) == [
-        f"{url}: it holds 10 rows, the plan 9",
+        f"{url}: it holds 10 rows, but the plan says 9",
         f"shard 1: 6 rows from row 4; {url} has 9",
     ]
     assert problems(version="1", group_rows=(4, 6)) == []  # changed since: nothing can be said of it

@@ -116,7 +116,7 @@ def test_only_recorded_bytes_are_removed() -> None:
     record = {"files": {"results.jsonl": [ours], "errors.jsonl": [digest], "notes.txt": [ours]}, "done": True}
     folder.replace(results.RECORD, json.dumps(record).encode())
     assert [line.split(": ")[1] for line in result_problems(folder)] == [
-        "not what was written (sha256 differs); delete it and run again"
+        "changed since it was written (sha256 differs); delete it and run again"
     ]
     remove_results(folder)
     assert sorted(folder.names()) == ["errors.jsonl", "notes.txt"]

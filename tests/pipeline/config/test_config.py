@@ -75,23 +75,23 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(input={"sampling": {}}), r"input\.sampling: must name a struct column, or give columns as"),
         (merged(choices=["a", "a"]), r"choices: 'a' is repeated"),
         (merged(choices=["a", ""]), r"choices: label 2 is empty"),
-        (merged(choices=[True, False]), r"choices: labels are text, and True is not; put it in quotes"),
+        (merged(choices=[True, False]), r"choices: labels must be text, but True is not; put it in quotes"),
         (merged(choices=["a", "b"], sampling={"stop": "x"}), r"choices do not go with sampling\.stop: "),
         (merged(input={"choices": "c"}, sampling={"ignore_eos": True}), r"choices do not go with sampling\.ignore_eos"),
         (merged(input={"too_long": "cut"}), r"input\.too_long: .*'error'.*'truncate_left'.*, not 'cut'"),
         (merged(model={"dtype": "fp8"}), r"model\.dtype: .*'bfloat16'.*, not 'fp8'"),
         (merged(model={"engine": "paged"}), r"model: engine: paged was removed: leave engine out"),
-        (merged(model={"kv_cache": "int8"}), r"model: kv_cache was removed: engine: vllm has a cache of 8 bits"),
+        (merged(model={"kv_cache": "int8"}), r"model: kv_cache was removed: for 8 bits, set engine: vllm"),
         (merged(schedule={"exact": True}), r"schedule: exact was removed: leave it out"),
         (merged(reasoning={"strat": "x"}), r"unknown key reasoning\.strat; did you mean start"),
         (
             merged(
                 input={"path": "a", "since": "last_success", "retry": "errors"}, output={"path": "b", "format": "delta"}
             ),
-            "input.retry would add rows that output.table holds already",
+            "input.retry would add rows that output.table already holds",
         ),
         (merged(model={"products": "library"}), r"model: products was removed: this package's kernels run"),
-        (merged(task="score"), r"task was removed: given texts are not scored here: vLLM does it"),
+        (merged(task="score"), r"task was removed: given texts are not scored any more: use vLLM"),
         (merged(input={"continuations": "ways"}), r"input: continuations was removed: given texts are not scored"),
         (merged(notify={"url": "http://a"}), r"notify was removed: let the scheduler report the exit status"),
         (

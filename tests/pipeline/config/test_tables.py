@@ -31,7 +31,7 @@ def written(folder: Path, **sections: Any) -> Path:
 @pytest.mark.parametrize(
     ("sections", "refusal"),
     [
-        ({"input": {"snapshot": 1}}, "input: snapshot is of a table: set format: iceberg or delta too"),
+        ({"input": {"snapshot": 1}}, "input: snapshot is only for tables: set format: iceberg or delta too"),
         ({"input": {**ICEBERG, "path": ["a.b", "c.d"]}}, "input: format: iceberg reads one table; give one path"),
         ({"input": {**ICEBERG, "snapshot": -1}}, "input.snapshot: input should be greater than or equal to 0, not -1"),
         (
@@ -40,12 +40,12 @@ def written(folder: Path, **sections: Any) -> Path:
         ),
         (
             {"input": {**ICEBERG, "changed": "ignore", "since": "last_success"}},
-            "input: changed is for files: a table's snapshots tell what was added",
+            "input: changed is only for files: a table's snapshots tell which rows were added",
         ),
         ({"output": {"table": "a.b"}}, "output: table needs format: iceberg or delta"),
         (
             {"output": {"format": "iceberg"}},
-            "output: format: iceberg needs table: its name in storage.catalog, as namespace.table",
+            "output: format: iceberg needs table: the table's name in storage.catalog, as namespace.table",
         ),
         (
             {"storage": {"catalog": {"typ": "sql"}}},

@@ -110,7 +110,7 @@ def test_row_errors_are_not_forgotten_by_the_next_command(inbox: Inbox, flow: An
     inbox.values["shard_rows"] = 3
     inbox.values["max_error_rate"] = 0.1  # one row of three is bad
     first = inbox.run()
-    assert first.exit_code == 3 and "run 1 has too many row errors to count" in first.stdout
+    assert first.exit_code == 3 and "run 1 has too many row errors and does not count" in first.stdout
     assert inbox.states() == ["unfinished"] and inbox.answered() == []
     again = inbox.run()
     assert again.exit_code == 3 and inbox.states() == ["abandoned", "unfinished"] and inbox.answered() == []
@@ -166,7 +166,7 @@ def test_rows_with_an_error_are_answered_again_where_the_job_asks_for_it(
     (inbox.files / "a.parquet").unlink()
     gone = inbox.run("--json")
     assert gone.exit_code == 0 and json.loads(gone.stdout)["runs"] == []
-    assert "1 row with an error not answered again" in caplog.text
+    assert "1 row with an error cannot be answered again" in caplog.text
     del inbox.values["input"]["retry"]
     assert inbox.json()["runs"] == []
 

@@ -71,7 +71,7 @@ def test_a_ledger_is_read_as_written(root: Folder) -> None:
 def test_of_two_concurrent_claims_one_gets_the_number(root: Folder) -> None:
     before = ledgers.read(root)
     won = ledgers.claim(root, before, manifest("a"))
-    with pytest.raises(ConcurrentRun, match="run 1 was begun meanwhile"):
+    with pytest.raises(ConcurrentRun, match="run 1 was begun by another command"):
         ledgers.claim(root, before, manifest("a"))
     assert ledgers.read(root).runs == (won,)
 

@@ -108,7 +108,7 @@ def test_a_path_without_files_is_named(place: tuple[str, StorageConfig]) -> None
     root, storage = place
     assert refusal([f"{root}/a.parquet", f"{root}/none"], storage) == f"{root}/none: no such file or folder"
     assert refusal([f"{root}/empty"], storage) == f"{root}/empty: folder without .parquet files"
-    nothing = "matches no file; names that begin with _ or . are no input"
+    nothing = "matches no file; names that begin with _ or . are ignored"
     assert refusal([f"{root}/*.arrow"], storage) == f"{root}/*.arrow: {nothing}"
     assert refusal([f"{root}/in/_*.parquet"], storage) == f"{root}/in/_*.parquet: {nothing}"
     assert refusal([f"{root}/other"], storage).startswith(f"{root}/other/bad.parquet: not readable as Parquet: ")
@@ -235,7 +235,7 @@ def test_a_broken_link_is_named(tmp_path: Path) -> None:
     ("mark", "remedy"),
     [
         ("_delta_log/00000000000000000000.json", "set input.format: delta"),
-        ("metadata/00000-1.metadata.json", "set input.format: iceberg, and input.path to its name in storage.catalog"),
+        ("metadata/00000-1.metadata.json", "set input.format: iceberg, and input.path to the table's name"),
     ],
 )
 def test_a_table_is_not_read_as_its_files(

@@ -124,7 +124,7 @@ def test_a_data_file_that_is_gone_or_replaced_is_refused(tables: Tables, checkpo
     (url,) = list_input(job.input, job.storage)
     data = Path(url).read_bytes()
     Path(url).write_bytes(data + b" ")
-    assert refusal(job) == f"{url}: {len(data) + 1} bytes, {tables.path(NAME)} lists it with {len(data)}"
+    assert refusal(job) == f"{url}: has {len(data) + 1} bytes, but {tables.path(NAME)} lists it with {len(data)} bytes"
     Path(url).unlink()
     assert refusal(job) == f"{url}: a data file of {tables.path(NAME)} is gone"
 
@@ -163,7 +163,7 @@ def test_rows_that_delete_files_delete_are_never_read(checkpoint: Path, tmp_path
     url = delete_by_file(tables.table(NAME), tmp_path)
     assert tables.rows(NAME)["id"].to_pylist() == ["r1", "r2"]  # the library applies it
     assert refusal(job_over(tables, checkpoint, tmp_path)) == (
-        f"{url}: rows of this data file of in.prompts were deleted by delete files; compact the table "
+        f"{url}: delete files of in.prompts delete rows of this data file; compact the table "
         "(rewrite_data_files) and read the new snapshot"
     )
     assert planned(job_over(tables, checkpoint, tmp_path, snapshot=before)).rows == 3
@@ -178,7 +178,7 @@ def test_rows_that_a_deletion_vector_deletes_are_never_read(checkpoint: Path, tm
     assert planned(job_over(tables, checkpoint, tmp_path)).rows == 3  # enabled, and none there
     url = delete_by_vector(Path(table))
     assert refusal(job_over(tables, checkpoint, tmp_path)) == (
-        f"{url}: rows of this data file of {table} were deleted by a deletion vector; rewrite it (OPTIMIZE, or REORG "
+        f"{url}: a deletion vector of {table} deletes rows of this data file; rewrite the table (OPTIMIZE, or REORG "
         "TABLE ... APPLY (PURGE)) and read the new version"
     )
 
@@ -214,15 +214,15 @@ def test_a_renamed_or_reused_column_name_is_never_read_from_older_files(checkpoi
     job = job_over(tables, checkpoint, tmp_path)
     with tables.table(NAME).update_schema() as update:
         update.rename_column("prompt", "question").rename_column("text", "prompt")
-    assert "its column 'prompt' is another one than the table's: compact the table" in refusal(job)
+    assert "its column 'prompt' is not the table's column of this name; compact the table" in refusal(job)
     with tables.table(NAME).update_schema(allow_incompatible_changes=True) as update:
         update.delete_column("prompt")
     with tables.table(NAME).update_schema() as update:
         update.add_column("prompt", StringType())
-    assert "its column 'prompt' is another one than the table's" in refusal(job)
+    assert "its column 'prompt' is not the table's column of this name" in refusal(job)
     renamed = job_over(tables, checkpoint, tmp_path, prompt="question")
     renamed = renamed.model_copy(update={"output": renamed.output.model_copy(update={"keep": []})})
-    assert "holds column 'question' as 'prompt', its earlier name" in refusal(renamed)
+    assert "has column 'question' under its earlier name 'prompt'" in refusal(renamed)
 
 
 def test_a_nested_field_is_known_by_its_id_too(checkpoint: Path, tmp_path: Path) -> None:
@@ -234,10 +234,10 @@ def test_a_nested_field_is_known_by_its_id_too(checkpoint: Path, tmp_path: Path)
     assert planned(job).rows == 2
     with tables.table(NAME).update_schema() as update:
         update.rename_column("meta.a", "c")
-    assert "its column 'meta.a' is another one than the table's" in refusal(job)
+    assert "its column 'meta.a' is not the table's column of this name" in refusal(job)
     with tables.table(NAME).update_schema() as update:
         update.add_column(("meta", "d"), LongType())
-    assert "its column 'meta.a' is another one" in refusal(job)
+    assert "its column 'meta.a' is not the table's column" in refusal(job)
 
 
 def test_files_without_field_ids_are_read_by_the_name_mapping(checkpoint: Path, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_files_without_field_ids_are_read_by_the_name_mapping(checkpoint: Path, 
         update.rename_column("prompt", "question")
     renamed = job_over(tables, checkpoint, tmp_path, prompt="question")
     renamed = renamed.model_copy(update={"output": renamed.output.model_copy(update={"keep": []})})
-    assert "holds column 'question' as 'prompt', its earlier name" in refusal(renamed)
+    assert "has column 'question' under its earlier name 'prompt'" in refusal(renamed)
     assert refusal(job).startswith("in.prompts: no column 'prompt' at snapshot")
 
 
@@ -281,7 +281,7 @@ def test_what_is_missing_is_named(tables: Tables, checkpoint: Path, tmp_path: Pa
     if tables.kind == "iceberg":
         assert refusal(job) == "input.path: no table in.prompts in catalog 'test'; check storage.catalog"
         bare = job_over(tables, checkpoint, tmp_path, path="prompts")
-        assert refusal(bare) == "prompts: a table of a catalog is named namespace.table"
+        assert refusal(bare) == "prompts: the name of a table in a catalog must be namespace.table"
     else:
         assert refusal(job) == f"input.path: {tables.path(NAME)} holds no Delta table"
     tables.append(NAME, prompts(0, 2).drop_columns("prompt"))
@@ -306,7 +306,7 @@ def test_a_mapped_delta_table_is_refused(checkpoint: Path, tmp_path: Path) -> No
     tables.append(NAME, prompts(0, 2))
     log = Path(tables.path(NAME)) / "_delta_log" / f"{0:020}.json"
     log.write_text(log.read_text().replace('"configuration":{}', '"configuration":{"delta.columnMapping.mode":"name"}'))
-    assert "have other names in its files (delta.columnMapping.mode = name), not supported" in refusal(
+    assert "the table's columns have other names in its files (delta.columnMapping.mode = name)" in refusal(
         job_over(tables, checkpoint, tmp_path)
     )
 

@@ -190,11 +190,11 @@ def test_csv_rows_are_those_of_the_standard_reader(
     assert len(found) == len(expected) - 1 == file.rows
     for (values, error), (row, refused) in zip(found, expected[1:], strict=True):
         if row == ["a", "b"]:
-            assert error is not None and error.startswith("the names of the columns again")
+            assert error is not None and error.startswith("the row repeats the column names")
         elif refused is None and len(row) == 2:
             assert (values, error) == ({"b": row[1]}, None)
         else:
-            wrong = refused or f"{len(row)} fields; the first line names 2 columns"
+            wrong = refused or f"{len(row)} fields, but the first line names 2 columns"
             assert error is not None and error.startswith(wrong) and values == {"b": None}
 
 
@@ -333,7 +333,7 @@ def test_csv_fields_are_text_but_for_sampling(tmp_path: Path) -> None:
     assert found[1][1] == "not UTF-8"
     assert found[2] == ({"id": "9", "p": "", "t": None, "s": None}, None)
     path.write_bytes(b"\xef\xbb\xbft,p\n1,a\n\xef\xbb\xbft,p\n")  # two files, one behind the other
-    assert [error for _, error in read(path, ["p"])] == [None, "the names of the columns again, as in the first line"]
+    assert [error for _, error in read(path, ["p"])] == [None, "the row repeats the column names of the first line"]
     path.write_bytes(b"t\nx\n")
     ((values, error),) = read(path, TextColumns(["t"], numbers={"t": pa.float64()}))
     assert values == {"t": None} and error is not None and error.startswith("column t: ")
@@ -342,11 +342,11 @@ def test_csv_fields_are_text_but_for_sampling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "refusal"),
     [
-        ("a.jsonl", b'[\n{"p": "a"}\n]', "the file is one JSON array; write one object a line (JSON Lines)"),
-        ("a.jsonl", b'[{"p": "a"},\n{"p": "b"}]', "the file is one JSON array; write one object a line (JSON Lines)"),
+        ("a.jsonl", b'[\n{"p": "a"}\n]', "the file is one JSON array; write one object per line (JSON Lines)"),
+        ("a.jsonl", b'[{"p": "a"},\n{"p": "b"}]', "the file is one JSON array; write one object per line (JSON Lines)"),
         ("a.jsonl", b'{"q": 1}\n', "no column 'p'; it has q"),
         ("a.jsonl", '{"p": 1}'.encode("utf-16"), "the text is UTF-16; convert it to UTF-8"),
-        ("a.jsonl", b"PAR1", "the file is Parquet; name it so, or set input.format"),
+        ("a.jsonl", b"PAR1", "the file is Parquet; rename it to match, or set input.format"),
         ("a.jsonl", b"p\n", "1 line read, and none holds a JSON object"),
         ("a.jsonl.gz", gzip.compress(b'{"p": 1}\n' * 99)[:-9], "not readable as gzip: "),
         ("a.jsonl.gz", b'{"p": 1}\n', "not readable as gzip: Not a gzipped file"),

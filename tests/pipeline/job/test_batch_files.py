@@ -263,7 +263,7 @@ def test_results_in_a_bucket(tmp_path: Path, chat_checkpoint: Path, s3: StorageC
     assert list(result_problems(out)) == []
     out.remove("errors.jsonl")
     (problem,) = result_problems(out)
-    assert problem == "s3://bucket/batch/out/errors.jsonl: written and gone; run the job again to write it"
+    assert problem == "s3://bucket/batch/out/errors.jsonl: was written and is gone; run the job again to write it"
     run_in_process(JobConfig.model_validate(values))
     assert list(result_problems(out)) == []
 

@@ -53,7 +53,7 @@ def test_another_programs_file_is_refused_by_name(config: JobConfig, name: str, 
     (folder / name).write_bytes(FOREIGN[name])
     before = state(folder)
     with pytest.raises(
-        UserError, match=name if overwrite or not name.endswith("parquet") else "Parquet files of no job"
+        UserError, match=name if overwrite or not name.endswith("parquet") else "Parquet files, but no job"
     ) as caught:
         jobs.run(config, overwrite=overwrite)
     assert state(folder) == before and "\n" not in str(caught.value)

@@ -65,7 +65,7 @@ def test_a_job_leaves_its_report_beside_its_answers(tmp_path: Path, checkpoint: 
     wrong = CliRunner().invoke(app, ["report", str(output), "--to", "x.html"])
     assert wrong.exit_code == 2 and "--to goes with --html" in wrong.output
     wrong = CliRunner().invoke(app, ["report", str(output), "--html", "--verify"])
-    assert wrong.exit_code == 2 and "neither --verify nor --write" in wrong.output
+    assert wrong.exit_code == 2 and "cannot be combined with --verify or --write" in wrong.output
 
 
 def test_a_labelling_job_says_how_often_each_label_was_chosen(
@@ -90,7 +90,7 @@ def test_a_labelling_job_says_how_often_each_label_was_chosen(
     for absent in ("layer ratio", "tokens/s"):
         assert absent not in page
     assert "for a million answers" in printed
-    assert "<p>no decode steps: the prompt&#39;s pass gives the answer</p>" in page and "prompts run" not in page
+    assert "<p>no decode steps: the pass over the prompt gives the answer</p>" in page and "prompts run" not in page
     for record in (output / "_job" / "commits").iterdir():
         record.unlink()
     assert CliRunner().invoke(app, ["report", str(output)]).exit_code == 0

@@ -157,7 +157,7 @@ def test_the_folder_must_not_share_with_another(
     result = command(job={"model": model}, output=str(tmp_path / place), adapter={"start": str(start)})
     lines = result.stderr.strip().splitlines()
     assert (result.exit_code, len(lines), fakes.calls) == (2, 1, [])
-    assert re.search("lie in each other; choose another folder|adapt.output: .* lies in the input folder", lines[0])
+    assert re.search("overlap; choose another folder|adapt.output: .* lies in the input folder", lines[0])
 
 
 def test_on_a_cluster_the_folder_must_be_named(

@@ -113,9 +113,7 @@ def test_keys_left_out_are_the_start_checkpoints(recipe: dict[str, Any], tmp_pat
     assert spec is not None and (spec.keep_order, spec.decay) == ("even", "linear")
     (tmp_path / "link").symlink_to("out")
     for output in ("out", "link", "out/further", "."):
-        with pytest.raises(
-            ValueError, match=r"output: .* and model.path .*/out lie in each other; choose another folder"
-        ):
+        with pytest.raises(ValueError, match=r"output: .* and model.path .*/out overlap; choose another folder"):
             train_recipe({**further, "output": str(tmp_path / output)})
 
 
@@ -369,7 +367,7 @@ def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any], t
             {"model": {"path": "START", "new": {"model_type": "llama"}}},
             r"new was removed: .*new_model\.py",
         ),
-        ({}, {"adapter": {"start": "START", "rank": 8}}, "adapter.rank is that of adapter.start: leave it out"),
+        ({}, {"adapter": {"start": "START", "rank": 8}}, "adapter.rank is set by adapter.start: leave it out"),
         ({}, {"lora": {"targets": ["q_proj"]}}, "lora is now adapter, which writes a speed adapter"),
         ({}, {"loss": {"distillation": 1.0, "teacher": "START"}}, "START has another tokenizer"),
         ({}, {"loss": {"references": 0.0}}, "nothing to learn from"),
