@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 from dataclasses import asdict, dataclass
 
 import pyarrow as pa
@@ -24,7 +25,10 @@ from pipeline.plan.manifest import Manifest
 from pipeline.runtime.announce import announced
 from pipeline.storage.folder import Folder, write_json
 
+log = logging.getLogger(__name__)
 RECORD = "_job/tables.json"
+# a table takes the answers of each job once; with any changed key it is another job
+AGAIN = "to add them again, remove their rows from the table, set another sampling.seed, and choose another output.path"
 TRIES = 20  # maximum number of attempts to commit, if other writers commit first
 
 
@@ -75,10 +79,17 @@ def commit_table(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
         if snapshot is None:
             record(None)
             snapshot = _append(table, folder, manifest, records)
-        elif earlier is not None and earlier.parts != digest:
+        elif earlier is None:
+            log.warning(
+                "%s: nothing is added, because snapshot %d added this job's answers from another output.path; %s",
+                name,
+                snapshot,
+                AGAIN,
+            )
+        elif earlier.parts != digest:
             raise UserError(
                 f"{name}: snapshot {snapshot} holds parts of {folder.url} that were lost and answered again with other "
-                "bytes; remove the job's rows from the table, and run it in another output.path"
+                f"bytes; {AGAIN}"
             )
     record(snapshot)
 

@@ -120,6 +120,8 @@ def _apply(values: dict[str, Any], change: str) -> None:
         value = parse_yaml(text)
     except ValueError:
         value = text
+    if "#" in text and (value is None or (isinstance(value, str) and "#" not in value)):
+        value = text  # YAML has dropped the rest of the text as a comment
     node = values
     for key in keys[:-1]:
         below = node.setdefault(key, {})

@@ -27,9 +27,9 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from pipeline.commit.claim import LEDGER
-from pipeline.commit.records import read_records
+from pipeline.commit.records import read_all
 from pipeline.commit.sink import part_name
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import Files, InputFile
@@ -259,33 +259,45 @@ def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageCon
     """Return URL -> rows whose last answer by a successful run has an error. Skips files that are gone or changed."""
     failed: Rows = {}
     answered: dict[str, InputFile] = {}
-    for run in ledger.runs:
-        folder = open_folder(f"{root.url.rstrip('/')}/{run.folder}", storage)
-        manifest = plan_files.load(folder) if run.state == "success" else None
-        if manifest is None:
-            continue
-        for file in manifest.files:
-            before = answered.get(file.url)
-            if before is None or not _is_same(before, file.size, file.version):
-                failed[file.url] = set()
-            answered[file.url] = file
-        records = read_records(folder, manifest.fingerprint).select(["shard", "errors"]).to_pylist()
-        with_errors = {record["shard"] for record in records if record["errors"]}
-        for shard in manifest.shards:
-            failed[shard.url] -= set(range(shard.first_row, shard.first_row + shard.rows))
-            if shard.index in with_errors:
-                part = read_parquet(folder.read(part_name(shard.index)), ["sample_index", "error"]).to_pylist()
-                row = shard.first_row - 1
-                for answer in part:
-                    row += answer.get("sample_index", 0) == 0
-                    if answer["error"] is not None:
-                        failed[shard.url].add(row)
+    for run in ledger.succeeded:
+        folder, unknown = open_folder(f"{root.url.rstrip('/')}/{run.folder}", storage), list[str]()
+        try:
+            manifest = plan_files.load(folder)
+        except UserError as error:
+            manifest, unknown = None, [str(error)]
+        if manifest is not None:
+            for file in manifest.files:
+                before = answered.get(file.url)
+                if before is None or not _is_same(before, file.size, file.version):
+                    failed[file.url] = set()
+                answered[file.url] = file
+            records = read_all(folder, manifest.fingerprint)[0].select(["shard", "errors"])
+            errors = dict(zip(*(records[name].to_pylist() for name in records.column_names), strict=True))
+            for shard in manifest.shards:
+                failed[shard.url] -= set(range(shard.first_row, shard.first_row + shard.rows))
+                if errors.get(shard.index, 1):  # a shard without a readable record may have errors
+                    try:
+                        failed[shard.url] |= _rows_with_errors(folder, shard)
+                    except (FileNotFoundError, ValueError) as error:
+                        unknown.append(f"{part_name(shard.index)}: {flat(error)}")
+        if unknown:
+            log.warning("run %d: rows with an error are not answered again: %s", run.number, unknown[0])
     known = {url: rows for url, rows in failed.items() if rows}
     same = {url: rows for url, rows in known.items() if url in listed and _is_same(answered[url], *listed[url])}
     if gone := sorted(known.keys() - same.keys()):
         rows = sum(len(known[url]) for url in gone)
         log.warning("%s with an error cannot be answered again: %s is gone or changed", counted(rows, "row"), gone[0])
     return same
+
+
+def _rows_with_errors(folder: Folder, shard: Shard) -> set[int]:
+    """Return the rows of a shard's output file (part) that have an error. Raises ValueError if it is damaged."""
+    found, row = set(), shard.first_row - 1
+    for answer in read_parquet(folder.read(part_name(shard.index)), ["sample_index", "error"]).to_pylist():
+        row += answer.get("sample_index", 0) == 0
+        if answer["error"] is not None:
+            found.add(row)
+    return found
 
 
 def shards_of(failed: Mapping[str, set[int]], shards: Sequence[Shard]) -> list[Shard]:

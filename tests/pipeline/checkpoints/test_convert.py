@@ -111,7 +111,8 @@ def test_texts_are_cut_as_llama_cpp_cuts_them(tmp_path: Path, rule: str) -> None
 def test_a_rule_that_is_not_known_is_refused_by_name(tmp_path: Path, rule: str | None) -> None:
     source = write_gguf(tmp_path / "m.gguf", *made("llama"), pre=rule)
     with pytest.raises(
-        UserError, match=rf"m.gguf: tokenizer.ggml.pre = {rule!r}: .* supported rules: gpt-2, olmo, smollm"
+        UserError,
+        match=rf"m.gguf: tokenizer.ggml.pre = {rule!r} is not supported: .* supported rules: gpt-2, olmo, smollm",
     ):
         converted(source, tmp_path / "out")
 

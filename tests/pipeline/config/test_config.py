@@ -209,6 +209,20 @@ def test_a_prompt_is_one_of_three(tmp_path: Path) -> None:
     assert refusal(path) == f"{path}: unknown key input.examples.0.usr; did you mean user? (and 1 more problem)"
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("# Title: {{ q }}", "# Title: {{ q }}"),
+        ("be brief # now", "be brief # now"),
+        ("'a # b'", "a # b"),
+        ("'#'", "#"),
+    ],
+)
+def test_a_change_has_no_comments(tmp_path: Path, text: str, value: str) -> None:
+    """YAML would drop a Markdown heading without a word."""
+    assert load_config(JobConfig, job_file(tmp_path), [f"input.system={text}"]).input.system == value
+
+
 def test_changes_of_another_shape_are_refused(tmp_path: Path) -> None:
     for change in ("sampling.seed", "=3", ".seed=3", "sampling.=3", "sampling..seed=3"):
         assert refusal(job_file(tmp_path), [change]) == f"--set {change}: must look like section.key=value"

@@ -171,6 +171,27 @@ def test_rows_with_an_error_are_answered_again_where_the_job_asks_for_it(
     assert inbox.json()["runs"] == []
 
 
+def test_a_damaged_earlier_run_stops_no_later_one(
+    in_process: None, inbox: Inbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows whose errors cannot be read any more are said to be left out; without a record the part tells them."""
+    for number in range(4):
+        path = inbox.files / f"{number}.parquet"
+        pq.write_table(pa.table({"id": [f"{number}-{row}" for row in range(3)], "prompt": ["alpha", None, "b"]}), path)
+        assert inbox.json()["runs"][0]["errors"] == 1
+    without_records, without_parts, without_plan, _ = sorted(path.parent for path in inbox.root.glob("*/_SUCCESS"))
+    for record in (without_records / "_job" / "commits").iterdir():
+        record.unlink()
+    for part in without_parts.glob("part-*.parquet"):
+        part.unlink()
+    (without_plan / "_job" / "plan.parquet").write_bytes(b"x")
+    inbox.values["input"]["retry"] = "errors"
+    (again,) = inbox.json()["runs"]
+    assert (again["rows"], again["errors"], again["files"]) == (2, 2, 2)
+    said = [text for text in caplog.messages if "rows with an error are not answered again" in text]
+    assert {text.partition(":")[0] for text in said} == {"run 2", "run 3"}
+
+
 def test_each_run_takes_what_came_since_and_says_so(inbox: Inbox, flow: Any) -> None:
     inbox.add("a")
     inbox.add("b", 5)

@@ -105,9 +105,9 @@ def test_real_answers_from_a_table_in_a_bucket_into_another(in_bucket: Tables, c
 
 
 def test_a_finished_job_is_one_snapshot_and_a_second_job_one_more(
-    tables: Tables, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tables: Tables, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where the table is asked for later; run again, or in another folder, the job adds nothing."""
+    """Also where the table is asked for later; run again, or in another folder, the job adds nothing, and says so."""
     first, second = (job_into(tables, checkpoint, tmp_path, run) for run in ("run 1", "run%2"))
     plain = first.model_copy(update={"output": first.output.model_copy(update={"format": None, "table": None})})
     assert made_up(plain) == 6
@@ -117,6 +117,7 @@ def test_a_finished_job_is_one_snapshot_and_a_second_job_one_more(
     assert (record.table, record.snapshot) == (tables.path(NAME), snapshot)
     elsewhere = first.output.model_copy(update={"path": f"{tables.root}/out/answers/elsewhere"})
     assert made_up(first.model_copy(update={"output": elsewhere})) == 6
+    assert f"nothing is added, because snapshot {snapshot} added this job's answers from another" in caplog.text
     assert tables.snapshots(NAME) == [snapshot] and table_rows(tables) == part_rows(first)
     assert made_up(second) == 6 and len(tables.snapshots(NAME)) == 2
     assert table_rows(tables) == part_rows(first, second)
