@@ -15,6 +15,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from actors.engine.errors import UserError
+
 # fmt: off
 NAMES = [
     "Alimentum", "Aromi", "Bibimbap House", "Blue Spice", "Browns Cambridge", "Clowns", "Cocum", "Cotto",
@@ -71,11 +73,12 @@ def write_demo(folder: Path, rows: int = 2000) -> Path:
     if not jobs.is_file():  # the program is installed from a wheel
         jobs = next(Path(str(file.locate())) for file in files("skipdecode") or () if file.name == jobs.name).resolve()
         checkpoint = jobs.parent / "checkpoint"
-    write_prompts(folder / "prompts", rows, 8, 0)
-    job = folder / jobs.name
-    job.write_text(
-        jobs.read_text().replace("work/demo", str(folder)).replace("configs/demo/checkpoint", str(checkpoint))
-    )
+    job, text = folder / jobs.name, jobs.read_text()
+    try:
+        write_prompts(folder / "prompts", rows, 8, 0)
+        job.write_text(text.replace("work/demo", str(folder)).replace("configs/demo/checkpoint", str(checkpoint)))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error.strerror}; name another folder") from None
     return job
 
 

@@ -26,6 +26,7 @@ from actors.engine.machine import process_cpus
 from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import EngineStats
 from pipeline import job as jobs
+from pipeline.commit.budget import open_budget
 from pipeline.commit.claim import check_same_job, stored_job
 from pipeline.commit.records import read_records
 from pipeline.config.adapt import TOLERANCES
@@ -167,6 +168,7 @@ def estimate(
         "actors": config.actors.most,
         "devices": config.devices,
         "price_per_hour": config.price_per_hour,
+        "budget_used": _budget_used(config, stored),
         "sample": {
             "rows": lines[chosen]["sampled"],
             "actor_seconds": sum(call.seconds for timed in calls.values() for call in timed),
@@ -184,9 +186,16 @@ def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[Pl
     if config.input.since is not None:
         if limit is not None:
             raise UserError("--limit: an incremental run cannot have a limit; leave out --limit or input.since")
-        new = runs.new_input(config, ledgers.read(open_folder(config.output.path, config.storage)))
+        root = open_folder(config.output.path, config.storage)
+        new = runs.new_input(config, ledger := ledgers.read(root))
         if not new.files:
-            raise NothingLeft(f"{config.output.path}: nothing left to do: no file is new")
+            failed = runs.to_retry(root, config, ledger)[0]
+            again = (
+                f"; `run` answers {counted(sum(map(len, failed.values())), 'row')} with an error again"
+                if failed
+                else ""
+            )
+            raise NothingLeft(f"{config.output.path}: nothing left to plan: no file is new{again}")
         job = plan(new.config, None, backend, files=new.files)
         return job, None, job.manifest.shards
     folder = jobs.output_folder(config)
@@ -195,6 +204,13 @@ def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[Pl
     check_same_job(folder, stored, job.manifest)
     done = set() if stored is None else set(read_records(folder, stored.fingerprint)["shard"].to_pylist())
     return job, stored, [shard for shard in job.manifest.shards if shard.index not in done]
+
+
+def _budget_used(config: JobConfig, stored: Manifest | None) -> dict[str, float]:
+    """Return what earlier runs of the job have used of its budget: name of a limit -> amount; {} without a budget."""
+    if config.budget is None or stored is None:
+        return {}
+    return open_budget(config, open_folder(config.output.path, config.storage), stored.fingerprint).used()
 
 
 def sample_places(shards: Sequence[Shard], rows: int = PREPARED_ROWS) -> list[Shard]:

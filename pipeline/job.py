@@ -130,7 +130,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
         job = replace(job, config=job.config.model_copy(update={"storage": job.config.storage.after_planning()}))
         folder = probe_create(open_folder(folder.url, job.config.storage))
         workload = Workload(len(manifest.shards), manifest.rows, len(done), manifest.rows - left_rows, job.began)
-        budget = open_budget(job.config, folder, manifest.fingerprint)
+        budget = open_budget(job.config, folder, manifest.fingerprint).checked()
         with (
             recorded_run(folder, job.config, job.began, left_rows),
             backend.session(job.config.actors, folder.url) as session,

@@ -25,10 +25,12 @@ from pipeline.input.shards import cut_shards
 from pipeline.input.text_files import TextColumns
 from pipeline.messages import listed, printable
 from pipeline.plan.columns import check_columns
+from pipeline.plan.inputs import check_output_disjoint
 from pipeline.prepare.chat import Chat, check_chat
 from pipeline.prepare.tokenizer import tokenizer_of
 
-ROWS, SAMPLE_BYTES = 200, 2**26  # maximum rows and bytes to read from the first file
+ROWS, SAMPLE_BYTES = 200, 2**26  # maximum rows and bytes to read from the first file with rows
+FILES = 8  # number of files in which to look for rows
 IDS = ("id", "uuid", "key", "row_id", "custom_id", "index", "name")
 CHATS = ("messages", "conversation", "conversations", "chat")
 PROMPTS = ("prompt", "question", "instruction", "query", "request", "input")  # names of columns that hold whole prompts
@@ -73,8 +75,17 @@ def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[S
     if output.exists():
         raise UserError(f"{output}: exists, and is not replaced; choose another --output")
     proposal = propose(sample.columns)
-    text = job_text(path, sample, proposal, model or (DEMO if Path(DEMO).is_dir() else PLACEHOLDER))
-    check_columns(validated(JobConfig, parse_yaml(text), path))
+    model = model or (DEMO if Path(DEMO).is_dir() else PLACEHOLDER)
+    for answers in ("answers", "../answers"):
+        text = job_text(path, sample, proposal, model, answers)
+        config = validated(JobConfig, parse_yaml(text), path)
+        try:
+            check_output_disjoint(config)
+            break
+        except UserError:  # the input is this folder, or is named answers
+            if answers != "answers":
+                raise
+    check_columns(config)
     try:
         with open(output, "x") as file:
             file.write(text)
@@ -84,7 +95,7 @@ def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[S
 
 
 def read_sample(path: str, storage: StorageConfig) -> Sample:
-    """Read the first rows of the first file. Raises UserError if there are no rows, or the file cannot be read."""
+    """Read the first rows of the first file that has any. Raises UserError if none of the first `FILES` files has."""
     first: UserError | None = None
     for given in (None, "jsonl", "csv"):  # the name of a folder does not show the format of its files
         try:
@@ -95,8 +106,13 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
     else:
         assert first is not None
         raise first
-    url, entry = next(iter(listed_files.items()))
-    return Sample(len(listed_files), given, first_rows(url, *entry, file_format(url, given), storage))
+    for left, (url, entry) in zip(range(min(len(listed_files), FILES) - 1, -1, -1), listed_files.items(), strict=False):
+        try:
+            return Sample(len(listed_files), given, first_rows(url, *entry, file_format(url, given), storage))
+        except UserError:  # for example an empty file
+            if not left:
+                raise
+    raise AssertionError("list_files returns a file")
 
 
 def first_rows(url: str, size: int, version: str, kind: str, storage: StorageConfig) -> dict[str, list[Any]]:
@@ -164,7 +180,7 @@ def _propose_input(columns: Mapping[str, Sequence[Any]]) -> Proposal:
     texts = [name for name in columns if name != found and _all(columns[name], lambda value: isinstance(value, str))]
     asks = [name for name in PROMPTS if name in texts]
     if {"instruction", "input"} <= set(asks):
-        template = "{{ instruction }}\n\n{{ input }}"
+        template = "{{ instruction }}{% if input %}\n\n{{ input }}{% endif %}"  # Alpaca's rows may have no input
         return chosen("template", template, "instruction and input make one prompt.")
     if asks:
         return chosen("prompt", asks[0], f"{asks[0]} holds the prompts.")
@@ -215,8 +231,8 @@ def _is_chat(value: Any) -> bool:
     return is_list and all(isinstance(entry, dict) and {"role", "content"} <= set(entry) for entry in value)
 
 
-def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
-    """Return the text of a job file, with comments that explain the choices."""
+def job_text(path: str, sample: Sample, proposal: Proposal, model: str, answers: str = "answers") -> str:
+    """Return the text of a job file, with comments that explain the choices. answers: folder for the output folder."""
     keys = {"path": path} | ({"format": sample.format} if sample.format else {}) | proposal.keys
     is_chat = "messages" in keys or keys.get("format") == "openai_batch"
     if not is_chat and _has_chat_template(model):
@@ -228,7 +244,7 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
             pass
         if "template" in keys:
             keys["template"] = keys["template"].removesuffix(SUMMARY)
-    name = path.rstrip("/").rpartition("/")[2].partition(".")[0].replace("*", "") or "answers"
+    name = path.rstrip("/").rpartition("/")[2].partition(".")[0].replace("*", "") or Path(path).resolve().name
     notes = "".join(f"# {printable(line)}\n" for line in (f"Columns: {listed(sample.columns)}", *proposal.notes))
     chat = "  # chat: true                      # for a model with a chat template\n"
     hint = "" if is_chat or "chat" in keys else chat
@@ -246,7 +262,7 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
 #
 # Paths are relative to the folder in which a command runs.
 
-{notes}{dump_yaml({"input": keys})}{hint}{dump_yaml({"output": {"path": f"answers/{name}"}})}\
+{notes}{dump_yaml({"input": keys})}{hint}{dump_yaml({"output": {"path": f"{answers}/{name}"}})}\
   # keep: []                        # input columns to copy to the answers
   # format: jsonl                   # also write answers.jsonl
 {dump_yaml({"model": {"path": model}})}{edit}\
@@ -265,7 +281,7 @@ actors:
 
 
 def _choices(labels: Sequence[str]) -> str:
-    line = dump_yaml({"choices": list(labels or ("positive", "negative"))}).replace("\n", "\n# ").rstrip("# \n")
+    line = dump_yaml({"choices": list(labels or ("positive", "negative"))}).strip().replace("\n", "\n# ")
     return f"# labels; every answer is one of them:\n# {line}"
 
 

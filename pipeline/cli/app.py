@@ -28,7 +28,9 @@ def demo(
     from pipeline.demo_data import write_demo
 
     typer.echo("the demo's model is a toy with 9 million parameters; it can answer only the demo's prompts")
-    run(write_demo(folder, rows), show=5)
+    with command(verbose=False):
+        job = write_demo(folder, rows)
+    run(job, show=5)
     typer.echo("for rows of your own: skipdecode init FILE writes a job file")
 
 

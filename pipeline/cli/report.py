@@ -85,7 +85,9 @@ def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
     from pipeline.storage.folder import open_folder
 
     folder = open_folder(url, storage)
-    if holds_ledger(folder) and not check:
+    if holds_ledger(folder):
+        if check or write:
+            raise UserError(f"{url}: --verify and --write need one run: name a dated folder in this folder")
         print_ledger(Console(soft_wrap=True), read_ledger(folder))
         return
     manifest = _manifest(folder, url)

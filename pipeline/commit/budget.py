@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 
 from pipeline.commit.finalize import totals_of
 from pipeline.commit.records import read_records
@@ -17,7 +17,7 @@ from pipeline.config.job import JobConfig
 from pipeline.generate.coordinator import Coordinator
 from pipeline.runtime.signals import Interrupted, interrupter, shielded
 from pipeline.storage.concurrency import repeating
-from pipeline.storage.folder import Folder, read_json, write_json
+from pipeline.storage.folder import STORE_ERRORS, Folder, read_json, write_json
 
 log = logging.getLogger(__name__)
 SPENT = "_job/spent.json"
@@ -36,29 +36,36 @@ class Budget:
     def __init__(self, config: JobConfig, folder: Folder, device_seconds: float, tokens: int) -> None:
         self.config, self.folder = config, folder
         self.device_seconds, self.tokens = device_seconds, tokens
-        self.began = time.monotonic()
 
-    def spent(self, seconds: float, tokens: int) -> str | None:
-        """Return a line about a reached limit, or None. seconds, tokens: used by this run, added to earlier runs."""
-        limits = self.config.budget
+    def used(self, seconds: float = 0.0, tokens: int = 0) -> dict[str, float]:
+        """Return name of a limit -> amount used. seconds, tokens: used by this run, added to earlier runs."""
+        hours = (self.device_seconds + seconds * self.config.devices) / 3600
+        return {"hours": hours, "money": hours * (self.config.price_per_hour or 0.0), "tokens": self.tokens + tokens}
+
+    def spent(self, seconds: float = 0.0, tokens: int = 0) -> str | None:
+        """Return a line about a reached limit, or None. For the arguments see `used`."""
+        limits, used = self.config.budget, self.used(seconds, tokens)
         if limits is None:
             return None
-        hours = (self.device_seconds + seconds * self.config.devices) / 3600
-        used = {"hours": hours, "money": hours * (self.config.price_per_hour or 0.0), "tokens": self.tokens + tokens}
         for name, limit in limits.model_dump(exclude_none=True).items():
             if used[name] >= limit:
                 return f"budget.{name}: {used[name]:,.6g} of {limit:,.6g} used"
         return None
 
+    def checked(self) -> Budget:
+        """Return the budget. Raises BudgetSpent if earlier runs have used it up."""
+        if (found := self.spent()) is not None:
+            raise BudgetSpent(found)
+        return self
+
     @contextmanager
     def spending(self, coordinator: Coordinator, shards: int) -> Iterator[None]:
         """Watch the budget while the `with` block runs. At a limit, interrupt the run and raise BudgetSpent.
 
-        If all shards have begun, the run is not interrupted. shards: number of shards that this run has to answer.
+        If all shards have begun, the run is not interrupted. shards: number of shards that this run has to answer. The
+        time used is recorded without a budget too, because a later run may have one.
         """
-        if self.config.budget is None:
-            yield
-            return
+        began = time.monotonic()
         ask, reached = interrupter(with_grace=True), list[str]()
 
         def watch() -> None:
@@ -67,31 +74,30 @@ class Budget:
             except Exception as error:  # an error of Ray; the run itself reports it
                 log.debug("the budget was not checked: %s", error)
                 return
-            found = self.spent(time.monotonic() - self.began, run.tokens)
+            found = self.spent(time.monotonic() - began, run.tokens)
             if found is not None and not reached and run.shards + run.at_work < shards:
                 reached.append(found)
                 ask()
 
         try:
-            with repeating(watch, POLL_SECONDS, "budget"):
+            with nullcontext() if self.config.budget is None else repeating(watch, POLL_SECONDS, "budget"):
                 yield
         except Interrupted:
             if reached:
                 raise BudgetSpent(reached[0]) from None
             raise
         finally:
-            with shielded():
-                used = self.device_seconds + (time.monotonic() - self.began) * self.config.devices
+            # without a budget, only a later run may need the record
+            with shielded(), suppress(*(STORE_ERRORS if self.config.budget is None else ())):
+                used = self.device_seconds + (time.monotonic() - began) * self.config.devices
                 write_json(self.folder, SPENT, {"device_seconds": used})
 
 
 def open_budget(config: JobConfig, folder: Folder, fingerprint: str) -> Budget:
-    """Return the job's budget with what earlier runs have used. Raises BudgetSpent if it is used up."""
-    if config.budget is None:
-        return Budget(config, folder, 0.0, 0)
-    totals, stored = totals_of(read_records(folder, fingerprint)), read_json(folder, SPENT)
+    """Return the job's budget with what earlier runs have used."""
+    stored = read_json(folder, SPENT)
     known = float(stored["device_seconds"]) if isinstance(stored, dict) and "device_seconds" in stored else 0.0
-    budget = Budget(config, folder, max(known, totals.device_seconds), totals.generated_tokens)
-    if (found := budget.spent(0.0, 0)) is not None:
-        raise BudgetSpent(found)
-    return budget
+    if config.budget is None:
+        return Budget(config, folder, known, 0)
+    totals = totals_of(read_records(folder, fingerprint))
+    return Budget(config, folder, max(known, totals.device_seconds), totals.generated_tokens)

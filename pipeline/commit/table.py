@@ -45,6 +45,9 @@ def check_table(config: JobConfig, schema: pa.Schema) -> None:
     """Raise UserError, during planning, if the output table cannot hold the job's output files, which have `schema`."""
     if not config.output.is_table:
         return
+    names = [name.lower() for name in schema.names]
+    if twice := [name for name in schema.names if names.count(name.lower()) > 1]:
+        raise UserError(f"output.keep: columns {' and '.join(map(repr, twice[:2]))} of a table differ only in case")
     if config.output.format == "delta":
         folder, table = map(real_url, (config.output.path, table_name(config.output)))
         if not f"{folder}/".startswith(f"{table}/"):

@@ -392,8 +392,9 @@ class JobConfig(Section):
     def _fits_together(self) -> JobConfig:
         if self.budget is not None and self.budget.money is not None and self.price_per_hour is None:
             raise UserError("budget.money needs price_per_hour, the price of one device for an hour")
-        if self.input.retry is not None and self.output.is_table:
-            raise UserError("input.retry would add rows that output.table already holds; leave one of the two out")
+        for key, again in (("retry", self.input.retry), ("changed: reprocess", self.input.changed == "reprocess")):
+            if again and self.output.is_table:
+                raise UserError(f"input.{key} would add rows that output.table already holds; leave one of the two out")
         self.model.check_actors(self.actors.gpus, "actors")
         if self.output.format == "openai_batch" and not self.input.is_batch:
             raise UserError("output.format: openai_batch needs requests as input: set input.format: openai_batch too")

@@ -128,7 +128,7 @@ def run_in(
     elif last is not None and last.state == "success":
         _write_missing_success(_folder(root, last, config), config)
     ledgers.compact(root, ledger)
-    failed, as_listed = _to_retry(root, config, ledger)
+    failed, as_listed = to_retry(root, config, ledger)
     if failed:
         finished.append(_retry(root, ledger, config, backend, failed, as_listed))
         ledger = _read_again(root, finished[-1].run.number)
@@ -161,12 +161,12 @@ def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
         return None
     if last.state == "success" and not _folder(root, last, config).exists(SUCCESS):
         return None
-    if new_input(config, ledger).files or _to_retry(root, config, ledger)[0]:
+    if new_input(config, ledger).files or to_retry(root, config, ledger)[0]:
         return None
     return IncrementalResult([], ledger.last_success)
 
 
-def _to_retry(root: Folder, config: JobConfig, ledger: Ledger) -> tuple[Rows, Files]:
+def to_retry(root: Folder, config: JobConfig, ledger: Ledger) -> tuple[Rows, Files]:
     """Return URL -> rows to answer again because of `input.retry`, and the input files that exist now."""
     if config.input.retry is None or not ledger.runs:
         return {}, {}

@@ -31,6 +31,11 @@ from pipeline.storage.folder import open_folder
 MAPPING = "delta.columnMapping.mode"
 COMPACT = "rewrite the table (OPTIMIZE, or REORG TABLE ... APPLY (PURGE)) and read the new version"
 FINGERPRINT = "skipdecode.fingerprint"  # key under which a commit's metadata holds the job's fingerprint
+# features of tables to which deltalake can add files as they are
+WRITABLE = {
+    *("appendOnly", "invariants", "checkConstraints", "generatedColumns", "changeDataFeed"),
+    *("deletionVectors", "v2Checkpoint", "timestampNtz", "variantType"),
+}
 RULES = ("delta.constraints.", "delta.invariants")  # table settings that begin so are rules for the values in each row
 
 
@@ -209,6 +214,10 @@ class DeltaOutput:
         rule = next((key for key in metadata.configuration if key.startswith(RULES)), None)
         if rule is not None:
             raise UserError(f"output.table: {self.url} has the rule {rule}, but a job does not check rows by rules")
+        features = sorted({*(table.protocol().writer_features or ())} - WRITABLE)
+        if features or metadata.configuration.get(MAPPING, "none") != "none":
+            feature = features[0] if features else MAPPING
+            raise UserError(f"output.table: {self.url} has {feature}, which files of a job lack; choose another table")
         fields = table.schema().fields
         required = next((field.name for field in fields if not field.nullable), None)
         if required is not None:

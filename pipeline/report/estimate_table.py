@@ -53,8 +53,9 @@ def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]
         say(f"warning: in the sample, {line}")
     if config.budget is not None:
         needed = {"hours": chosen["device_hours"], "money": chosen["money"], "tokens": chosen["generated_tokens"]}
-        limits = config.budget.model_dump(exclude_none=True).items()
-        over = [f"{name} {needed[name]:,.4g} of {limit:,.4g}" for name, limit in limits if needed[name] > limit]
+        limits, used = config.budget.model_dump(exclude_none=True).items(), found["budget_used"]
+        all_runs = {name: needed[name] + used.get(name, 0) for name, _ in limits}
+        over = [f"{name} {all_runs[name]:,.4g} of {limit:,.4g}" for name, limit in limits if all_runs[name] > limit]
         say(f"budget: not enough, the job would stop: {', '.join(over)}" if over else "budget: enough")
 
 

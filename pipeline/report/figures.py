@@ -56,7 +56,11 @@ def run_spans(runs: Sequence[JobRun], shards: pa.Table) -> list[tuple[float, flo
 
 def held_seconds(runs: Sequence[JobRun], shards: pa.Table) -> float | None:
     """Return the device-seconds of all runs, including start-up and idle time; None if no run is recorded."""
-    return sum((end - begin) * runs[-1].devices for begin, end in run_spans(runs, shards)) if runs else None
+    if not runs:
+        return None
+    spans = run_spans(runs, shards)
+    devices = [*[runs[0].devices] * (len(spans) - len(runs)), *(run.devices for run in runs)]
+    return sum((end - begin) * count for (begin, end), count in zip(spans, devices, strict=True))
 
 
 def clock_speedups(

@@ -123,8 +123,9 @@ def _prompts(manifest: Manifest, index: int, storage: StorageConfig) -> list[str
     except (*STORE_ERRORS, UserError, pa.ArrowException):
         return [""] * shard.rows
     template, column = section.get("template") or "", section.get("prompt") or section.get("messages") or "prompt"
-    read = [name for name in manifest.schema.names if name != section.get("id")]
-    used = [name for name in read if name == column or re.search(rf"\b{re.escape(name)}\b", template)] or read
+    read = manifest.schema.names
+    used = [name for name in read if name == column or re.search(rf"\b{re.escape(name)}\b", template)]
+    used = used or [name for name in read if name != section.get("id")]
     rows = table.select(used).to_pylist()
     return [
         "\n".join(_text(value) if len(used) == 1 else f"{name}: {_text(value)}" for name, value in row.items())

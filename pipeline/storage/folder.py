@@ -9,6 +9,7 @@ import errno
 import json
 import logging
 import os
+import re
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -41,6 +42,10 @@ class FileInfo(NamedTuple):
 
 def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSystem, str]:
     """Return the fsspec filesystem for a URL, and the path in it. Raises UserError if the URL is not local or s3."""
+    if url.startswith("~"):
+        raise UserError(f"{url}: ~ is not replaced by the home folder here; give the whole path")
+    if re.match(r"\w+:/(?!/[^/])", url) and not url.startswith("file:///"):
+        raise UserError(f"{url}: not a URL such as s3://bucket/folder; correct it")
     scheme = url.split("://", 1)[0] if "://" in url else "file"
     if scheme == "file":
         return LocalFileSystem(), os.path.abspath(url.removeprefix("file://"))

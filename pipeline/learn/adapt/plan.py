@@ -96,7 +96,8 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
         order = "paper" if shape["keep_order"] == MEASURED else shape["keep_order"]
         resolved.checkpoint.schedule({"horizon": 2, **shape, "keep_order": order, "speedup": speedup})
     if options.references is None:
-        rows = first_rows(files[0].url, files[0].size, files[0].version, files[0].format, config.storage)
+        file = next(file for file in files if file.rows)
+        rows = first_rows(file.url, file.size, file.version, file.format, config.storage)
         further = {name: values for name, values in rows.items() if name not in needed_columns(config)}
         if (right := true_answers(further, config.choices)) is not None:
             announce(
@@ -114,6 +115,8 @@ def _check_job(config: JobConfig, options: AdaptConfig) -> None:
         raise UserError("input.choices: adapt cannot evaluate rows with labels of their own; set choices for the job")
     if config.output_format is not None or config.input.output_format is not None:
         raise UserError("output_format: adapt evaluates free answers; leave it out, and add it to the new job.yaml")
+    if config.reasoning is not None:
+        raise UserError("reasoning: adapt evaluates whole answers; leave it out, and add it to the new job.yaml")
     if config.input.tools is not None:
         raise UserError("input.tools: adapt evaluates free answers; give it a job of the same chats without tools")
     if config.choices is not None and options.metric in (*OF_TEXTS, "fidelity"):
@@ -169,6 +172,7 @@ class StageRecord:
         self.folder = OwnedFolder(folder, RECORD, "adapt.output")
         self.done: dict[str, dict[str, Any]] = {}  # stage -> {"settings", "result"}
         self.seconds: dict[str, float] = {}  # stage -> seconds of all attempts together
+        self.job_text = ""  # the job file as it was written last
         values = self.folder.values()
         if not values.keys() - {FILES}:
             return  # no record, or no stage yet
@@ -176,6 +180,7 @@ class StageRecord:
             if values["format"] != FORMAT:
                 raise UserError(f"format {values['format']}, this version writes {FORMAT}")
             self.done, self.seconds = dict(values["done"]), dict(values["seconds"])
+            self.job_text = str(values.get("job_text", ""))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder}/{RECORD}: not of this version: {flat(error)}; remove the folder") from None
 
@@ -208,5 +213,20 @@ class StageRecord:
             self.done[stage] = json.loads(json.dumps({"settings": settings, "result": work()}))
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - began
-            self.folder.save({"format": FORMAT, "done": self.done, "seconds": self.seconds})
+            self._save()
         return dict(self.done[stage]["result"])
+
+    def is_edited(self, job_file: Path) -> bool:
+        """Return whether `job_file` has been changed since it was written."""
+        return bool(self.job_text) and job_file.exists() and job_file.read_text() != self.job_text
+
+    def write_job(self, job_file: Path, text: str) -> None:
+        """Write the job file, and record its text."""
+        self.folder.claim([job_file.name])
+        job_file.write_text(text)
+        self.job_text = text
+        self._save()
+
+    def _save(self) -> None:
+        values = {"format": FORMAT, "done": self.done, "seconds": self.seconds, "job_text": self.job_text}
+        self.folder.save(values)

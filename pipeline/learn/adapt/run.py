@@ -132,8 +132,13 @@ def _adapt(
     tolerance = options.tolerance or TOLERANCES[metric]
     chosen = choose(metric, tolerance, lines, chance)
     seconds = {stage: record.seconds[stage] for stage in STAGES}
-    break_even, job_file = None, None
-    record.folder.discard([configs.JOB_FILE])  # an earlier run may have had another tolerance
+    break_even, job_file = None, folder / configs.JOB_FILE
+    if edited := record.is_edited(job_file):
+        log.warning(
+            "%s: kept, because it was changed since adapt wrote it; remove it to have it written again", job_file
+        )
+    else:
+        record.folder.discard([configs.JOB_FILE])  # an earlier run may have had another tolerance
     if chosen is not None:
         break_even = BreakEven(
             cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # "before" serves only the table
@@ -142,9 +147,8 @@ def _adapt(
             rows=task.rows,
             actors=working_actors(config, actors["threads"]),
         )
-        record.folder.claim([configs.JOB_FILE])
-        job_file = folder / configs.JOB_FILE
-        _write_job(task, values, chosen, metric, tolerance, job_file)
+        if not edited:
+            record.write_job(job_file, _job_text(task, values, chosen, metric, tolerance, job_file))
     return Adapted(
         folder=folder,
         trained=task.trained.name,
@@ -159,7 +163,7 @@ def _adapt(
         counts={"job": task.rows, "drawn": sampled["drawn"], "unreadable": sampled["unreadable"], **counts},
         seconds=seconds,
         break_even=break_even,
-        job_file=job_file,
+        job_file=None if chosen is None else job_file,
     )
 
 
@@ -247,7 +251,7 @@ def working_actors(config: JobConfig, threads: int | None = None) -> float:
     return parallel_actors(actors.most, actors.gpus, each, *machine)
 
 
-def _write_job(task: Task, values: Mapping[str, Any], chosen: Line, metric: str, tolerance: float, path: Path) -> None:
+def _job_text(task: Task, values: Mapping[str, Any], chosen: Line, metric: str, tolerance: float, path: Path) -> str:
     score = chosen.scores[metric]
     comment = [
         f"Written by `skipdecode adapt {task.source}`: the same job at the fastest speed within the tolerance.",
@@ -256,4 +260,4 @@ def _write_job(task: Task, values: Mapping[str, Any], chosen: Line, metric: str,
         f"The job answers every row, also those of {task.folder / configs.SAMPLE}. skipdecode run {path}",
     ]
     schedule = {"speedup": chosen.nominal} | ({} if chosen.prompt == "full" else {"prompt": chosen.prompt})
-    path.write_text(configs.job_text(values, configs.tuned_model(task), schedule, comment))
+    return configs.job_text(values, configs.tuned_model(task), schedule, comment)

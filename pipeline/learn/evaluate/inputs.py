@@ -31,6 +31,7 @@ from pipeline.prepare.tokenizer import longest, tokenize_labels
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
 
 REFERENCE = "reference model"  # the reference model's name in evaluate's table
+CHANCE = "chance"  # name of the line whose answers do not depend on the row's prompt
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
     except ValueError as error:
         raise UserError(f"schedule: {error}") from None
     names = [REFERENCE, *(variant.name for variant in variants)]
-    taken = {slug(name): name for name in names}
+    taken = {slug(name): name for name in (*names, CHANCE)}
     for name in config.baselines:
         if slug(name) in taken:
             raise UserError(f"baselines: {name!r} would write the same file as line {taken[slug(name)]!r}; rename it")

@@ -24,7 +24,6 @@ from pipeline.learn.evaluate.metrics import (
 )
 from pipeline.runtime.announce import RowProgress
 
-CHANCE = "chance"  # name of the line whose answers do not depend on the row's prompt
 MOST_LABELS = 200  # kappa is computed only up to this number of distinct answers
 Answers = Sequence[Answer]
 

@@ -28,8 +28,8 @@ from actors.engine.types import EngineStats
 from actors.generator import Generator
 from pipeline.config.evaluate import EvalConfig
 from pipeline.generate.answer_checks import warnings_of
-from pipeline.learn.evaluate.inputs import REFERENCE, EvalInputs, EvalRow, Variant, prepare, speeds
-from pipeline.learn.evaluate.line_statistics import CHANCE, by_chance, line_statistics
+from pipeline.learn.evaluate.inputs import CHANCE, REFERENCE, EvalInputs, EvalRow, Variant, prepare, speeds
+from pipeline.learn.evaluate.line_statistics import by_chance, line_statistics
 from pipeline.learn.evaluate.metrics import paired_scores
 from pipeline.learn.evaluate.results import Evaluation, Line, Scores, answers_file, output_files, write_table
 from pipeline.learn.keep_order import ROWS, measured_order

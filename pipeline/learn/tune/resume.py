@@ -11,7 +11,9 @@ from typing import Any
 from actors.engine.errors import UserError
 from actors.engine.model.speed_adapter import FILES
 from pipeline.config.base import without_removed
+from pipeline.config.job import StorageConfig
 from pipeline.config.tune import TuneConfig
+from pipeline.input.files import list_files
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
 
 RECORD, STATE, STATE_FILE, RECIPE = "tune.json", "_training", "state.pt", "recipe.json"
@@ -87,7 +89,9 @@ def _is_recorded(config: TuneConfig) -> bool:
 
 def _recipe(config: TuneConfig) -> dict[str, Any]:
     """Return what a resumed training must have unchanged: config without the keys in `FREE`, and versions of files."""
-    files = [Path(path) for path in (*config.data.train, *config.data.dev)]
+    files = list[Path]()
+    for path in (*config.data.train, *config.data.dev):
+        files += [Path(path)] if Path(path).is_file() else map(Path, list_files([path], StorageConfig()))
     for checkpoint in (config.model.path, config.loss.teacher):
         if checkpoint is not None:
             files += sorted(Path(checkpoint).glob("*.safetensors"))

@@ -130,7 +130,7 @@ def test_a_rule_that_is_not_known_is_refused_by_name(tmp_path: Path, rule: str |
             {"token_embd__weight": [[0.0] * 32] * 9},
             "token_embd.weight has 9 rows, but tokenizer.ggml.tokens has 300 entries",
         ),
-        ({"blk__0__ffn_up__weight": [[0.0] * 32] * 9}, "mlp.up_proj.weight has shape [9, 32], and a model of config.j"),
+        ({"blk__0__ffn_up__weight": [[0.0] * 32] * 9}, "mlp.up_proj.weight has shape [9, 32], but config.json needs "),
         ({"split__count": 3}, "one of 3 parts; join them: llama-gguf-split --merge"),
         ({"blk__0__other__weight": [1.0, 2.0]}, "weights, but transformers' llama has"),
     ],

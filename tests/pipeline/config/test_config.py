@@ -90,6 +90,13 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
             ),
             "input.retry would add rows that output.table already holds",
         ),
+        (
+            merged(
+                input={"path": "a", "since": "last_success", "changed": "reprocess"},
+                output={"path": "b", "format": "delta"},
+            ),
+            "input.changed: reprocess would add rows that output.table already holds",
+        ),
         (merged(model={"products": "library"}), r"model: products was removed: this package's kernels run"),
         (merged(task="score"), r"task was removed: given texts are not scored any more: use vLLM"),
         (merged(input={"continuations": "ways"}), r"input: continuations was removed: given texts are not scored"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import InProcess, run_in_process
+from rich.console import Console
 from typer.testing import CliRunner
 
 from actors.answers import Prompt
@@ -23,6 +25,7 @@ from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.estimate import TimedCall, estimate, longest, losses, predict, sample_places, time_speeds
 from pipeline.input.shards import Shard
+from pipeline.report.estimate_table import print_estimate
 
 WORDS = ["alpha", "bravo", "cheap", "pub", "food", "riverside"]
 
@@ -179,6 +182,10 @@ def test_a_trained_checkpoint_is_planned_at_its_speeds(
     assert "budget: not enough, the job would stop: tokens" in done.stdout
     done = CliRunner().invoke(app, ["plan", str(job), "--seconds", "20", "--json"])
     found = json.loads(done.stdout)
+    config = JobConfig.model_validate({**values, "budget": {"tokens": 10**6}})
+    for used, says in (({}, "budget: enough"), ({"tokens": 10**6}, "budget: not enough")):  # by earlier runs
+        print_estimate(Console(file=(shown := io.StringIO())), config, {**found, "budget_used": used})
+        assert says in shown.getvalue()
     assert found["chosen"]["speed"] == "2x" and found["saves"]["money"] == pytest.approx(
         found["saves"]["device_hours"] * 2
     )

@@ -43,7 +43,8 @@ def test_actors_measure_at_the_same_time(own_ray: None, values: dict[str, Any], 
 def test_a_job_stops_at_its_budget_and_its_rest_is_planned(ray_to_be_left: None, values: dict[str, Any]) -> None:
     with pytest.raises(BudgetSpent, match=r"budget\.tokens"):
         jobs.run(JobConfig.model_validate({**values, "budget": {"tokens": 8}}))
-    rest = estimate(JobConfig.model_validate(values), seconds=5)
+    rest = estimate(JobConfig.model_validate({**values, "budget": {"tokens": 8}}), seconds=5)
+    assert rest["budget_used"]["tokens"] >= 8
     assert 0 < rest["rows_left"] < ROWS == rest["rows"]
     result = jobs.run(JobConfig.model_validate({**values, "budget": {"tokens": 4 * ROWS}}))
     assert result.totals.rows == ROWS and result.fresh_rows == rest["rows_left"]

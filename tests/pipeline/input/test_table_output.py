@@ -348,3 +348,12 @@ def test_partitioned_and_strict_tables_are_refused(tables: Tables, checkpoint: P
     DeltaTable(tables.path("out.strict")).alter.drop_column_not_null("n")
     DeltaTable(tables.path("out.strict")).alter.add_constraint({"positive": "n > 0"})
     assert "has the rule delta.constraints.positive" in refused(job, tmp_path)
+    write_deltalake(tables.path("out.tracked"), prompts(0, 1))
+    log = Path(tables.path("out.tracked")) / "_delta_log" / f"{0:020}.json"
+    protocol = {"minReaderVersion": 1, "minWriterVersion": 7, "writerFeatures": ["appendOnly", "rowTracking"]}
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    entries = [{"protocol": protocol} if "protocol" in entry else entry for entry in entries]
+    log.write_text("\n".join(map(json.dumps, entries)) + "\n")
+    into = {"table": tables.path("out.tracked"), "path": f"{tables.path('out.tracked')}/run"}
+    job = job.model_copy(update={"output": job.output.model_copy(update=into)})
+    assert "has rowTracking, which files of a job lack" in refused(job, tmp_path)

@@ -13,9 +13,10 @@ import pytest
 from in_process import invoke, job_values, parts, run_in_process
 
 from actors.engine.errors import UserError
-from pipeline.commit.budget import SPENT, Budget, BudgetSpent
+from pipeline.commit.budget import SPENT, Budget, BudgetSpent, open_budget
 from pipeline.config.job import JobConfig
 from pipeline.config.load import validated
+from pipeline.plan import plan_files
 from pipeline.run import stages
 from pipeline.storage.folder import open_folder
 
@@ -83,6 +84,16 @@ def test_devices_multiply_the_clock(values: dict[str, Any], tmp_path: Path) -> N
     budget = Budget(config, open_folder(str(tmp_path), config.storage), 0.0, 0)
     assert budget.spent(3599, 0) is None
     assert budget.spent(3600, 0) == "budget.hours: 8 of 8 used"
+
+
+def test_a_run_without_a_budget_is_counted_by_a_later_one(values: dict[str, Any], tmp_path: Path) -> None:
+    run_in_process(JobConfig.model_validate(values))
+    spent = json.loads((tmp_path / "out" / SPENT).read_text())["device_seconds"]
+    config = JobConfig.model_validate({**values, "budget": {"hours": 1.0}})
+    folder = open_folder(config.output.path, config.storage)
+    manifest = plan_files.load(folder)
+    assert manifest is not None and spent > 0
+    assert open_budget(config, folder, manifest.fingerprint).used()["hours"] >= spent / 3600
 
 
 def test_money_needs_a_price(values: dict[str, Any]) -> None:

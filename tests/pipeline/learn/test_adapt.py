@@ -92,6 +92,20 @@ def test_the_job_file_is_the_users_with_adapter_and_speed(tmp_path: Path, fakes:
     assert "break-even: " in result.stdout
 
 
+def test_a_job_file_that_the_user_has_changed_is_kept(
+    tmp_path: Path, fakes: Fakes, command: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "out-adapt" / "job.yaml"
+    assert command().exit_code == 0
+    path.write_text(mine := path.read_text() + "max_error_rate: 0.5\n")
+    for tolerance in (None, 1.5):  # 1.5: no speed is within it
+        caplog.clear()
+        assert command(tolerance=tolerance).exit_code == (1 if tolerance else 0)
+        assert "kept, because it was changed since adapt wrote it" in caplog.text and path.read_text() == mine
+    path.unlink()
+    assert command().exit_code == 0 and path.read_text() in mine
+
+
 def test_without_a_speed_within_tolerance_no_job_file_is_left(tmp_path: Path, fakes: Fakes, command: Run) -> None:
     assert command().exit_code == 0
     path = tmp_path / "out-adapt" / "job.yaml"

@@ -126,6 +126,7 @@ def test_new_input_files_are_logged_and_not_sampled(
             {"input": {"path": "in", "prompt": "q", "chat": True, "tools": "tools"}},
             "input.tools: adapt evaluates free answers",
         ),
+        ({}, {"reasoning": {}}, "reasoning: adapt evaluates whole answers"),
         ({}, {"output_format": {"regex": "a"}, "sampling": {}}, "output_format: adapt evaluates free answers"),
     ],
 )

@@ -255,6 +255,7 @@ BAD = [
     ({"output": "link"}, "holds '.*' and no evaluate.json of an earlier run; choose"),
     ({"data": {"path": "."}, "output": "link/out"}, "link/out and data.path .* overlap"),
     ({"beside": {"dense": "other"}}, "beside is now baselines"),
+    ({"baselines": {"chance": "other"}}, "baselines: 'chance' would write the same file as line 'chance'"),
     ({"baselines": {"2x": "other"}}, "baselines: '2x' would write the same file as line '2x'"),
     ({"baselines": {"reference/model": "other"}}, "'reference/model' would write the same file as line 'reference m"),
     ({"exact": True}, "exact was removed: leave it out"),

@@ -105,6 +105,18 @@ def test_a_finished_run_is_unchanged(recipe: dict[str, Any], tmp_path: Path) -> 
         train_recipe(recipe)
 
 
+@pytest.mark.parametrize("data", ["in", "in/*.parquet"])
+def test_a_file_replaced_in_a_folder_or_glob_is_seen(recipe: dict[str, Any], tmp_path: Path, data: str) -> None:
+    (tmp_path / "in").mkdir()
+    shutil.copy(tmp_path / "train.parquet", tmp_path / "in")
+    recipe["data"] = {**recipe["data"], "train": str(tmp_path / data)}
+    train_recipe(recipe)
+    train_recipe(recipe)  # finished
+    pq.write_table(pq.read_table(tmp_path / "train.parquet").slice(1), tmp_path / "in" / "train.parquet")
+    with pytest.raises(ValueError, match="another recipe, or its input files have changed"):
+        train_recipe(recipe)
+
+
 def test_keys_left_out_are_the_start_checkpoints(recipe: dict[str, Any], tmp_path: Path) -> None:
     train_recipe({**recipe, "schedule": {"speedups": [2], "keep_order": "even", "decay": "cosine"}})
     further = {**recipe, "model": {"path": str(tmp_path / "out")}, "output": str(tmp_path / "further")}

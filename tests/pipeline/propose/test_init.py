@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import Environment
 from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
@@ -22,6 +23,7 @@ from pipeline.checkpoints.resolve import PLACEHOLDER, resolve_checkpoint
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config, parse_yaml, validated
+from pipeline.plan.inputs import check_output_disjoint
 from pipeline.propose import Sample, job_text, propose, true_answers, write_job_file
 
 
@@ -92,7 +94,10 @@ def test_no_file_is_replaced(tmp_path: Path) -> None:
         ({"id": [1, 2], "prompt": ["a", "b"]}, {"id": "id", "prompt": "prompt"}),
         ({"id": [1, 1], "prompt": ["a", "b"]}, {"prompt": "prompt"}),
         ({"user_id": ["x", "y"], "text": ["a", "b"]}, {"id": "user_id", "template": None}),
-        ({"instruction": ["a"], "input": ["b"]}, {"template": "{{ instruction }}\n\n{{ input }}"}),
+        (
+            {"instruction": ["a"], "input": ["b"]},
+            {"template": "{{ instruction }}{% if input %}\n\n{{ input }}{% endif %}"},
+        ),
         ({"id": [1], "messages": [[{"role": "user", "content": "a"}]]}, {"id": "id", "messages": "messages"}),
         ({"chat": ['[{"role": "user", "content": "a"}]', None]}, {"messages": "chat"}),
         ({"ids": [[1, 2], [3]]}, {"prompt": "ids"}),
@@ -150,6 +155,31 @@ def test_a_column_of_few_values_becomes_choices_in_a_comment() -> None:
     text = job_text("in.csv", Sample(1, None, columns), found, PLACEHOLDER)
     assert parse_yaml(re.sub(r"^# (?=choices:|- )", "", text, flags=re.M))["choices"] == ["a: b", "bug"]
     assert propose({**columns, "truth": [f"word {row % 6}" for row in range(12)]}).labels == ()
+
+
+def test_labels_keep_their_last_character() -> None:
+    columns = {"id": list(range(12)), "text": [f"song {row}" for row in range(12)], "key": ["C", "C#"] * 6}
+    text = job_text("in.csv", Sample(1, None, columns), propose(columns), PLACEHOLDER)
+    assert parse_yaml(re.sub(r"^# (?=choices:|- )", "", text, flags=re.M))["choices"] == ["C", "C#"]
+
+
+@pytest.mark.parametrize("path", [".", "answers"])
+def test_the_output_lies_outside_of_the_input_and_empty_files_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    folder = tmp_path / "data"
+    (folder / path).mkdir(parents=True)
+    rows = {"instruction": ["translate", "say hi"], "input": ["ja", None]}
+    empty = pa.table(rows).slice(0, 0)
+    for name, table in (("a.parquet", empty), ("b.parquet", pa.table(rows))):
+        pq.write_table(table, folder / path / name)
+    monkeypatch.chdir(folder)
+    write_job_file(path, Path("job.yaml"))
+    config = load_config(JobConfig, "job.yaml")
+    check_output_disjoint(config)
+    assert Path(config.output.path).resolve().parent == tmp_path / "answers"
+    template = Environment().from_string(config.input.template or "")
+    assert [template.render(instruction="do", input=text) for text in ("it", None)] == ["do\n\nit", "do"]
 
 
 def test_a_column_of_true_answers_is_named_for_adapt() -> None:

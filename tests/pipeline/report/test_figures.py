@@ -31,6 +31,8 @@ def test_the_clock_is_compared_with_full_depth_as_timed_on_the_sample() -> None:
     shards, runs = to_table([stats]), [JobRun(100.0, 102.0, 10, 2.0, 125.0)]
     held, totals = held_seconds(runs, shards), add_up(shards)
     assert held == 50.0 and held_seconds([], shards) is None
+    earlier = JobRun(0.0, 1.0, 20, 4.0, 10.0)  # each run has its own devices
+    assert held_seconds([earlier, *runs], shards) == 4 * 10 + held
     timed = Agreement(16, False, 200, 190, 0.04, prefill_ratio=1.5, decode_ratio=4.0)
     assert clock_speedups(timed, totals, held) == (1 + 2 * (1.0 + 15.0) / 50.0, 4.0)
     assert clock_speedups(Agreement(16, False, 200, 190, 0.04), totals, held) == (None, None)
