@@ -11,6 +11,7 @@ from statistics import mean
 from typing import Any
 
 import pyarrow.compute as pc
+from jinja2.defaults import DEFAULT_NAMESPACE
 
 from actors.engine.errors import UserError
 from pipeline.checkpoints.resolve import PLACEHOLDER
@@ -43,6 +44,7 @@ REQUEST = {"custom_id", "method", "url", "body"}  # keys of an OpenAI batch requ
 SUMMARY = "\n\nSummary:"  # end of a template for a model that continues texts
 LABELS, LABEL_LENGTH = 12, 40  # maximum distinct values in a column of labels, and maximum characters of a label
 LONG = 400  # a text with at least this many characters is not an id
+RESERVED = {"true", "false", "none", "self", *DEFAULT_NAMESPACE}  # names that mean something else in a template
 DEMO = "configs/demo/checkpoint"
 SYSTEM = "You do what the user asks, and write nothing else."
 
@@ -193,7 +195,7 @@ def _propose_input(columns: Mapping[str, Sequence[Any]]) -> Proposal:
         )
     named = [name for name in TEXTS if name in texts]
     text = named[0] if named else max(texts, key=lambda name: mean(len(value or "") for value in columns[name]))
-    if not text.isidentifier() or keyword.iskeyword(text):
+    if not text.isidentifier() or keyword.iskeyword(text) or text in RESERVED:
         return chosen("prompt", text, f"{text} holds the longest texts: it is the prompt.")
     template = f"Summarize in one sentence.\n\n{{{{ {text} }}}}{SUMMARY}"
     return chosen(
@@ -290,6 +292,6 @@ def _has_chat_template(model: str) -> bool:
     if (folder / "chat_template.jinja").is_file():
         return True
     try:
-        return "chat_template" in json.loads((folder / "tokenizer_config.json").read_text())
-    except (OSError, ValueError):
+        return bool(json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
         return False

@@ -175,5 +175,7 @@ def csv_header(stream: BinaryIO) -> list[str]:
             ((names, error),) = csv_rows(block[: ends[0]])
             if error is not None:
                 raise Unreadable(f"the first line must name the columns: {error}")
+            if len(names) == 1 and (other := next((one for one in ";\t" if one in names[0]), None)):
+                raise Unreadable(f"the first line has no comma, but {other!r}: columns must be separated by commas")
             return names
     raise Unreadable("the file is empty; its first line must name the columns")

@@ -70,6 +70,14 @@ def test_an_end_token_outside_the_vocabulary_is_refused_by_name(checkpoint: Path
         ends(folder)
 
 
+def test_an_end_token_by_name_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    folder = copy_of(checkpoint, tmp_path / "a", generation_config={"eos_token_id": "</s>"})
+    with pytest.raises(
+        UserError, match=r"generation_config\.json: eos_token_id is '</s>'; it must be a token's number"
+    ):
+        ends(folder)
+
+
 def test_what_a_generation_config_asks_for_and_a_job_does_not_follow_is_known(checkpoint: Path, tmp_path: Path) -> None:
     asked = {
         "do_sample": True, "temperature": 0.6, "top_p": 1.0, "top_k": 20, "repetition_penalty": 1.1, "num_beams": 1,

@@ -36,8 +36,10 @@ def end_tokens(folder: Path, tokenizer: Any, vocab_size: int) -> dict[int, list[
     ends: dict[int, list[str]] = {}
     for place, ids in _named(folder, tokenizer):
         for token in ids:
+            where = place if place.startswith("the ") else f"{place}: eos_token_id"
+            if not isinstance(token, int):
+                raise UserError(f"{folder}: {where} is {token!r}; it must be a token's number, or a list of numbers")
             if not 0 <= token < vocab_size:
-                where = place if place.startswith("the ") else f"{place}: eos_token_id"
                 raise UserError(f"{folder}: {where}: {token} lies outside the vocabulary of {vocab_size}")
             ends.setdefault(token, []).append(place)
     return ends
@@ -55,7 +57,7 @@ def _values(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _listed(ids: Any) -> list[int]:
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return [] if ids is None else list(ids) if isinstance(ids, list | tuple) else [ids]
 
 
 def _end_of_turn(tokenizer: Any) -> int | None:

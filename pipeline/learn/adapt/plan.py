@@ -24,7 +24,7 @@ from pipeline.input.files import list_input
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt.configs import Task
 from pipeline.learn.adapt.rows import layout
-from pipeline.learn.tune.adapters import started
+from pipeline.learn.tune.adapters import check_targets, started
 from pipeline.learn.tune.workers import check_machine
 from pipeline.messages import install_command
 from pipeline.plan.columns import check_columns, needed_columns
@@ -92,6 +92,11 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
     recipe = configs.tune_config(task, ".", 4, task.prompt_policies(1.0))  # checks the options of the training
     if "tune" not in record.done:
         check_machine(recipe.workers)
+        if recipe.adapter is not None:
+            try:
+                check_targets(recipe.adapter, resolved.checkpoint.config)
+            except UserError as error:
+                raise UserError(f"adapt.{error}") from None
     for speedup in options.speedups:
         order = "paper" if shape["keep_order"] == MEASURED else shape["keep_order"]
         resolved.checkpoint.schedule({"horizon": 2, **shape, "keep_order": order, "speedup": speedup})

@@ -134,9 +134,11 @@ def _speed(
     kept = (schedule.mean_depth(round(row.answer)) or schedule.num_layers) / schedule.num_layers
     policies = task.prompt_policies(row.prefill_seconds / row.seconds)
     prompt = schedule.depths[0] / schedule.num_layers if "first" in policies else 1.0
-    fast = row.prefill_seconds * prompt + head + (row.decode_seconds - head) * kept
-    account = BreakEven(cost, row.seconds, fast, task.rows, working_actors(task.config))
-    return {"speedup": speed, "clock": row.seconds / fast, "at_rows": account.at_rows, "saved": account.saved}
+    answers = task.config.sampling.n  # of a row; the probe decodes one
+    fast = row.prefill_seconds * prompt + answers * (head + (row.decode_seconds - head) * kept)
+    full = row.prefill_seconds + answers * row.decode_seconds
+    account = BreakEven(cost, full, fast, task.rows, working_actors(task.config))
+    return {"speedup": speed, "clock": full / fast, "at_rows": account.at_rows, "saved": account.saved}
 
 
 def print_probe(console: Console, found: Mapping[str, Any]) -> None:

@@ -139,11 +139,15 @@ def _adapt(
         )
     else:
         record.folder.discard([configs.JOB_FILE])  # an earlier run may have had another tolerance
+
+    def row_seconds(line: Line) -> float:  # the evaluation gives one answer to a row
+        return line.seconds + (config.sampling.n - 1) * line.decode_seconds / float(counts["held_out"])
+
     if chosen is not None:
         break_even = BreakEven(
             cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # "before" serves only the table
-            full=full_depth(lines).seconds,
-            fast=chosen.seconds,
+            full=row_seconds(full_depth(lines)),
+            fast=row_seconds(chosen),
             rows=task.rows,
             actors=working_actors(config, actors["threads"]),
         )

@@ -351,6 +351,7 @@ def test_csv_fields_are_text_but_for_sampling(tmp_path: Path) -> None:
         ("a.jsonl.gz", gzip.compress(b'{"p": 1}\n' * 99)[:-9], "not readable as gzip: "),
         ("a.jsonl.gz", b'{"p": 1}\n', "not readable as gzip: Not a gzipped file"),
         ("a.csv", b"", "the file is empty; its first line must name the columns"),
+        ("a.csv", b"id;text\n1;a\n", "the first line has no comma, but ';': columns must be separated by commas"),
         ("a.csv", b"q\n1\n", "no column 'p'; it has q"),
         ("a.csv", b'id, p,"a,b",,\xc2\xa0p\n1,2,3,4,5\n', "no column 'p'; it has id, ' p', 'a,b', '', '\\xa0p'"),
         ("a.csv", b"p,p\n1,2\n", "column 'p' occurs 2 times; rename all but one"),

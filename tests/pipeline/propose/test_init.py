@@ -102,6 +102,7 @@ def test_no_file_is_replaced(tmp_path: Path) -> None:
         ({"chat": ['[{"role": "user", "content": "a"}]', None]}, {"messages": "chat"}),
         ({"ids": [[1, 2], [3]]}, {"prompt": "ids"}),
         ({"the text": ["long enough", None]}, {"prompt": "the text"}),
+        ({"range": ["long enough", None]}, {"prompt": "range"}),
         ({name: ["a"] for name in ("custom_id", "method", "url", "body")}, {"format": "openai_batch"}),
     ],
 )
