@@ -6,7 +6,7 @@ that OpenAI does not define are those of vLLM's server.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,8 @@ class CompletionRequest:
         return self.output_format
 
 
-def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
-    """Parse a request body. A key whose value is null counts as missing.
+def read_request(url: str, body: Mapping[str, Any], others: Iterable[str] = ()) -> CompletionRequest:
+    """Parse a request body. A key whose value is null counts as missing. others: more known keys, for messages.
 
     Raises a UserError that names the key if a key is unknown, unsupported or wrong.
     """
@@ -78,7 +78,7 @@ def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
     known = {*_SAME, *_RENAMED, *_NO_EFFECT, *_ONLY, *_OF_CHAT, *_OF_TEXT, "logprobs"} - {*foreign}
     for name, value in given.items():
         if name not in known:
-            raise UserError(f"body: {name} is not supported; {suggestion(name, sorted(known))}")
+            raise UserError(f"body: {name} is not supported; {suggestion(name, sorted({*known, *others} - {*_ONLY}))}")
         if name in _ONLY and not any(value == one and type(value) is type(one) for one in _ONLY[name]):
             raise UserError(f"body: {name} = {value!r} is not supported")
     if not isinstance(given.get("model", ""), str):

@@ -6,6 +6,7 @@ import json
 import keyword
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -31,6 +32,7 @@ from pipeline.prepare.chat import Chat, check_chat
 from pipeline.prepare.tokenizer import tokenizer_of
 
 ROWS, SAMPLE_BYTES = 200, 2**26  # maximum rows and bytes to read from the first file with rows
+FORMATS: tuple[InputFormat, ...] = ("jsonl", "csv")  # formats of text files
 FILES = 8  # number of files in which to look for rows
 IDS = ("id", "uuid", "key", "row_id", "custom_id", "index", "name")
 CHATS = ("messages", "conversation", "conversations", "chat")
@@ -98,23 +100,28 @@ def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[S
 
 def read_sample(path: str, storage: StorageConfig) -> Sample:
     """Read the first rows of the first file that has any. Raises UserError if none of the first `FILES` files has."""
+    given: InputFormat | None = None
     first: UserError | None = None
-    for given in (None, "jsonl", "csv"):  # the name of a folder does not show the format of its files
+    for given in (None, *FORMATS):  # the name of a folder does not show the format of its files
         try:
-            listed_files = list_files([path], storage, given)
+            files = list_files([path], storage, given)
             break
         except UserError as error:
             first = first or error
     else:
         assert first is not None
         raise first
-    for left, (url, entry) in zip(range(min(len(listed_files), FILES) - 1, -1, -1), listed_files.items(), strict=False):
+    problem: UserError | None = None
+    for url, entry in islice(files.items(), FILES):
         try:
-            return Sample(len(listed_files), given, first_rows(url, *entry, file_format(url, given), storage))
-        except UserError:  # for example an empty file
-            if not left:
-                raise
-    raise AssertionError("list_files returns a file")
+            return Sample(len(files), given, first_rows(url, *entry, file_format(url, given), storage))
+        except UserError as error:
+            problem = problem or error  # for example an empty file
+            for kind in FORMATS:
+                if str(error).endswith(f"set input.format: {kind}"):  # the name of the file does not show its format
+                    return Sample(len(files), kind, first_rows(url, *entry, kind, storage))
+    assert problem is not None, "list_files returns a file"
+    raise problem
 
 
 def first_rows(url: str, size: int, version: str, kind: str, storage: StorageConfig) -> dict[str, list[Any]]:

@@ -195,7 +195,8 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
                 serve.run(application(planned), name=NAME, logging_config=QUIET)
                 _wait_for_http(host, port)
                 speed = planned.schedule.speedup or 1
-                announce(f"serving {config.served_name} at {speed:g}x on http://{host}:{port}/v1 (Ctrl-C stops)")
+                name = f"{config.model.path} as {config.served_name!r}"
+                announce(f"serving {name} at {speed:g}x on http://{host}:{port}/v1 (Ctrl-C stops)")
                 with suppress(Interrupted):
                     while ray.is_initialized():
                         time.sleep(1)

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actors.answers import Prompt
+from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import AfterReasoning
 from actors.engine.errors import UserError, flat
 from actors.engine.types import Completion, Request
@@ -34,7 +35,9 @@ class _StreamOptions(BaseModel):
 
 class _StructuredOutputs(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    choice: list[str] = Field(min_length=1)
+    choice: list[str] | None = Field(None, min_length=1)
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
 
 
 class _ServerKeys(BaseModel):
@@ -55,6 +58,13 @@ class _ServerKeys(BaseModel):
         if len(given) > 1:
             raise UserError("body: give only one of these: choices, guided_choice, structured_outputs")
         return given[0] if given else None
+
+    def form(self) -> OutputFormat | None:
+        """Return the format, other than labels, in `structured_outputs`. Raises UserError if there are several."""
+        given = {} if self.structured_outputs is None else self.structured_outputs.model_dump(exclude_none=True)
+        if self.structured_outputs is not None and len(given) != 1:
+            raise UserError("body: structured_outputs needs one of choice, json, regex")
+        return None if not given or "choice" in given else OutputFormat.of(given)
 
 
 @dataclass(frozen=True)
@@ -125,8 +135,12 @@ class ServedModel:
         bodies = (
             [rest] if url == CHAT else [{**rest, "prompt": prompt} for prompt in _prompts(rest.pop("prompt", None))]
         )
-        requests = [read_request(url, each) for each in bodies]
+        requests = [read_request(url, each, _ServerKeys.model_fields) for each in bodies]
         schedule, labels = None if keys.speed is None else self._schedule_at(keys.speed), keys.labels()
+        if (form := keys.form()) is not None:
+            if any(request.output_format is not None or request.tools for request in requests):
+                raise UserError("body: structured_outputs cannot be combined with response_format or tools")
+            requests = [replace(request, output_format=form) for request in requests]
         prompts = [self._prompt(number, request, labels) for number, request in enumerate(requests)]
         rows: list[Request] = []
         for prompt in prompts:

@@ -24,7 +24,7 @@ def init(
     with command(verbose):
         from pipeline.checkpoints.resolve import PLACEHOLDER
         from pipeline.messages import counted, listed
-        from pipeline.propose import write_job_file
+        from pipeline.propose import DEMO, write_job_file
 
         sample, proposal = write_job_file(path, output, model)
         typer.echo(f"{counted(sample.files, 'file')}; columns: {listed(sample.columns)}")
@@ -32,6 +32,8 @@ def init(
             typer.echo(note)
         if PLACEHOLDER in output.read_text():
             typer.echo(f"{output}: set model.path to a checkpoint")
+        elif model is None:
+            typer.echo(f"model: {DEMO}, a toy that knows only restaurants; choose another with --model")
         typer.echo(f"next: skipdecode try {shlex.quote(str(output))}")
 
 

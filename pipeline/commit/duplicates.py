@@ -26,7 +26,6 @@ from pipeline.storage.folder import Folder, read_json, write_json
 DUPLICATES = "_job/duplicates.json"
 ROWS_AT_ONCE = 2**22  # approximate number of rows in each temporary file, which is sorted in memory
 EXAMPLES = 3
-NULL = -(2**62) - 7919  # replaces a null in a column of integer ids
 
 
 def count_repeated(
@@ -42,7 +41,8 @@ def count_repeated(
         files = [stack.enter_context(TemporaryFile()) for _ in range(rows // ROWS_AT_ONCE + 1)]
         first = 0
         for column in columns:
-            pairs = np.stack([_hashes(column), np.arange(first, first + len(column))], axis=1)
+            known = np.flatnonzero(column.is_valid())  # a row without an id, such as an unreadable one, repeats none
+            pairs = np.stack([_hashes(column.drop_null()), first + known], axis=1)
             first += len(column)
             which = pairs[:, 0].view(np.uint64) % np.uint64(len(files))
             order = np.argsort(which, kind="stable")
@@ -101,7 +101,7 @@ def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
     if pa.types.is_timestamp(ids.type):  # the time zone does not matter, and may be unknown on this machine
         ids = ids.cast(pa.timestamp(ids.type.unit)).cast(pa.int64())
     if pa.types.is_integer(ids.type):
-        return np.asarray(ids.cast(pa.int64(), safe=False).fill_null(NULL).to_numpy())
+        return np.asarray(ids.cast(pa.int64(), safe=False).to_numpy())
     if pa.types.is_fixed_size_binary(ids.type):  # for example UUIDs in Parquet
         ids = ids.cast(pa.binary())
     if not (pa.types.is_nested(ids.type) or pa.types.is_binary(ids.type) or pa.types.is_large_binary(ids.type)):

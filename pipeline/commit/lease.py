@@ -198,7 +198,8 @@ class Lease:
     def _read(self, name: str) -> Holder | None:
         """Return the holder in a lease file; None if the file is gone, an unknown holder if the file is damaged."""
         try:
-            holder = Holder(**json.loads(self.folder.read(name)))
+            values = json.loads(self.folder.read(name))  # a later version may write more keys
+            holder = Holder(**{key: values[key] for key in Holder.__dataclass_fields__ if key in values})
             holder.describe()
         except FileNotFoundError:
             return None

@@ -180,7 +180,8 @@ def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model
         else:
             is_request = not first["prompt_tokens"]  # an invalid request has no prompt tokens
             name, status = ERRORS, 400 if is_request else 500
-            where = f"row {row_number} of {shard.url}: " if first["id"] is None else ""
+            is_placed = first["id"] is not None or first["error"].endswith(", counted from 0)")
+            where = "" if is_placed else f"row {row_number} of {shard.url}: "
             body = error_body(f"{where}{first['error']}", is_request=is_request)
         response = {"status_code": status, "request_id": f"req_{key}", "body": body}
         line = {"id": f"batch_req_{key}", "custom_id": first["id"], "response": response, "error": None}

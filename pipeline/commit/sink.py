@@ -199,9 +199,9 @@ def damaged_parts(
     """Return shard -> difference, for each output file in `parts` that differs from its record.
 
     Compares sizes, and the store's checksum (tag) if the record has one. Also compares digests, but with
-    check = "quick" only those of local files.
+    check = "quick" only those of local files and of files with another tag, which a copy may have.
     """
-    damaged, same, untagged = dict[int, str](), dict[int, str](), 0
+    damaged, same, retagged, untagged = dict[int, str](), dict[int, str](), dict[int, str](), 0
     for record in records.select(["shard", "bytes", "sha256", "tag"]).to_pylist():
         shard, size, tag = record["shard"], record["bytes"], record["tag"]
         found = parts.get(shard)
@@ -210,14 +210,16 @@ def damaged_parts(
         if found.size != size:
             damaged[shard] = f"damaged ({found.size:,} bytes, {size:,} were committed)"
         elif tag and found.tag and tag != found.tag:
-            damaged[shard] = "damaged (the store's checksum differs from the commit's)"
+            retagged[shard] = record["sha256"]
         else:
             same[shard] = record["sha256"]
             untagged += not tag
     if check == "quick" and not isinstance(folder, LocalFolder):
         if untagged:
             log.warning("%d parts were checked by size alone: their records hold no store checksum", untagged)
-        return damaged
+        same = retagged
+    else:
+        same |= retagged
 
     def differs(shard: int) -> bool:
         return hashlib.sha256(folder.read(part_name(shard))).hexdigest() != same[shard]

@@ -147,6 +147,10 @@ class ModelConfig(Section):
         """Raise UserError if actors with this number of GPUs cannot run the model."""
         if self.weights is not None and gpus:
             raise UserError(f"model.weights: int8 is for CPUs: leave it out, or leave out {section}.gpus")
+        if self.device.startswith("cuda") and not gpus:
+            raise UserError(
+                f"model.device: {self.device} needs {section}.gpus, for example 1: without it Ray hides the GPUs"
+            )
 
     @model_validator(mode="after")
     def _fits_together(self) -> ModelConfig:

@@ -181,9 +181,9 @@ def error_rows(part: pa.Table) -> int:
 
 
 def duplicate_ids(part: pa.Table) -> int:
-    """Return the number of input rows whose id an earlier row in the part has."""
-    rows = pc.sum(pc.equal(part["sample_index"], 0)).as_py() or 0
-    return int(rows - pc.count_distinct(part["id"], mode="all").as_py())
+    """Return the number of input rows whose id an earlier row in the part has. A row without an id repeats none."""
+    ids = part.filter(pc.equal(part["sample_index"], 0))["id"].drop_null()
+    return int(len(ids) - pc.count_distinct(ids).as_py())
 
 
 def label_counts(part: pa.Table) -> str:

@@ -145,7 +145,7 @@ def run_in(
         # check before the claim: a job whose output does not fit the table must not be saved
         check_table(job.config, part_schema(job))
         log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
-        with jobs.checked(job, None, backend) as checked:
+        with backend.ready(config.actors), jobs.checked(job, None, backend) as checked:
             run = ledgers.claim(root, ledger, checked.manifest, new.pin, left)
             plan_files.save(_folder(root, run, config), checked.manifest)
             finished.append(_answer(root, run, checked, backend))

@@ -68,7 +68,7 @@ def file_format(url: str, given: InputFormat | None) -> str:
     """Return the file format: `given` (`input.format`) if set, else the format of the suffix, else Parquet."""
     if given is not None:
         return {"openai_batch": "jsonl", "iceberg": "parquet", "delta": "parquet"}.get(given, given)
-    return next((kind for kind, suffixes in SUFFIXES.items() if url.endswith(suffixes)), "parquet")
+    return next((kind for kind, suffixes in SUFFIXES.items() if url.lower().endswith(suffixes)), "parquet")
 
 
 def list_files(

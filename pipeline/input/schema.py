@@ -29,8 +29,9 @@ def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Sch
     for name in columns:
         kind, where = pa.null(), ""
         kinds = {url: _column(name, url, schema) for url, schema in files.items()}
+        are_uuids = all(map(_is_uuid, kinds.values()))
         for url, here in kinds.items():
-            both = common(kind, plain(here))
+            both = common(kind, pa.string() if are_uuids else plain(here))
             if both is None:
                 raise UserError(f"{url}: column {name!r} is {printable(here)}, but {printable(kind)} in {where}")
             if both != kind:
@@ -64,11 +65,16 @@ def _column(name: str, url: str, schema: pa.Schema) -> pa.DataType:
 def _holds(here: pa.DataType, field: pa.Field) -> bool:
     """Tell whether Arrow can cast values of type `here` to the field's type, and Parquet can store the field."""
     try:
-        pa.nulls(0, here).cast(field.type)
+        _cast(pa.nulls(0, here), field.type)
         pq.write_table(pa.schema([field]).empty_table(), pa.BufferOutputStream())
     except pa.ArrowNotImplementedError:
         return False
     return True
+
+
+def _is_uuid(kind: pa.DataType) -> bool:
+    """Return whether a column is read as text such as 00000000-0000-0000-0000-000000000001; its storage is 16 bytes."""
+    return isinstance(kind, pa.UuidType)
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
@@ -200,6 +206,8 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array:
     """Return the array in another type. Raises ArrowInvalid if a value does not fit."""
+    if _is_uuid(values.type) and is_text(kind):
+        return pa.array([None if value is None else str(value) for value in values.to_pylist()], kind)
     try:
         cast = values.cast(kind)
     except pa.ArrowIndexError:  # Arrow looks up nulls too: it fails if a dictionary is empty

@@ -7,6 +7,7 @@ of the columns from some of the rows. A row that cannot be read, or does not fit
 from __future__ import annotations
 
 import json
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -306,12 +307,12 @@ def read_text(
     try:
         with open_text(file.url, storage) as stream:
             if file.format == "jsonl":
-                for lines in _rows(shards, file, stream, json_lines):
-                    yield _json_table(lines, schema)
+                for shard, lines in zip(shards, _rows(shards, file, stream, json_lines), strict=True):
+                    yield _json_table(lines, schema, shard)
             else:
                 header = csv_header(stream)
-                for rows in _rows(shards, file, stream, csv_rows):
-                    yield _csv_table(rows, header, schema)
+                for shard, rows in zip(shards, _rows(shards, file, stream, csv_rows), strict=True):
+                    yield _csv_table(rows, header, schema, shard)
     except (*GZIP_ERRORS, Unreadable) as error:
         raise OSError(f"{file.url}: cannot be read, damaged or cut short: {flat(error)}") from None
 
@@ -341,9 +342,9 @@ def _rows(
         yield rows
 
 
-def _json_table(lines: Sequence[bytes], schema: pa.Schema) -> pa.Table:
+def _json_table(lines: Sequence[bytes], schema: pa.Schema, shard: Shard) -> pa.Table:
     rows = [parsed(line) for line in lines]
-    errors = {row: error for row, (_, error) in enumerate(rows) if error is not None}
+    errors = {row: _unreadable(shard, row, error) for row, (_, error) in enumerate(rows) if error is not None}
     columns = []
     for column in schema:
         array, wrong = json_array([None if values is None else values.get(column.name) for values, _ in rows], column)
@@ -352,7 +353,12 @@ def _json_table(lines: Sequence[bytes], schema: pa.Schema) -> pa.Table:
     return _with_errors(pa.table(columns, schema=schema), errors, len(rows))
 
 
-def _csv_table(records: Sequence[CsvRow], header: Sequence[str], schema: pa.Schema) -> pa.Table:
+def _unreadable(shard: Shard, row: int, error: str) -> str:
+    """Return the error of a row that cannot be read. It says where the row is, because the row has no id."""
+    return f"{error} (row {shard.first_row + row} of {os.path.basename(shard.url)!r}, counted from 0)"
+
+
+def _csv_table(records: Sequence[CsvRow], header: Sequence[str], schema: pa.Schema, shard: Shard) -> pa.Table:
     errors: dict[int, str] = {}
     rows: list[Sequence[str | None]] = []
     for row, (fields, error) in enumerate(records):
@@ -361,7 +367,7 @@ def _csv_table(records: Sequence[CsvRow], header: Sequence[str], schema: pa.Sche
         if error is None and fields == header:
             error = "the row repeats the column names of the first line"
         if error is not None:
-            errors[row] = error
+            errors[row] = _unreadable(shard, row, error)
         rows.append(fields if error is None else [None] * len(header))
     columns = []
     for column in schema:

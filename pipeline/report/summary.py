@@ -20,12 +20,12 @@ from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals, slowest_sh
 from pipeline.messages import counted
 from pipeline.plan import plan_files
 from pipeline.plan.manifest import Manifest
-from pipeline.report.figures import total_lines
+from pipeline.report.figures import error_kinds, total_lines
 from pipeline.report.job_page import REPORT
 from pipeline.storage.folder import Folder, read_json
 from pipeline.storage.parquet import read_parquet
 
-SHOWN_SHARDS = 20
+SHOWN_SHARDS, SHOWN_KINDS = 20, 5
 SHOWN_LABELS, LABEL_CHARS = 10, 60
 
 
@@ -54,6 +54,8 @@ def print_report(
     console.print(table)
     console.print()
     lines = [*total_lines(manifest, totals, runs, shards), *([_labels(totals, manifest)] if totals.labels else [])]
+    kinds = [kind for kind in error_kinds(shards) if kind["kind"]][:SHOWN_KINDS]
+    lines += [f"error: {one['answers']:,} x {one['example']} (row {one['row_id']})" for one in kinds]
     lines += [f"warning: {line}" for line in totals.warnings]
     if totals.duplicate_ids:
         lines.append(f"warning: {totals.duplicate_ids:,} rows have the id of an earlier row")

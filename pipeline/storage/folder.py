@@ -50,7 +50,9 @@ def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSys
     if scheme == "file":
         return LocalFileSystem(), os.path.abspath(url.removeprefix("file://"))
     if scheme != "s3":
-        raise UserError(f"{url}: storage {scheme}:// is not supported; use a local path or s3://")
+        raise UserError(
+            f"{url}: storage {scheme}:// is not supported; use a local path or s3://, or mount the store as a folder"
+        )
     from pipeline.storage.s3 import PatientS3FileSystem
 
     client = {"endpoint_url": storage.endpoint_url, "region_name": storage.region}

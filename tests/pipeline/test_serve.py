@@ -144,7 +144,7 @@ def test_the_command_serves_replaces_a_replica_that_dies_and_stops(chat_checkpoi
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     said = [next(line for line in process.stderr if line.startswith("serving"))]
-    assert f"serving tiny at 2x on http://127.0.0.1:{port}/v1" in said[0]
+    assert f" as 'tiny' at 2x on http://127.0.0.1:{port}/v1" in said[0]
     try:
         url = f"http://127.0.0.1:{port}/v1"
         with pytest.raises(openai.AuthenticationError):

@@ -38,7 +38,7 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "stop": LISTS,
     "choices": LISTS,
     "guided_choice": LISTS,
-    "structured_outputs": st.fixed_dictionaries({"choice": LISTS}),
+    "structured_outputs": st.dictionaries(st.sampled_from(["choice", "json", "regex"]), st.one_of(LISTS, TEXTS, ANY)),
     "stream": st.booleans(),
     "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
     "echo": st.booleans(),

@@ -127,6 +127,13 @@ def test_equal_seeds_have_equal_answers_and_none_has_its_own(client: openai.Open
     assert len({text() for _ in range(4)}) > 1
 
 
+@pytest.mark.parametrize(("form", "text"), [({"regex": "x{3}"}, "xxx"), ({"json": {"const": 17}}, "17")])
+def test_an_answer_has_the_form_that_vllms_key_names(client: openai.OpenAI, form: dict[str, Any], text: str) -> None:
+    how: Any = {"model": "tiny", "temperature": 0, "extra_body": {"structured_outputs": form}}
+    assert client.completions.create(prompt=PROMPT, **how).choices[0].text == text
+    assert client.chat.completions.create(messages=CHAT, **how).choices[0].message.content == text
+
+
 @pytest.mark.parametrize("key", ["choices", "guided_choice", "structured_outputs"])
 def test_an_answer_is_one_of_the_labels_that_the_request_names(client: openai.OpenAI, key: str) -> None:
     body = {key: {"choice": LABELS} if key == "structured_outputs" else LABELS}
@@ -164,7 +171,7 @@ def test_models_health_and_metrics(client: openai.OpenAI, served: Running, http:
 
 
 TEXT_REFUSED: list[tuple[Any, int, str]] = [
-    ({"model": "other"}, 404, "'tiny' is"),
+    ({"model": "other"}, 404, "the served model is 'tiny'"),
     ({"temprature": 1}, 400, "did you mean temperature?"),
     ({"max_tokens": -1}, 400, "max_tokens = -1: must be at least 1"),
     ({"max_tokens": 0}, 400, "max_tokens = 0"),
@@ -179,7 +186,10 @@ TEXT_REFUSED: list[tuple[Any, int, str]] = [
     ({"choices": ["a", "a"]}, 400, "choices: "),
     ({"choices": ["a"], "guided_choice": ["b"]}, 400, "give only one of these: choices, guided_choice"),
     ({"choices": ["a", "b"], "stop": "."}, 400, "choices"),
-    ({"structured_outputs": {"regex": "a+"}}, 400, "structured_outputs.choice"),
+    ({"structured_outputs": {"regex": "a+", "choice": ["a"]}}, 400, "needs one of choice, json, regex"),
+    ({"structured_outputs": {"regex": "("}}, 400, "regex"),
+    ({"structured_outputs": {"json": {"anyOf": 5}}}, 400, "json_schema: not a JSON Schema"),
+    ({"speeed": 2}, 400, "did you mean speed?"),
     ({"prompt": ["a"] * 300}, 400, "at most 256"),
     ({"n": 1000}, 400, "queues at most 256"),
     ({"top_k": 2**63, "temperature": 1}, 400, "top_k = 9223372036854775808: must be 0 (all) to 2147483647"),

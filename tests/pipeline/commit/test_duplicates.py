@@ -42,7 +42,7 @@ def test_rows_are_counted_as_a_set_would(ids: list[list[Any]], kind: pa.DataType
         for shard in ids
     ]
     columns = [pa.chunked_array([pa.array(shard, kind)]) for shard in values]
-    every = [str(one) for shard in ids for one in shard]
+    every = [str(one) for shard in ids for one in shard if one is not None]
     before, duplicates.ROWS_AT_ONCE = duplicates.ROWS_AT_ONCE, at_once
     try:
         found, examples = counted(columns)
@@ -109,6 +109,18 @@ def test_error_refuses_before_anything_is_written(values: dict[str, Any], tmp_pa
     with pytest.raises(UserError, match=r"^input\.id: 1 rows have the id of an earlier row, such as 'b': row 1 of "):
         run_in_process(JobConfig.model_validate(values))
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_cannot_be_read_repeat_no_id_and_say_where_they_are(values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "alpha"}\n{\n{"id": "b", "prompt": "b"}\nx\n')
+    values["input"] |= {"path": str(tmp_path / "in.jsonl"), "duplicate_ids": "error"}
+    result = run_in_process(JobConfig.model_validate({**values, "max_error_rate": 1, "shard_rows": 2}))
+    assert (result.totals.errors, result.totals.duplicate_ids) == (2, 0)
+    answered = [row for row in pq.read_table(tmp_path / "out").to_pylist() if row["sample_index"] == 0]
+    assert [row["id"] for row in answered] == ["a", None, "b", None]
+    for number in (1, 3):
+        assert answered[number]["error"].startswith("not JSON: ")
+        assert answered[number]["error"].endswith(f" (row {number} of 'in.jsonl', counted from 0)")
 
 
 def test_error_refuses_text_input_at_the_end_without_success(values: dict[str, Any], tmp_path: Path) -> None:

@@ -309,7 +309,11 @@ def test_a_job_is_verified(tmp_path: Path) -> None:
     assert result.exit_code == 1
     lines = [line.removeprefix(f"{folder.url}/part-00000") for line in result.stdout.splitlines()]
     assert [line[0] for line in lines] == ["0", "1", "2", "3", "9"]
-    for line, said in zip(lines, ("sha256 differs", "damaged", "gone", "another job", "no shard"), strict=True):
+    for line, said in zip(
+        lines,
+        ("differs from the file that was committed (sha256)", "damaged", "gone", "another job", "no shard"),
+        strict=True,
+    ):
         assert said in line
     assert "5 files differ from what was committed" in result.stderr
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

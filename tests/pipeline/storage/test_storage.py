@@ -190,7 +190,7 @@ def test_a_folder_is_a_dictionary_of_names(folder: Folder, steps: list[tuple[str
 
 @pytest.mark.parametrize("url", ["gs://bucket/x", "http://host/x", "hdfs://x", "S4://x"])
 def test_other_schemes_are_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="is not supported; use a local path or s3://") as caught:
+    with pytest.raises(ValueError, match="is not supported; use a local path or s3://, or mount") as caught:
         open_folder(url, LOCAL)
     assert str(caught.value).startswith(f"{url}: ")
 
