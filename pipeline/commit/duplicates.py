@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, gettempdir
 
 import numpy as np
 import pyarrow as pa
@@ -47,8 +47,14 @@ def count_repeated(
             which = pairs[:, 0].view(np.uint64) % np.uint64(len(files))
             order = np.argsort(which, kind="stable")
             ends = np.searchsorted(which[order], np.arange(1, len(files)))
-            for file, some in zip(files, np.split(pairs[order], ends), strict=True):
-                file.write(some.tobytes())
+            try:
+                for file, some in zip(files, np.split(pairs[order], ends), strict=True):
+                    file.write(some.tobytes())
+            except OSError as error:
+                needs = (
+                    f"counting repeated ids needs {16 * rows:,} bytes in {gettempdir()}; set TMPDIR to another folder"
+                )
+                raise OSError(error.errno, f"{error.strerror}: {needs}") from None
         for file in files:
             file.seek(0)
             pairs = np.frombuffer(file.read(), np.int64).reshape(-1, 2)

@@ -149,7 +149,7 @@ class InputConfig(Section):
     retry: Literal["errors"] | None = Field(
         None,
         description="with since, whether rows that got an error are answered again. errors: yes, into a dated folder "
-        "of their own; default: no",
+        "of their own, at most `attempts` times; default: no",
     )
 
     @model_validator(mode="after")

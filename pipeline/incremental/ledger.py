@@ -255,9 +255,12 @@ def compact(root: Folder, ledger: Ledger) -> None:
             root.remove(compacted_name(ledger.compacted))
 
 
-def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageConfig) -> Rows:
-    """Return URL -> rows whose last answer by a successful run has an error. Skips files that are gone or changed."""
-    failed: Rows = {}
+def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageConfig, attempts: int) -> Rows:
+    """Return URL -> rows whose last answer by a successful run has an error. Skips files that are gone or changed.
+
+    Also skips rows that were answered again `attempts` times.
+    """
+    failed: dict[str, dict[int, int]] = {}  # URL -> row -> number of answers with an error, the last one among them
     answered: dict[str, InputFile] = {}
     for run in ledger.succeeded:
         folder, unknown = open_folder(f"{root.url.rstrip('/')}/{run.folder}", storage), list[str]()
@@ -269,20 +272,24 @@ def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageCon
             for file in manifest.files:
                 before = answered.get(file.url)
                 if before is None or not _is_same(before, file.size, file.version):
-                    failed[file.url] = set()
+                    failed[file.url] = {}
                 answered[file.url] = file
             records = read_all(folder, manifest.fingerprint)[0].select(["shard", "errors"])
             errors = dict(zip(*(records[name].to_pylist() for name in records.column_names), strict=True))
             for shard in manifest.shards:
-                failed[shard.url] -= set(range(shard.first_row, shard.first_row + shard.rows))
+                of_file, wrong = failed[shard.url], set[int]()
                 if errors.get(shard.index, 1):  # a shard without a readable record may have errors
                     try:
-                        failed[shard.url] |= _rows_with_errors(folder, shard)
+                        wrong = _rows_with_errors(folder, shard)
                     except (FileNotFoundError, ValueError) as error:
                         unknown.append(f"{part_name(shard.index)}: {flat(error)}")
+                again = {row: of_file.get(row, 0) + 1 for row in wrong}
+                places = range(shard.first_row, shard.first_row + shard.rows)
+                failed[shard.url] = {row: tries for row, tries in of_file.items() if row not in places} | again
         if unknown:
             log.warning("run %d: rows with an error are not answered again: %s", run.number, unknown[0])
-    known = {url: rows for url, rows in failed.items() if rows}
+    left = {url: {row for row, tries in rows.items() if tries <= attempts} for url, rows in failed.items()}
+    known = {url: rows for url, rows in left.items() if rows}
     same = {url: rows for url, rows in known.items() if url in listed and _is_same(answered[url], *listed[url])}
     if gone := sorted(known.keys() - same.keys()):
         rows = sum(len(known[url]) for url in gone)

@@ -23,10 +23,10 @@ from rich.console import Console
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
-from pipeline.commit.finalize import totals_of, write_success
+from pipeline.commit.finalize import finished_totals, totals_of, write_success
 from pipeline.commit.lease import leased
 from pipeline.commit.records import read_records
-from pipeline.commit.sink import SUCCESS, Check, clear_temporaries
+from pipeline.commit.sink import SUCCESS, Check, clear_temporaries, committed_shards
 from pipeline.commit.table import check_table, commit_table
 from pipeline.config.job import JobConfig
 from pipeline.incremental import ledger as ledgers
@@ -100,7 +100,7 @@ def run(
             raise UserError(
                 f"{root.url}: holds files that no incremental run wrote; choose another folder for input.since"
             )
-        idle = None if overwrite else _nothing_new(root, config)
+        idle = None if overwrite or check != "quick" else _nothing_new(root, config)
         if idle is not None:
             return idle
         make_writable(root)
@@ -127,6 +127,8 @@ def run_in(
         ledger = _read_again(root, last.number)
     elif last is not None and last.state == "success":
         _write_missing_success(_folder(root, last, config), config)
+    if check != "quick":
+        finished += _checked(root, ledger, config, backend, check)
     ledgers.compact(root, ledger)
     failed, as_listed = to_retry(root, config, ledger)
     if failed:
@@ -166,12 +168,29 @@ def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
     return IncrementalResult([], ledger.last_success)
 
 
+def _checked(root: Folder, ledger: Ledger, config: JobConfig, backend: Backend, check: Check) -> list[FinishedRun]:
+    """Check the output files (parts) of all successful runs, and answer shards again whose part is gone or set aside.
+
+    Raises UserError if a part is damaged and `check` is not "repair".
+    """
+    found = []
+    for run in ledger.succeeded:
+        folder = _folder(root, run, config)
+        manifest = plan_files.load(folder)
+        if manifest is not None and finished_totals(folder, manifest, check) is None:
+            if check != "repair":
+                committed_shards(folder, manifest.shards, manifest.fingerprint, check)
+            if (again := _resume(root, run, config, backend, False, check)) is not None:
+                found.append(again)
+    return found
+
+
 def to_retry(root: Folder, config: JobConfig, ledger: Ledger) -> tuple[Rows, Files]:
     """Return URL -> rows to answer again because of `input.retry`, and the input files that exist now."""
     if config.input.retry is None or not ledger.runs:
         return {}, {}
     listed = list_input(config.input, config.storage, may_be_empty=True)
-    return failed_rows(root, ledger, listed, config.storage), listed
+    return failed_rows(root, ledger, listed, config.storage, config.attempts), listed
 
 
 def _retry(
@@ -277,13 +296,16 @@ def _resume(
     job = plan(config, stored, backend, files=pinned)  # `stored` pins the checkpoint's commit
     if job.manifest.fingerprint != stored.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, job.manifest.identity))
+        if run.state == "success":
+            raise UserError(f"{folder.url}: lacks parts, and the job has changed in {names} since; undo this first")
         _abandon(root, run, folder, config, f"the job has changed in {names}")
         return None
     try:
         again = list_pinned(config.input, config.storage, stored.files, may_be_empty=True)
         files = unchanged_files(stored.files, {url: entry for url, entry in again.items() if url in pinned})
     except UserError as error:
-        raise UserError(f"run {run.number} has not finished: {error}") from None
+        state = "has not finished" if run.state == "unfinished" else "lacks parts"
+        raise UserError(f"run {run.number} {state}: {error}") from None
     job = replace(job, manifest=replace(job.manifest, files=files))
     finished = _answer(root, run, job, backend, resumed=True, check=check)
     if finished.run.state == "unfinished":
@@ -293,7 +315,8 @@ def _resume(
         why = f"{totals.errors:,} of {totals.rows:,} rows have an error, more than max_error_rate allows"
         _abandon(root, run, folder, config, why)
         return None
-    log.warning("run %d, left unfinished by an earlier command, is now finished: %s", run.number, folder.url)
+    state = "left unfinished by an earlier command" if run.state == "unfinished" else "which lacked parts"
+    log.warning("run %d, %s, is now finished: %s", run.number, state, folder.url)
     return finished
 
 

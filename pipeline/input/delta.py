@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ from pipeline.input.table import (
     store_url,
 )
 from pipeline.messages import listed
+from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import open_folder
 
 MAPPING = "delta.columnMapping.mode"
@@ -60,6 +62,12 @@ def read_commit(url: str, storage: StorageConfig, version: int) -> bytes:
     return open_folder(f"{url}/_delta_log", storage).read(f"{version:020}.json")
 
 
+def _store_failed(url: str, error: OSError) -> StoreFailed:
+    """Return the error for a store that deltalake cannot reach. Its message has many lines, with colour codes."""
+    text = re.sub(r"\x1b\[[0-9;]*m|↳", "", str(error))
+    return StoreFailed(f"{url}: {flat(text)}")
+
+
 def find_table(url: str, storage: StorageConfig, version: int | None = None) -> DeltaTable | None:
     """Return the Delta table at `url` (default: newest version), or None. Raises UserError if it cannot be read."""
     try:
@@ -69,6 +77,8 @@ def find_table(url: str, storage: StorageConfig, version: int | None = None) -> 
     except DeltaError as error:
         at = "" if version is None else f" at version {version}"
         raise UserError(f"{url}: the Delta table cannot be read{at}: {flat(error)}") from None
+    except OSError as error:
+        raise _store_failed(url, error) from None
     mode = table.metadata().configuration.get(MAPPING, "none")
     if mode != "none":
         raise UserError(f"{url}: not supported: the table's columns have other names in its files ({MAPPING} = {mode})")
@@ -192,6 +202,8 @@ class DeltaOutput:
             )
         except CommitFailedError as error:
             raise CommitConflict(flat(error)) from None
+        except OSError as error:
+            raise _store_failed(self.url, error) from None
         snapshot = self.snapshot_of(fingerprint)
         assert snapshot is not None
         return snapshot
@@ -205,6 +217,8 @@ class DeltaOutput:
             if find_table(self.url, self.storage) is None:
                 raise
             raise CommitConflict(flat(error)) from None
+        except OSError as error:
+            raise _store_failed(self.url, error) from None
 
     def _check_table(self, table: DeltaTable, schema: pa.Schema) -> None:
         metadata = table.metadata()
@@ -215,9 +229,10 @@ class DeltaOutput:
         if rule is not None:
             raise UserError(f"output.table: {self.url} has the rule {rule}, but a job does not check rows by rules")
         features = sorted({*(table.protocol().writer_features or ())} - WRITABLE)
-        if features or metadata.configuration.get(MAPPING, "none") != "none":
-            feature = features[0] if features else MAPPING
-            raise UserError(f"output.table: {self.url} has {feature}, which files of a job lack; choose another table")
+        if features:
+            raise UserError(
+                f"output.table: {self.url} has {features[0]}, which files of a job lack; choose another table"
+            )
         fields = table.schema().fields
         required = next((field.name for field in fields if not field.nullable), None)
         if required is not None:

@@ -308,7 +308,10 @@ def make_writable(folder: Folder) -> None:
         return
     probe = f"_job/tmp/probe-{uuid.uuid4().hex}"
     try:
-        folder.create(probe, b"")
+        try:
+            folder.create(probe, b"")
+        except FileNotFoundError:  # another start may just have removed temporary files
+            folder.create(probe, b"")
         folder.remove(probe)
     except OSError as error:
         if error.errno in FULL:

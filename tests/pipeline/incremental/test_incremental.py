@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -25,6 +25,7 @@ from pipeline.incremental.runs import IncrementalResult
 from pipeline.input.files import Files, InputFile
 from pipeline.plan.batching import Batching
 from pipeline.plan.manifest import Manifest, NoRows
+from pipeline.run.stages import Backend
 from pipeline.storage.folder import Folder
 
 BATCHING = Batching(10, 10, 10, 10, 1)
@@ -46,7 +47,7 @@ class World:
     ) -> IncrementalResult:
         """An incremental run of version `version` of the job, whose answers are one file for each input file."""
         config: Any = VersionedJob(self, version, SimpleNamespace(changed=changed, retry=None, world=self))
-        return runs.run_in(self.root(gate), config, cast(Any, None), overwrite)
+        return runs.run_in(self.root(gate), config, Backend(), overwrite)
 
     def folder(self, name: str) -> set[str]:
         return set(self.root().sub(name).names())
@@ -62,6 +63,7 @@ class VersionedJob:
     manifest: Any = None
     checkpoint: Any = None
     storage: Any = None
+    actors: Any = None
     config: Any = field(default_factory=lambda: SimpleNamespace(max_error_rate=1, storage=None))
 
 

@@ -161,8 +161,11 @@ def test_rows_with_an_error_are_answered_again_where_the_job_asks_for_it(
     assert [error is None for error in table["error"].to_pylist()] == [True, True, False, True]
     verified = CliRunner().invoke(app, ["report", str(folders[1]), "--verify"])
     assert verified.exit_code == 0, verified.output
+    inbox.values["attempts"] = 2
     (third,) = inbox.json()["runs"]  # the null has an error still
     assert (third["rows"], third["errors"]) == (1, 1)
+    assert inbox.json()["runs"] == []  # it was answered again twice
+    del inbox.values["attempts"]
     (inbox.files / "a.parquet").unlink()
     gone = inbox.run("--json")
     assert gone.exit_code == 0 and json.loads(gone.stdout)["runs"] == []
@@ -190,6 +193,27 @@ def test_a_damaged_earlier_run_stops_no_later_one(
     assert (again["rows"], again["errors"], again["files"]) == (2, 2, 2)
     said = [text for text in caplog.messages if "rows with an error are not answered again" in text]
     assert {text.partition(":")[0] for text in said} == {"run 2", "run 3"}
+
+
+def test_parts_of_finished_runs_are_checked_and_repaired_where_this_is_asked_for(
+    in_process: None, inbox: Inbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    inbox.add("a", 3)
+    inbox.json()
+    inbox.add("b", 2)
+    inbox.json()
+    before = inbox.answered()
+    first, second = (sorted(path.parent.glob("part-*.parquet")) for path in sorted(inbox.root.glob("*/_SUCCESS")))
+    data = bytearray(first[0].read_bytes())
+    data[len(data) // 2] ^= 1
+    first[0].write_bytes(data)
+    second[-1].unlink()
+    assert inbox.json()["runs"] == []  # nothing new, and nothing is read
+    assert f"{first[0]}: damaged (sha256 differs" in inbox.refused("--verify")
+    repaired = inbox.json("--repair")["runs"]
+    assert [run["run"] for run in repaired] == [1, 2] and all(run["resumed"] for run in repaired)
+    assert inbox.answered() == before and "which lacked parts, is now finished" in caplog.text
+    assert inbox.json("--verify")["runs"] == []
 
 
 def test_each_run_takes_what_came_since_and_says_so(inbox: Inbox, flow: Any) -> None:
