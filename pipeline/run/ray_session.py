@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -75,6 +76,10 @@ class _Connection:
         if not ray.is_initialized():
             with announced("starting Ray"):
                 address = os.environ.get("RAY_ADDRESS", "")
+                if "://" in address and not address.startswith("ray://"):
+                    raise UserError(f"RAY_ADDRESS: {address} is not a Ray; give HOST:6379, or auto on a node of it")
+                if re.fullmatch(r"[^/]+:\d+", address) and not _accepts(address):  # Ray would try for 14 minutes
+                    raise UserError(f"RAY_ADDRESS: nothing answers at {address}; start Ray there, or unset RAY_ADDRESS")
                 if not address:
                     self.head = _start_head(verbose, metrics_port)
                     self.undo.callback(_end, self.head)

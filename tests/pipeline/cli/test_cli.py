@@ -232,7 +232,7 @@ def test_a_ray_that_does_not_start_is_one_line(
     def fail(**settings: Any) -> None:
         raise error
 
-    monkeypatch.setenv("RAY_ADDRESS", "1.2.3.4:6379")  # else a process starts Ray first
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # else a process starts Ray first
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", fail)
     result = invoke(tmp_path, job)

@@ -192,6 +192,18 @@ def test_a_cluster_that_refuses_this_client_is_named_with_the_remedy(
     assert ray_session._start_error(gone, address) is gone
 
 
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [("127.0.0.1:1", "nothing answers at 127.0.0.1:1"), ("http://127.0.0.1:8265", "is not a Ray; give HOST:6379")],
+)
+def test_an_address_without_a_ray_is_refused_at_once(
+    no_ray: None, monkeypatch: pytest.MonkeyPatch, address: str, says: str
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(UserError, match=f"^RAY_ADDRESS: .*{says}"):
+        ray_session.connected(False).__enter__()
+
+
 def test_a_port_for_metrics_must_be_free_and_of_our_own_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_session, "is_own_ray", lambda: True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
