@@ -362,7 +362,7 @@ def _timed(generator: Any, rows: Sequence[Prompt], prefix: Sequence[int]) -> Tim
 
 
 def longest(shards: Iterable[int], actors: int) -> int:
-    """Return how many rows the actor that ends last answers, if each shard goes to the first free actor."""
+    """Return the rows of the actor that ends last, if each shard goes to the first free actor."""
     ends = [0] * actors
     for rows in shards:
         heapq.heapreplace(ends, ends[0] + rows)

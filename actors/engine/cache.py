@@ -110,7 +110,7 @@ class SkipCache:
         self._prefix, self._positions = prefix, None
 
     def begin_step(self, positions: Sequence[int]) -> None:
-        """Prepare for a decode step: one token for each of the first cache rows, at `positions[i]` in row i."""
+        """Prepare for a decode step: one token in each cache row i < len(positions), at `positions[i]`."""
         self._positions = torch.tensor(positions, device=self._device)[:, None]
         self._rows = torch.arange(len(positions), device=self._device)
         self._shortest, self._width = min(positions) + 1, max(positions) + 1

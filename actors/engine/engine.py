@@ -95,7 +95,7 @@ class Engine:
     def open(self, rows: int, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> None:
         """Allocate slots for `rows` rows in flight, each with at most `prompt_tokens` and `max_new_tokens` tokens.
 
-        schedule: runs every layer that a row's own schedule runs, at every position; None: the engine's schedule.
+        schedule: must run, at every position, all layers of any row's own schedule; None: the engine's schedule.
         """
         assert not self.rows, "rows are in flight"
         self._resize(SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens))

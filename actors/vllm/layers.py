@@ -126,7 +126,7 @@ class LayerSkipper:
             out = run(*args, **options)
             values = out if isinstance(out, tuple) else (out,)
             if not all(value is None or bool((value.abs() < POISONED).all()) for value in values):
-                raise RuntimeError(f"skipdecode: layer {index} read the cache where a token has skipped the layer")
+                raise RuntimeError(f"skipdecode: layer {index} read the cache slot of a token that skipped it")
             return out
 
         return checked if self.poison else run

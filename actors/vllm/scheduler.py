@@ -44,4 +44,4 @@ class SkipScheduler(PromptCache, Scheduler):  # type: ignore[misc]
 
 
 class SkipAsyncScheduler(PromptCache, AsyncScheduler):  # type: ignore[misc]
-    """vLLM's scheduler for its default, async scheduling."""
+    """vLLM's default (async) scheduler."""

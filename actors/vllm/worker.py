@@ -79,7 +79,7 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
         self.skipper.set_schedule(schedule)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Allocate the KV cache, and watch the builders of attention metadata."""
+        """Allocate the KV cache, and hook into the builders of attention metadata."""
         super().initialize_from_config(kv_cache_config)
         self._cache_config = kv_cache_config
         if self.skipper is None:

@@ -144,7 +144,7 @@ def resolve_checkpoint(
     A speed adapter is downloaded whole, and its base is compared with the checkpoint. If a bucket lists no SHA-256 of
     the weights, this comparison waits until the weights are loaded.
 
-    pinned: `identity()` at planning if the job is resumed; its commit is used even if the branch has moved. Raises
+    pinned: for a resumed job, its `identity()` at planning; this commit is used even if the branch has moved. Raises
     UserError if the checkpoint is missing, unreadable or not supported, StoreFailed if the store fails.
     """
     path = model.path

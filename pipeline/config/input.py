@@ -157,9 +157,9 @@ class InputConfig(Section):
         self._check_table()
         for name in ("changed", "unreadable"):
             if self.since is None and getattr(self, name) != "error":
-                raise UserError(f"{name} is for incremental runs: give since: last_success too")
+                raise UserError(f"{name} is for incremental runs: add since: last_success")
         if self.retry is not None and (self.since is None or self.is_table):
-            raise UserError("retry is for incremental runs over files: give since: last_success too, or leave it out")
+            raise UserError("retry is for incremental runs over files: add since: last_success, or leave it out")
         given = [name for name in ("prompt", "template", "messages") if getattr(self, name) is not None]
         own = [
             *given,
@@ -180,7 +180,7 @@ class InputConfig(Section):
     def _check_table(self) -> None:
         if not self.is_table:
             if self.snapshot is not None:
-                raise UserError("snapshot is only for tables: set format: iceberg or delta too")
+                raise UserError("snapshot is only for tables: also set format: iceberg or delta")
             return
         if len(self.path) > 1:
             raise UserError(f"format: {self.format} reads one table; give one path")

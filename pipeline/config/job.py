@@ -101,7 +101,7 @@ class ModelConfig(Section):
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
         "products": ("measured", "this package's kernels run, or with AMX those of the library; leave it out"),
         "cuda_graphs": (False, "vLLM captures them; leave it out"),
-        "kv_cache": (None, "for 8 bits, set engine: vllm and vllm: {kv_cache_dtype: fp8}"),
+        "kv_cache": (None, "for 8 bits, set `engine: vllm` and `vllm: {kv_cache_dtype: fp8}`"),
         "compile": (False, "the CPU has kernels of its own; leave it out"),
     }
 

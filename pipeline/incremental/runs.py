@@ -63,7 +63,7 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class IncrementalResult:
-    """What one command did. finished: an earlier unfinished run, a retry of rows with an error, a new run (if any).
+    """What one command did. finished: the runs that it finished (an interrupted one, a retry of rows, a new one).
 
     last: the last successful run. left: URLs of new files that are left for a later run.
     """
@@ -243,7 +243,7 @@ def print_runs(console: Console, result: IncrementalResult) -> None:
     if len(good) < len(result.finished):
         lines.append(
             f"run {result.finished[-1].run.number} has too many row errors and does not count: the next command "
-            "answers its files again, or accepts the run with a higher max_error_rate"
+            "answers its files again or, if max_error_rate is raised, accepts the run"
         )
     if not result.finished and result.last is not None:
         last = result.last

@@ -33,7 +33,7 @@ from pipeline.storage.folder import open_folder
 MAPPING = "delta.columnMapping.mode"
 COMPACT = "rewrite the table (OPTIMIZE, or REORG TABLE ... APPLY (PURGE)) and read the new version"
 FINGERPRINT = "skipdecode.fingerprint"  # key under which a commit's metadata holds the job's fingerprint
-# features of tables to which deltalake can add files as they are
+# table features with which deltalake can add files unchanged
 WRITABLE = {
     *("appendOnly", "invariants", "checkConstraints", "generatedColumns", "changeDataFeed"),
     *("deletionVectors", "v2Checkpoint", "timestampNtz", "variantType"),

@@ -65,7 +65,7 @@ def measured_order(
     record = cache_record(cache, "keep-orders", [VERSION, identity, chosen, warmup])
     found = _read(record)
     if found is not None:
-        announce(f"keep order: {list(found[0])}, warmup {found[1]}, measured before ({record})")
+        announce(f"keep order: {list(found[0])}, warmup {found[1]}, read from {record}")
         return found
     announce(f"measuring the keep order on {kept} answers")
     ranking = rank_layers(load(), chosen, warmup=warmup or 0)

@@ -167,7 +167,7 @@ class ObjectFolder:
     conditional: bool = True
 
     def read(self, name: str) -> bytes:
-        # with more connections, fsspec would request the size first
+        # with more than one connection, fsspec would request the size first
         data: bytes = self.fs.cat_file(f"{self.path}/{name}", max_concurrency=1)
         return data
 

@@ -1,7 +1,7 @@
 """Accesses S3 through s3fs, with one layer of retries, a check that reads are complete, and one-line errors.
 
 Every call of s3fs goes through `_call_s3`, which adds all this; botocore and s3fs themselves do not retry. The retry
-hooks of s3fs do not suffice: they limit the number of tries, retry reads twice, and do not see truncated bodies.
+hooks of s3fs do not suffice: they limit only the number of tries, nest for reads, and do not see truncated bodies.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def edit(path: Path, **values: object) -> None:
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the base"),
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
         ({"r": 4}, r"q_proj.lora_A.weight has shape \(3, 32\), and the model needs \(4, 32\)|lora_A.weight has shape"),
-        ({"r": "8"}, "not a rank"),
+        ({"r": "8"}, "must be an integer >= 1"),
     ],
 )
 def test_features_that_cannot_be_merged_are_refused(
@@ -164,7 +164,7 @@ def test_another_base_is_refused_when_the_adapter_would_be_merged(base: Path, ma
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"] += 1
     save_file(weights, other / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"for a base with weights \w{16}, and .*other has \w{16}: give its own"):
+    with pytest.raises(UserError, match=r"for a base with weights \w{16}, but .*other has \w{16}: give the adapter's"):
         Generator(str(other), dtype="float32", speed_adapter=str(made))
     Generator(str(other), dtype="float32", speed_adapter=str(made), schedule={"speedup": 1.0})
 

@@ -189,7 +189,7 @@ def to_huge_pages(tensors: list[Tensor]) -> None:
     try:
         region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"the system has no {size} bytes for weights: {error}") from error
+        raise MemoryError(f"cannot allocate {size} bytes for weights: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # raised on a system without huge pages
             region.madvise(mmap.MADV_HUGEPAGE)

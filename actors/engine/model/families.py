@@ -218,7 +218,7 @@ def _smollm3_layer(layer: Any) -> LayerWeights:
 
 
 def _opt_layer(layer: Any) -> LayerWeights:
-    """Describe an OPT layer, which has no rope, and LayerNorm before each block (OPT-350M: after each residual)."""
+    """Describe an OPT layer: no rope; LayerNorm before each block (OPT-350M: after each residual)."""
     attention = layer.self_attn
     return LayerWeights(
         number=attention.layer_idx,
@@ -377,7 +377,7 @@ def has_weights(config: PretrainedConfig) -> bool:
 
 
 def layer_weights(config: PretrainedConfig, layer: Any) -> LayerWeights:
-    """Return a description of transformers' `layer` that shares its tensors. Requires `has_weights`."""
+    """Describe transformers' `layer`. The description shares the layer's tensors. Requires `has_weights`."""
     family = family_of(config)
     assert family.weights is not None
     weights = family.weights(layer)

@@ -90,7 +90,7 @@ def file_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> dic
     head = read(8, 0) if size >= 8 else b""
     length = int.from_bytes(head, "little")
     if len(head) != 8 or not 2 <= length <= min(HEADER_LIMIT, size - 8):
-        raise UserError(f"{name}: not a whole safetensors file: {size} bytes, no header in them; fetch it again")
+        raise UserError(f"{name}: not a whole safetensors file: no header in {size} bytes; fetch it again")
     try:
         header = json.loads(read(length, 8))
         tensors = {key: entry for key, entry in header.items() if key != "__metadata__"}

@@ -22,7 +22,7 @@ TRAINED = "trained"  # key of skipdecode.json for the training record
 
 @dataclass(frozen=True)
 class Trained:
-    """Training record: which schedules training covered. All of them have one layer order (keep order) and warm-up."""
+    """Training record: the schedules covered by training. All of them have one layer order (keep order) and warm-up."""
 
     depths: tuple[int, ...]  # lowest depth in training at each position; later positions have the last depth
     prompt: tuple[str, ...]  # prompt policies that occurred in training

@@ -26,7 +26,7 @@ MAX_HORIZON = 2**17  # maximum horizon in tokens; a longer depth curve is surely
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule for one model: the layers that run at every position.
+    """A schedule for one model: which layers run at each position.
 
     Raises:
         UserError: a depth rises or lies outside [warmup, L], or `keep_order` is not a permutation of the layers.

@@ -66,8 +66,8 @@ def parallel_actors(actors: int, gpus: float, threads: int, cores: int | None, d
 class BreakEven:
     """Cost and savings of an adaptation, in seconds.
 
-    cost: wall clock of the adaptation. full: time that one actor needs for a row at full depth, not adapted. fast: time
-    for a row at the chosen speed, adapted. rows: rows of the job. actors: number of actors that work in parallel.
+    cost: wall clock of the adaptation. full: an actor's time for a row at full depth, without adaptation. fast: its
+    time for a row at the chosen speed, with adaptation. rows: rows of the job. actors: actors that work in parallel.
     """
 
     cost: float

@@ -144,7 +144,7 @@ def tune_config(task: Task, model: str, max_tokens: int, prompts: Sequence[str])
 def eval_values(
     task: Task, model: str, shape: Mapping[str, Any], prompts: Sequence[str], *, tuned: bool
 ) -> dict[str, Any]:
-    """Return an evaluation file (keys and values) for the held-out rows, without threads, cache and rows in flight.
+    """Return an evaluation file's keys and values for the held-out rows. It sets no threads, cache or rows in flight.
 
     Sampling is greedy, because sampled answers differ even without a loss of quality.
 

@@ -112,7 +112,7 @@ def write_pairs(
     labels = None if choices is None else {normalized(label) for label in choices}
     kept: dict[str, list[dict[str, Any]]] = {HELD_OUT: [], TRAIN: []}
     left_out = Counter(errors=len(failed), empty=0, unreferenced=0, repeated=0)
-    evaluated: set[tuple[int, ...]] = set()  # prompts of held-out rows, which come first
+    evaluated: set[tuple[int, ...]] = set()  # prompts of held-out rows (the first rows)
     for row, prompt in prompts.items():
         response = answers[row]["token_ids"]
         ended = response[-1:] == [end]

@@ -117,7 +117,7 @@ def exact_match_statistics(texts: Sequence[str], references: Sequence[Sequence[s
 
 
 def same_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
-    """Return [N, 2]: whether both texts are equal, character by character (1 or 0), and a constant 1."""
+    """Return [N, 2]: 1 if text and other text are the same string, else 0; and a constant 1."""
     return mean_statistics([text == other for text, other in zip(texts, others, strict=True)])
 
 

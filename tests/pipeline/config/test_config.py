@@ -81,7 +81,7 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(input={"too_long": "cut"}), r"input\.too_long: .*'error'.*'truncate_left'.*, not 'cut'"),
         (merged(model={"dtype": "fp8"}), r"model\.dtype: .*'bfloat16'.*, not 'fp8'"),
         (merged(model={"engine": "paged"}), r"model: engine: paged was removed: leave engine out"),
-        (merged(model={"kv_cache": "int8"}), r"model: kv_cache was removed: for 8 bits, set engine: vllm"),
+        (merged(model={"kv_cache": "int8"}), r"model: kv_cache was removed: for 8 bits, set `engine: vllm`"),
         (merged(schedule={"exact": True}), r"schedule: exact was removed: leave it out"),
         (merged(reasoning={"strat": "x"}), r"unknown key reasoning\.strat; did you mean start"),
         (

@@ -31,7 +31,7 @@ def written(folder: Path, **sections: Any) -> Path:
 @pytest.mark.parametrize(
     ("sections", "refusal"),
     [
-        ({"input": {"snapshot": 1}}, "input: snapshot is only for tables: set format: iceberg or delta too"),
+        ({"input": {"snapshot": 1}}, "input: snapshot is only for tables: also set format: iceberg or delta"),
         ({"input": {**ICEBERG, "path": ["a.b", "c.d"]}}, "input: format: iceberg reads one table; give one path"),
         ({"input": {**ICEBERG, "snapshot": -1}}, "input.snapshot: input should be greater than or equal to 0, not -1"),
         (

@@ -331,7 +331,7 @@ def test_an_unreadable_file_is_left_for_a_later_run_which_the_ledger_names(inbox
     assert told["left"] == [] and [run["rows"] for run in told["runs"]] == [6]
     assert len(inbox.answered()) == 9
     inbox.values["input"].update(since=None)
-    assert "unreadable is for incremental runs: give since: last_success too" in inbox.run().stderr
+    assert "unreadable is for incremental runs: add since: last_success" in inbox.run().stderr
 
 
 def test_plain_jobs_and_incremental_runs_do_not_share_a_folder(inbox: Inbox, flow: Any) -> None:

@@ -80,13 +80,13 @@ def test_a_file_that_has_the_column_too_must_agree(tmp_path: Path, checkpoint: P
     write(folder, kind, {"n": 7})
     values = job(f"{tmp_path}/in/**/*.{kind}", checkpoint, tmp_path / "out", ["n"])
     if kind == "csv":
-        assert "column 'n' is '7' in row 0, and '07' in the file's path" in refusal(values)  # text, not numbers
+        assert "column 'n' is '7' in row 0, but '07' in the file's path" in refusal(values)  # text, not numbers
     else:
         assert {row["n"] for row in run_and_read(values)} == {7}
     folder.rename(tmp_path / "in" / "n=8")
     said = refusal(job(f"{tmp_path}/in/**/*.{kind}", checkpoint, tmp_path / "other", ["n"]))
     found = "'7'" if kind == "csv" else "7"
-    assert f"/n=8/dt=2026-11-01/lang=de/a.{kind}: column 'n' is {found} in row 0, and '8' in the file's path; " in said
+    assert f"/n=8/dt=2026-11-01/lang=de/a.{kind}: column 'n' is {found} in row 0, but '8' in the file's path; " in said
 
 
 def test_a_column_that_neither_file_nor_path_has_is_named(tmp_path: Path, checkpoint: Path) -> None:
