@@ -277,7 +277,7 @@ class Generator:
         rows = [answer.row for answer in answers]
         columns: dict[str, Any] = answer_columns(answers, added)
         if not is_dict:
-            return pa.table({name: values.take(pa.array(rows)) for name, values in kept.items()} | columns)
+            return pa.table({name: values.take(pa.array(rows, pa.int64())) for name, values in kept.items()} | columns)
         if not self._in_ray_data:
             columns = {
                 name: values.to_numpy() if pa.types.is_integer(values.type) else object_column(values.to_pylist())

@@ -283,9 +283,11 @@ def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageCon
                         wrong = _rows_with_errors(folder, shard)
                     except (FileNotFoundError, ValueError) as error:
                         unknown.append(f"{part_name(shard.index)}: {flat(error)}")
-                again = {row: of_file.get(row, 0) + 1 for row in wrong}
-                places = range(shard.first_row, shard.first_row + shard.rows)
-                failed[shard.url] = {row: tries for row, tries in of_file.items() if row not in places} | again
+                for row in range(shard.first_row, shard.first_row + shard.rows):
+                    if row in wrong:
+                        of_file[row] = of_file.get(row, 0) + 1
+                    else:
+                        of_file.pop(row, None)
         if unknown:
             log.warning("run %d: rows with an error are not answered again: %s", run.number, unknown[0])
     left = {url: {row for row, tries in rows.items() if tries <= attempts} for url, rows in failed.items()}
