@@ -40,7 +40,7 @@ def run(
 ) -> None:
     """Run or resume a job. With input.since, answer the new input files."""
     again = "the same command without --overwrite" if overwrite else "the same command"
-    going_on = {"failed": f"{again} resumes from the committed shards", "interrupted": f"{again} finishes the job"}
+    going_on = {"failed": f"{again} resumes the job", "interrupted": f"{again} finishes the job"}
     with command(verbose, log_json, **going_on) as advice:
         from pipeline.config.job import JobConfig
 

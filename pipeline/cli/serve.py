@@ -32,6 +32,8 @@ def serve(
         if file is None and model is None:
             raise UserError("give --model CHECKPOINT, or a serving file")
         values = {} if file is None else load_values(file)
+        if {"input", "output"} <= values.keys():
+            raise UserError(f"{file}: this is a job file: answer its rows with `skipdecode run`")
         if model is not None:
             values = changed(values, [f"model.path={model!r}"])
         if port is not None:

@@ -144,6 +144,8 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
         return f"unknown key {key}; {suggestion(where[-1], known)}{more}"
     if problem["type"] == "missing":
         return f"{key} is missing; give it a value{more}"
+    if problem["type"] == "model_type":
+        return f"{key} must be a section with keys of its own, see `skipdecode keys {where[0]}`{more}"
     message = problem["msg"].removeprefix("Value error, ")
     given = problem.get("input")
     is_shown = isinstance(given, str | int | float | bool | None) and problem["type"] != SECRET

@@ -83,6 +83,7 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(model={"engine": "paged"}), r"model: engine: paged was removed: leave engine out"),
         (merged(model={"kv_cache": "int8"}), r"model: kv_cache was removed: for 8 bits, set `engine: vllm`"),
         (merged(schedule={"exact": True}), r"schedule: exact was removed: leave it out"),
+        ({**merged(), "input": "my.csv"}, r"input must be a section with keys of its own, see `skipdecode keys input`"),
         (merged(reasoning={"strat": "x"}), r"unknown key reasoning\.strat; did you mean start"),
         (
             merged(

@@ -35,6 +35,7 @@ def refusal(*arguments: str) -> str:
     [
         ((), "give --model CHECKPOINT"),
         (("--model", "no/such/folder"), "no such checkpoint folder"),
+        (("configs/demo.yaml",), "this is a job file: answer its rows with `skipdecode run`"),
         (("{file}", "--set", "replicas.min=2"), "min and max go together"),
         (("{file}", "--set", "http.prot=80"), "did you mean port?"),
         (("{file}", "--set", "batches.folder=b"), "batches was removed: answer a batch file with `skipdecode run`"),

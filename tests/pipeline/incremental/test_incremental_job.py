@@ -252,7 +252,7 @@ def test_a_failed_run_is_finished_by_the_next_which_then_takes_what_is_new(inbox
     inbox.add("a", 6)
     flow(1, OSError("the disk is full"))
     result = inbox.run()
-    assert result.exit_code == 1 and "resumes from the committed shards" in result.stderr
+    assert result.exit_code == 1 and "resumes the job" in result.stderr
     assert inbox.states() == ["unfinished"] and inbox.answered() == []
     inbox.add("b")
     flow()

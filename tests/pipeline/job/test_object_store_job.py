@@ -101,7 +101,7 @@ def test_credentials_that_expire_end_a_job_with_one_line_and_a_rerun_finishes_it
         "; the next run takes over: at once on this machine, after 60 s on another"
     )
     assert line.startswith("skipdecode: failed: ") and f"{root}/" in line and "access refused (ExpiredToken)" in line
-    assert "renew the credentials; the same command resumes from the committed shards" in line
+    assert "renew the credentials; the same command resumes the job" in line
     assert "Traceback" not in err
     early = parts_of(open_folder(f"{root}/out", s3))
     assert len(early) == 3
