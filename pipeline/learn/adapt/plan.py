@@ -49,7 +49,9 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
     """
     options = config.adapt or AdaptConfig()
     config = config.model_copy(update={"adapt": options})
-    output = options.output or f"{config.output.path.rstrip('/')}-adapt"
+    above, slash, name = config.output.path.rstrip("/").rpartition("/")
+    # without "=", because a folder named key=value would be read as a column of the sample
+    output = options.output or f"{above}{slash}{name.replace('=', '-')}-adapt"
     if "://" in output:
         raise UserError(f"adapt.output: {output} is not local, and training writes local files: name a local folder")
     folder = Path(output)

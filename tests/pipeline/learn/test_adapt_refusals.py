@@ -107,6 +107,7 @@ def test_new_input_files_are_logged_and_not_sampled(
         ({"metric": "bleu"}, {}, "adapt: metric: bleu needs references"),
         ({"output": "s3://bucket/x"}, {}, "adapt.output: s3://bucket/x is not local"),
         ({}, {"output": {"path": "s3://bucket/x"}}, "adapt.output: s3://bucket/x-adapt is not local"),
+        ({}, {"output": {"path": "s3://bucket/x=1"}}, "adapt.output: s3://bucket/x-1-adapt is not local"),
         ({"speedups": [1]}, {}, "speedups must be 1 or above, and at least one above 1"),
         ({"training": {"epoch": 1.0}}, {}, "adapt: unknown key training.epoch; did you mean epochs?"),
         ({"adapter": {"rank": 0}}, {}, "adapt: adapter.rank"),
