@@ -25,6 +25,7 @@ NAMES = [
     "The Golden Palace", "The Mill", "The Olive Grove", "The Phoenix", "The Plough", "The Punter", "The Rice Boat",
     "The Twenty Two", "The Vaults", "The Waterman", "The Wrestlers", "Travellers Rest Beefeater", "Wildwood", "Zizzi",
 ]
+FILES = 8  # files of the demo's prompts
 OPTIONAL_SLOTS = {  # in the same order as in the data set
     "eatType": ["coffee shop", "pub", "restaurant"],
     "food": ["Chinese", "English", "Fast food", "French", "Indian", "Italian", "Japanese"],
@@ -74,8 +75,11 @@ def write_demo(folder: Path, rows: int = 2000) -> Path:
         jobs = next(Path(str(file.locate())) for file in files("skipdecode") or () if file.name == jobs.name).resolve()
         checkpoint = jobs.parent / "checkpoint"
     job, text = folder / jobs.name, jobs.read_text()
+    there = [pq.read_metadata(file).num_rows for file in (folder / "prompts").glob("*.parquet")]
+    if len(there) == FILES and (held := sum(there)) != rows:
+        raise UserError(f"{folder}: holds {held:,} prompts of an earlier demo; name another folder, or --rows {held}")
     try:
-        write_prompts(folder / "prompts", rows, 8, 0)
+        write_prompts(folder / "prompts", rows, FILES, 0)
         job.write_text(text.replace("work/demo", str(folder)).replace("configs/demo/checkpoint", str(checkpoint)))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror}; name another folder") from None

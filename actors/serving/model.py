@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 import secrets
 import uuid
@@ -152,7 +153,8 @@ class ServedModel:
         return Call(rest.get("model"), keys.stream, keys.stream_options.include_usage, rows, prompts)
 
     def _prompt(self, number: int, request: CompletionRequest, labels: list[str] | None) -> Prompt:
-        tools = () if request.tools is None else checked_tools(request.tools)
+        # as JSON, because nulls in a column of structs are no values, but a body's are, for example {"const": null}
+        tools = () if request.tools is None else checked_tools(json.dumps(request.tools))
         form = request.checked_form(tools, self.tokenizer)
         if labels is not None and (form is not None or tools):
             raise UserError("body: choices cannot be combined with response_format or tools")

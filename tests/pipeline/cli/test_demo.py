@@ -45,6 +45,17 @@ def test_make_runs_the_command() -> None:
     assert result.exit_code == 0 and "toy model" in result.stdout
 
 
+def test_another_number_of_prompts_or_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
+    write_demo(tmp_path / "demo", 16)
+    (tmp_path / "file").write_text("")
+    for folder, rows, says in (
+        ("demo", "24", "holds 16 prompts of an earlier demo"),
+        ("file", "16", "cannot be written"),
+    ):
+        result = CliRunner().invoke(app, ["demo", str(tmp_path / folder), "--rows", rows])
+        assert result.exit_code == 2 and says in result.stderr, result.output
+
+
 def test_each_clone_prints_the_answers_that_readme_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers, figures = shown()[:-1], re.sub(r"[\d,.]+", "9", shown()[-1])
     for clone in ("first", "second"):
