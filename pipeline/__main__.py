@@ -1,4 +1,4 @@
-"""`python -m pipeline …` is `skipdecode …`."""
+"""Runs the `skipdecode` command for `python -m pipeline …`."""
 
 from pipeline.cli.app import main
 

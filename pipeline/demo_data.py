@@ -25,8 +25,8 @@ NAMES = [
     "The Golden Palace", "The Mill", "The Olive Grove", "The Phoenix", "The Plough", "The Punter", "The Rice Boat",
     "The Twenty Two", "The Vaults", "The Waterman", "The Wrestlers", "Travellers Rest Beefeater", "Wildwood", "Zizzi",
 ]
-FILES = 8  # files of the demo's prompts
-OPTIONAL_SLOTS = {  # in the same order as in the data set
+FILES = 8  # number of files with the demo's prompts
+OPTIONAL_SLOTS = {  # in the data set's order
     "eatType": ["coffee shop", "pub", "restaurant"],
     "food": ["Chinese", "English", "Fast food", "French", "Indian", "Italian", "Japanese"],
     "priceRange": ["cheap", "high", "less than £20", "moderate", "more than £30", "£20-25"],
@@ -45,7 +45,7 @@ SLOT_COUNTS, SLOT_WEIGHTS = [2, 3, 4, 5, 6, 7], [4, 15, 30, 30, 16, 5]
 
 
 def make_prompt(rng: random.Random) -> str:
-    """Draw the slots of a restaurant at random: the name and two to seven others."""
+    """Draw a restaurant's slots at random: its name and two to seven other slots. Return them as text."""
     slots = {"name": rng.choice(NAMES)}
     chosen = set(rng.sample(list(OPTIONAL_SLOTS), rng.choices(SLOT_COUNTS, SLOT_WEIGHTS)[0]))
     slots |= {slot: rng.choice(values) for slot, values in OPTIONAL_SLOTS.items() if slot in chosen}
@@ -77,7 +77,7 @@ def write_demo(folder: Path, rows: int = 2000) -> Path:
     job, text = folder / jobs.name, jobs.read_text()
     there = [pq.read_metadata(file).num_rows for file in (folder / "prompts").glob("*.parquet")]
     if len(there) == FILES and (held := sum(there)) != rows:
-        raise UserError(f"{folder}: holds {held:,} prompts of an earlier demo; name another folder, or --rows {held}")
+        raise UserError(f"{folder}: holds {held:,} prompts of an earlier demo; choose another, or set --rows {held}")
     try:
         write_prompts(folder / "prompts", rows, FILES, 0)
         job.write_text(text.replace("work/demo", str(folder)).replace("configs/demo/checkpoint", str(checkpoint)))

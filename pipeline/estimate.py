@@ -50,17 +50,17 @@ from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import open_folder
 
-SAMPLE_SECONDS = 120.0  # time limit for all speeds together, without loading models
-SAMPLE_SHARE = 0.01  # share of the job's rows to answer, if that is more than two batches for each actor
-LEAST_ROWS = 64  # minimum rows for each actor to answer at each speed
+SAMPLE_SECONDS = 120.0  # time limit for all speeds together, from the moment when the first model is loaded
+SAMPLE_SHARE = 0.01  # share of the job's rows to answer, but at least two batches for each actor
+LEAST_ROWS = 64  # minimum number of rows to give each actor at each speed
 SAMPLED_ACTORS = 8  # maximum number of actors that measure at the same time
 WARM_UP_ROWS = 8
-BATCH_GAIN = 4  # a warm-up takes at most this many times the seconds per row of a full batch
-PREPARED_ROWS, PLACES = 2048, 16  # rows to tokenize, and number of places in the input to read them from
-STAGES_SECONDS = 2.5  # seconds between loading the model and the first shard, and for totals, report and exit
-WORKER_SHARE = 1.0  # CPU seconds to start a worker process (for reading and preparing rows) ÷ seconds of planning
-CROWDED = 1.05  # actors on one machine: an actor's time in a run ÷ its time for the same work in the sample
-REPLICATES, LOW, HIGH = 400, 5, 95  # bootstrap samples; percentiles that bound the interval
+BATCH_GAIN = 4  # maximum of a warm-up's seconds per row ÷ a full batch's seconds per row
+PREPARED_ROWS, PLACES = 2048, 16  # maximum numbers of rows to tokenize, and of shards to read them from
+STAGES_SECONDS = 2.5  # seconds from the loaded model to the first shard, plus seconds for totals, report and exit
+WORKER_SHARE = 1.0  # CPU seconds to start a process that reads and prepares rows ÷ seconds of planning
+CROWDED = 1.05  # if all actors share a machine: an actor's time in a run ÷ its time for the same work in the sample
+REPLICATES, LOW, HIGH = 400, 5, 95  # number of bootstrap samples; percentiles that bound the interval
 SPREAD, STARTUP_SPREAD = 0.08, 0.1  # relative standard deviations of a run's speed and of its start-up on one machine
 OFFERED = (1.5, 2.0, 3.0, 4.0, 5.0)  # speeds to time if no tune.json lists trained speeds
 DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")
@@ -73,7 +73,7 @@ class NothingLeft(Exception):
 
 @dataclass(frozen=True)
 class TimedCall:
-    """What was measured in one call of a `Generator`."""
+    """Measurements of one call of a `Generator`."""
 
     rows: int
     prompt_tokens: int
@@ -92,9 +92,9 @@ def estimate(
 ) -> dict[str, Any]:
     """Plan a job, and time a sample of its rows at each speed. Write no output. seconds: time for all speeds together.
 
-    Return plain values. `chosen`: the entry of `speeds` for the job's own speed. `startup`: seconds in which nothing is
-    answered, i.e. plan (from the start of the process), ray (to start or find Ray, and to leave it), load (until the
-    last actor has its model) and stages (before the first row and after the last). Other arguments: see `job.run`.
+    Return plain values. `chosen`: the entry of `speeds` for the job's own speed. `startup`: seconds in which no row is
+    answered. Its parts are plan (from the start of the process), ray (start or find Ray, and leave it), load (until
+    the last actor has its model), and stages (before the first and after the last row). Other arguments: see `job.run`.
 
     Raises:
         UserError: `job.run` would refuse the job, or none of the sampled rows can be answered.
@@ -117,11 +117,11 @@ def estimate(
         good = [prompt for prompt in found if prompt.error is None]
         errors = [prompt.error for prompt in found if prompt.error is not None]
         if not good:
-            raise UserError(f"none of {len(found):,} sampled rows can be answered; the first: {errors[0]}")
+            raise UserError(f"none of {len(found):,} sampled rows can be answered; the first error: {errors[0]}")
         speeds, chosen = schedules(job), name_of(job.schedule)
         before = time.monotonic()
         with ExitStack() as stack:
-            stack.enter_context(backend.ready(job.config.actors))  # prints a line itself if it starts Ray
+            stack.enter_context(backend.ready(job.config.actors))  # prints its own line if it starts Ray
             ray = time.monotonic() - before
             job = stack.enter_context(jobs.checked(job, stored, backend))
             asked = time.time()
@@ -182,7 +182,7 @@ def estimate(
 
 
 def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[PlannedJob, Manifest | None, list[Shard]]:
-    """Return the planned job, the plan in its output folder (or None), and the shards to answer. Write nothing."""
+    """Return the planned job, the plan stored in its output folder (or None), and shards to answer. Write nothing."""
     if config.input.since is not None:
         if limit is not None:
             raise UserError("--limit: an incremental run cannot have a limit; leave out --limit or input.since")
@@ -207,14 +207,14 @@ def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[Pl
 
 
 def _budget_used(config: JobConfig, stored: Manifest | None) -> dict[str, float]:
-    """Return what earlier runs of the job have used of its budget: name of a limit -> amount; {} without a budget."""
+    """Return limit -> amount: how much of the job's budget earlier runs have used. Return {} without a budget."""
     if config.budget is None or stored is None:
         return {}
     return open_budget(config, open_folder(config.output.path, config.storage), stored.fingerprint).used()
 
 
 def sample_places(shards: Sequence[Shard], rows: int = PREPARED_ROWS) -> list[Shard]:
-    """Return shards with the rows to sample: the first rows of evenly spread shards, at most `rows` rows in total."""
+    """Return shards that hold the rows to sample: the first rows of evenly spread shards, at most `rows` in total."""
     if sum(shard.rows for shard in shards) <= rows:
         return list(shards)
     count = min(PLACES, len(shards))
@@ -225,7 +225,7 @@ def sample_places(shards: Sequence[Shard], rows: int = PREPARED_ROWS) -> list[Sh
 def read_prompts(
     places: Sequence[Shard], files: Sequence[InputFile], schema: pa.Schema, storage: StorageConfig, spec: PromptSpec
 ) -> list[Prompt]:
-    """Read the rows of the shards `places`; return their prompts."""
+    """Read the rows of the shards `places`, and return their prompts."""
     return [
         prompt
         for place, table in read_shards(files, places, schema, storage)
@@ -265,7 +265,7 @@ def schedules(job: PlannedJob) -> dict[str, Schedule]:
 def _sample(
     job: PlannedJob, good: Sequence[Prompt], speeds: dict[str, Schedule], backend: Backend, seconds: float, rows: int
 ) -> list[tuple[float, dict[str, list[TimedCall]]]]:
-    """Let actors answer rows in parallel. Each times its own share at every speed. Return results of `time_speeds`."""
+    """Let actors answer rows in parallel; each one times its rows at every speed. Return results of `time_speeds`."""
     actors, batching = job.config.actors, job.manifest.batching
     count = min(len(good), max(math.ceil(SAMPLE_SHARE * rows), max(2 * batching.max_batch, LEAST_ROWS) * actors.most))
     workers = min(actors.most, SAMPLED_ACTORS, count)
@@ -303,7 +303,7 @@ def time_speeds(
 
     settings, needed = fetched(generator), (chosen, "1x")
     adapter = settings["speed_adapter"]
-    # two models are needed if 1x has no merged speed adapter, or if vLLM captures CUDA graphs for 1x
+    # 1x needs its own model: without the merged speed adapter, or with CUDA graphs that vLLM captures for 1x
     apart = adapter is not None or settings.get("vllm") is not None
     skipping = {name: schedule for name, schedule in speeds.items() if apart and not schedule.is_full_depth}
     groups = [group for group in (skipping, {n: s for n, s in speeds.items() if n not in skipping}) if group]
@@ -316,7 +316,7 @@ def time_speeds(
         ordered = sorted(group, key=lambda name: name not in needed)
         generators = {name: one.at(group[name]) for name in ordered}
         calls |= _in_turn(generators, given, prefix, needed, size, began + seconds * number / len(groups))
-        if number < len(groups):  # two models would not fit into memory
+        if number < len(groups):  # free this model: memory may be too small for two
             one.engine.close()
             del one, generators
             gc.collect()
@@ -331,7 +331,7 @@ def _in_turn(
     size: int,
     until: float,
 ) -> dict[str, list[TimedCall]]:
-    """Time one call at each speed, then one more at each, and so on: machine drift then affects all speeds equally."""
+    """Time one call at each speed, in turn and repeatedly, so that machine drift affects all speeds equally."""
     calls: dict[str, list[TimedCall]] = {name: [] for name in generators}
     parts = math.ceil(len(given) / size)
     for part in range(parts):
@@ -362,7 +362,7 @@ def _timed(generator: Any, rows: Sequence[Prompt], prefix: Sequence[int]) -> Tim
 
 
 def longest(shards: Iterable[int], actors: int) -> int:
-    """Return the rows of the actor that ends last, if each shard goes to the first free actor."""
+    """Return the number of rows of the busiest actor, if each shard goes to the first actor that becomes free."""
     ends = [0] * actors
     for rows in shards:
         heapq.heapreplace(ends, ends[0] + rows)
@@ -382,7 +382,7 @@ def predict(
 
     Args:
         rows: Number of rows to answer, without rows that are expected to fail in preparation.
-        longest: Number of rows that the actor which ends last answers.
+        longest: Number of rows that the busiest actor answers.
         startup: Seconds of the run in which no actor answers rows.
         crowd: An actor's seconds in the run ÷ its seconds for the same work in the sample.
 
@@ -436,7 +436,7 @@ def _ideal(full: EngineStats, schedule: Schedule, layer_ratio: float) -> float |
 def losses(config: JobConfig, prompt: str) -> dict[str, dict[str, Any]]:
     """Return speed -> recorded loss against full depth: metric, loss (negative for a gain), low, high and source.
 
-    {} if there is no record of `evaluate` or `adapt` beside the checkpoint or adapter. prompt: the job's prompt policy.
+    Return {} if `evaluate` and `adapt` left no record beside checkpoint or adapter. prompt: the job's prompt policy.
     """
     folder = Path(config.model.speed_adapter or config.model.path)
     for place in (folder, folder / "evaluate", folder.parent) if folder.is_dir() else ():

@@ -3,7 +3,7 @@
     read ──> prepare ──> generate
     shards   token ids   answers; a shard's output file (part), then its commit record
 
-Mistakes in the job are found before any stage runs. This module imports no ray: a backend runs the stages.
+Mistakes in the job are found before any stage runs. This module does not import Ray: a backend runs the stages.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run(
         check_same_job(folder, stored, job.manifest)
         finished = stored is not None and has_results(folder, config) and has_table(folder, config)
         totals, fresh_rows = finished_totals(folder, job.manifest, check, config.input) if finished else None, 0
-        if totals is None:  # a finished job skips this, so it needs no right to write
+        if totals is None:  # skipped for a finished job, which needs no right to write
             check_table(job.config, part_schema(job))
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             make_writable(folder)
@@ -104,7 +104,7 @@ def output_folder(config: JobConfig) -> Folder:
 
 @contextmanager
 def checked(job: PlannedJob, stored: Manifest | None, backend: Backend) -> Iterator[PlannedJob]:
-    """Yield the job. If it is new, first measure its agreement with full depth. Raises UserError if that is too low."""
+    """Yield the job. For a new job, first measure agreement with full depth. Raises UserError if it is too low."""
     config, spec = job.config, prompt_spec(job.config, job.checkpoint, job.manifest.batching.planned)
     in_library = job.checkpoint.checkpoint.in_library
     if stored is not None or not in_library or not is_measured(config, job.schedule, spec):
@@ -117,7 +117,7 @@ def checked(job: PlannedJob, stored: Manifest | None, backend: Backend) -> Itera
 
 
 def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "quick") -> tuple[Totals, int]:
-    """Answer the shards that are not committed. Return the job's totals, and the number of rows answered now."""
+    """Answer the shards that are not committed. Return the job's totals, and the number of newly answered rows."""
     manifest = job.manifest
     done = committed_shards(folder, manifest.shards, manifest.fingerprint, check)
     left = [shard for shard in manifest.shards if shard.index not in done]
@@ -126,7 +126,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
     if done and left:
         log.warning("resuming: %d of %d shards are committed already", len(done), len(manifest.shards))
     if left:
-        folder.remove(SUCCESS)  # a finished job has lost parts
+        folder.remove(SUCCESS)  # it exists if a finished job has lost parts
         job = replace(job, config=job.config.model_copy(update={"storage": job.config.storage.after_planning()}))
         folder = probe_create(open_folder(folder.url, job.config.storage))
         workload = Workload(len(manifest.shards), manifest.rows, len(done), manifest.rows - left_rows, job.began)

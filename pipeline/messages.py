@@ -50,12 +50,12 @@ def one_line(error: BaseException) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the text. If it is longer than `most` characters, return its first `most` characters and an ellipsis."""
+    """Return the text if it has at most `most` characters, else its first `most` characters and an ellipsis."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 
 def printable(name: object) -> str:
-    """Return a name from the data as text for a message. Quote it if it is not printable, or has outer spaces."""
+    """Return a name from the data as text for a message. Quote it if it is empty, unprintable, or has outer spaces."""
     text = str(name)
     return text if text.isprintable() and text == text.strip() != "" else repr(text)
 
@@ -66,7 +66,7 @@ def listed(names: Iterable[object]) -> str:
 
 
 def where_sought(path: str | Path) -> str:
-    """Return the end of a message: where a local path was looked for. Return "" outside of submitted Ray jobs."""
+    """Return text for the end of a message: where a local path was sought. Return "" outside of submitted Ray jobs."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ or "://" in str(path):
         return ""
     host = f" on host {socket.gethostname()} of the cluster"
@@ -100,7 +100,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 0.1 or not seconds else f"{1000 * seconds:.2f} ms"
 
 
-# a password may contain "/"; "..." shows that a quoted line was cut, perhaps inside a URL
+# A password may contain "/". A quoted line may be cut inside a URL: it then begins or ends with "...".
 _END = r"(?:@|(?= \.\.\.))"
 _IN_URL = re.compile(rf"(\w://(?=[^/:\s'\"]*:)|\.\.\. )[^\s'\"]*{_END}|(\w://)[^/\s'\"]*{_END}")
 
@@ -122,8 +122,8 @@ def in_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def parsed_control_tokens(count: int) -> str:
-    """Return a sentence: how many control tokens in the prompts were parsed, and which setting changes that."""
-    return f"{counted(count, 'control token')} in prompts parsed as tokens; input.special_tokens: text keeps them text"
+    """Return a sentence: the number of control tokens parsed in prompts, and the setting that changes this."""
+    return f"parsed {counted(count, 'control token')} in prompts; set input.special_tokens: text to keep them as text"
 
 
 def write_log(error: BaseException) -> Path | None:

@@ -1,4 +1,4 @@
-"""Metrics of a running job: names, units, and the sink that exports amounts from this process. Imports no ray.
+"""Metrics of a running job: names, units, and the sink that exports amounts from this process. Does not import Ray.
 
 A process that exports metrics installs a sink, e.g. the one for Ray in `run.remote`. Without a sink, amounts are
 dropped. Amounts are added for each shard or retry, never for each token.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Part = Literal["prepare", "prefill", "decode", "commit"]
-Sink = Callable[[str, float, Part | None], None]  # arguments: name, amount (counter) or value (gauge), part
+Sink = Callable[[str, float, Part | None], None]  # arguments: metric's name, amount (counter) or value (gauge), part
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ def installed(sink: Sink) -> Iterator[None]:
 
 
 def add(name: str, amount: float = 1.0, *, part: Part | None = None) -> None:
-    """Increase a counter. An amount of 0 or less changes nothing. part: label, only for the counter `seconds`."""
+    """Increase a counter. An amount of 0 or less changes nothing. part: label of `seconds`; None for other counters."""
     assert METRICS[name].kind == "counter" and (part is not None) == (name == "seconds"), name
     if _sink is not None and amount > 0:
         _sink(name, amount, part)
 
 
 def set_gauge(name: str, value: float) -> None:
-    """Set a gauge. Call this again and again, because Ray forgets a value after 20 s."""
+    """Set a gauge. Call this at least every 20 s, because Ray then forgets the value."""
     assert METRICS[name].kind == "gauge", name
     if _sink is not None:
         _sink(name, value, None)

@@ -51,9 +51,9 @@ def plan(
     files: Files | None = None,
     preview: bool = False,
 ) -> PlannedJob:
-    """Plan a new job or, if `stored` is given, the rest of that job, which keeps its pinned values.
+    """Plan a new job. If `stored` is given, plan the rest of that job instead, and keep its pinned values.
 
-    For arguments and errors see `plan_job`. In a preview, repeated ids are not looked for. Also raises UserError if
+    For arguments and errors see `plan_job`. A preview does not look for repeated ids. Also raises UserError if
     checkpoint, prompt settings or input are wrong, or differ from those of the stored job.
     """
     began = time.time()
@@ -78,7 +78,7 @@ def plan(
 
 
 def _check_ids(config: JobConfig, manifest: Manifest) -> None:
-    """Raise UserError if ids in a batch file repeat, or ids in Parquet files with `input.duplicate_ids: error`."""
+    """Raise UserError if ids repeat in a batch file, or in Parquet files if `input.duplicate_ids` is error."""
     column, is_batch = config.input.id_column, config.input.is_batch
     is_parquet = all(file.format == "parquet" for file in manifest.files)
     if column is None or not (is_batch or (is_parquet and config.input.duplicate_ids == "error")):
@@ -111,7 +111,7 @@ def planned_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Sched
 
 
 def generator_arguments(job: PlannedJob) -> dict[str, Any]:
-    """Return the arguments of `Generator`, in which checkpoint and speed adapter are sources for `fetch`."""
+    """Return the arguments of `Generator`. `checkpoint` and `speed_adapter` are sources that `fetch` downloads."""
     batching = job.manifest.batching
     return {
         **generator_settings(job.config.model, job.config.sampling, job.config.choices, job.config.output_format),
@@ -131,7 +131,7 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
 
 
 def part_spec(job: PlannedJob) -> PartSpec:
-    """Return the columns and values of the job's parts (output files, one for each shard)."""
+    """Return what the job's parts (output files, one for each shard) hold."""
     return PartSpec(
         id_column=job.config.input.id_column,
         keep=tuple(kept_columns(job.config)),

@@ -33,7 +33,7 @@ from pipeline.prepare.tokenizer import tokenizer_of
 
 ROWS, SAMPLE_BYTES = 200, 2**26  # maximum rows and bytes to read from the first file with rows
 FORMATS: tuple[InputFormat, ...] = ("jsonl", "csv")  # formats of text files
-FILES = 8  # number of files in which to look for rows
+FILES = 8  # maximum number of files in which to look for rows
 IDS = ("id", "uuid", "key", "row_id", "custom_id", "index", "name")
 CHATS = ("messages", "conversation", "conversations", "chat")
 PROMPTS = ("prompt", "question", "instruction", "query", "request", "input")  # names of columns that hold whole prompts
@@ -43,17 +43,17 @@ ANSWERS = (  # usual names of columns with true answers
     *("highlights", "completion", "response", "output", "category", "class", "intent", "sentiment", "emotion"),
 )
 REQUEST = {"custom_id", "method", "url", "body"}  # keys of an OpenAI batch request
-SUMMARY = "\n\nSummary:"  # end of a template for a model that continues texts
+SUMMARY = "\n\nSummary:"  # end of the template for a model without a chat template
 LABELS, LABEL_LENGTH = 12, 40  # maximum distinct values in a column of labels, and maximum characters of a label
 LONG = 400  # a text with at least this many characters is not an id
-RESERVED = {"true", "false", "none", "self", *DEFAULT_NAMESPACE}  # names that mean something else in a template
+RESERVED = {"true", "false", "none", "self", *DEFAULT_NAMESPACE}  # names with another meaning in a template
 DEMO = "configs/demo/checkpoint"
 SYSTEM = "You do what the user asks, and write nothing else."
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of an input. format: `input.format`, None if file names show it. columns: name -> sampled values."""
+    """A sample of an input. format: `input.format`; None if file names show it. columns: name -> sampled values."""
 
     files: int
     format: InputFormat | None
@@ -66,18 +66,18 @@ class Proposal:
 
     keys: dict[str, Any]
     notes: list[str]
-    labels: tuple[str, ...] = ()  # values of another column that may hold labels
+    labels: tuple[str, ...] = ()  # values of a column that may hold labels
 
 
 def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[Sample, Proposal]:
-    """Write a new job file for an input: a file, folder or glob, local or s3://.
+    """Write a new job file for the input at `path`: a local or s3:// file, folder or glob.
 
     model: checkpoint; default: the demo's checkpoint if it is found, else a placeholder. Raises UserError if the job
     file exists, or if the input has no rows or no prompts.
     """
     sample = read_sample(path, StorageConfig())
     if output.exists():
-        raise UserError(f"{output}: exists, and is not replaced; choose another --output")
+        raise UserError(f"{output}: exists already, and is kept; choose another --output")
     proposal = propose(sample.columns)
     model = model or (DEMO if Path(DEMO).is_dir() else PLACEHOLDER)
     for answers in ("answers", "../answers"):
@@ -86,7 +86,7 @@ def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[S
         try:
             check_output_disjoint(config)
             break
-        except UserError:  # the input is this folder, or is named answers
+        except UserError:  # the input is the current folder, or a folder named answers
             if answers != "answers":
                 raise
     check_columns(config)
@@ -99,7 +99,7 @@ def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[S
 
 
 def read_sample(path: str, storage: StorageConfig) -> Sample:
-    """Read the first rows of the first file that has any. Raises UserError if none of the first `FILES` files has."""
+    """Read the first rows of the first file that has rows. Raises UserError if the first `FILES` files have none."""
     given: InputFormat | None = None
     first: UserError | None = None
     for given in (None, *FORMATS):  # the name of a folder does not show the format of its files
@@ -116,7 +116,7 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
         try:
             return Sample(len(files), given, first_rows(url, *entry, file_format(url, given), storage))
         except UserError as error:
-            problem = problem or error  # for example an empty file
+            problem = problem or error  # for example, the file is empty
             for kind in FORMATS:
                 if str(error).endswith(f"set input.format: {kind}"):  # the name of the file does not show its format
                     return Sample(len(files), kind, first_rows(url, *entry, kind, storage))
@@ -140,7 +140,7 @@ def first_rows(url: str, size: int, version: str, kind: str, storage: StorageCon
 
 
 def true_answers(columns: Mapping[str, Sequence[Any]], choices: Collection[str] | None = None) -> str | None:
-    """Return the column that seems to hold true answers: the job's labels, or texts under a usual name; else None."""
+    """Return a column that seems to hold true answers (only `choices`, or texts under a usual name), else None."""
     labels = None if choices is None else set(map(normalized, choices))
 
     def fits(value: Any) -> bool:
@@ -156,7 +156,7 @@ def true_answers(columns: Mapping[str, Sequence[Any]], choices: Collection[str] 
 def propose(columns: Mapping[str, Sequence[Any]]) -> Proposal:
     """Choose columns for id, prompt and labels. Raises UserError if no column can be a prompt.
 
-    columns: column name -> sampled values, None if a row has no value.
+    columns: column name -> sampled values, with None for each row without a value.
     """
     found = _propose_input(columns)
     for name, values in columns.items():
@@ -241,12 +241,12 @@ def _is_chat(value: Any) -> bool:
 
 
 def job_text(path: str, sample: Sample, proposal: Proposal, model: str, answers: str = "answers") -> str:
-    """Return the text of a job file, with comments that explain the choices. answers: folder for the output folder."""
+    """Return the text of a job file, with comments that explain the choices. answers: parent of the output folder."""
     keys = {"path": path} | ({"format": sample.format} if sample.format else {}) | proposal.keys
     is_chat = "messages" in keys or keys.get("format") == "openai_batch"
     if not is_chat and _has_chat_template(model):
         keys["chat"] = True
-        try:  # set a system message: else the template may add one of its own, which small models repeat
+        try:  # without a system message, the template may add its own, which small models repeat
             check_chat(tokenizer_of(model), Chat(system=SYSTEM), model)
             keys["system"] = SYSTEM
         except UserError:
@@ -260,14 +260,14 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str, answers:
     used, template = [*proposal.keys.values()], str(keys.get("template"))
     rest = {key: one for key, one in sample.columns.items() if key not in used and f"{{ {key} }}" not in template}
     right = true_answers(rest)
-    looks = f"{right} seems to hold true answers, with which `skipdecode adapt` can measure losses"
+    looks = f"{right} seems to hold true answers; `skipdecode adapt` can use them to measure losses"
     adapt = "" if right is None else f"# adapt: {{references: {right}}}       # {looks}\n"
     edit = "  # replace it: a folder, s3://…, or a model on the hub\n" if model == PLACEHOLDER else ""
-    return f"""# Written by `skipdecode init {printable(path)}`. Every key: `skipdecode keys`.
+    return f"""# Written by `skipdecode init {printable(path)}`. `skipdecode keys` lists all keys.
 #
 # skipdecode try THIS_FILE     answers five rows, and writes nothing
 # skipdecode plan THIS_FILE    predicts time and cost at each speed
-# skipdecode run THIS_FILE     answers all rows; the same command resumes
+# skipdecode run THIS_FILE     answers all rows; the same command resumes the job
 #
 # Paths are relative to the folder in which a command runs.
 

@@ -42,13 +42,13 @@ from pipeline.run.ray_session import actor_cpus, ray_session
 from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.signals import Interrupted, interruptible
 
-MAX_WAITING = 256  # maximum answers in the queue; further requests get status 429
+MAX_WAITING = 256  # maximum answers that wait in the queue; further requests get status 429
 MAX_BODY_BYTES = 8 * 2**20  # maximum bytes of a request
 NAME = "skipdecode"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 READY_SECONDS = 300.0  # time limit for the server to answer after the model is loaded
-GRACE_SECONDS = 20  # time that requests in flight get when a replica stops
-# makes Ray Serve run requests in a replica's first event loop, so that messages do not change threads
+GRACE_SECONDS = 20  # time that requests in flight have to finish when a replica stops
+# makes Ray Serve run requests in a replica's first event loop; messages then stay in one thread
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 QUIET: Any = {"enable_access_log": False, "log_level": "WARNING"}
 
@@ -71,7 +71,7 @@ class PlannedServer:
 def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardware | None = None) -> PlannedServer:
     """Check everything that can be checked without weights; return the plan. Raises a one-line UserError for a mistake.
 
-    on_this_machine: whether the replicas must fit into this machine's memory. hardware: default: this process's.
+    on_this_machine: whether the replicas must fit into this machine's memory. hardware: None means this process's.
     """
     limits = Limits(config.http.timeout_seconds, MAX_BODY_BYTES, key_digest(config.http))
     checkpoint = resolve_checkpoint(config.model, config.storage)
@@ -108,12 +108,12 @@ def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardwar
 
 
 def key_digest(http: HttpConfig) -> str | None:
-    """Return the SHA-256 of the API key; None if there is no key. Raises UserError if the key's variable is empty."""
+    """Return the API key's SHA-256; None without a key. Raises UserError if the key's environment variable is empty."""
     if http.api_key_env is None:
         return None
     key = os.environ.get(http.api_key_env, "").strip()
     if not key:
-        raise UserError(f"http.api_key_env: the environment variable {http.api_key_env} is empty; put the key there")
+        raise UserError(f"http.api_key_env: the environment variable {http.api_key_env} is empty; set it to the key")
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -126,7 +126,7 @@ def check_port(http: HttpConfig) -> None:
             listener.bind((http.host, http.port))
         except OSError as error:
             where = f"{http.host}:{http.port}"
-            raise UserError(f"http.port: cannot listen on {where}: {flat(error.strerror)}; choose another") from None
+            raise UserError(f"http.port: cannot listen on {where}: {flat(error.strerror)}; use another port") from None
 
 
 def render(tokenizer: Any, messages: Any, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, int]:
@@ -150,7 +150,7 @@ def application(planned: PlannedServer) -> Application:
     replicas, max_batch = planned.config.replicas, planned.generator["max_batch"]
     scaling: dict[str, Any] = {"num_replicas": replicas.count or 1}
     if replicas.max is not None:
-        target = max(1, max_batch // 2)  # another replica starts above this many requests per replica
+        target = max(1, max_batch // 2)  # above this many requests per replica, another one starts
         limits = {"min_replicas": replicas.min, "max_replicas": replicas.max, "target_ongoing_requests": target}
         scaling = {"num_replicas": None, "autoscaling_config": limits}
     server = Server.options(  # type: ignore[attr-defined]
@@ -160,7 +160,7 @@ def application(planned: PlannedServer) -> Application:
             "num_gpus": replicas.gpus,
             "runtime_env": {"env_vars": ONE_LOOP},
         },
-        # high enough that the replica's own queue refuses requests first: its refusals say when to retry
+        # more than the replica's own queue takes. That queue must refuse first, because it sends Retry-After
         max_ongoing_requests=2 * (max_batch + MAX_WAITING),
         max_queued_requests=MAX_WAITING,
         backpressure_config={"status_code": 429, "retry_after_s": 1},
@@ -171,9 +171,9 @@ def application(planned: PlannedServer) -> Application:
 
 
 def run_server(config: ServeConfig, *, verbose: bool) -> None:
-    """Serve until SIGTERM or SIGINT; then requests in flight get `GRACE_SECONDS`.
+    """Serve until SIGTERM or SIGINT. Requests in flight then have `GRACE_SECONDS` to finish.
 
-    Raises UserError if configuration, model or port are wrong; Interrupted if a signal comes before it is ready.
+    Raises UserError if configuration, model or port is wrong; Interrupted if a signal comes before serving begins.
     """
     if not verbose:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -184,13 +184,13 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
         host, port = config.http.host, config.http.port
         if host not in LOOPBACK and config.http.api_key_env is None:
             announce(
-                f"{host}: other machines can send requests, without an API key; set http.api_key_env to require one"
+                f"{host}: other machines can send requests without an API key; set http.api_key_env to require a key"
             )
         announce(planned.described)
         with ray_session(planned.config.replicas, verbose):
             announce("starting Ray Serve and loading the model")
             try:
-                with suppress(ray.exceptions.GetTimeoutError):  # the proxy may start late; it is waited for below
+                with suppress(ray.exceptions.GetTimeoutError):  # if the proxy starts late, `_wait_for_http` waits
                     serve.start(http_options={"host": host, "port": port}, logging_config=QUIET)
                 serve.run(application(planned), name=NAME, logging_config=QUIET)
                 _wait_for_http(host, port)
@@ -206,7 +206,7 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
 
 
 def _wait_for_http(host: str, port: int) -> None:
-    """Wait until the server answers. Raises RuntimeError if it does not within `READY_SECONDS`."""
+    """Wait until the server answers. Raises RuntimeError if it does not answer within `READY_SECONDS`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/health"
     deadline = time.monotonic() + READY_SECONDS

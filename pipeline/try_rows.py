@@ -1,4 +1,4 @@
-"""Answers the first rows of a job in this process (`skipdecode try`). Writes no files and imports no ray."""
+"""Answers the first rows of a job in this process (`skipdecode try`). Writes no files. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ log = logging.getLogger(__name__)
 class TriedRow:
     """A row as the model gets it, and the row's answers."""
 
-    id: Any  # value of the id column; without one, file and row number
+    id: Any  # value of the id column; if there is none, file and row number
     prompt: str  # decoded prompt, with special tokens; "" if the row has an error
     answers: list[Answer]
-    control_tokens: int  # number of control tokens in the row's values that were parsed
+    control_tokens: int  # number of control tokens that were parsed in the row's values
 
 
 def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] = log.debug) -> list[TriedRow]:
     """Answer the first `rows` rows of the input. Pass notes about the job, e.g. which tokens end answers, to `say`.
 
-    Random numbers, prompts and row errors are the same as in the job. Batches are smaller and no prefix is shared,
-    so with data types other than float32 answers may differ. Raises UserError; NoRows if the input is empty.
+    Random numbers, prompts and row errors are the same as in the job. Batches are smaller, and no prefix is shared.
+    Answers may therefore differ, except in float32. Raises UserError; NoRows if the input is empty.
     """
     check_columns(config)
     job = plan(_on_this_machine(config), None, Hardware(), limit=rows, preview=True)
@@ -65,7 +65,7 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
 
         generator = Generator(**fetched(generator_arguments(job)))
     if continued and not section.continue_final:
-        say("messages end with an assistant's turn: input.continue_final: true continues it; else a new turn begins")
+        say("messages end with an assistant's turn, but a new turn begins; to continue, set input.continue_final: true")
     say(f"answers end at {', '.join(_ends(job.checkpoint.checkpoint.path, spec)) or 'no token (the model names none)'}")
     with announced("answering"):
         answers = generator.answer([prompt for _, prompt, _ in prepared])
@@ -92,7 +92,7 @@ def _ends(checkpoint: Any, spec: PromptSpec) -> list[str]:
 
 
 def _on_this_machine(config: JobConfig) -> JobConfig:
-    """Return the job, with a whole GPU if it asks for a share of a GPU. Raises UserError if this machine has no GPU."""
+    """Return the job, with exactly one GPU if it asks for GPUs. Raises UserError if this machine then has no GPU."""
     if not config.actors.gpus:
         return config
     import torch

@@ -14,7 +14,7 @@ from actors.engine.errors import UserError
 
 SPREAD = 2  # maximum ratio of longest to shortest prompt in a run, because every slot is as long as the longest prompt
 SHORTEST_PREFIX = 16  # minimum tokens in a prefix of all prompts; sharing a shorter prefix costs more than it saves
-LEAST_TOKENS = 32  # minimum tokens that a beginning shared by some prompts adds to the prefix of all prompts
+LEAST_TOKENS = 32  # a beginning shared by some prompts must be this many tokens longer than the prefix of all
 LEAST_SAVED = 512  # if sharing a beginning saves fewer tokens than this, its separate prefill pass costs more
 MOST_NESTED = 50  # maximum recursion depth of the search for shared beginnings
 Prompt = tuple[int, ...]
@@ -29,14 +29,14 @@ class Run:
 
     rows: list[int]  # indices of the requests, in order of admission
     capacity: int  # maximum number of rows in flight
-    apart: bool = False  # whether rows of other runs may not share the slots, because memory has run out before
+    apart: bool = False  # whether memory has run out before; if so, rows of other runs must not share the slots
 
 
 def plan_batches(
     prompt_tokens: Sequence[int],  # number of prompt tokens of each row
     max_new_tokens: Sequence[int],  # maximum number of new tokens of each row
     *,
-    row_bytes: Callable[[int, int], int],  # (prompt tokens, new tokens), maxima of a batch -> cache bytes per row
+    row_bytes: Callable[[int, int], int],  # (most prompt tokens, most new tokens of a row) -> cache bytes per row
     budget_bytes: int,  # maximum cache bytes of a batch
     max_rows: int,  # maximum number of rows in a batch
     groups: Sequence[int] | None = None,  # number of the group to which each row belongs; None: one group
@@ -71,7 +71,7 @@ def plan_batches(
         if alone > budget_bytes:
             raise UserError(
                 f"a row of {longest} prompt and {most_new} new tokens needs {alone} bytes of cache, "
-                f"the budget is {budget_bytes}"
+                f"but the budget is {budget_bytes}"
             )
         batches.append([row])
     return batches
@@ -87,7 +87,7 @@ def merge(
     """Join successive batches with prompts of similar length into longer runs, whose slots are refilled.
 
     `runs` are ordered by prompt length, longest first. Every slot of a run has room for the run's longest prompt and
-    largest number of new tokens. Batches are not joined if these longer slots would cost more than half of the slots.
+    largest number of new tokens. Batches are not joined if fewer than half as many of these larger slots would fit.
     """
     merged: list[Run] = []
     most_new = 0
@@ -109,7 +109,7 @@ def merge(
 
 
 def smaller(run: Run) -> list[Run]:
-    """Divide a run into runs with at most half as many rows in flight. A run that is one batch becomes two halves."""
+    """Divide a run into runs with at most half as many rows in flight. A run of only one batch is cut into halves."""
     if run.capacity == 1:
         return [replace(run, rows=[row]) for row in run.rows]
     if run.capacity >= len(run.rows):
@@ -122,8 +122,8 @@ def smaller(run: Run) -> list[Run]:
 def constant_prefix(ids: Sequence[Sequence[int]]) -> list[int]:
     """Return the prefix that all prompts (token ids) share. Every prompt is at least one token longer than the prefix.
 
-    Return [] if there is only one prompt, or the prefix is shorter than `SHORTEST_PREFIX`. Prompts that do not begin
-    with the prefix can still be generated with it, because the loop checks each prompt.
+    Return [] if there is only one prompt, or if the prefix is shorter than `SHORTEST_PREFIX`. The prefix may be set for
+    other prompts too, because the loop checks whether a prompt begins with it.
     """
     if len(ids) < 2:
         return []
@@ -190,7 +190,7 @@ def _best(ordered: Sequence[Prompt], before: int, nested: int) -> Saved:
         return 0, []
     equal = common_length((ordered[0], ordered[-1]))
     whole = _whole(ordered, min(equal, len(ordered[0]) - 1), before)
-    if len(ordered[0]) == equal:  # the first prompt is a prefix of all others, which can share one more token
+    if len(ordered[0]) == equal:  # the first prompt is a prefix of the others; without it, they can share more
         whole = max(whole, _whole(ordered[1:], equal, before), key=itemgetter(0))
     if nested == MOST_NESTED:
         return whole

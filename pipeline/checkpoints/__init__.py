@@ -1,4 +1,4 @@
-"""Finds and fetches a model's files: a local folder, S3 or the hub. The driver pins them, each node fetches them once.
+"""Finds a model's files (local folder, S3 or hub), pins them on the driver, and fetches them once on each node.
 
-This package may import storage, config, messages and the engine's checks of a checkpoint. It loads no weights.
+This package may import storage, config and messages, and the engine's checks of a checkpoint. It loads no weights.
 """

@@ -31,16 +31,16 @@ from actors.engine.model.fitting import check_report
 from actors.engine.model.loading import inspect
 from actors.engine.model.weights import gib
 
-# model families, as GGUF names them, that the engine and transformers can read; Mistral's files say llama
+# GGUF's names of the model families that the engine and transformers can read; Mistral's files have the name llama
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt2")
 PLAIN = {"F32", "F16", "BF16"}  # tensor types without quantization
 PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 ROPE_FACTORS = re.compile(r"(^|\.)rope_(freqs|factors)")  # names of tensors that scale RoPE
-# (architecture, layers) of models whose query_pre_attn_scalar is not transformers' default; GGUF does not store it
+# (architecture, layers) of models whose query_pre_attn_scalar, which GGUF lacks, is not transformers' default
 OTHER_SCALING = {("gemma2", 46): "Gemma 2 27B", ("gemma3", 62): "Gemma 3 27B"}
-# pre-tokenization rules, as llama.cpp names them, that `_tokenizer` supports; a test compares token ids with llama.cpp.
-# tekken and gpt-4o are missing, because for accents llama.cpp's rules differ from the published ones.
-WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")  # rules that keep a word of the vocabulary as one token
+# llama.cpp's names of the pre-tokenization rules that `_tokenizer` supports. A test compares the token ids.
+# tekken and gpt-4o are missing: llama.cpp's rules of these names split accents differently than the published rules.
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")  # rules that never split a word of the vocabulary
 PRE_TOKENIZERS = ("gpt-2", "olmo", "smollm", "dbrx", "smaug-bpe", "qwen2", "deepseek-r1-qwen", *WHOLE_WORDS)
 UNREADABLE = (ValueError, KeyError, OSError, TypeError, AttributeError)  # raised by transformers for a bad file
 
@@ -50,7 +50,7 @@ class GgufHeader:
     """The header of a GGUF file."""
 
     path: Path
-    values: dict[str, Any]  # key, such as ``llama.block_count`` -> value; True stands for a list of values
+    values: dict[str, Any]  # value of each key, such as ``llama.block_count``; a list of values is stored as True
     tokens: int  # size of the vocabulary
     types: frozenset[str]  # names of the tensors' types, such as Q4_1
     rows: dict[str, int]  # tensor name -> number of rows
@@ -61,36 +61,36 @@ class GgufHeader:
         return str(self.values.get("general.architecture", ""))
 
     def of_model(self, key: str) -> Any:
-        """Return the value of a key without its architecture prefix, such as ``attention.key_length``, or None."""
+        """Return the value of a key, given without its prefix (such as ``llama.``); None if the header has no value."""
         return self.values.get(f"{self.architecture}.{key}")
 
     @property
     def head_dim(self) -> int | None:
-        """Dimensions of an attention head; None if the header does not give them."""
+        """Number of dimensions of an attention head; None if the header does not give it."""
         if (length := self.of_model("attention.key_length")) is not None:
             return int(length)
         width, heads = self.of_model("embedding_length"), self.of_model("attention.head_count")
         return int(width) // int(heads) if width and heads else None
 
     def refusal(self) -> str | None:
-        """Return why the file cannot be converted, for example because transformers would ignore a part; else None."""
+        """Return why the file cannot be converted (transformers would ignore a part of it, …); None if it can be."""
         part = PART.search(self.path.name)
         parts = int(self.values.get("split.count") or (part[1] if part else 1))
         scaling, rotated = self.of_model("rope.scaling.type"), self.of_model("rope.dimension_count")
         scaled = scaling not in (None, "none") or any(ROPE_FACTORS.search(name) for name in self.rows)
         other = OTHER_SCALING.get((self.architecture, self.of_model("block_count")))
         embedded = self.rows.get("token_embd.weight", self.tokens)
-        ignored = "which transformers does not read from GGUF: answers would differ; take the safetensors checkpoint"
+        ignored = "which transformers does not read from GGUF, so answers would differ; use the safetensors checkpoint"
         reasons: list[tuple[Any, str]] = [
-            (parts > 1, f"one of {parts} parts; join them: llama-gguf-split --merge FIRST.gguf WHOLE.gguf"),
+            (parts > 1, f"it is one of {parts} parts; join them: llama-gguf-split --merge FIRST.gguf WHOLE.gguf"),
             (
                 self.architecture not in ARCHITECTURES,
-                f"architecture {self.architecture!r} cannot be converted; can be: {', '.join(ARCHITECTURES)}",
+                f"architecture {self.architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}",
             ),
             (not self.rows, "no weights, only a vocabulary"),
             (
                 not self.tokens or "tokenizer.ggml.model" not in self.values,
-                "no tokenizer in it; convert a file that has one",
+                "the file has no tokenizer; convert one that has a tokenizer",
             ),
             (
                 embedded != self.tokens,
@@ -107,13 +107,13 @@ class GgufHeader:
                 f"it has a sliding window, {ignored}",
             ),
             (self.of_model("expert_count"), f"it is a mixture of experts, {ignored}"),
-            (other, f"{other} scales its queries by a factor of its own, {ignored}"),
+            (other, f"{other} has its own scaling factor for queries, {ignored}"),
         ]
         return next((reason for holds, reason in reasons if holds), None)
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of a GGUF file. Raises UserError if it is not GGUF, is damaged, or cannot be converted."""
+    """Read the header of a GGUF file. Raises UserError if the file is not GGUF, damaged or not convertible."""
     from gguf import GGUFReader
 
     if not path.is_file():
@@ -139,10 +139,10 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[str], None]) -> None:
-    """Convert a GGUF file to a checkpoint in `output`, a new or empty folder. The folder appears once it is complete.
+    """Convert a GGUF file to a checkpoint in `output`, a new or empty folder. It gets its files when all are complete.
 
-    dtype: type of the written weights. report: called with each progress line. Raises UserError if the file cannot be
-    converted (mostly before weights are read), or if `output` holds files.
+    dtype: type of the written weights. report: called with each progress line. Raises UserError if `output` holds
+    files, or if the file cannot be converted (in most cases, this is found before weights are read).
     """
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise UserError(f"OUT: {output} exists and is not empty; remove it, or choose a new folder")
@@ -164,17 +164,17 @@ def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[st
     inspect(partial)
     partial.rename(output.resolve())
     if not tokenizer.chat_template:
-        report("the file has no chat template: prompts can be text, not messages")
+        report("the file has no chat template, so prompts can be text but not messages")
     report(f"wrote {len(list(output.iterdir()))} files")
 
 
 def _read(header: GgufHeader, kind: Any, **options: Any) -> Any:
-    """Read config, tokenizer or model from the file with `kind`, one of transformers' auto classes."""
+    """Use `kind`, one of transformers' auto classes, to read the config, tokenizer or model from the file."""
     return kind.from_pretrained(header.path.parent, gguf_file=header.path.name, local_files_only=True, **options)
 
 
 def _config(header: GgufHeader) -> PretrainedConfig:
-    """Return transformers' config, completed from the header. Raises UserError if the model cannot be run."""
+    """Return transformers' config, corrected by the header. Raises UserError if the engine cannot run the model."""
     try:
         config: PretrainedConfig = _read(header, AutoConfig)
     except UNREADABLE as error:
@@ -191,12 +191,12 @@ def _config(header: GgufHeader) -> PretrainedConfig:
 
 
 def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokenizerBase:
-    """Return a tokenizer that splits texts as llama.cpp does. Raises UserError if the file's rule is not supported."""
+    """Return a tokenizer that splits texts as llama.cpp does. Raises UserError if its splitting rule is unknown."""
     rule, is_bpe = header.values.get("tokenizer.ggml.pre"), header.values["tokenizer.ggml.model"] == "gpt2"
     if is_bpe and rule not in PRE_TOKENIZERS:
         raise UserError(
             f"{header.path}: tokenizer.ggml.pre = {rule!r} is not supported: llama.cpp may split texts differently; "
-            f"supported rules: {', '.join(PRE_TOKENIZERS)}; take the safetensors checkpoint"
+            f"supported rules: {', '.join(PRE_TOKENIZERS)}; use the safetensors checkpoint"
         )
     try:
         tokenizer: PreTrainedTokenizerBase = _read(header, AutoTokenizer, trust_remote_code=False)
@@ -213,7 +213,7 @@ def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokeni
 
 
 def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the dequantized model. Raises UserError if the weights of the file and of the model do not match."""
+    """Return the dequantized model. Raises UserError if the file's weights do not match the model's."""
     options = {"config": config, "dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
     # wrong sizes raise no error here; `check_report` refuses them
     model, report = _read(header, AutoModelForCausalLM, ignore_mismatched_sizes=True, **options)
@@ -222,9 +222,9 @@ def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> 
     if used != header.elements:
         raise UserError(
             f"{header.path}: it has {header.elements:,} weights, but transformers' {config.model_type} has {used:,}, "
-            "so some would be left out; take the safetensors checkpoint"
+            "so some would be left out; use the safetensors checkpoint"
         )
-    # without these attributes, transformers saves the dequantized weights as plain weights
+    # with these attributes, transformers would not save the dequantized weights as plain weights
     model.is_quantized, model.hf_quantizer = False, None
     for holder, name in ((model, "quantization_method"), (model.config, "quantization_config")):
         if getattr(holder, name, None) is not None:

@@ -1,4 +1,4 @@
-"""Checks that every node sees the same files in a local checkpoint folder as the driver."""
+"""Checks that in a local checkpoint folder, every node sees the same files that the driver saw."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from pathlib import Path
 from actors.engine.errors import UserError
 from actors.engine.model.file_digests import WEIGHTS, answer_files, file_digest
 
-SAMPLE_BYTES = 2**20  # bytes hashed at the start (with the header) and at the end of a weights file
+SAMPLE_BYTES = 2**20  # bytes that are hashed at each end of a weights file; its header is at the start
 
 
 @dataclass(frozen=True)
 class PinnedFolder:
-    """A local folder as the driver saw it. samples: (file name, "size:digest"), with a digest as in `_sample`."""
+    """A local folder as the driver saw it. samples: the name of each file, and its "size:digest" from `_sample`."""
 
     path: str
     samples: tuple[tuple[str, str], ...]
 
 
 def pin(folder: Path) -> PinnedFolder:
-    """Return the folder with the size and a digest of every file, for `check_same` on other nodes."""
+    """Record size and digest of each file that affects answers. Other nodes pass the result to `check_same`."""
     return PinnedFolder(str(folder.resolve()), tuple((path.name, _sample(path)) for path in answer_files(folder)))
 
 
 def check_same(pinned: PinnedFolder, *, weights: bool) -> Path:
-    """Return the folder if this node sees the same files in it as the driver.
+    """Return the folder if its files are the same on this node as on the driver.
 
-    Small files are compared whole; weights only if `weights` is set, by their size, start and end. Raises UserError
-    that names the host and the first file that differs.
+    Small files are compared whole. If `weights` is set, weights are compared by size, start and end. Otherwise they are
+    not compared. If a file differs, raises UserError, which names this host and the file.
     """
     folder = Path(pinned.path)
     for name, sample in pinned.samples:
         path = folder / name
         if weights or path.suffix != WEIGHTS:
-            problem = "differs from" if path.is_file() else "is missing, unlike"
+            problem = "the file differs from that" if path.is_file() else "the file is missing, but exists"
             if not path.is_file() or _sample(path) != sample:
                 raise UserError(
-                    f"{path}: {problem} the file where the job was planned (this host: {socket.gethostname()}); give "
-                    "every node the same files, or take a checkpoint in s3:// or on the hub"
+                    f"{path}: {problem} on the host that planned the job (this is host {socket.gethostname()}); give "
+                    "every node the same files, or use a checkpoint in s3:// or on the hub"
                 )
     return folder
 

@@ -40,7 +40,7 @@ HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)@(\S+)")
 UNPINNED = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 TRIES = 2
 HEADERS_AT_ONCE = 8
-FIRST_SECONDS, SECONDS = 1.5, 10.0  # seconds from a download's start to its first progress line, and between lines
+FIRST_SECONDS, SECONDS = 1.5, 10.0  # seconds until a download's first progress line, and then until each further line
 Report = Callable[[str], None]
 
 
@@ -58,7 +58,7 @@ class RemoteCheckpoint:
     def pinned(
         cls, path: str, store: BucketStore | HubStore, files: Sequence[RemoteFile], cache: str | None
     ) -> RemoteCheckpoint:
-        """Pin `files` of a store. Derive their key in the nodes' caches from names, sizes and versions."""
+        """Pin `files` of a store. Their names, sizes and versions decide the checkpoint's `key` in the caches."""
         commit = store.revision if isinstance(store, HubStore) else None
         text = "\n".join([path, str(commit), *(f"{file.name} {file.size} {file.version}" for file in files)])
         name = re.sub(r"[^\w.-]+", "-", path.removeprefix("s3://"))[-60:].strip("-.")
@@ -87,7 +87,7 @@ class ResolvedCheckpoint:
     adapter: str | RemoteCheckpoint | None = None
 
     def identity(self) -> dict[str, Any]:
-        """Return values that identify the files, for the job's fingerprint: digests if local, else listed versions."""
+        """Return values that identify the files, for the job's fingerprint. See `_versions`."""
         values: dict[str, Any] = {"files": _versions(self.source)}
         if self.adapter is not None:
             found = _versions(self.adapter)
@@ -97,24 +97,24 @@ class ResolvedCheckpoint:
         return {**values, "hub": self.source.path, "commit": self.source.commit}
 
     def pinned(self) -> PinnedFolder | RemoteCheckpoint:
-        """Return the checkpoint's source for other processes, where `fetch` refuses files that have changed."""
+        """Return the checkpoint's source for `fetch` in other processes, which then refuses changed files."""
         return pin(Path(self.source)) if isinstance(self.source, str) else self.source
 
     def pinned_adapter(self) -> PinnedFolder | RemoteCheckpoint | None:
-        """Return the speed adapter's source for other processes, where `fetch` refuses files that have changed."""
+        """Return the speed adapter's source for `fetch` in other processes, which then refuses changed files."""
         return pin(Path(self.adapter)) if isinstance(self.adapter, str) else self.adapter
 
     def schedule(self, changes: dict[str, Any], model: ModelConfig, *, unadapted: bool) -> Schedule:
         """Return the checkpoint's schedule with `changes` to its keys.
 
-        Raises UserError if the schedule is impossible, or if the checkpoint is not trained for it and not `unadapted`.
+        Raises UserError if the schedule is impossible or, unless `unadapted`, if the checkpoint is not trained for it.
         """
         if unadapted:
             return self.checkpoint.schedule(changes)
         return self.checkpoint.adapted_schedule(changes, model.path, "set schedule.unadapted: true")
 
     def weights_digest(self) -> str | None:
-        """Return the weights' digest, which identifies a speed adapter's base; None if the store lists no SHA-256."""
+        """Return a digest of the weights, to recognize a speed adapter's base; None if the store lists no SHA-256."""
         if isinstance(self.source, str):
             return base_digest(self.checkpoint.path)
         found = {file.name: self.source.store.digests(file).get("sha256") for file in self.source.weights}
@@ -122,7 +122,7 @@ class ResolvedCheckpoint:
         return weights_digest(known) if len(known) == len(found) else None
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return tensor name -> `StoredTensor`, from the headers of the weights files, without reading weights."""
+        """Return tensor name -> `StoredTensor`. Reads only the headers of the weights files, not the weights."""
         if isinstance(self.source, str):
             return folder_tensors(self.checkpoint.path)
         with ThreadPoolExecutor(HEADERS_AT_ONCE) as threads:
@@ -130,7 +130,7 @@ class ResolvedCheckpoint:
 
 
 def _versions(source: str | RemoteCheckpoint) -> dict[str, str]:
-    """Return file name -> digest if `source` is a local folder, else size and version as the store lists them."""
+    """Return file name -> digest for a local folder, or file name -> size and version in the store's listing."""
     if isinstance(source, str):
         return digests(Path(source))
     return {file.name: f"{file.size}:{file.version}" for file in source.files}
@@ -144,8 +144,8 @@ def resolve_checkpoint(
     A speed adapter is downloaded whole, and its base is compared with the checkpoint. If a bucket lists no SHA-256 of
     the weights, this comparison waits until the weights are loaded.
 
-    pinned: for a resumed job, its `identity()` at planning; this commit is used even if the branch has moved. Raises
-    UserError if the checkpoint is missing, unreadable or not supported, StoreFailed if the store fails.
+    pinned: for a resumed job, the `identity()` from its planning; that commit is used even if the branch has moved.
+    Raises UserError if the checkpoint is missing, unreadable or not supported, and StoreFailed if the store fails.
     """
     path = model.path
     refuse_file(path)
@@ -159,7 +159,7 @@ def resolve_checkpoint(
     elif "://" in path:
         raise UserError(f"{path}: checkpoints come from a local folder, s3:// or the hub (owner/name@revision)")
     elif path == PLACEHOLDER:
-        raise UserError(f"model.path: {path} is an example: replace it by a checkpoint folder or a model on the hub")
+        raise UserError(f"model.path: {path} is an example: replace it with a checkpoint folder or a model on the hub")
     elif named := HUB.fullmatch(path):
         resumed = pinned is not None and pinned.get("hub") == path
         revision = str(pinned["commit"]) if pinned is not None and resumed else named[2]
@@ -167,7 +167,7 @@ def resolve_checkpoint(
         commit, files = store.commit()
         store = replace(store, revision=commit)
     else:
-        hub = f"; if a model on the hub is meant, add @revision, for example {path}@main or {path}@ and a commit"
+        hub = f"; if a model on the hub is meant, add @revision, for example {path}@main or {path}@COMMIT"
         hint = hub if UNPINNED.fullmatch(path) else ""
         raise UserError(f"{path}: no such checkpoint folder{where_sought(path)}{hint}")
     kept = [file for file in files if file.name.endswith((*SMALL, ".safetensors"))]
@@ -183,7 +183,7 @@ def resolve_checkpoint(
 
 
 def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: StorageConfig) -> ResolvedCheckpoint:
-    """Return `base` with `model.speed_adapter`. Raises UserError if the adapter was trained for another checkpoint."""
+    """Add `model.speed_adapter` to `base`. Raises UserError if the adapter was trained for another checkpoint."""
     if model.speed_adapter is None:
         return base
     path = str(model.speed_adapter).rstrip("/")
@@ -212,8 +212,8 @@ def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: Storage
 def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True, report: Report | None = None) -> Path:
     """Return the checkpoint's folder on this node. Download it if necessary. Many processes may call this at once.
 
-    weights: whether the weights are needed too. report: called with each progress line of a download; default: the log.
-    Raises UserError if the files differ from the pinned ones or do not fit into the cache; StoreFailed if the store
+    weights: whether the weights are needed too. report: called with each progress line (default: writes it to the log).
+    Raises UserError if the files differ from the pinned ones or do not fit into the cache, and StoreFailed if the store
     fails.
     """
     if isinstance(source, str):
@@ -243,7 +243,7 @@ def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True
 
 
 def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
-    """Return the complete folder that `record` names. None if there is no record, or a file does not have its size."""
+    """Return the complete folder that `record` names. None if there is no record, or if a file's size is wrong."""
     try:
         values = json.loads(record.read_text())
         folder = Path(values["folder"])
@@ -254,7 +254,7 @@ def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
-        log.warning("%s: not a record of a checkpoint (%s); downloading it again", record, error)
+        log.warning("%s: not a valid record of a checkpoint (%s); downloading it again", record, error)
         return None
     return folder
 
@@ -262,7 +262,7 @@ def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
 def _download(
     source: RemoteCheckpoint, files: Sequence[RemoteFile], folder: Path, report: Report | None
 ) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Download and verify files; retry damaged ones once. Return their folder, and file name -> size and SHA-256."""
+    """Download and verify files. Retry damaged files once. Return their folder, and each file's size and SHA-256."""
     store, problem = source.store, ""
     for _ in range(TRIES):
         with download_progress(source.path, sum(file.size for file in files), store.arrivals(folder), report):
@@ -283,7 +283,7 @@ def _download(
 
 
 def _verify(path: Path, file: RemoteFile, digests: dict[str, str]) -> str:
-    """Return the SHA-256 of a downloaded file. Raises UserError if its size, header or one of `digests` is wrong."""
+    """Return the SHA-256 of a downloaded file. Raises UserError if size, header or digest (see `digests`) is wrong."""
     if not path.is_file() or path.stat().st_size != file.size:
         raise UserError(f"{path}: its size is not the {file.size} bytes that the store lists")
     sha256 = file_digest(path, "sha256")

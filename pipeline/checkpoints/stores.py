@@ -74,7 +74,7 @@ class BucketStore:
             return file_tensors(read, file.size, f"{self.url}/{file.name}")
 
     def arrivals(self, folder: Path) -> Path:
-        """Return the folder where the bytes of a running `download` to `folder` appear, to measure its progress."""
+        """Return the folder in which the bytes of a running `download` to `folder` appear, to measure its progress."""
         return folder
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
@@ -88,7 +88,7 @@ class BucketStore:
         if needed > free:
             raise UserError(
                 f"{self.url}: {gib(needed)} to download, but {folder} has {gib(free)} left: free "
-                "some, or set model.cache"
+                "some space, or set model.cache"
             )
         with self._user_errors(), ThreadPoolExecutor(STREAMS) as threads:
             list(threads.map(lambda file: self._get(file, folder), missing))
@@ -142,8 +142,8 @@ class BucketStore:
 class HubStore:
     """A commit of a model repository on the hub. The library huggingface_hub downloads it, with its own locks.
 
-    endpoint: address of the hub; None: the public hub. cache: folder for downloads (`model.cache`); None:
-    $SKIPDECODE_CACHE if it is set, else huggingface_hub's cache.
+    endpoint: address of the hub, or None for the public hub. cache: folder for downloads (`model.cache`), or None for
+    the default: $SKIPDECODE_CACHE if it is set, else huggingface_hub's cache.
     """
 
     repo: str
@@ -176,11 +176,11 @@ class HubStore:
         return {name: StoredTensor(where, tuple(tensor.shape)) for name, tensor in header.tensors.items()}
 
     def arrivals(self, folder: Path) -> Path:
-        """Return the folder where the bytes of a running `download` appear, to measure its progress."""
+        """Return the folder in which the bytes of a running `download` appear, to measure its progress."""
         return self._cache() / f"models--{self.repo.replace('/', '--')}"
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
-        """Download files into huggingface_hub's cache, and return the folder there; `folder` is not used."""
+        """Download files into huggingface_hub's cache. Return their folder in this cache. `folder` is not used."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -191,7 +191,7 @@ class HubStore:
             return Path(snapshot_download(self.repo, allow_patterns=names, max_workers=STREAMS, **options))
 
     def digests(self, file: RemoteFile) -> dict[str, str]:
-        """Return algorithm -> hexadecimal digest of the file's content: SHA-256 if the hub lists it."""
+        """Return algorithm -> hexadecimal digest of the file's content. Only SHA-256, and only if the hub lists it."""
         return {} if file.sha256 is None else {"sha256": file.sha256}
 
     def _cache(self) -> Path:
@@ -208,7 +208,7 @@ class HubStore:
         try:
             yield
         except errors.GatedRepoError:
-            raise UserError(f"{name}: gated: ask for access on the hub, and set HF_TOKEN to your token") from None
+            raise UserError(f"{name}: gated model: ask for access on the hub, and set HF_TOKEN to your token") from None
         except errors.RepositoryNotFoundError:
             raise UserError(
                 f"{name}: no such model on the hub, or no access to it: a private model needs HF_TOKEN"

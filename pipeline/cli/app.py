@@ -31,13 +31,13 @@ def demo(
     with command(verbose=False):
         job = write_demo(folder, rows)
     run(job, show=5)
-    typer.echo("for rows of your own: skipdecode init FILE writes a job file")
+    typer.echo("to answer your own rows, write a job file with `skipdecode init FILE`")
 
 
 def keys(
-    section: Annotated[str | None, typer.Argument(help="A section such as input, or a key; default: all.")] = None,
+    section: Annotated[str | None, typer.Argument(help="Section (such as input) or key to show; default: all.")] = None,
 ) -> None:
-    """Print the keys of configuration files (all, or those of one section) with type, default and meaning."""
+    """Print the type, default and meaning of configuration keys: all keys, the keys of one section, or one key."""
     with command(verbose=False):
         from pipeline.config.reference import described
 
@@ -65,7 +65,7 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Answer tables of prompts with fewer layers per token: SkipDecode bulk generation on Ray."""
+    """Answer tables of prompts on Ray, with fewer layers for each token (SkipDecode)."""
 
 
 for function in (demo, init, run, plan, adapt, tune, evaluate, report, convert, serve, keys):
@@ -75,5 +75,5 @@ app.command("try")(try_rows)
 
 def main() -> None:
     """Run the `skipdecode` command."""
-    gc.set_threshold(100_000)  # allocated objects; with the default 700, imports take a second longer
+    gc.set_threshold(100_000)  # new objects that start a collection; the default (700) slows imports by a second
     app(prog_name="skipdecode")

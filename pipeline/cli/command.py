@@ -1,4 +1,4 @@
-"""Defines what all commands share: options, process settings, and how an error ends a command (line, exit status)."""
+"""Defines what all commands share: options, process settings, and the last line and exit status after an error."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ EXTRAS = {  # package -> extra
     "sacrebleu": "eval",
     "sqlalchemy": "tables",
 }
-USER_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "  # begins the last line of a UserError's traceback
-UNTYPED = ("actors", "botocore", "pipeline", "ray")  # errors of these packages are clear without the name of the type
+USER_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "  # start of the last line in a UserError's traceback
+UNTYPED = ("actors", "botocore", "pipeline", "ray")  # packages whose errors are clear without their type's name
 
 
 @dataclass
 class Advice:
-    """Texts that a failed command adds to its error in its last line."""
+    """Texts that the last line of a failed command adds to the error message."""
 
-    file: str = ""  # file to name before a UserError; set after loading, since errors during loading name the file
+    file: str = ""  # file to name before a UserError's text; empty during loading, whose errors name the file
     output: str = ""  # the folder to name if another run holds its lease
     failed: str = ""  # clause that says what to do after an error
     interrupted: str = "run the same command again"
     out_of_memory: str = ""  # clause that says which settings to lower if torch runs out of memory
-    verbose: bool = False  # whether to print the traceback too
+    verbose: bool = False  # whether to print the traceback before the last line
 
     def load(self, model: type[Model], file: Path, changes: list[str] | None) -> Model:
-        """Load a configuration file, and return its values. The messages of later UserErrors begin with its name."""
+        """Load a configuration file, and return its values. Messages of later UserErrors begin with the file's name."""
         from pipeline.config.load import load_config
 
         config = load_config(model, file, changes or [])
@@ -105,17 +105,17 @@ def _end(error: Exception, advice: Advice) -> typer.Exit:
 
 def user_error(error: BaseException) -> UserError | None:
     """Return `error` if it is a `UserError`, or the `UserError` that Ray wrapped in `error`; else None."""
-    cause = getattr(error, "cause", None)  # looked at first: Ray's task error is an instance of UserError too
+    cause = getattr(error, "cause", None)  # check this before `error`: a Ray task error is a UserError too
     if isinstance(cause, BaseException):
         return user_error(cause)
     if isinstance(error, UserError):
         return error
-    text = cause_line(error)  # if an actor's constructor raised the error, Ray keeps only its text
+    text = cause_line(error)  # Ray keeps only the text of an error that an actor's constructor raised
     return UserError(text.removeprefix(USER_ERROR)) if text.startswith(USER_ERROR) else None
 
 
 def cause_line(error: BaseException) -> str:
-    """Return the last line of an error's message: in Ray's errors, the cause. Drops advice on retries by Ray Data."""
+    """Return the last line of an error's message (in Ray's errors, the cause), without Ray Data's advice on retries."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     advice = [number for number, line in enumerate(lines) if RETRY_ADVICE.match(line)]
     lines = lines[: advice[0]] or lines if advice else lines
@@ -161,16 +161,16 @@ def setup(verbose: bool, log_json: bool = False) -> None:
         logging.basicConfig(level=level, format=lines, stream=sys.stderr)
     for name in ("pipeline.plan.memory", "pipeline.checkpoints.stores"):  # always show their messages
         logging.getLogger(name).setLevel(logging.INFO)
-    values = {  # libraries read these settings when they are imported; most make them print less
+    values = {  # settings that libraries read on import; most of them reduce what is printed
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray frees the CPUs of a killed job when its request expires; a running job renews its request every 10 s
+        # a running job renews its request for CPUs every 10 s; Ray frees a killed job's CPUs when the request expires
         "RAY_DATA_AUTOSCALING_REQUEST_EXPIRE_TIME_S": "30",
     }
-    if not os.environ.get("RAY_ADDRESS"):  # a Ray that we start listens on loopback only, and needs a token
+    if not os.environ.get("RAY_ADDRESS"):  # a Ray that this process starts listens only on loopback, and needs a token
         values |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
     if not verbose:
         values["RAY_BACKEND_LOG_LEVEL"] = "fatal"

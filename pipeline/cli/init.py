@@ -20,7 +20,7 @@ def init(
     model: Annotated[str | None, typer.Option(help="Checkpoint; default: the demo's, if it exists.")] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Look at the columns of an input, and write a job file with comments. Never replaces a file."""
+    """Write a commented job file that fits the columns of an input. Does not replace an existing file."""
     with command(verbose):
         from pipeline.checkpoints.resolve import PLACEHOLDER
         from pipeline.messages import counted, listed

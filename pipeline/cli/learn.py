@@ -17,7 +17,7 @@ def adapt(
     job: JobFile,
     changes: Changes = None,
     probe_only: Annotated[
-        bool, typer.Option("--probe", help="Do not train; estimate in minutes what an adaptation could gain and cost.")
+        bool, typer.Option("--probe", help="Do not train. Within minutes, estimate gain and cost of an adaptation.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
     verbose: Verbose = False,
@@ -68,7 +68,7 @@ def tune(
     changes: Changes = None,
     verbose: Verbose = False,
 ) -> None:
-    """Train a checkpoint for a schedule or for any speed. To resume interrupted training, run the same command."""
+    """Train a checkpoint for one or more schedules. To resume interrupted training, run the same command again."""
     again = "the same command resumes from the last saved step"
     with command(verbose, failed=again, interrupted=again, out_of_memory="lower training.micro_batch_tokens") as advice:
         from pipeline.config.tune import TuneConfig
@@ -91,7 +91,7 @@ def evaluate(
     changes: Changes = None,
     verbose: Verbose = False,
 ) -> None:
-    """Measure quality and wall-clock time at several speeds, compared with references and with full depth."""
+    """Measure wall-clock time and quality at several speeds. Compare answers with references and with full depth."""
     again = "no result is kept; the same command starts again from the beginning"
     with command(verbose, interrupted=again, out_of_memory="lower max_batch") as advice:
         from pipeline.config.evaluate import EvalConfig

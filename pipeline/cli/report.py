@@ -29,7 +29,7 @@ def report(
         typer.Option(
             "--verify",
             help="Print no statistics. Read every part (a shard's output file), and print a line for each part whose "
-            "digest, rows or job differ from its commit record. Exit status 1 if there is such a part.",
+            "digest, row count or job differs from its commit record. Exit status 1 if there is such a part.",
         ),
     ] = False,
     write: Annotated[
@@ -87,7 +87,7 @@ def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
     folder = open_folder(url, storage)
     if holds_ledger(folder):
         if check or write:
-            raise UserError(f"{url}: --verify and --write need one run: name a dated folder in this folder")
+            raise UserError(f"{url}: --verify and --write work on one run: name a dated folder in this folder")
         print_ledger(Console(soft_wrap=True), read_ledger(folder))
         return
     manifest = _manifest(folder, url)
@@ -116,7 +116,7 @@ def _html(url: str, storage: StorageConfig, to: Path | None) -> None:
 
     folder = open_folder(url, storage)
     if holds_ledger(folder):
-        raise UserError(f"{url}: --html needs one run: name a dated folder in this folder")
+        raise UserError(f"{url}: --html shows one run: name a dated folder in this folder")
     manifest = _manifest(folder, url)
     page = job_page(folder, manifest, read_records(folder, manifest.fingerprint), storage)
     if to is None:

@@ -19,12 +19,12 @@ LOWER = "lower actors.cache_bytes or choose model.dtype: bfloat16"
 def run(
     job: JobFile,
     changes: Changes = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Answer only this many rows, from the first.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of rows to answer, from the input's start.")] = None,
     overwrite: Annotated[
         bool, typer.Option(help="Replace the output of another job; with input.since: abandon an unfinished run.")
     ] = False,
     verify: Annotated[
-        bool, typer.Option(help="Read and check all output files of earlier runs; always done on a local disk.")
+        bool, typer.Option(help="Read and check all output files of earlier runs. Always done on a local disk.")
     ] = False,
     repair: Annotated[
         bool, typer.Option(help="Move damaged output files to _job/damaged, and answer their rows again.")
@@ -34,7 +34,7 @@ def run(
     log_json: LogJson = False,
     metrics_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Port on 127.0.0.1 for Prometheus, if the job starts its own Ray."),
+        typer.Option(min=1, max=65535, help="Port on 127.0.0.1 for Prometheus; works if the job starts its own Ray."),
     ] = None,
     verbose: Verbose = False,
 ) -> None:
@@ -75,7 +75,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
         process_began = psutil.Process().create_time()
         result = jobs.run(config, **options, backend=backend, process_began=process_began)
         done = [(open_folder(config.output.path, config.storage), result)]
-    # with --log-json and --json, standard error and standard output hold JSON, so tables are not printed
+    # if both --log-json and --json are set, all output must be JSON, so no tables are printed
     console = Console(soft_wrap=True, stderr=as_json, quiet=as_json and goes_to_log())
     for folder, result in done:
         print_result(console, folder, result, show)
@@ -99,7 +99,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
         (result.totals.errors, result.totals.rows) for _, result in done if not result.manifest.batching.retries
     ]
     if answered is not None and answered.last is not None and not done:
-        # no new files: row errors of the last run decide the exit status
+        # without new files, the row errors of the last run decide the exit status
         last = open_folder(f"{config.output.path.rstrip('/')}/{answered.last.folder}", config.storage)
         errors_and_rows = last_errors(last)
     for errors, rows in errors_and_rows:
@@ -114,7 +114,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
 def try_rows(
     job: JobFile,
     changes: Changes = None,
-    rows: Annotated[int, typer.Option(min=1, help="Answer this many rows, from the first.")] = 5,
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows to answer, from the input's start.")] = 5,
     verbose: Verbose = False,
 ) -> None:
     """Answer a few rows in this process, and print prompts and answers. Writes no file and does not start Ray."""
@@ -158,12 +158,12 @@ def try_rows(
 def plan(
     job: JobFile,
     changes: Changes = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Plan for only this many rows, from the first.")] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="Seconds to answer a sample, for all speeds together.")] = 120,
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows to plan for, from the input's start.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Maximum seconds to answer a sample at all speeds.")] = 120,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Predict a job's time, device-hours and money at each speed from a few rows, answered now. Writes no output."""
+    """Answer a few rows, and predict a job's time, device-hours and money at each speed. Writes no output."""
     with command(verbose, interrupted="nothing is kept", out_of_memory=LOWER) as advice:
         import psutil
 

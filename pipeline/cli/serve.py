@@ -11,7 +11,7 @@ import typer
 from actors.engine.errors import UserError
 from pipeline.cli.command import Changes, Verbose, command
 
-# Ray Serve's limits (5 and 10 s) are too short if the machine is busy: Ray Serve would kill a proxy that is starting
+# Ray Serve's own limits (5 and 10 s) are too short on a busy machine: Ray Serve would kill a proxy while it starts
 PATIENT = ("READY_CHECK", "HEALTH_CHECK")
 
 
@@ -24,7 +24,7 @@ def serve(
     changes: Changes = None,
     verbose: Verbose = False,
 ) -> None:
-    """Serve completions and chats of a model over HTTP with Ray Serve, until a signal comes."""
+    """Serve completions and chats of a model over HTTP with Ray Serve, until the process gets a signal."""
     with command(verbose, interrupted="the server has stopped") as advice:
         from pipeline.config.load import changed, load_values, validated
         from pipeline.config.serve import ServeConfig
@@ -33,7 +33,7 @@ def serve(
             raise UserError("give --model CHECKPOINT, or a serving file")
         values = {} if file is None else load_values(file)
         if {"input", "output"} <= values.keys():
-            raise UserError(f"{file}: this is a job file: answer its rows with `skipdecode run`")
+            raise UserError(f"{file}: this is a job file; answer its rows with `skipdecode run`")
         if model is not None:
             values = changed(values, [f"model.path={model!r}"])
         if port is not None:

@@ -1,7 +1,7 @@
-"""Adds up what all runs of a job have used, and stops the job at a limit of its budget.
+"""Adds up the device time and tokens that all runs of a job have used. Stops the job at a limit of its budget.
 
-Tokens are counted in the commit records. Device time is the wall-clock time of all runs times the number of devices. It
-is kept in `_job/spent.json`. If a killed driver did not write this file, actor times in the commit records are counted.
+The commit records hold the tokens. The file `_job/spent.json` holds the device time: wall-clock time times the number
+of devices. If a driver was killed before it wrote this file, the actor times in the commit records are used instead.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ POLL_SECONDS = 0.25
 
 
 class BudgetSpent(Interrupted):
-    """A limit of the job's budget is reached. To resume the job, raise the limit and run the same command."""
+    """A limit of the job's budget has been reached. To resume the job, raise the limit and run the same command."""
 
     advice = "all answers so far are kept; raise the limit and run the same command to resume"
 
 
 class Budget:
-    """A job's budget, and what its earlier runs have used: `device_seconds`, and `tokens` generated."""
+    """A job's budget. device_seconds: device time of the job's earlier runs. tokens: tokens that they generated."""
 
     def __init__(self, config: JobConfig, folder: Folder, device_seconds: float, tokens: int) -> None:
         self.config, self.folder = config, folder
         self.device_seconds, self.tokens = device_seconds, tokens
 
     def used(self, seconds: float = 0.0, tokens: int = 0) -> dict[str, float]:
-        """Return name of a limit -> amount used. seconds, tokens: used by this run, added to earlier runs."""
+        """Return limit name -> amount that all runs have used. seconds, tokens: the amounts that this run has used."""
         hours = (self.device_seconds + seconds * self.config.devices) / 3600
         return {"hours": hours, "money": hours * (self.config.price_per_hour or 0.0), "tokens": self.tokens + tokens}
 
     def spent(self, seconds: float = 0.0, tokens: int = 0) -> str | None:
-        """Return a line about a reached limit, or None. For the arguments see `used`."""
+        """Return one line that names a limit that has been reached, or None. Takes the arguments of `used`."""
         limits, used = self.config.budget, self.used(seconds, tokens)
         if limits is None:
             return None
@@ -60,10 +60,10 @@ class Budget:
 
     @contextmanager
     def spending(self, coordinator: Coordinator, shards: int) -> Iterator[None]:
-        """Watch the budget while the `with` block runs. At a limit, interrupt the run and raise BudgetSpent.
+        """Check the budget repeatedly while the `with` block runs. At a limit, interrupt the run and raise BudgetSpent.
 
-        If all shards have begun, the run is not interrupted. shards: number of shards that this run has to answer. The
-        time used is recorded without a budget too, because a later run may have one.
+        The run is not interrupted if all of its shards have begun. shards: number of shards that this run must answer.
+        The time used is recorded even if the job has no budget, because a later run may have one.
         """
         began = time.monotonic()
         ask, reached = interrupter(with_grace=True), list[str]()
@@ -87,7 +87,7 @@ class Budget:
                 raise BudgetSpent(reached[0]) from None
             raise
         finally:
-            # without a budget, only a later run may need the record
+            # if the job has no budget, only a later run may need the record
             with shielded(), suppress(*(STORE_ERRORS if self.config.budget is None else ())):
                 used = self.device_seconds + (time.monotonic() - began) * self.config.devices
                 write_json(self.folder, SPENT, {"device_seconds": used})

@@ -25,12 +25,12 @@ LEDGER = "_ledger"  # folder with the records of incremental runs
 def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
     """Return the plan (manifest) of the job in the folder; None if there is no job, or if `overwrite` is set.
 
-    Raises UserError if the folder holds incremental runs, or Parquet files but no job, or a file that the new job would
-    replace although no job wrote it. With `overwrite`, also raises it if a table uses the job's output files.
+    Raises UserError if the folder holds incremental runs, or another program's file that the new job would replace.
+    Without `overwrite`, also refuses Parquet files without a job. With it, also refuses output files that a table uses.
     """
     if folder.names(LEDGER):
         raise UserError(
-            f"{folder.url}: holds incremental runs; set input.since: last_success, or choose another folder"
+            f"{folder.url}: holds incremental runs; set input.since to last_success, or choose another folder"
         )
     if overwrite:
         check_no_table(folder)
@@ -39,15 +39,15 @@ def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
     stored = plan_files.load(folder)
     if stored is None and any(name.endswith(".parquet") for name in folder.names()):
         raise UserError(
-            f"{folder.url}: holds Parquet files, but no job; choose another folder, or use --overwrite, which replaces "
-            "only output files of a job"
+            f"{folder.url}: holds Parquet files, but no job; choose another folder, or use --overwrite if a job wrote "
+            "them"
         )
     _check_success(folder)
     return stored
 
 
 def _check_success(folder: Folder) -> None:
-    """Raise UserError if another program wrote the file `_SUCCESS`: then it holds no fingerprint."""
+    """Raise UserError if the file `_SUCCESS` holds no fingerprint, because then another program wrote it."""
     with suppress(FileNotFoundError):
         if b'"fingerprint"' not in folder.read(SUCCESS):
             raise _strange(folder, SUCCESS)
@@ -56,7 +56,7 @@ def _check_success(folder: Folder) -> None:
 def _check_replaceable(folder: Folder) -> None:
     """Raise UserError if --overwrite would remove a file that no job of this program wrote.
 
-    A job's output file (part) has the size in its commit record, or else a fingerprint in its footer.
+    A job wrote an output file (part) if the file has the size in its commit record, or a fingerprint in its footer.
     """
     _check_success(folder)
     for name in folder.names():
@@ -107,6 +107,6 @@ def claim(folder: Folder, stored: Manifest | None, planned: Manifest, *, overwri
         remove_results(folder)
         clear(folder)
     elif (now and now.fingerprint) != (stored and stored.fingerprint):
-        raise UserError(f"{folder.url}: another run has just begun a job in this folder; look at it, then run again")
+        raise UserError(f"{folder.url}: another run has just begun a job here; check that job, then run again")
     if stored is None:
         plan_files.save(folder, planned)

@@ -1,7 +1,7 @@
-"""Counts repeated ids in a job, because a join on a repeated id would duplicate rows.
+"""Counts rows with repeated ids in a job, because a join on a repeated id would duplicate rows.
 
-For each row, 16 bytes are written to a temporary file: a 64-bit hash of the id, and the row's position. The hash also
-selects the file, so that equal hashes are in the same file. Then each file is sorted in memory, one after the other.
+For each row, 16 bytes are written to one of several temporary files: a 64-bit hash of the id, and the row's position.
+The hash selects the file, so that equal hashes are in the same file. Then the files are sorted in memory, one by one.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, read_json, write_json
 
 DUPLICATES = "_job/duplicates.json"
-ROWS_AT_ONCE = 2**22  # approximate number of rows in each temporary file, which is sorted in memory
+ROWS_AT_ONCE = 2**22  # approximate number of rows per temporary file: each file is sorted in memory
 EXAMPLES = 3
 
 
 def count_repeated(
     columns: Iterable[pa.ChunkedArray], shards: Sequence[Shard], ids_of: Callable[[Shard], pa.ChunkedArray]
 ) -> tuple[int, list[str]]:
-    """Return the number of rows that have the same id as an earlier row of the job, and up to `EXAMPLES` examples.
+    """Count rows that have the id of an earlier row. Return their number, and up to `EXAMPLES` lines with examples.
 
-    columns: the ids in each shard, in the order of `shards`. ids_of: reads one shard's ids again, for the examples.
+    columns: the ids of each shard, in the order of `shards`. ids_of: function that reads one shard's ids again.
     """
     rows = sum(shard.rows for shard in shards)
     found, places = 0, list[tuple[int, int]]()
@@ -41,7 +41,7 @@ def count_repeated(
         files = [stack.enter_context(TemporaryFile()) for _ in range(rows // ROWS_AT_ONCE + 1)]
         first = 0
         for column in columns:
-            known = np.flatnonzero(column.is_valid())  # a row without an id, such as an unreadable one, repeats none
+            known = np.flatnonzero(column.is_valid())  # a row without an id (e.g. an unreadable row) is no repeat
             pairs = np.stack([_hashes(column.drop_null()), first + known], axis=1)
             first += len(column)
             which = pairs[:, 0].view(np.uint64) % np.uint64(len(files))
@@ -79,7 +79,7 @@ def count_repeated(
 
 
 def record_duplicates(folder: Folder, manifest: Manifest) -> None:
-    """Count repeated ids in all committed output files, and write the count with examples to `DUPLICATES`."""
+    """Count repeated ids in all committed output files, and write the count and examples to the file `DUPLICATES`."""
 
     def ids_of(shard: Shard) -> pa.ChunkedArray:
         return _ids(folder, part_name(shard.index))
@@ -89,7 +89,7 @@ def record_duplicates(folder: Folder, manifest: Manifest) -> None:
 
 
 def with_duplicates(folder: Folder, totals: Totals) -> Totals:
-    """Return `totals` with the count of repeated ids and examples. If ids were not counted, `totals` is unchanged."""
+    """Return `totals` with the count and examples of repeated ids. If no ids were counted, return it unchanged."""
     values = read_json(folder, DUPLICATES)
     if not isinstance(values, dict):
         return totals
@@ -103,21 +103,21 @@ def repeated_error(found: int, examples: Sequence[str]) -> UserError:
 
 
 def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
-    """Return a hash of each id [N]. In one process, equal ids have equal hashes. The hash of an integer is itself."""
-    if pa.types.is_timestamp(ids.type):  # the time zone does not matter, and may be unknown on this machine
+    """Return a hash of each of N ids, [N]. In one process, equal ids have equal hashes. An integer is its own hash."""
+    if pa.types.is_timestamp(ids.type):  # drop the time zone, which this machine may not know
         ids = ids.cast(pa.timestamp(ids.type.unit)).cast(pa.int64())
     if pa.types.is_integer(ids.type):
         return np.asarray(ids.cast(pa.int64(), safe=False).to_numpy())
     if pa.types.is_fixed_size_binary(ids.type):  # for example UUIDs in Parquet
         ids = ids.cast(pa.binary())
     if not (pa.types.is_nested(ids.type) or pa.types.is_binary(ids.type) or pa.types.is_large_binary(ids.type)):
-        ids = ids.cast(pa.large_string())  # because Python cannot represent all dates
+        ids = ids.cast(pa.large_string())  # as text, because Python cannot represent all dates
     values = ids.to_pylist()
     return np.fromiter(map(hash, map(repr, values) if pa.types.is_nested(ids.type) else values), np.int64, len(ids))
 
 
 def _ids(folder: Folder, name: str) -> pa.ChunkedArray:
-    """Return the id of each input row from a part (output file of one shard). Reads only the columns for ids."""
+    """Return the id of each input row in a part (output file of one shard). Read only the columns that this needs."""
     with folder.open(name) as opened:
         file = pq.ParquetFile(opened)
         names = [one for one in ("id", "sample_index") if one in file.schema_arrow.names]

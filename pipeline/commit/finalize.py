@@ -1,4 +1,4 @@
-"""Ends the commit protocol: checks that every planned row is committed once, writes statistics and `_SUCCESS`."""
+"""Ends the commit protocol: checks that every planned row is committed once, then writes statistics and `_SUCCESS`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ STATS, SUMMARY = "_job/stats.parquet", "_job/summary.json"
 
 
 class RowsMissing(Exception):
-    """The committed rows are not the planned rows. The message names the first file that is missing or wrong."""
+    """The committed rows differ from the planned rows. The message names the first file that is missing or wrong."""
 
 
 def finalize(folder: Folder, manifest: Manifest, section: InputConfig | None = None) -> Totals:
     """Check that every planned row is committed once, write statistics and summary, and return the totals.
 
-    section: the job's section `input`; None if repeated ids are not to be counted.
+    section: the job's section `input`; None if repeated ids need not be counted.
 
-    If the check fails, removes `_SUCCESS` and raises RowsMissing, which says what to do. If a shard's output file is
-    missing, its record is removed, and the next run answers the shard. If it differs from its record, the record stays.
+    If the check fails, removes `_SUCCESS` and raises RowsMissing, whose message names the next step. Also removes the
+    records of missing output files, so that the next run answers their shards. The records of other files stay.
     """
     records, parts = load_records(folder, manifest.shards, manifest.fingerprint)
     try:
@@ -50,7 +50,7 @@ def finalize(folder: Folder, manifest: Manifest, section: InputConfig | None = N
 
 
 def write_success(folder: Folder, manifest: Manifest, totals: Totals) -> None:
-    """Write the file `_SUCCESS`. totals: as `finalize` returned them."""
+    """Write the file `_SUCCESS`. totals: the return value of `finalize`."""
     write_json(folder, SUCCESS, summary(folder, manifest, totals), indent=2)
 
 
@@ -59,7 +59,7 @@ def finished_totals(
 ) -> Totals | None:
     """Return a finished job's totals. Return None if `_SUCCESS`, a record or an output file is missing or damaged.
 
-    section: the job's section `input`. Raises UserError if it now refuses the job's repeated ids.
+    section: the job's section `input`. Raises UserError if this section now forbids the job's repeated ids.
     """
     if not folder.exists(SUCCESS):
         return None
@@ -96,10 +96,10 @@ def check_rows(records: pa.Table, parts: Mapping[int, FileInfo], shards: Sequenc
     if wrong:
         first, others = part_name(wrong[0]), f" (and {len(wrong) - 1:,} others)" if len(wrong) > 1 else ""
         if wrong[0] not in parts:
-            raise RowsMissing(f"{first}{others} was committed and is gone: run the same command again to answer it")
+            raise RowsMissing(f"{first}{others} was committed and is gone: run the same command again to write it")
         raise RowsMissing(f"{first}{others} differs from what was committed: {REPAIR}")
     if missing := planned.keys() - recorded.keys():
-        raise RowsMissing(f"{part_name(min(missing))} is missing: run the same command again to answer it")
+        raise RowsMissing(f"{part_name(min(missing))} is missing: run the same command again to write it")
 
 
 def write_statistics(folder: Folder, manifest: Manifest, records: pa.Table) -> Totals:

@@ -4,9 +4,9 @@
     _job/lease/000002.json  no heartbeat for 60 s, or dead   ──> next run creates 000003.json
     _job/lease/000003.json  heartbeat every 10 s             ──> if its holder sees a higher number, the lease is lost
 
-Only the holder writes its file, and nobody removes the highest file. A suspended holder that wakes up later therefore
+A holder writes only its own file, and the file with the highest number is never removed. So a holder that was suspended
 does not disturb the run that took over. The lease only avoids duplicate work: even without it, each output file (part)
-is created only once. A waiting run measures time with its own monotonic clock, so clocks of two hosts may differ.
+is created only once. A waiting run measures time with its own monotonic clock, so the clocks of hosts may differ.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class LeaseLost(Exception):
 class Holder:
     """The process that holds a lease."""
 
-    host: str = "unknown"  # host name, shown to people
-    namespace: str = ""  # host, boot id and pid namespace: in one namespace, `pid` is unique; "" if unknown
+    host: str = "unknown"  # host name, used only in messages
+    namespace: str = ""  # host name, boot id and pid namespace, which make `pid` unique; "" if unknown
     pid: int = 0
-    started: float = 0.0  # seconds after boot
+    started: float = 0.0  # when the process started, in seconds after boot
     nonce: str = ""  # random id of this holder
-    since: float = 0.0  # seconds since 1970, shown to people
-    counter: int = 0  # heartbeats so far
+    since: float = 0.0  # when the process asked for the lease, in seconds since 1970; used only in messages
+    counter: int = 0  # number of heartbeats so far
     released: bool = False
 
     def describe(self) -> str:
@@ -63,7 +63,7 @@ class Holder:
 
 
 def this_process() -> Holder:
-    try:  # these paths exist on Linux only
+    try:  # only Linux has these paths
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -73,12 +73,12 @@ def this_process() -> Holder:
 
 
 def _seconds_after_boot(process: psutil.Process) -> float:
-    """Return when a process started, in seconds after boot, to 0.01 s. Setting the clock does not change this time."""
+    """Return the start of a process, in seconds after boot, to 0.01 s. Setting the clock does not change this time."""
     return round(process.create_time() - psutil.boot_time(), 2)
 
 
 def is_dead(holder: Holder, here: Holder) -> bool:
-    """Tell whether the holder has certainly ended: known only if it ran in the namespace of `here` (this process)."""
+    """Return whether the holder has surely ended; False if it ran outside the namespace of `here` (this process)."""
     if not holder.namespace or holder.namespace != here.namespace:
         return False
     try:
@@ -87,14 +87,14 @@ def is_dead(holder: Holder, here: Holder) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE or _seconds_after_boot(process) != holder.started
     except (ProcessLookupError, psutil.ZombieProcess):
         return True
-    except (PermissionError, psutil.Error):  # a process of another user, perhaps hidden in /proc
+    except (PermissionError, psutil.Error):  # another user's process, perhaps hidden in /proc
         return False
 
 
 class Lease:
     """The lease of an output folder, held from `acquire` to `release`.
 
-    beat: seconds between heartbeats. watch: a holder without a heartbeat for this many seconds counts as dead.
+    beat: seconds between heartbeats. watch: number of seconds without a heartbeat after which a holder counts as dead.
     """
 
     def __init__(self, folder: Folder, *, beat: float, watch: float) -> None:
@@ -105,7 +105,7 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def acquire(self, lost: Callable[[], None]) -> None:
-        """Claim the lease and keep it alive. lost: called once if another run takes it over. Raises as `claim` does."""
+        """Claim the lease, and renew it in a thread. lost: called once if another run takes over. Raises LeaseHeld."""
         self.claim()
         self._thread = threading.Thread(target=self._keep, args=(lost,), name="lease", daemon=True)
         self._thread.start()
@@ -120,7 +120,7 @@ class Lease:
         self.give_back()
 
     def claim(self) -> None:
-        """Create the next lease file (epoch). First wait to see whether a holder is alive; if so, raise LeaseHeld."""
+        """Create the next lease file (epoch) when the holder has ended. Raises LeaseHeld if the holder is alive."""
         while True:
             last = max(self._epochs(), default=0)
             if last and not self._wait_for_end(_name(last)):
@@ -129,7 +129,7 @@ class Lease:
                 return
 
     def renew(self) -> bool:
-        """Write one heartbeat; False if another run holds the lease."""
+        """Write one heartbeat. Return False if another run holds the lease."""
         return self._write(replace(self.holder, counter=self.holder.counter + 1))
 
     def give_back(self) -> None:
@@ -151,7 +151,7 @@ class Lease:
         if not self._holds(epoch):
             return False
         epochs = self._epochs()
-        if max(epochs, default=0) != epoch:  # while this process slept, another run took over and removed lower files
+        if max(epochs, default=0) != epoch:  # another run took over while this process was suspended
             self.folder.remove(_name(epoch))
             return False
         self.epoch = epoch
@@ -174,7 +174,7 @@ class Lease:
                 log.warning("the lease could not be renewed: %s", error)
 
     def _wait_for_end(self, name: str) -> bool:
-        """Wait until the holder releases lease file `name` or counts as dead; False if it is gone. Raises LeaseHeld."""
+        """Wait until the holder releases its file or is dead. Return False if the file is gone. Raises LeaseHeld."""
         holder = now = self._read(name)
         end = time.monotonic()
         if holder is not None and not holder.released and not is_dead(holder, self.holder):
@@ -210,7 +210,7 @@ class Lease:
 
 @contextmanager
 def leased(folder: Folder) -> Iterator[None]:
-    """Hold the folder's lease during the `with` block. Raises LeaseHeld at its start, LeaseLost if a run takes over."""
+    """Hold the folder's lease during the `with` block. Raises LeaseHeld, or LeaseLost if another run takes over."""
     lost, interrupt = False, interrupter()
 
     def on_lost() -> None:
@@ -233,7 +233,7 @@ def leased(folder: Folder) -> Iterator[None]:
             try:
                 lease.release()
             except STORE_ERRORS as error:  # for example a full disk, which the job reports itself
-                taken = f"the next run takes over: at once on this machine, after {WATCH_SECONDS:g} s on another"
+                taken = f"the next run takes over at once on this machine, or after {WATCH_SECONDS:g} s on another"
                 log.warning("the lease could not be given back: %s; %s", error, taken)
 
 

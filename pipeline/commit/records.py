@@ -1,7 +1,7 @@
-"""Commit records: one small file per shard. While the job runs, small files are merged into segments (compaction).
+"""Stores commit records: one small file per shard. While the job runs, they are merged into segments (compaction).
 
     _job/commits/000123.json          the record of one shard, written by the actor that committed the shard
-    _job/segments/<sha256>.parquet    a segment with many records, named by its digest; replaces their small files
+    _job/segments/<sha256>.parquet    a file with many records (segment), named by its digest; replaces small files
 
 A record may be in both a small file and a segment, or in two segments, for example after a crash during compaction.
 This is harmless. A lost record is rebuilt from the shard's output file (part). Without segments, reading the records of
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 COMMITS, SEGMENTS = "_job/commits", "_job/segments"
 COMPACT_AT = 1000  # records are compacted if there are at least this many separate record files
 COMPACT_SECONDS = 30.0  # time between two compactions
-SEGMENT_ROWS = 10_000  # maximum rows of a segment
+SEGMENT_ROWS = 10_000  # maximum number of records in a segment
 RECORD, DIGEST = re.compile(r"(\d{6,})\.json"), re.compile(r"[0-9a-f]{64}")
-Record = dict[str, Any]  # a row of `RECORDS_SCHEMA`: statistics of a shard; digest, size and tag of its output file
+Record = dict[str, Any]  # a row of `RECORDS_SCHEMA`: a shard's statistics, and its output file's digest, size and tag
 RECORDS_SCHEMA = pa.schema([*STATS_SCHEMA, ("sha256", pa.string()), ("bytes", pa.int64()), ("tag", pa.string())])
 
 
@@ -61,7 +61,7 @@ def encode_record(record: Record, fingerprint: str) -> bytes:
 
 
 def decode_record(text: bytes, shard: int, fingerprint: str) -> Record | None:
-    """Return the record in the file content `text`; None if it is damaged or not of this shard and job."""
+    """Return the record in `text`, a file's content; None if it is damaged or belongs to another shard or job."""
     try:
         values = json.loads(text)
         check, digest, size = values.pop("check"), values["sha256"], values["bytes"]
@@ -96,12 +96,12 @@ def loose_shards(folder: Folder) -> list[int]:
 
 
 def _read_loose(folder: Folder, shards: Sequence[int], fingerprint: str) -> tuple[list[Record], list[str]]:
-    """Return the records in separate files of `shards`, and the names of damaged files. Missing files are skipped."""
+    """Return those records of `shards` that have separate files, and the names of damaged files."""
 
     def read(shard: int) -> Record | str | None:
         try:
             return decode_record(folder.read(record_name(shard)), shard, fingerprint) or record_name(shard)
-        except FileNotFoundError:  # compacted since it was listed
+        except FileNotFoundError:  # a compaction has removed the file since the listing
             return None
 
     results = list(in_parallel(read, shards))
@@ -122,7 +122,7 @@ def _read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table
         if table.schema.metadata.get(b"skipdecode.fingerprint") != fingerprint.encode():
             return None
         for field in RECORDS_SCHEMA:
-            if field.name in {*LATER, "tag"} - set(table.column_names):  # absent in segments of old versions
+            if field.name in {*LATER, "tag"} - set(table.column_names):  # old versions wrote no such column
                 value = pa.scalar(LATER.get(field.name, ""), field.type)
                 table = table.append_column(field.name, pa.repeat(value, table.num_rows))
         known = set(RECORDS_SCHEMA.names) <= set(table.column_names)
@@ -139,7 +139,7 @@ def _segment_name(data: bytes) -> str:
 
 
 def read_all(folder: Folder, fingerprint: str) -> tuple[pa.Table, list[str]]:
-    """Return all valid records, one row per shard sorted by shard, and the names of damaged files. Changes nothing."""
+    """Return all valid records (one row per shard, sorted by shard), and names of damaged files. Changes no files."""
     # read separate files before segments: a compaction moves records into segments, and never back
     loose, damaged = _read_loose(folder, loose_shards(folder), fingerprint)
     segments, damaged_segments = _read_segments(folder, fingerprint)
@@ -147,7 +147,7 @@ def read_all(folder: Folder, fingerprint: str) -> tuple[pa.Table, list[str]]:
 
 
 def merge(tables: Sequence[pa.Table]) -> pa.Table:
-    """Return one row per shard, sorted by shard. Of two records, keeps the original, not one rebuilt from the part."""
+    """Return one row per shard, sorted by shard. Prefer an original record to one rebuilt from the part."""
     table = pa.concat_tables(tables).sort_by([("shard", "ascending"), ("rebuilt", "ascending")])
     shards = table["shard"].to_numpy()
     return table.filter(pa.array(np.append(True, shards[1:] != shards[:-1])[: len(shards)]))
@@ -162,7 +162,7 @@ def read_records(folder: Folder, fingerprint: str) -> pa.Table:
 
 
 def damaged_record(folder: Folder, name: str) -> str:
-    return f"{folder.url}/{name}: damaged; run the job again to rebuild it from its parts"
+    return f"{folder.url}/{name}: damaged; run the job again to rebuild it from the output files"
 
 
 def write_segment(folder: Folder, table: pa.Table, fingerprint: str) -> None:
@@ -201,7 +201,7 @@ def drop_records(folder: Folder, shards: Sequence[int], fingerprint: str) -> Non
 
 @contextmanager
 def compacting(folder: Folder, fingerprint: str) -> Iterator[None]:
-    """Compact records from time to time, in a thread, while the `with` block runs."""
+    """Compact records every `COMPACT_SECONDS` in a thread while the `with` block runs."""
 
     def work() -> None:
         try:

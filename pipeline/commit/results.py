@@ -1,8 +1,8 @@
-"""Writes the answers as JSON Lines files too, once every row is committed, if `output.format` asks for it.
+"""Writes JSON Lines files with the answers after all rows are committed, if `output.format` requires such files.
 
 The files depend only on the plan and the committed parts (one output file per shard). If a run is killed between two
 files, the next run writes those that are missing. A file is created whole, and never replaces another program's file.
-Its digest is first saved in `_job/results.json`: --overwrite removes only files whose digests are saved there.
+The digest of the file is first saved in `_job/results.json`. --overwrite removes only files with a saved digest.
 
 Source of batch files: https://platform.openai.com/docs/guides/batch
 """
@@ -35,16 +35,16 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, read_json, write_json
 from pipeline.storage.parquet import read_parquet
 
-Line = tuple[str, bytes]  # kind of file (`ANSWERS`, `RESULTS` or `ERRORS`); the line, which includes its line end
+Line = tuple[str, bytes]  # kind of file (`ANSWERS`, `RESULTS` or `ERRORS`), and a line with its line end
 ANSWERS, RESULTS, ERRORS = RESULT_NAMES
 RECORD = "_job/results.json"
-FILE_BYTES = 256 * 2**20  # maximum bytes of a file, because it is written in one put request
+FILE_BYTES = 256 * 2**20  # maximum bytes of a file; a file is written in one put request
 KINDS: dict[str, tuple[str, ...]] = {"jsonl": (ANSWERS,), "openai_batch": (RESULTS, ERRORS)}  # format -> kinds of files
-NAME = re.compile(rf"({ANSWERS}|{RESULTS}|{ERRORS})(-\d{{4,}})?\.jsonl")  # no other files are written or removed
+NAME = re.compile(rf"({ANSWERS}|{RESULTS}|{ERRORS})(-\d{{4,}})?\.jsonl")  # names of files to write or remove
 
 
 def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
-    """Write the result files that `output.format` asks for. All rows of the job must be committed.
+    """Write the result files that `output.format` requires. All rows of the job must be committed.
 
     Raises UserError if another program's file already has the name of a result file.
     """
@@ -83,7 +83,7 @@ def check_free(folder: Folder, config: JobConfig) -> None:
 
 
 def has_results(folder: Folder, config: JobConfig) -> bool:
-    """Tell whether all result files that `output.format` asks for were written, and still exist."""
+    """Return whether all result files that `output.format` requires were written and still exist."""
     kinds = KINDS.get(config.result_format, ())
     if not kinds:
         return True
@@ -98,7 +98,7 @@ def recorded(folder: Folder) -> dict[str, list[str]]:
 
 
 def remove_results(folder: Folder) -> None:
-    """Remove each result file whose content still has the recorded digest."""
+    """Remove each result file whose content still has a recorded digest."""
     for name, digests in recorded(folder).items():
         _remove_own(folder, name, digests)
 
@@ -123,7 +123,7 @@ def _lines(folder: Folder, manifest: Manifest, to_lines: Callable[[bytes, Shard]
 
 
 def _read(folder: Folder) -> tuple[dict[str, list[str]], bool]:
-    """Return name -> digests of result files, and whether all were written. Without a valid record: ({}, False)."""
+    """Return result file name -> digests, and whether all files were written; ({}, False) without a valid record."""
     try:
         values = read_json(folder, RECORD)
         files = {str(name): [str(digest) for digest in digests] for name, digests in values["files"].items()}
@@ -163,7 +163,7 @@ def answer_lines(part: bytes, _: Shard) -> list[Line]:
 def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model: str) -> list[Line]:
     """Return one OpenAI batch result line per request. The samples of a request become the choices of its response.
 
-    fingerprint: the job's fingerprint; response ids are made from it, the input file and the row. created: Unix time.
+    fingerprint: the job's fingerprint. Response ids are hashes of fingerprint, input file and row. created: Unix time.
     """
     requests: list[list[dict[str, Any]]] = []
     for row in _rows(part):
@@ -197,7 +197,7 @@ def _rows(part: bytes) -> list[dict[str, Any]]:
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
-    """Return the type with string for times and decimals, at any depth: Python cannot represent all Arrow values."""
+    """Replace times and decimals in a type by string, at any depth, because Python cannot represent all of them."""
     if types.is_decimal(kind) or (types.is_temporal(kind) and not types.is_interval(kind)):
         return pa.string()
     return rebuilt(kind, _as_text)
@@ -221,7 +221,7 @@ def _plain(value: Any) -> Any:
 
 
 def cut(lines: Iterator[Line], size: int) -> Iterator[tuple[str, bytes]]:
-    """Cut lines into files, and yield each file's name and bytes. A file has at most `size` bytes, or only one line."""
+    """Cut lines into files, and yield each file's name and bytes. A file has at most `size` bytes, or one long line."""
     files, counts = dict[str, bytearray](), Counter[str]()
 
     def finish_file(kind: str) -> tuple[str, bytes]:

@@ -1,4 +1,4 @@
-"""Records each run that answers shards in `_job/runs.json`: when it began and ended, its settings and versions.
+"""Records the runs that answer shards, in `_job/runs.json`: times of begin and end, settings, and versions.
 
 Only reports read this file; a job is complete without it. Only the run that holds the lease writes it.
 """
@@ -25,7 +25,7 @@ from pipeline.storage.folder import STORE_ERRORS, Folder, read_json, write_json
 
 log = logging.getLogger(__name__)
 RUNS = "_job/runs.json"
-KEPT = 50  # only this many runs are stored, the newest ones
+KEPT = 50  # number of newest runs that are kept in the file
 COMPILER = "C++ compiler"
 PACKAGES = ("skipdecode", "ray", "torch", "transformers", "tokenizers", "pyarrow", "numpy", "s3fs")
 
@@ -34,11 +34,11 @@ PACKAGES = ("skipdecode", "ray", "torch", "transformers", "tokenizers", "pyarrow
 class JobRun:
     """A run of a job."""
 
-    began: float  # s since 1970
-    answering: float  # end of planning, s since 1970
-    rows: int  # rows left to answer when the run began
+    began: float  # begin of the run, in s since 1970
+    answering: float  # end of planning, in s since 1970
+    rows: int  # number of unanswered rows at the begin of the run
     devices: float  # maximum number of GPUs in use; on CPUs, maximum number of actors
-    ended: float | None = None  # s since 1970; None if the run has not ended or was killed
+    ended: float | None = None  # end of the run, in s since 1970; None if it has not ended or was killed
     price_per_hour: float | None = None
     config: dict[str, Any] = field(default_factory=dict)  # keys of the job file whose values are not the defaults
     versions: dict[str, str] = field(default_factory=dict)  # versions of Python and of packages on the driver
@@ -47,7 +47,7 @@ class JobRun:
 
 @contextmanager
 def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> Iterator[None]:
-    """Record the `with` block as a run, when it begins and when it ends or fails. rows: rows left to answer."""
+    """Record the `with` block as a run, at its begin and at its end. rows: number of unanswered rows at the begin."""
     values = in_texts(config.model_dump(mode="json", exclude_defaults=True), without_secrets)
     price, host = config.price_per_hour, socket.gethostname()
     run = JobRun(began, time.time(), rows, config.devices, None, price, values, versions(), host)
@@ -58,7 +58,7 @@ def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> 
     try:
         yield
     finally:
-        with shielded(), suppress(*STORE_ERRORS):  # only reports need the record
+        with shielded(), suppress(*STORE_ERRORS):  # the job can end without this record
             runs = read_runs(folder)
             if runs[-1:] == [run]:  # otherwise another run has taken over
                 _write(folder, [*runs[:-1], replace(run, ended=time.time())])
@@ -73,10 +73,10 @@ def read_runs(folder: Folder) -> list[JobRun]:
 
 
 def versions() -> dict[str, str]:
-    """Return name -> version of Python, the C++ compiler, the system, and packages that answers depend on."""
+    """Return name -> version, for Python, the C++ compiler, the system, and the packages that affect answers."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
-        with suppress(PackageNotFoundError):  # for example skipdecode, if `ray job submit` uploaded it
+        with suppress(PackageNotFoundError):  # not installed, e.g. skipdecode if `ray job submit` uploaded it
             found[name] = version(name)
     return {**found, COMPILER: _compiler(), "system": platform.platform()}
 
@@ -92,7 +92,7 @@ def _compiler() -> str:
 
 
 def _warn_of_other_versions(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Log one line if the job's last run had other package versions: answers may then differ slightly."""
+    """Log one line if the job's last run had other package versions, because answers may differ slightly."""
     known = (*PACKAGES, "python", *([COMPILER] if COMPILER in before else ()))  # old records name no compiler
     names = [name for name in known if before.get(name) != now.get(name)]
     changed = [f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names]
@@ -101,5 +101,5 @@ def _warn_of_other_versions(before: Mapping[str, str], now: Mapping[str, str]) -
 
 
 def _write(folder: Folder, runs: Sequence[JobRun]) -> None:
-    with suppress(*STORE_ERRORS):  # only reports need the record
+    with suppress(*STORE_ERRORS):  # the job can run without this record
         write_json(folder, RUNS, [asdict(run) for run in runs])

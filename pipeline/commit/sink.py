@@ -1,4 +1,4 @@
-"""The commit protocol: a shard is committed when its output file (part) is created. Then its record is written.
+"""Commits shards. A shard is committed when its output file (part) is created. Then its commit record is written.
 
 A part is created whole, and never twice: if a shard is answered again, the later part is discarded. If a process dies
 before it writes the record, the record is rebuilt from the part. The glob ``*.parquet`` matches only committed parts.
@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 SUCCESS = "_SUCCESS"
 DAMAGED = "_job/damaged"  # folder of parts that --repair has set aside
 REPAIR = "run again with --repair, which keeps the file in _job/damaged and answers its shard again"
-# How to check parts of earlier runs. quick: compare digests of local files, but sizes and tags of files in a store.
-# digests: compare digests of all files. repair: compare all digests too, and set damaged parts aside.
+# How to check output files of earlier runs. quick: compare digests of local files, and sizes and tags of other files.
+# digests: compare the digests of all files. repair: compare the digests of all files, and set damaged files aside.
 Check = Literal["quick", "digests", "repair"]
 PARTS_AT_ONCE = 8  # maximum number of parts (output files) in memory at the same time
 PART = re.compile(r"part-\d{6,}\.parquet")
@@ -96,7 +96,7 @@ def commit_shard(
 
 
 def _rebuild_record(folder: Folder, shard: Shard, fingerprint: str) -> Record:
-    """Validate the shard's existing output file, and return a record made from it. Saves it if there is no record."""
+    """Validate the shard's existing output file, and return a record made from it. Save a missing record."""
     tag, part = folder.tag(part_name(shard.index)), folder.read(part_name(shard.index))
     record = commit_record(part, check_part(folder, shard, part, fingerprint), tag)
     folder.create(record_name(shard.index), encode_record(record, fingerprint))
@@ -106,14 +106,14 @@ def _rebuild_record(folder: Folder, shard: Shard, fingerprint: str) -> Record:
 def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> ShardStats:
     """Validate the bytes of a shard's output file (`part`), and return the shard's statistics.
 
-    The file does not hold times, memory and device: these statistics are 0 or empty. folder: only for error messages.
+    Statistics that the file does not hold (times, memory, device) are 0 or empty. folder: only for error messages.
     Raises UserError if the file is damaged, belongs to another job, or does not hold the rows of `shard`.
     """
     name = f"{folder.url}/{part_name(shard.index)}"
     try:
         table = read_parquet(part)
         if part[:4] != b"PAR1":  # pyarrow does not check these bytes, but other readers do
-            raise UserError("does not begin with PAR1, as Parquet does")
+            raise UserError("does not begin with PAR1, the mark of Parquet files")
         metadata = table.schema.metadata or {}
         ours = metadata.get(b"skipdecode.fingerprint") == fingerprint.encode()
         stats = ShardStats.of_part(shard.index, table, int(metadata[b"skipdecode.num_layers"])) if ours else None
@@ -133,14 +133,14 @@ def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> S
 def committed_shards(folder: Folder, shards: Sequence[Shard], fingerprint: str, check: Check = "quick") -> set[int]:
     """Check the output files (parts) at the start of a run, and return the indices of all committed shards.
 
-    Rebuilds missing records from the parts, and removes the records of missing parts. Raises UserError if a part is of
-    another job or is damaged. With check = "repair", a damaged part is set aside and raises no error.
+    Rebuilds missing records from the parts, and removes the records of missing parts. Raises UserError if a part is
+    damaged or belongs to another job. With check = "repair", a damaged part is set aside and raises no error.
     """
     records, parts = load_records(folder, shards, fingerprint, check)
     recorded = set(records["shard"].to_pylist()) & {shard.index for shard in shards}
     gone = sorted(recorded - parts.keys())
     for shard in gone:
-        log.warning("%s was committed and is gone: its shard is run again", part_name(shard))
+        log.warning("%s was committed and is gone: its shard is answered again", part_name(shard))
     damaged = damaged_parts(folder, records, parts, check)
     if damaged and check != "repair":
         first, others = min(damaged), f" (and {len(damaged) - 1:,} others)" if len(damaged) > 1 else ""
@@ -156,13 +156,13 @@ def load_records(
 ) -> tuple[pa.Table, dict[int, FileInfo]]:
     """Return all commit records as a table, and shard -> size and tag of its output file (part).
 
-    Rebuilds damaged and missing records from the parts. Raises UserError if a part belongs to another job. If a part
-    without a record is damaged, also raises UserError, or with check = "repair" sets the part aside.
+    Rebuilds damaged and missing records from the parts. Raises UserError if a part belongs to another job, or
+    if a part without a record is damaged. With check = "repair", sets such a damaged part aside and raises no error.
     """
     planned = {shard.index: shard for shard in shards}
-    records, damaged = read_all(folder, fingerprint)  # before the parts are listed: a part precedes its record
+    records, damaged = read_all(folder, fingerprint)  # read before the parts, because a part precedes its record
     for name in damaged:
-        log.warning("%s/%s: damaged or another job's, removed; its records are rebuilt", folder.url, name)
+        log.warning("%s/%s: removed, because it is damaged or another job's; its records are rebuilt", folder.url, name)
     folder.remove_all(damaged)
     parts = part_files(folder, planned)
     missing = [planned[index] for index in sorted(parts.keys() & planned.keys() - set(records["shard"].to_pylist()))]
@@ -186,7 +186,7 @@ def load_records(
 
 
 def part_files(folder: Folder, shards: Iterable[int]) -> dict[int, FileInfo]:
-    """Return shard -> size and tag of its output file. Lists the files of `shards` and later shards, in parallel."""
+    """Return shard -> size and tag of its output file. Lists the files of `shards` and all later shards."""
     shards = set(shards)
     stems = {part_name(index)[: -len("000.parquet")] for index in shards}
     found = folder.listed(stems, after=part_name(max(shards)) if shards else "")
@@ -198,8 +198,8 @@ def damaged_parts(
 ) -> dict[int, str]:
     """Return shard -> difference, for each output file in `parts` that differs from its record.
 
-    Compares sizes, and the store's checksum (tag) if the record has one. Also compares digests, but with
-    check = "quick" only those of local files and of files with another tag, which a copy may have.
+    Compares sizes and digests. With check = "quick", a digest of a file in a store is compared only if the store's
+    checksum (tag) of the file differs from the tag in its record, for example because the file was copied.
     """
     damaged, same, retagged, untagged = dict[int, str](), dict[int, str](), dict[int, str](), 0
     for record in records.select(["shard", "bytes", "sha256", "tag"]).to_pylist():
@@ -243,9 +243,9 @@ def set_aside(folder: Folder, name: str) -> None:
 
 
 def clear(folder: Folder) -> None:
-    """Remove a job's files, first `_SUCCESS` and the parts. Keeps the lease, temporary files and all other files.
+    """Remove a job's files, beginning with `_SUCCESS` and the output files (parts). Keep the lease and all other files.
 
-    Checks nothing: the caller must hold the lease.
+    Does not check the lease, which the caller must hold.
     """
     folder.remove_all([name for name in folder.names() if name == SUCCESS or PART.fullmatch(name)])
     for subfolder in (COMMITS, SEGMENTS):
@@ -260,7 +260,7 @@ def clear_temporaries(folder: Folder) -> None:
 
 
 def check_output(folder: Folder, fingerprint: str) -> None:
-    """Raise UserError if `folder` does not hold the job: on another node, a local path may name another folder."""
+    """Raise UserError if `folder` does not hold the job, e.g. because it is a local path and this is another node."""
     job = read_json(folder, JOB)
     if not isinstance(job, dict) or job.get("fingerprint") != fingerprint:
         raise UserError(

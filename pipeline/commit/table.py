@@ -1,8 +1,8 @@
-"""Adds a finished job's output files (parts) to a table as one snapshot: `output.format: iceberg` or `delta`.
+"""Adds a finished job's output files (parts) to an Iceberg or Delta table as one snapshot (see `output.format`).
 
 The files are not copied: the table refers to them. The snapshot holds the job's fingerprint. If a run is killed after
-the commit to the table, the next run finds the snapshot and adds nothing. `_job/tables.json` is written before and
-after this commit. It lists tables that may refer to the parts; --overwrite does not remove such parts.
+the commit to the table, the next run finds the snapshot and adds nothing. Before and after this commit, the file
+`_job/tables.json` is written. It lists the tables that may refer to the parts. --overwrite does not remove such parts.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pipeline.storage.folder import Folder, write_json
 
 log = logging.getLogger(__name__)
 RECORD = "_job/tables.json"
-# a table takes the answers of each job once; with any changed key it is another job
+# a table accepts the answers of a job only once; a job with another seed is another job
 AGAIN = "to add them again, remove their rows from the table, set another sampling.seed, and choose another output.path"
-TRIES = 20  # maximum number of attempts to commit, if other writers commit first
+TRIES = 20  # maximum number of attempts to commit; one fails if another writer commits first
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class TableRecord:
 
     table: str  # the table's name or folder
     parts: str  # one digest of all parts that were added to the table
-    snapshot: int | None = None  # None until it is known that the commit to the table succeeded
+    snapshot: int | None = None  # the table's snapshot; None until the commit to the table is known to have succeeded
 
 
 def check_table(config: JobConfig, schema: pa.Schema) -> None:
-    """Raise UserError, during planning, if the output table cannot hold the job's output files, which have `schema`."""
+    """Raise UserError if the output table cannot hold output files that have this schema. Called during planning."""
     if not config.output.is_table:
         return
     names = [name.lower() for name in schema.names]
@@ -98,7 +98,7 @@ def commit_table(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
 
 
 def has_table(folder: Folder, config: JobConfig) -> bool:
-    """Tell whether `_job/tables.json` says that the output table holds the job's parts; true if there is no table."""
+    """Return whether `_job/tables.json` records that the output table holds the parts. True if there is no table."""
     if not config.output.is_table:
         return True
     record = recorded(folder).get(_key(config))
@@ -106,7 +106,7 @@ def has_table(folder: Folder, config: JobConfig) -> bool:
 
 
 def recorded(folder: Folder) -> dict[str, TableRecord]:
-    """Return the tables in `_job/tables.json`, which may hold the folder's parts. Raises UserError if it is damaged."""
+    """Return the tables that may hold the folder's parts. Raises UserError if `_job/tables.json` is damaged."""
     try:
         values = json.loads(folder.read(RECORD))
         return {str(key): TableRecord(**value) for key, value in values.items()}
@@ -119,7 +119,7 @@ def recorded(folder: Folder) -> dict[str, TableRecord]:
 
 
 def check_no_table(folder: Folder) -> None:
-    """Raise UserError if a table may hold the folder's parts: without these files, the table cannot be read."""
+    """Raise UserError if a table may hold the folder's parts, because the table is unreadable without them."""
     for record in recorded(folder).values():
         raise UserError(
             f"{folder.url}: its parts are data files of table {record.table}, which --overwrite would break; choose "

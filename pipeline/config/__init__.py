@@ -1,1 +1,1 @@
-"""Defines the keys of configuration files (unit, default, checks), and reads the files. Fast: imports no torch."""
+"""Defines the keys of configuration files (unit, default, checks), and reads the files. Does not import torch."""

@@ -12,7 +12,7 @@ from pipeline.config.base import Place, Section
 Metric = Literal["fidelity", "agreement_rouge_l", "agreement_exact", "token_kl", "bleu", "rouge_l", "exact_match"]
 OF_TEXTS = ("bleu", "rouge_l")  # metrics for free text, not for labels
 OF_REFERENCES = (*OF_TEXTS, "exact_match")
-SHORT = 8  # tokens; without references, agreement_exact judges answers up to this length, fidelity judges longer ones
+SHORT = 8  # tokens; without references, the metric is agreement_exact up to this answer length, fidelity above it
 # default of `tolerance` for each metric: percentage points, but nats for token_kl
 TOLERANCES = {
     "fidelity": 10.0,
@@ -24,10 +24,10 @@ TOLERANCES = {
     "exact_match": 2.0,
 }
 MEANINGS = {
-    "fidelity": "product of three factors: probability of the answers' tokens at full depth, relative to full depth's "
-    "own choice at each token; length of the answers, relative to the answers at full depth; share of 4-grams that are "
-    "not repeated. The answers at full depth score 100, less their share of repeated 4-grams",
-    "agreement_rouge_l": "ROUGE-L of the answers against full depth's; low even for an equally good paraphrase",
+    "fidelity": "product of three factors: (1) the probability that full depth gives the answers' tokens, relative to "
+    "its own choice at each token; (2) the length of the answers, relative to those at full depth; (3) the share of "
+    "4-grams that are not repeated. Full depth's own answers score 100, less their share of repeated 4-grams",
+    "agreement_rouge_l": "ROUGE-L of the answers against those at full depth; low even for an equally good paraphrase",
     "agreement_exact": "share of the answers that equal full depth's answer, character by character",
     "token_kl": "KL divergence of next-token distributions from those at full depth, per token of full depth's answers",
     "bleu": "BLEU of the answers against the references",
@@ -35,7 +35,7 @@ MEANINGS = {
     "exact_match": "share of the answers that equal a reference of their row",
 }
 LOSS = {"references": 0.0, "distillation": 1.0}
-# full: small steps, because the model can do its task already; adapter: larger steps, because it starts from zero
+# the rate for full weights is small because the model can do its task already; an adapter starts from zero
 LEARNING_RATE = {"adapter": 1e-3, "full": 1e-4}
 # defaults for a few thousand rows
 TRAINING = {
@@ -50,10 +50,10 @@ TRAINING = {
 class AdaptConfig(Section):
     """Settings of `skipdecode adapt`, which trains a checkpoint for a job and chooses the job's speed.
 
-    It keeps horizon, decay, warmup and keep_order of the schedule, and chooses depths and prompt policy.
+    The command keeps the schedule's horizon, decay, warmup and keep_order. It chooses depths and prompt policy.
     """
 
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {"seed": (0, "the draw of rows is fixed; leave it out")}
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {"seed": (0, "rows are always drawn in the same way; leave it out")}
     renamed: ClassVar[dict[str, str]] = {"lora": "adapter, which is trained unless weights: full is set"}
 
     rows: int = Field(2000, ge=3, description="input rows to draw and answer at full depth, including held-out rows")
@@ -66,28 +66,28 @@ class AdaptConfig(Section):
     speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal speed-ups to train and evaluate")
     prompt: Literal["auto", "full", "first"] = Field(
         "auto",
-        description="prompt policies (see schedule.prompt) to train and evaluate. auto: the schedule's policy; if the "
-        "job sets none, also first if prompts take at least a third of the time at full depth",
+        description="prompt policies (see schedule.prompt) to train and evaluate. auto: the schedule's policy, and "
+        "also `first` if the job sets no policy and prompts take at least a third of the time at full depth",
     )
     metric: Metric | None = Field(
         None,
-        description="metric to which tolerance applies. Default with references: exact_match for labels, bleu if a row "
-        "has several references, else rouge_l. Default without references: agreement_exact with choices or if the "
-        "median answer has at most 8 tokens, else fidelity (probability of the answers at full depth, their length, "
-        "and how little they repeat)",
+        description="metric to which tolerance applies. Default with references: exact_match for labels; for texts, "
+        "bleu if a row has several references, else rouge_l. Default without references: agreement_exact for choices "
+        "and for a median answer of at most 8 tokens; else fidelity (probability of the answers at full depth, their "
+        "length, and how little they repeat)",
     )
     tolerance: float | None = Field(
         None,
         gt=0,
         description="largest loss against full depth (upper end of its confidence interval), in points of 100, or nats "
-        "for token_kl; default: fidelity and agreement_rouge_l 10, agreement_exact 5, token_kl 0.1, others 2",
+        "for token_kl. Default: fidelity and agreement_rouge_l 10, agreement_exact 5, token_kl 0.1, any other metric 2",
     )
     references: str | None = Field(None, description="input column with right answers: a string, or a list of strings")
     max_tokens: int | None = Field(
         None, ge=4, description="maximum tokens of prompt and answer together in a training row; default: no limit"
     )
     loss: dict[str, Any] = Field(
-        default_factory=dict, description="keys as in section loss of training files; default: only distillation: 1"
+        default_factory=dict, description="keys as in section loss of training files; default: {distillation: 1}"
     )
     weights: Literal["adapter", "full"] = Field(
         "adapter",
@@ -95,30 +95,30 @@ class AdaptConfig(Section):
         "the adapter. full: train all weights, and write a new checkpoint",
     )
     adapter: dict[str, Any] = Field(
-        default_factory=dict, description="keys as in section adapter of training files; default: rank: 32"
+        default_factory=dict, description="keys as in section adapter of training files; default: {rank: 32}"
     )
     training: dict[str, Any] = Field(
         default_factory=dict,
-        description="keys as in section training of training files; default: 3 epochs, 16 rows and all speeds per "
-        "step, learning rate 1e-3 (1e-4 with weights: full), 20 warm-up steps, bf16 unless model.dtype is float32",
+        description="keys as in section training of training files; default: 3 epochs; 16 rows per step, each at all "
+        "speeds; learning rate 1e-3 (full weights: 1e-4); 20 warm-up steps; bf16 unless model.dtype is float32",
     )
     workers: dict[str, Any] = Field(
         default_factory=dict,
-        description="keys as in section workers of training files; for example, count: 2 trains in two processes; "
+        description="keys as in section workers of training files, such as {count: 2} to train in two processes; "
         "default: one process",
     )
-    runs: int = Field(2, ge=1, description="how often each speed of the tuned model is timed; the median counts")
+    runs: int = Field(2, ge=1, description="number of timings of each speed of the tuned model; their median is used")
 
     @model_validator(mode="after")
     def _fits_together(self) -> AdaptConfig:
         if self.rows <= self.held_out:
-            raise UserError(f"rows = {self.rows} leaves none to train on: raise it above held_out = {self.held_out}")
+            raise UserError(f"rows = {self.rows} leaves no row to train on: raise it above held_out = {self.held_out}")
         if max(self.speedups) <= 1 or min(self.speedups) < 1:
-            raise UserError("speedups must be 1 or above, and at least one above 1")
+            raise UserError("speedups must be at least 1, and one or more must be above 1")
         if len(set(self.speedups)) < len(self.speedups):
             raise UserError("speedups: a value is repeated")
         if self.metric in OF_REFERENCES and self.references is None:
-            raise UserError(f"metric: {self.metric} needs references, a column of right answers")
+            raise UserError(f"metric: {self.metric} needs references: set this key to a column of right answers")
         if self.adapter and self.weights == "full":
             raise UserError("adapter has no effect with weights: full; leave one of them out")
         return self

@@ -41,7 +41,7 @@ class Section(BaseModel):
 
 
 def without_removed(stored: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
-    """Return `stored` (values that an earlier version recorded) without those removed keys that have their old default.
+    """Return `stored`, an earlier version's values, without the removed keys whose value is their old default.
 
     This allows a job to resume although an earlier version recorded keys that were removed later.
     """
@@ -56,7 +56,7 @@ def without_removed(stored: Mapping[str, Any], section: type[Section]) -> dict[s
     return kept
 
 
-SECRET = "secret"  # type of the pydantic error for a value that must not be shown
+SECRET = "secret"  # type of a pydantic error whose message must not show the value
 
 
 def holds_secret() -> PydanticCustomError:

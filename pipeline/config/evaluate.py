@@ -31,18 +31,18 @@ class EvalConfig(Section):
 
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
         "exact": (False, "leave it out"),
-        "compare": (None, "evaluate every keep order or decay with an evaluation file of its own"),
+        "compare": (None, "write one evaluation file for each keep order or decay"),
         "learned_order": (None, "set schedule.keep_order"),
-        "bootstrap": ({}, "intervals are always 95%, from 1,000 resampled data sets"),
+        "bootstrap": ({}, "confidence intervals are always 95%, from 1,000 resampled data sets"),
     }
 
     data: EvalDataConfig
     model: ModelConfig
     reference_model: Place | None = Field(
-        None, description="compare all answers with those of this checkpoint at full depth; null: model at 1x"
+        None, description="compare all answers with those of this checkpoint at full depth; null: those of model at 1x"
     )
     baselines: dict[str, str] = Field(
-        default_factory=dict, description="more checkpoints to evaluate, as name: path; same tokenizer as model"
+        default_factory=dict, description="further checkpoints with the same tokenizer to evaluate, as {name: path}"
     )
     output: Place = Field(description="folder for the tables and the answers")
     schedule: ScheduleConfig = Field(
@@ -51,7 +51,7 @@ class EvalConfig(Section):
     speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal speed-ups; 1 is always included")
     prompts: list[Literal["full", "first"]] = Field(
         default_factory=list,
-        description="more prompt policies (see schedule.prompt) to evaluate at every speed above 1x",
+        description="further prompt policies (see schedule.prompt) to evaluate at every speed above 1x",
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     choices: Labels | None = Field(None, description="labels as a list or .json file; every answer is one of them")
@@ -60,7 +60,7 @@ class EvalConfig(Section):
         None, ge=1, description="bytes of the KV cache; default 1 GiB on a CPU, 8 GiB on a GPU"
     )
     threads: int | None = Field(None, ge=1, description="torch threads; default all cores")
-    runs: int = Field(1, ge=1, description="how often each speed is timed; the table shows the median")
+    runs: int = Field(1, ge=1, description="number of timings of each speed; the table shows their median")
     storage: StorageConfig = Field(default_factory=StorageConfig)
 
     @model_validator(mode="after")

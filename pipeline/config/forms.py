@@ -72,7 +72,7 @@ def check_labels(labels: Sequence[str | None], least: int = 1) -> None:
 
 
 def _form(value: Any) -> Any:
-    """Check and return {json_schema: …}, {regex: …} or {grammar: …}. A .json or .lark file named in it is read."""
+    """Check {json_schema: …}, {regex: …} or {grammar: …}, and return an OutputFormat. Reads .json and .lark files."""
     if not isinstance(value, dict):
         return value
     read = dict(value)

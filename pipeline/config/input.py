@@ -51,7 +51,7 @@ class InputConfig(Section):
     """
 
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "continuations": (None, "given texts are not scored any more: use vLLM")
+        "continuations": (None, "this package no longer scores given texts; use vLLM")
     }
 
     path: Paths = Field(
@@ -62,16 +62,16 @@ class InputConfig(Section):
         None,
         description="jsonl: one JSON object per line; csv: column names in the first line; openai_batch: one request "
         "per line, as JSON. Files of these three formats may be gzipped (.gz). iceberg, delta: a table. Default: "
-        "format of the suffix (.jsonl, .csv), else parquet; of a folder, only its .parquet files are read",
+        "the format of the suffix (.jsonl, .csv), else parquet. From a folder, the default reads only .parquet files",
     )
     snapshot: int | None = Field(
-        None, ge=0, description="Iceberg snapshot id or Delta version to read; default: the newest during planning"
+        None, ge=0, description="Iceberg snapshot id or Delta version to read; default: the newest at planning time"
     )
     csv_field_bytes: int = Field(
         2**20,
         ge=1,
         le=LONGEST_RECORD,
-        description="maximum bytes of a quoted field in a CSV file; a longer field counts as a quote never closed",
+        description="maximum bytes of a quoted field in a CSV file; a longer field is refused as an unclosed quote",
     )
     id: str | None = Field(
         None, description="column to copy to the output column `id`; default: ids made of file path and row number"
@@ -83,7 +83,7 @@ class InputConfig(Section):
     messages: str | None = Field(
         None, description="column with chats: lists of structs with role and content (text or parts), or JSON text"
     )
-    chat: bool = Field(False, description="use the prompt as user message of a chat; implied by system and examples")
+    chat: bool = Field(False, description="make the prompt the user message of a chat; implied by system and examples")
     system: str | None = Field(
         None,
         min_length=1,
@@ -111,30 +111,30 @@ class InputConfig(Section):
     )
     tools: str | None = Field(
         None,
-        description="column with tools for the chat template, a list or JSON: [{type: function, function: {name, "
-        "description, parameters}}]; null in a row: no tools. Tool calls of the model go to a column tool_calls",
+        description="column with tools for the chat template. A row holds a list or JSON text: [{type: function, "
+        "function: {name, description, parameters}}]; null: no tools. The model's tool calls go to a column tool_calls",
     )
     continue_final: bool = Field(
         False, description="if a chat ends with an assistant's message, the answer continues that message"
     )
     special_tokens: Literal["text", "parse"] | None = Field(
         None,
-        description="how to read control tokens such as <|im_end|> in the input: as plain text, or as tokens (parse). "
-        "Default: text in chat contents and in columns that a template prints, parse in a prompt column",
+        description="what control tokens such as <|im_end|> in the input become. text: plain text; parse: tokens. "
+        "Default: parse in a prompt column; text in the contents of chats and in columns that a template inserts",
     )
     too_long: Literal["error", "truncate_left"] = Field(
         "error",
-        description="error: a prompt that fills the context gets an error; truncate_left: only the last tokens are "
-        "kept of a prompt that leaves no room for max_new_tokens",
+        description="error: a prompt that fills the context gets an error; truncate_left: a prompt that leaves "
+        "no room for max_new_tokens keeps only its last tokens",
     )
     since: Literal["last_success"] | None = Field(
         None,
-        description="last_success: a run answers only files that no successful run has answered, into a dated folder",
+        description="last_success: a run answers only the files without a successful run, and writes a dated folder",
     )
     duplicate_ids: Literal["warn", "error"] = Field(
         "warn",
-        description="what happens if values of the id column repeat. warn: they are counted at the end; error: the "
-        "job fails, with Parquet input before the start, else at the end and without _SUCCESS",
+        description="what happens if values of the id column repeat. warn: they are counted at the end. error: the "
+        "job fails, for Parquet input before it starts, for other input at its end and without _SUCCESS",
     )
     changed: Literal["error", "reprocess", "ignore"] = Field(
         "error",
@@ -148,8 +148,8 @@ class InputConfig(Section):
     )
     retry: Literal["errors"] | None = Field(
         None,
-        description="with since, whether rows that got an error are answered again. errors: yes, into a dated folder "
-        "of their own, at most `attempts` times; default: no",
+        description="with since, whether rows with an error are answered again. errors: yes, at most `attempts` times; "
+        "each time, the answers go to a new dated folder. Default: no",
     )
 
     @model_validator(mode="after")
@@ -166,13 +166,13 @@ class InputConfig(Section):
             *(name for name in ("id", "chat", "sampling", "choices", "output_format", "tools") if getattr(self, name)),
         ]
         if self.is_batch and own:
-            raise UserError(f"{own[0]} does not go with format: openai_batch: each line is a whole request")
+            raise UserError(f"{own[0]} cannot be combined with format: openai_batch; each line is a whole request")
         if len(given) > 1:
             raise UserError(f"give {given[0]} or {given[1]}, not both")
         if self.tools is not None and not self.is_chat:
             raise UserError("tools is for chats: give messages, system, examples or chat: true")
         if self.continue_final and self.messages is None and not self.is_batch:
-            raise UserError("continue_final is for chats whose last message may be the assistant's: give messages")
+            raise UserError("continue_final needs chats that can end with an assistant's message: give messages")
         if self.chat_template_kwargs and not self.is_chat:
             raise UserError("chat_template_kwargs is for chats: give messages, system, examples or chat: true")
         return self
@@ -188,7 +188,7 @@ class InputConfig(Section):
             raise UserError("give snapshot or since, not both")
         for name in ("changed", "unreadable"):
             if getattr(self, name) != "error":
-                raise UserError(f"{name} is only for files: a table's snapshots tell which rows were added")
+                raise UserError(f"{name} is only for files: a table's snapshots show which rows were added")
 
     @property
     def is_table(self) -> bool:

@@ -42,7 +42,7 @@ class CatalogConfig(Section):
     )
 
     def properties(self) -> dict[str, str]:
-        """Return the keys that the job file sets, as pyiceberg names them."""
+        """Return the keys that the job file sets, under pyiceberg's names."""
         return self.model_dump(exclude={"name"}, exclude_none=True)
 
 
@@ -50,7 +50,7 @@ Decay = Literal["linear", "cosine", "power", "step", "constant"]
 KeepOrder = Literal["paper", "even", "early_exit", "measured"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 OutputFormat = Literal["parquet", "jsonl", "openai_batch", TableFormat]
-RESULT_NAMES = ("answers", "results", "errors")  # names without suffix of files that output.format adds
+RESULT_NAMES = ("answers", "results", "errors")  # names, without suffix, of the files that output.format adds
 
 
 def _many(value: Any) -> Any:
@@ -58,8 +58,8 @@ def _many(value: Any) -> Any:
 
 
 class ReasoningConfig(Section):
-    start: str = Field("<think>", min_length=1, description="mark at the start of thinking, in answer or prompt")
-    end: str = Field("</think>", min_length=1, description="mark at the end of thinking")
+    start: str = Field("<think>", min_length=1, description="mark before the thinking, in the answer or the prompt")
+    end: str = Field("</think>", min_length=1, description="mark after the thinking")
 
 
 class OutputConfig(Section):
@@ -72,8 +72,8 @@ class OutputConfig(Section):
     )
     table: Place | None = Field(
         None,
-        description="table to write if format is iceberg or delta; created if it does not exist. iceberg: its name "
-        "(namespace.table) in storage.catalog; delta: a folder that contains output.path; default: output.path",
+        description="table to write if format is iceberg or delta; created if it does not exist. iceberg: the "
+        "table's name (namespace.table) in storage.catalog; delta: output.path (the default) or a folder above it",
     )
     keep: list[str] = Field(default_factory=list, description="input columns to copy to the output, besides id")
     strip: bool = Field(True, description="remove white space at both ends of each answer")
@@ -81,7 +81,7 @@ class OutputConfig(Section):
         False, description="write a column `parsed`: each answer as a struct with the fields of the JSON schema"
     )
     token_ids: bool = Field(False, description="write a column with the generated token ids")
-    cumulative_logprob: bool = Field(False, description="write a column: the sum of token log-probabilities (nats)")
+    cumulative_logprob: bool = Field(False, description="write a column with the sum of token log-probabilities (nats)")
 
     @model_validator(mode="after")
     def _table_fits(self) -> OutputConfig:
@@ -99,17 +99,17 @@ class OutputConfig(Section):
 
 class ModelConfig(Section):
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "products": ("measured", "this package's kernels run, or with AMX those of the library; leave it out"),
+        "products": ("measured", "this package's kernels run, or torch's if faster (AMX); leave it out"),
         "cuda_graphs": (False, "vLLM captures them; leave it out"),
-        "kv_cache": (None, "for 8 bits, set `engine: vllm` and `vllm: {kv_cache_dtype: fp8}`"),
-        "compile": (False, "the CPU has kernels of its own; leave it out"),
+        "kv_cache": (None, "for an 8-bit cache, set `engine: vllm` and `vllm: {kv_cache_dtype: fp8}`"),
+        "compile": (False, "this package has its own kernels for CPUs; leave it out"),
     }
 
     path: Place = Field(description="checkpoint: local folder, s3:// folder, or owner/name@revision on the hub")
     speed_adapter: Place | None = Field(
         None,
-        description="local or s3:// folder with a speed adapter (low-rank weights for speeds above 1x) that "
-        "`skipdecode adapt` made for model.path; at 1x it is not loaded",
+        description="local or s3:// folder with the speed adapter (low-rank weights for speeds above 1x) that "
+        "`skipdecode adapt` made for model.path; not loaded at 1x",
     )
     cache: Place | None = Field(
         None, description="folder for downloads; default $SKIPDECODE_CACHE, else ~/.cache/skipdecode"
@@ -118,13 +118,13 @@ class ModelConfig(Section):
     weights: Literal["int8"] | None = Field(
         None,
         description="int8: 8-bit weights in linear layers and head, with one scale per output channel; only on CPUs "
-        "and with dtype bfloat16; fast with AVX512-VNNI. Default: weights in dtype, or 8-bit if the checkpoint's are",
+        "and with dtype bfloat16; fast with AVX512-VNNI. Default: 8-bit if the checkpoint is, else as in dtype",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if the actor has a GPU, else cpu")
     engine: EngineName = Field(
         "auto",
-        description="what runs the model. library: the layers of transformers, on a CPU with this package's kernels; "
-        "vllm: vLLM with this package's add-on, whose answers may differ from run to run; auto: vllm on a GPU if it is "
+        description="what runs the model. library: transformers' layers, with this package's kernels if on a CPU. "
+        "vllm: vLLM with this package's add-on; its answers may differ from run to run. auto: vllm on a GPU if vLLM is "
         "installed (pip install 'skipdecode[vllm]'), else library",
     )
     vllm: dict[str, Any] | None = Field(
@@ -138,7 +138,7 @@ class ModelConfig(Section):
     def _removed_values(cls, values: Any) -> Any:
         given = values if isinstance(values, dict) else {}
         if given.get("engine") == "paged":
-            raise UserError("engine: paged was removed: leave engine out; GPUs use vllm if it is installed")
+            raise UserError("engine: paged was removed; leave engine out, and GPUs use vllm if it is installed")
         if given.get("weights") == "fp8":
             raise UserError("weights: fp8 was removed with the engine that ran it; write vllm: {quantization: fp8}")
         return values
@@ -146,11 +146,9 @@ class ModelConfig(Section):
     def check_actors(self, gpus: float, section: str) -> None:
         """Raise UserError if actors with this number of GPUs cannot run the model."""
         if self.weights is not None and gpus:
-            raise UserError(f"model.weights: int8 is for CPUs: leave it out, or leave out {section}.gpus")
+            raise UserError(f"model.weights: int8 runs only on CPUs; leave it out, or leave out {section}.gpus")
         if self.device.startswith("cuda") and not gpus:
-            raise UserError(
-                f"model.device: {self.device} needs {section}.gpus, for example 1: without it Ray hides the GPUs"
-            )
+            raise UserError(f"model.device: {self.device} needs {section}.gpus, for example 1; else Ray hides the GPUs")
 
     @model_validator(mode="after")
     def _fits_together(self) -> ModelConfig:
@@ -164,7 +162,7 @@ class ModelConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """Which layers run for each token. A missing key comes from the checkpoint's skipdecode.json or `ScheduleSpec`."""
+    """Which layers run for each token. Defaults are from the checkpoint's skipdecode.json, or from `ScheduleSpec`."""
 
     speedup: float | None = Field(None, description="nominal speed-up: layers ÷ mean layers per token over the horizon")
     max_depth: int | None = Field(None, description="number of layers for generated token 0")
@@ -178,14 +176,14 @@ class ScheduleConfig(Section):
     steps: int | None = Field(None, description="number of steps of the curve if decay is step")
     warmup: int | None = Field(None, description="number of lowest layers that always run")
     keep_order: KeepOrder | list[int] | None = Field(
-        None, description="layers, the most needed first; measured: adapt, tune and evaluate measure this order"
+        None, description="layers, the most needed first; measured: adapt, tune and evaluate measure the order"
     )
     prompt: Literal["full", "first"] | None = Field(
         None, description="layers that process the prompt. full: all layers; first: the layers of generated token 0"
     )
 
     def changes(self) -> dict[str, Any]:
-        """Return the keys of `ScheduleConfig` that the file sets, with lists as tuples. They select the layers."""
+        """Return the keys of `ScheduleConfig` that the file sets; they select the layers. Lists become tuples."""
         given = self.model_dump(exclude_none=True, include=set(ScheduleConfig.model_fields))
         return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
@@ -202,7 +200,7 @@ class JobScheduleConfig(RunScheduleConfig):
     """A job's schedule, and checks that stop the job if the schedule ruins the text."""
 
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "exact": (False, "leave it out; schedule.speedup: 1 gives full depth's answers")
+        "exact": (False, "leave it out; for full depth's answers, set schedule.speedup: 1")
     }
 
     min_agreement: float = Field(
@@ -219,11 +217,11 @@ class JobScheduleConfig(RunScheduleConfig):
 class SamplingConfig(Section):
     """How tokens are chosen. Names and defaults are as in `SamplingParams`; `input.sampling` overrides them per row."""
 
-    max_new_tokens: int = Field(64, ge=1, lt=2**31, description="maximum tokens of an answer, with the stop token")
+    max_new_tokens: int = Field(64, ge=1, lt=2**31, description="maximum tokens of an answer, with its stop token")
     min_new_tokens: int = Field(0, ge=0, lt=2**31, description="minimum tokens before an answer may end")
     temperature: float = Field(0.0, ge=0, description="0 is greedy, otherwise at least 0.01")
-    top_k: int = Field(0, ge=0, lt=2**31, description="sample from this many most likely tokens; 0: all")
-    top_p: float = Field(1.0, gt=0, le=1, description="sample from the most likely tokens with this total probability")
+    top_k: int = Field(0, ge=0, lt=2**31, description="number of most likely tokens to sample from; 0: all")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the likeliest tokens with this total probability")
     min_p: float = Field(0.0, ge=0, le=1, description="sample tokens with at least this share of the top probability")
     repetition_penalty: float = Field(1.0, gt=0, description="penalty factor for tokens in prompt or answer; 1: none")
     presence_penalty: float = Field(
@@ -251,7 +249,7 @@ class SamplingConfig(Section):
         return self
 
     def params(self) -> SamplingParams:
-        """Return the parameters, without the seed, for rows that set none. Raises UserError if values conflict."""
+        """Return the job's sampling parameters, but not the seed. Raises UserError if values conflict."""
         return SamplingParams(**self.model_dump(exclude={"seed"}))
 
 
@@ -262,7 +260,7 @@ class ActorsConfig(Section):
     gpus: float = Field(0, ge=0, description="GPUs per actor")
     cpus: float | None = Field(None, gt=0, description="logical CPUs per actor; default: one per thread")
     wait_seconds: float = Field(
-        600, ge=0, description="seconds to wait until the cluster has room for the minimum number of actors"
+        600, ge=0, description="seconds to wait for room in the cluster for the minimum number of actors"
     )
     threads: int | None = Field(
         None, ge=1, description="torch threads per actor; default on a CPU: CPUs of the node ÷ actors on the node"
@@ -270,16 +268,16 @@ class ActorsConfig(Section):
     cache_bytes: int | None = Field(
         None,
         ge=1,
-        description="bytes of an actor's KV cache, which holds all rows in flight; default: 1 GiB on a CPU, 8 GiB on a "
-        "GPU, or with engine vllm on a GPU the memory that gpu_memory_utilization leaves",
+        description="bytes of an actor's KV cache, which holds all rows in flight. Default: 1 GiB on a CPU; 8 GiB on a "
+        "GPU; with engine vllm on a GPU, the memory that vLLM's gpu_memory_utilization leaves for it",
     )
     max_batch: int | None = Field(
-        None, ge=1, description="maximum rows in flight in an actor; default 64, with engine vllm 256"
+        None, ge=1, description="maximum rows in flight in an actor; default 64, or 256 with engine vllm"
     )
     scheduler: Literal["lock_step", "refill"] | None = Field(
         None,
-        description="lock_step: all rows of a batch begin together; refill: a row that has ended is replaced at "
-        "once, which is faster if a few answers are much longer than most. Default: lock_step with choices or "
+        description="lock_step: all rows of a batch begin together. refill: a row that has ended is replaced at "
+        "once; this is faster if a few answers are much longer than most. Default: lock_step with choices or "
         "ignore_eos, or if max_new_tokens is at most 3 × horizon and max_batch is above 16; else refill",
     )
 
@@ -318,7 +316,7 @@ class JobConfig(Section):
     renamed: ClassVar[dict[str, str]] = {"max_row_errors": "max_error_rate"}
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
         "notify": (None, "let the scheduler report the exit status; `run --json` prints the outcome"),
-        "task": ("generate", "given texts are not scored any more: use vLLM"),
+        "task": ("generate", "this package no longer scores given texts; use vLLM"),
     }
 
     input: InputConfig
@@ -328,14 +326,14 @@ class JobConfig(Section):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     choices: Labels | None = Field(
         None,
-        description="two or more labels, as a list or .json file; every answer is one of them. For other labels in "
-        "each row, see input.choices",
+        description="two or more labels, as a list or .json file; every answer is one of them. For labels that "
+        "differ from row to row, see input.choices",
     )
     output_format: Form | None = Field(
         None,
         description="form of every answer: {json_schema: object or .json file}, {regex: text} or {grammar: Lark text "
-        "or .lark file}. If check: after is given with json_schema, parts of the schema that no grammar can express "
-        "are checked after generation, and a row that breaks them gets an error. For another form in each row, see "
+        "or .lark file}. With check: after, a json_schema may have parts that no grammar can express: they are checked "
+        "after generation, and a row that breaks them gets an error. For forms that differ from row to row, see "
         "input.output_format",
     )
     reasoning: ReasoningConfig | Literal["auto"] | None = Field(
@@ -346,8 +344,8 @@ class JobConfig(Section):
     )
     shared_prefix: bool = Field(
         True,
-        description="compute prefixes that prompts share only once: a prefix of all prompts once per actor, a prefix "
-        "of some rows (such as the examples of a category) once per shard",
+        description="compute shared prefixes of prompts only once: a prefix of all prompts once per actor, a prefix "
+        "of some prompts (such as the examples of a category) once per shard",
     )
     actors: ActorsConfig = Field(default_factory=ActorsConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
@@ -355,17 +353,17 @@ class JobConfig(Section):
         None,
         ge=1,
         description="rows per shard, the unit of commit and progress. Default for up to 8,192 rows per actor: a "
-        "quarter of them, at most 256; for more rows per actor: 1/32 of them, at most 4,096",
+        "quarter of an actor's rows, at most 256; for more: 1/32 of an actor's rows, at most 4,096",
     )
     shard_bytes: int = Field(64 * 2**20, ge=1, description="uncompressed input bytes per shard")
     max_error_rate: float = Field(
         0.01, ge=0, le=1, description="largest share of rows with an error; above it `run` ends with exit status 3"
     )
     grace_seconds: float = Field(
-        20, ge=0, description="seconds that running shards get to finish after a signal; 0: they are dropped at once"
+        20, ge=0, description="seconds for running shards to finish after a signal; 0: the shards are dropped at once"
     )
     attempts: int = Field(
-        3, ge=1, description="after this many worker deaths, a row that ran alone gets an error, or model loading fails"
+        3, ge=1, description="worker deaths after which a row that ran alone gets an error, or model loading fails"
     )
     price_per_hour: float | None = Field(
         None,
@@ -401,7 +399,7 @@ class JobConfig(Section):
                 raise UserError(f"input.{key} would add rows that output.table already holds; leave one of the two out")
         self.model.check_actors(self.actors.gpus, "actors")
         if self.output.format == "openai_batch" and not self.input.is_batch:
-            raise UserError("output.format: openai_batch needs requests as input: set input.format: openai_batch too")
+            raise UserError("output.format: openai_batch needs requests as input; set input.format: openai_batch")
         if self.choices is not None:
             check_labels(self.choices, 2)
         forms = {
@@ -413,8 +411,8 @@ class JobConfig(Section):
         for name in filter(forms.get, forms):
             check_compatible(name, self.sampling.params())
         if self.input.tools is not None and any(forms.values()):
-            raise UserError("input.tools does not go with choices or output_format: a tool call has another form")
+            raise UserError("input.tools cannot be combined with choices or output_format; a tool call fits neither")
         form = self.output_format
         if self.output.parse and (form is None or form.kind != "json_schema" or self.input.output_format is not None):
-            raise UserError("output.parse needs output_format.json_schema, one for all rows, as a column has one type")
+            raise UserError("output.parse needs output_format.json_schema, which sets one type for all rows")
         return self

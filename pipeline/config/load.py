@@ -44,7 +44,7 @@ def parse_yaml(text: str) -> Any:
 def dump_yaml(values: dict[str, Any]) -> str:
     """Return a YAML document that `parse_yaml` reads back as the same values."""
     text = ""
-    for readable in (True, False):  # a few characters survive only if they are escaped
+    for readable in (True, False):  # escape characters only if the plain text does not read back as `values`
         stream, yaml = io.StringIO(), _yaml()
         yaml.allow_unicode = readable
         yaml.dump(values, stream)
@@ -68,7 +68,7 @@ def _place(error: MarkedYAMLError) -> str:
 
 
 def load_config(kind: type[ConfigT], path: str | Path, changes: Sequence[str] = ()) -> ConfigT:
-    """Read a YAML file, apply ``a.b=value`` changes and validate.
+    """Read a YAML file, apply ``a.b=value`` changes, and return the validated model.
 
     Raises UserError that names the file, the key and the remedy.
     """
@@ -83,13 +83,13 @@ def validated(kind: type[ConfigT], values: dict[str, Any], source: str) -> Confi
     except ValidationError as error:
         raise UserError(f"{source}: {_first_problem(kind, error)}") from None
     except RecursionError:
-        raise UserError(f"{source}: an alias holds itself, or values are nested too deeply") from None
+        raise UserError(f"{source}: an alias contains itself, or values are nested too deeply") from None
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
 
 
 def load_values(path: str | Path, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the keys and values of a YAML file after ``a.b=value`` changes, not yet validated. Raises UserError."""
+    """Read a YAML file, apply ``a.b=value`` changes, and return its values without validation. Raises UserError."""
     path = Path(path)
     try:
         values = parse_yaml(path.read_text())
@@ -121,7 +121,7 @@ def _apply(values: dict[str, Any], change: str) -> None:
     except ValueError:
         value = text
     if "#" in text and (value is None or (isinstance(value, str) and "#" not in value)):
-        value = text  # YAML has dropped the rest of the text as a comment
+        value = text  # YAML dropped a part of the text as a comment
     node = values
     for key in keys[:-1]:
         below = node.setdefault(key, {})
@@ -134,7 +134,7 @@ def _apply(values: dict[str, Any], change: str) -> None:
 def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
     problems = error.errors()
     problem = next((entry for entry in problems if entry["type"] == "extra_forbidden"), problems[0])
-    inner = ("function-", "list[", "literal[")  # pydantic's names for types in a union begin with these; not keys
+    inner = ("function-", "list[", "literal[")  # starts of pydantic's names for types in a union, which are not keys
     where = [str(part) for part in problem["loc"] if not str(part).startswith(inner)]
     where = [part for part in where[:-1] if not part.endswith("Config")] + where[-1:]
     key = ".".join(part if part.isprintable() else repr(part) for part in where)
@@ -145,7 +145,7 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
     if problem["type"] == "missing":
         return f"{key} is missing; give it a value{more}"
     if problem["type"] == "model_type":
-        return f"{key} must be a section with keys of its own, see `skipdecode keys {where[0]}`{more}"
+        return f"{key} must be a section with keys of its own; see `skipdecode keys {where[0]}`{more}"
     message = problem["msg"].removeprefix("Value error, ")
     given = problem.get("input")
     is_shown = isinstance(given, str | int | float | bool | None) and problem["type"] != SECRET
@@ -161,7 +161,7 @@ def _shown(given: Any) -> str:
 
 def _section(kind: type[BaseModel], where: Sequence[str]) -> type[BaseModel]:
     for name in where:
-        if name.isdigit():  # the name is an index in a list of sections
+        if name.isdigit():  # an index in a list of sections
             continue
         below: Any = kind.model_fields[name].annotation
         below = next(iter(get_args(below)), below)

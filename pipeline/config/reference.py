@@ -30,8 +30,8 @@ WORDS = {
 
 
 def described(section: str | None = None) -> str:
-    """Describe all keys, the keys of one section such as `input`, or one key. Raise UserError if there is none."""
-    found: dict[str, str] = {}  # a key that several kinds of files have is listed once
+    """Describe all keys, the keys of one section such as `input`, or one key. Raise UserError for an unknown name."""
+    found: dict[str, str] = {}  # lists a key once, even if several kinds of files have it
     for model in FILES.values():
         for key, field in leaves(model):
             if section is None or key == section or key.startswith((f"{section}.", f"{section}[].")):

@@ -21,17 +21,17 @@ from pipeline.config.job import (
 class ServeSamplingConfig(SamplingConfig):
     """Sampling parameters for requests that do not give them."""
 
-    max_new_tokens: int = Field(256, ge=1, lt=2**31, description="maximum tokens of an answer, with the stop token")
+    max_new_tokens: int = Field(256, ge=1, lt=2**31, description="maximum tokens of an answer, with its stop token")
     temperature: float = Field(1.0, ge=0, description="0 is greedy, otherwise at least 0.01")
 
 
 class ReplicasConfig(ActorsConfig):
-    """A replica is an actor that answers requests. Up to 256 requests wait; when 256 wait, new ones get status 429."""
+    """A replica is an actor that answers requests. If 256 requests wait already, a further request gets status 429."""
 
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "events_per_second": (1000, "each step's tokens are sent at once; a slow client gets fewer events"),
-        "target_requests": (None, "a replica is added at more than half of max_batch requests: set max_batch"),
-        "max_waiting": (256, "up to 256 answers wait, further requests get status 429; raise max or count"),
+        "events_per_second": (1000, "the tokens of each step are sent at once, but in fewer events to a slow client"),
+        "target_requests": (None, "replicas are added above max_batch / 2 requests per replica; set max_batch"),
+        "max_waiting": (256, "if 256 requests wait, others get status 429; to prevent this, raise max or count"),
         "scheduler": (None, "a server always refills; leave it out"),
     }
 
@@ -39,7 +39,7 @@ class ReplicasConfig(ActorsConfig):
 class HttpConfig(Section):
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
         "haproxy": (False, "Ray Serve's own proxy is used"),
-        "max_body_bytes": (8 * 2**20, "a request holds at most 8 MiB; answer longer ones with skipdecode run"),
+        "max_body_bytes": (8 * 2**20, "a request may have at most 8 MiB; answer longer prompts with `skipdecode run`"),
     }
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0: all networks")

@@ -17,7 +17,7 @@ RANK = 32  # default rank of a speed adapter
 
 class TuneModelConfig(Section):
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "new": (None, "make a checkpoint with random weights, for example with configs/demo/new_model.py; set path"),
+        "new": (None, "make a checkpoint with random weights (see configs/demo/new_model.py), and set path to it"),
         "vocab_size": (2048, "leave it out"),
     }
 
@@ -39,7 +39,7 @@ class TuneDataConfig(Section):
     )
     collapse_whitespace: bool = Field(False, description="replace each run of white space in a response by one space")
     choices: Labels | None = Field(None, description="labels as a list or .json file; every response is one of them")
-    dev_rows: int = Field(256, ge=2, description="number of pairs in the dev set, evenly spaced over data.dev")
+    dev_rows: int = Field(256, ge=2, description="number of pairs in the dev set, taken evenly from data.dev")
     max_tokens: int = Field(256, ge=4, description="maximum tokens of prompt plus response; longer pairs are left out")
 
 
@@ -53,20 +53,20 @@ class TuneScheduleConfig(Section):
         [1.0], min_length=1, description="nominal speed-ups to train; each step draws one or more of them"
     )
     also: list[ScheduleConfig] = Field(
-        default_factory=list, description="more schedules to train; each sets only keys that differ from this section"
+        default_factory=list, description="other schedules to train; each sets only keys that differ from this section"
     )
-    default: float | None = Field(None, description="nominal speed-up for jobs that set none; default: last speed-up")
+    default: float | None = Field(None, description="nominal speed-up of jobs that set none; default: last of speedups")
     horizon: int | None = Field(
         None, ge=2, description="generated tokens over which depth falls; default: median length of the responses"
     )
     decay: Decay = Field("linear", description="curve along which depth falls; default: as in the start checkpoint")
     warmup: int = Field(
-        1, ge=0, description="lowest layers that always run; default: as in the start checkpoint or the measured order"
+        1, ge=0, description="lowest layers that always run; default: from start checkpoint, or measured with the order"
     )
     keep_order: KeepOrder | list[int] = Field(
         "paper",
-        description="order in which layers are kept, the most needed first; measured: measure the order with the start "
-        "weights on training pairs; default: as in the start checkpoint",
+        description="order in which layers are kept, the most needed first. measured: the order is measured with the "
+        "start weights on training pairs. Default: as in the start checkpoint",
     )
     prompt: Literal["full", "first"] = Field(
         "full",
@@ -82,7 +82,7 @@ class LossConfig(Section):
     distillation: float = Field(0.0, ge=0, description="weight of the KL divergence from the teacher at full depth")
     temperature: float = Field(1.0, gt=0, description="temperature of teacher and student in the KL divergence")
     teacher: Place | None = Field(None, description="checkpoint with the same tokenizer; default: the start weights")
-    teacher_top_k: int = Field(64, ge=1, description="most likely teacher tokens to keep; all others count as one")
+    teacher_top_k: int = Field(64, ge=1, description="likeliest teacher tokens to keep; all others count as one token")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of probability to spread evenly over all tokens")
 
     @model_validator(mode="after")
@@ -99,7 +99,7 @@ class LossConfig(Section):
 class AdapterConfig(Section):
     """A speed adapter: low-rank weights beside the frozen model. One adapter is trained for all speeds above 1x."""
 
-    start: Place | None = Field(None, description="speed adapter to train further; it sets rank, alpha and targets")
+    start: Place | None = Field(None, description="speed adapter to train further, with its rank, alpha and targets")
     rank: int | None = Field(None, ge=1, description=f"rank of the low-rank matrices; default {RANK}")
     alpha: int | None = Field(None, ge=1, description="adapter outputs are scaled by alpha / rank; default 2 × rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapter's input while training")
@@ -125,7 +125,7 @@ class TrainingConfig(Section):
     max_steps: int = Field(-1, description="number of optimizer steps; -1: as many as the epochs need")
     batch_size: int = Field(64, ge=1, description="training pairs per optimizer step, in all workers together")
     speeds_per_step: int = Field(
-        1, ge=1, description="number of schedules drawn for each step; they share the forward passes over the prompts"
+        1, ge=1, description="number of schedules drawn for each step; all share one forward pass over the prompts"
     )
     prompt_gradient: bool = Field(
         True,
@@ -138,8 +138,8 @@ class TrainingConfig(Section):
         "activations, divided by the number of workers; on a GPU: as many as fit in a quarter of its memory",
     )
     checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
-    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate, then a cosine down to zero")
-    warmup_steps: int = Field(50, ge=0, description="optimizer steps over which the learning rate rises")
+    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate; it falls to zero along a cosine")
+    warmup_steps: int = Field(50, ge=0, description="optimizer steps over which the learning rate rises to its peak")
     weight_decay: float = Field(0.01, ge=0, description="AdamW")
     bf16: bool = Field(
         True,
@@ -147,7 +147,7 @@ class TrainingConfig(Section):
         "for it; false: save and compute in float32",
     )
     seed: int = Field(0, ge=0, description="seed for initial weights, the order of pairs, and the drawn speeds")
-    eval_steps: int = Field(200, ge=1, description="steps between measurements of dev-set loss; at most a tenth of all")
+    eval_steps: int = Field(200, ge=1, description="steps between dev-set loss measurements, at most 1/10 of all steps")
     save_steps: int = Field(200, ge=1, description="optimizer steps between two checkpoints to resume from")
     early_stopping: int | None = Field(
         None, ge=1, description="stop if the dev-set loss has not improved in this many measurements; default: never"

@@ -1,9 +1,9 @@
-"""Measures how often a job's schedule agrees with full depth on a sample of the job's rows, in an actor's process.
+"""Measures, in an actor's process, how often a job's schedule agrees with full depth on a sample of the job's rows.
 
 Full depth answers the rows greedily. For free text, the agreement is the share of these answers' tokens at which the
-schedule and full depth have the same likeliest token; the KL divergence is measured too. For labels, it is the share of
-rows that get the same label from both. Agreement by chance is measured with answers that do not depend on the row: full
-depth's most frequent label, or the tokens of another row's answer.
+schedule and full depth have the same likeliest token. The KL divergence is measured too. For labels, the agreement is
+the share of rows that get the same label from both. Agreement by chance is measured with answers that do not depend on
+the row: full depth's most frequent label, or the tokens of another row's answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipeline.messages import counted
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
 
-MOST_TOKENS = 256  # tokens of an answer after this many are not compared
+MOST_TOKENS = 256  # maximum number of tokens of an answer that are compared
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,22 @@ class Agreement:
     """How well the answers of a schedule agree with those of full depth."""
 
     rows: int = 0  # number of compared rows; rows that failed, or whose answers cannot change, are left out
-    labels: bool = False  # whether labels were compared, one for each row; else tokens were compared
+    labels: bool = False  # True: labels were compared, one for each row; False: tokens were compared
     compared: int = 0  # number of labels or tokens that were compared
     agreed: int = 0  # number of compared labels or tokens that agree
     token_kl: float = 0.0  # KL(full depth || schedule) in nats, mean over all compared tokens
     prompt_tokens: float = 0.0  # mean number of prompt tokens per row, without the shared prefix
     answer_tokens: float = 0.0  # mean number of answer tokens per row
     skipped: float | None = None  # share of layer runs that the schedule skips; None if `MOST_TOKENS` cut off answers
-    examples: tuple[Example, ...] = ()  # full depth's answers that were not cut off
-    prefill_ratio: float | None = None  # how many times faster prefill is than at full depth; None if not timed
-    decode_ratio: float | None = None  # how many times faster a decode step of a row is than at full depth
-    by_chance: int | None = None  # number of labels or tokens that would agree by chance
+    examples: tuple[Example, ...] = ()  # full depth's answers that have fewer than `MOST_TOKENS` tokens
+    prefill_ratio: float | None = None  # prefill time at full depth ÷ with the schedule; None if not timed
+    decode_ratio: float | None = None  # time of a row's decode step at full depth ÷ with the schedule
+    by_chance: int | None = None  # how many of the `compared` labels or tokens would agree by chance
     kappa: float | None = None  # Cohen's kappa of the labels; None for tokens
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Agreement:
-        """Restore an agreement from the result of `asdict`, also if read from JSON. Raises TypeError for other keys."""
+        """Restore an agreement from the result of `asdict`, which may be from JSON. Raises TypeError for other keys."""
         examples = tuple(Example(**example) for example in values.get("examples", ()))
         return cls(**{**values, "examples": examples})
 
@@ -113,7 +113,7 @@ def measure_agreement(
     if not given:
         return Agreement()
     full, fast = _generators(generator, len(given))
-    first = 1 if len(fast.schedule.prompt_layers) == fast.schedule.num_layers else 0  # first token that may differ
+    first = 1 if len(fast.schedule.prompt_layers) == fast.schedule.num_layers else 0  # index of first token to compare
     at_full, full_stats = _answers(full, given, prefix)
     answers = [answer for answer in at_full if len(answer.token_ids or ()) > first]
     if not answers:
@@ -162,7 +162,7 @@ def measure_agreement(
 
 
 def chance_of(labels: Sequence[tuple[str | None, str | None]]) -> tuple[int, float]:
-    """Return how often full depth gives its most frequent label, and Cohen's kappa. labels: (full, fast) pairs."""
+    """Return how often full depth gives its most frequent label, and Cohen's kappa. labels: pairs (full, schedule)."""
     full, fast = (Counter(column) for column in zip(*labels, strict=True))
     expected = sum(full[label] * fast[label] for label in full) / len(labels)
     agreed = sum(own == other for own, other in labels)
@@ -171,7 +171,7 @@ def chance_of(labels: Sequence[tuple[str | None, str | None]]) -> tuple[int, flo
 
 
 def _answers(generator: Generator, given: Sequence[Prompt], prefix: Sequence[int]) -> tuple[list[Answer], EngineStats]:
-    """Answer one row to warm up. Then answer all rows; return the answers and the engine's statistics."""
+    """Answer one row to warm up, then all rows. Return the answers to all rows and the engine's statistics for them."""
     generator.answer(given[:1], prefix)
     generator.take_stats()
     return generator.answer(given, prefix), generator.take_stats()
@@ -200,7 +200,7 @@ def _generators(generator: Mapping[str, Any], rows: int) -> tuple[Generator, Gen
         "max_batch": min(generator["max_batch"], rows),
     }
     adapted = settings["speed_adapter"] is not None
-    if adapted:  # two models must fit into memory
+    if adapted:  # there are two models, each with a cache
         settings["cache_bytes"] //= 2
     full = Generator(**{**settings, "speed_adapter": None, "schedule": {"speedup": 1.0}})
     if adapted:

@@ -9,18 +9,18 @@ from typing import Any
 
 from actors.answers import Answer
 
-CHECKS = (  # name of the count, share of answers above which to warn, end of the warning
+CHECKS = (  # name of the count; share of answers above which to warn; last words of the warning
     ("same_answers", 0.6, "are the same"),
     ("empty_answers", 0.2, "are empty"),
     ("repeating_answers", 0.2, "repeat the same words again and again"),
     ("cut_off", 0.99, "reach the length limit: raise sampling.max_new_tokens, or check the tokens that end answers"),
 )
-LEAST_ANSWERS = 5  # with fewer answers there is no warning, because a share says little
-LEAST_TRIED = 20  # with fewer answers, `try` does not warn
+LEAST_ANSWERS = 5  # minimum number of answers for a warning, because a share of few answers means little
+LEAST_TRIED = 20  # minimum number of answers for a warning by `try`
 ORDER = 4  # length n of the n-grams whose repeats are counted
-LEAST_REPEATS, REPEATED_SHARE = 4, 0.5  # an answer repeats itself if this many n-grams, and this share of them, repeat
-MOST_COMMON = 3  # number of most frequent texts that a shard's record holds
-TEXT_CHARS = 100  # maximum characters shown of a common text
+LEAST_REPEATS, REPEATED_SHARE = 4, 0.5  # minimum number and share of repeats in an answer that repeats itself
+MOST_COMMON = 3  # maximum number of frequent texts in a shard's record
+TEXT_CHARS = 100  # maximum number of characters to show of a common text
 
 
 def repeated_ngrams(units: Sequence[Any]) -> tuple[int, int]:
@@ -34,14 +34,14 @@ def repeated_ngrams(units: Sequence[Any]) -> tuple[int, int]:
 
 
 def repeats_itself(text: str) -> bool:
-    """Return whether at least half of a text's 4-grams repeat (4-grams of words; of characters if words are rare)."""
+    """Return whether at least half of a text's 4-grams repeat: 4-grams of words, or of characters if words are rare."""
     words = text.split()
     repeats, grams = repeated_ngrams(words if 10 * len(words) > len(text) else text)
     return repeats >= LEAST_REPEATS and repeats >= REPEATED_SHARE * grams
 
 
 def texts_of(answers: Iterable[Answer]) -> list[str]:
-    """Return the texts of answers. If an answer has only tool calls, return them as text. Leave out errors."""
+    """Return the texts of answers without an error. For an answer with only tool calls, return the calls as text."""
     answered = [answer for answer in answers if answer.finish_reason != "error"]
     return [answer.generated_text or str(answer.tool_calls or "") for answer in answered]
 

@@ -1,4 +1,4 @@
-"""The coordinator of a run. It counts committed shards, tracks shards at work, and can stop the run. Imports no ray."""
+"""The coordinator of a run. It counts committed shards, tracks running shards, and can stop the run. Imports no ray."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-SHOWN_KINDS = 3  # number of kinds of errors that are shown
+SHOWN_KINDS = 3  # maximum number of kinds of errors to show
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class RunProgress:
     rows: int = 0
     errors: int = 0
     tokens: int = 0
-    loading: int = 0  # actors that load their model
+    loading: int = 0  # number of actors that are loading their model
     download: str = ""  # latest progress line of a download
     at_work: int = 0  # shards that have begun and are not yet committed
     actors: int = 0  # number of actors that have loaded their model

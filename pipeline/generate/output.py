@@ -1,4 +1,4 @@
-"""Makes a part (the output file of one shard): its columns, table and Parquet bytes. Imports no ray."""
+"""Makes the table and the Parquet bytes of a part (the output file of one shard). Does not import Ray."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class PartSpec:
     """What a part (the output file of one shard) holds."""
 
     id_column: str | None  # input column copied to `id`; None: an id is the file's path below `root` and the row number
-    keep: tuple[str, ...]  # other input columns to copy
+    keep: tuple[str, ...]  # input columns to copy besides the id
     optional: tuple[str, ...]  # names of optional answer columns, see `answer_types`
     fingerprint: str  # fingerprint of the job, for the footer
     num_layers: int  # number of layers of the model, for the footer
     parsed: pa.DataType | None = None  # type of the column `parsed` (JSON answers as values); None: no such column
-    root: str | None = None  # folder of all input files; None in old jobs, whose ids hold file names only
+    root: str | None = None  # folder of all input files; None in old jobs: their ids hold only file names
 
 
 def row_ids(rows: pa.Table, id_column: str | None, root: str | None, shard: Shard) -> pa.Array | pa.ChunkedArray:
-    """Return the ids of a shard's rows: values of the id column, or file and row number. root: see `PartSpec`."""
+    """Return the ids of a shard's rows: the id column's values, or else file and row number. root: see `PartSpec`."""
     if id_column is not None:
         return rows[id_column]
     name = os.path.basename(shard.url) if root is None else shard.url.removeprefix(f"{root}/")
@@ -63,7 +63,7 @@ def part_bytes(table: pa.Table, spec: PartSpec, shard: Shard) -> bytes:
         "skipdecode.num_layers": str(spec.num_layers),
     }
     sink = pa.BufferOutputStream()
-    combined = table.replace_schema_metadata(metadata).combine_chunks()  # so that pages do not depend on input batches
+    combined = table.replace_schema_metadata(metadata).combine_chunks()  # Parquet pages must not depend on row batches
     pq.write_table(combined, sink, compression="zstd", write_page_checksum=True)
     data: bytes = sink.getvalue().to_pybytes()
     return data

@@ -1,4 +1,4 @@
-"""The generate stage: answers prepared shards and commits their parts (output files). Imports no ray."""
+"""The generate stage: answers prepared shards and commits their parts (output files). Does not import Ray."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from pipeline.input.shards import Shard
 from pipeline.prepare.prompts import CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
-EXAMPLE_SECONDS = 20.0  # minimum time between two answers that an actor shows
-EXAMPLE_TOKENS, EXAMPLE_CHARS = 24, 160  # for an example: last tokens of the prompt; maximum characters of a text
+EXAMPLE_SECONDS = 20.0  # minimum time between two example answers of an actor
+EXAMPLE_TOKENS, EXAMPLE_CHARS = 24, 160  # tokens shown from a prompt's end; maximum characters of each text
 
 
 class Worker:
-    """The process that a stage runs in: here the job's own. owns_process: whether global settings may change."""
+    """The process that runs a stage: here, the job's own. owns_process: whether its global settings may change."""
 
     owns_process = False
 
@@ -56,7 +56,7 @@ class Worker:
         return 1
 
     def export_metrics(self) -> None:
-        """Export the metrics of this process. The job's own process exports none."""
+        """Export the metrics of this process. Do nothing in the job's own process."""
 
 
 def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
@@ -78,7 +78,7 @@ def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
 
 
 class _Turn:
-    """Events of a shard for which the next shard waits. drains: some slots are free. ended: no rows are left."""
+    """Two events of a shard. The next shard waits for them. drains: some slots are free. ended: no rows are left."""
 
     def __init__(self) -> None:
         self.drains, self.ended = threading.Event(), threading.Event()
@@ -91,12 +91,12 @@ class _Turn:
 class ShardGenerator:
     """Callable class that answers whole shards with one Generator, and commits them.
 
-    A shard is committed in the call that answered it, because a separate task might wait for CPUs that another dataset
-    holds. Two threads may call an instance: the second shard then begins while the first one is committed, with vLLM
-    even while the last rows of the first one run. A shard on which a process has died runs alone.
+    The call that answers a shard also commits it, because a separate task might wait for CPUs that another dataset
+    holds. Two threads may call an instance: the second shard then begins while the first one is committed. With vLLM,
+    it begins earlier, while the first one's last rows run. If a process died during a shard, the shard runs alone.
 
     Args:
-        generator: arguments of `Generator`, in which checkpoint and speed adapter are sources for `fetch`.
+        generator: arguments of `Generator`; `checkpoint` and `speed_adapter` are sources that `fetch` downloads.
         check_output: called before the model is loaded. It raises UserError if this node cannot see the job's output.
         prefix: token ids that begin the job's prompts.
         devices: GPUs of this actor, or 1 on CPUs. price_per_hour: money per hour of one device; 0 without a price.
@@ -129,22 +129,22 @@ class ShardGenerator:
                 f"an actor died while it loaded the model, attempt {loads - 1} of {quarantine.attempts}: check "
                 "the node's memory and kernel log, or lower actors.count"
             )
-        # one thread loads and runs the model: Ray constructs an actor in one thread and calls it in another, but OpenMP
-        # has a pool for each thread; with two torch threads, a model took twice the time outside its loading thread
+        # The thread that loads the model also runs it, although Ray constructs and calls an actor in different threads.
+        # OpenMP has a pool for each thread: with two torch threads, a model was half as fast outside its first thread.
         self.thread = ThreadPoolExecutor(1, "generator")
         settings = fetched(generator, partial(coordinator.downloading, actor))
         self.generator = self.thread.submit(Generator, **settings).result()
         self.loaded = time.time()
         if self.worker.owns_process:
             logging.getLogger("transformers").setLevel(logging.ERROR)
-            # loaded objects are never freed; collecting garbage among them took 10% of a small model's time
+            # loaded objects are never freed: searching them for garbage took 10% of a small model's time
             gc.collect()
             gc.freeze()
             # end the process before Ray's exit handlers run, because they may wait for a lock for ever
             atexit.register(os._exit, 0)
         self._turns, self._last_turn, self._last_ended = threading.Lock(), _Turn(), 0.0
         self._last_turn.end()
-        self._shown = 0.0  # time at which an answer was last shown
+        self._shown = 0.0  # time of the last example answer
         coordinator.loaded(actor)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,14 +169,14 @@ class ShardGenerator:
             if not self.coordinator.begin(shard.index):
                 return False
             began, alone = time.perf_counter(), before.ended.is_set()
-            attempt = self.quarantine.begin(shard.index, shard.rows)  # before anything that may kill this process
+            attempt = self.quarantine.begin(shard.index, shard.rows)  # must precede all that may kill this process
             answers, engine = self._answers(attempt, asked, turn)
-            with self._turns:  # seconds of steps that two shards share count for neither shard
+            with self._turns:  # a shard that overlaps with another one gets no rates
                 alone = alone and (self._last_turn is turn or not turn.drains.is_set())
             _check_rows(answers, shard)
             before.ended.wait()
             if not attempt.isolated:
-                turn.end()  # an isolated shard keeps its turn: a death of the next shard would be blamed on it
+                turn.end()  # not if isolated: this shard would be blamed for deaths that the next one causes
             table = part_table(rows, answers, self.part, shard)
             data = part_bytes(table, self.part, shard)
             _count(engine)
@@ -190,7 +190,7 @@ class ShardGenerator:
             turn.end()
 
     def _answers(self, attempt: ShardAttempt, rows: list[Prompt], turn: _Turn) -> tuple[list[Answer], EngineStats]:
-        """Return answers in row order, and statistics. In an isolated shard, rows run in recorded groups."""
+        """Return answers sorted by row, and statistics. An isolated shard's rows run in groups that are recorded."""
         if not attempt.isolated:
             return self._answer(rows, on_drain=turn.drains.set)
         answers, stats = list[Answer](), EngineStats()
@@ -206,13 +206,13 @@ class ShardGenerator:
         return sorted(answers, key=lambda answer: answer.row), stats  # stable sort: a row's samples stay in order
 
     def _answer(self, rows: list[Prompt], **told: Callable[..., None]) -> tuple[list[Answer], EngineStats]:
-        """Answer rows in the model's thread. told: callback arguments of `Generator.begin`."""
+        """Answer rows in the model's thread. told: callbacks for `Generator.begin`."""
         work = self.generator.begin(rows, self.prefix, **told)
         self.thread.submit(self.generator.run, work).result()
         return self.generator.finish(work), work.call.stats
 
     def _measured(self, engine: EngineStats, began: float, alone: bool) -> dict[str, Any]:
-        """Return statistics of the shard that has just ended. Its time is counted from the previous shard's end."""
+        """Return statistics of the shard that just ended. Time before the previous shard's end does not count."""
         with self._turns:
             now = time.perf_counter()
             seconds, self._last_ended = now - max(began, self._last_ended), now
@@ -239,7 +239,7 @@ class ShardGenerator:
         }
 
     def _show(self, asked: Sequence[Prompt], answers: Sequence[Answer]) -> None:
-        """Send the coordinator an answer to show, at most one in `EXAMPLE_SECONDS`."""
+        """Send an example answer to the coordinator, unless one was sent in the last `EXAMPLE_SECONDS`."""
         answer = next((one for one in answers if one.error is None), None)
         if answer is None or time.monotonic() - self._shown < EXAMPLE_SECONDS:
             return
@@ -256,8 +256,8 @@ def _check_rows(answers: Sequence[Answer], shard: Shard) -> None:
         wrong = min(set(range(shard.rows)).symmetric_difference(answered), default=None)
         which = "a row is answered twice" if wrong is None else f"row {wrong} of the shard has no answer"
         raise RuntimeError(
-            f"part-{shard.index:06d}.parquet ({shard.url} from row {shard.first_row}) is not committed: of its "
-            f"{shard.rows} rows {len(set(answered))} are answered: {which}; this is a bug in the engine"
+            f"part-{shard.index:06d}.parquet ({shard.url} from row {shard.first_row}) is not committed. Of its "
+            f"{shard.rows} rows, {len(set(answered))} are answered; {which}. This is a bug in the engine"
         )
 
 

@@ -1,4 +1,4 @@
-"""Computes the statistics of a shard, which its commit record stores, and totals over all shards of a job."""
+"""Computes the statistics of a shard for its commit record, and the totals over all shards of a job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from actors.engine.errors import flat
 from pipeline.generate.answer_checks import MOST_COMMON, count_answers, warnings
 
 log = logging.getLogger(__name__)
-KINDS = 3  # maximum number of error kinds that a shard's record names; the others are only counted
+KINDS = 3  # maximum kinds of errors in a shard's record; answers with further kinds are only counted
 MOST_LABELS = 256  # maximum number of distinct labels that are counted in a shard
 KIND_CHARS, EXAMPLE_CHARS, ID_CHARS = 160, 300, 80
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{16,}\b|\d[\d,.]*\d|\d")
@@ -30,7 +30,7 @@ def _unit(unit: str, default: Any = 0, total: str = "sum") -> Any:
     return field(default=default, metadata={"unit": unit, "total": total})
 
 
-LATER = {  # fields that the records of old versions lack -> their values
+LATER = {  # field that records of old versions lack -> value to use
     **dict.fromkeys(("empty_answers", "repeating_answers", "control_tokens"), 0),
     **dict.fromkeys(("label_counts", "common_answers"), ""),
 }
@@ -43,10 +43,10 @@ class Counts:
     rows: int = _unit("input rows")
     answers: int = _unit("output rows: one for each sample of an input row")
     errors: int = _unit("rows")
-    duplicate_ids: int = _unit("rows that share their id with another row of the shard")
+    duplicate_ids: int = _unit("rows whose id an earlier row of the shard has")
     prompt_tokens: int = _unit("tokens of the prompts that were answered")
-    control_tokens: int = _unit("control tokens in row values that were parsed, see input.special_tokens")
-    shared_prompt_tokens: int = _unit("prompt tokens whose keys and values were shared, not computed again")
+    control_tokens: int = _unit("control tokens that were parsed in row values, see input.special_tokens")
+    shared_prompt_tokens: int = _unit("prompt tokens whose keys and values were reused instead of computed again")
     generated_tokens: int = _unit("tokens")
     prepare_seconds: float = _unit("s", 0.0)
     prefill_seconds: float = _unit("s", 0.0)
@@ -63,7 +63,7 @@ class Counts:
     cache_bytes: int = _unit("bytes of the largest batch's cache", total="max")
     peak_memory_bytes: int = _unit("bytes", total="max")
     out_of_memory: int = _unit("batches halved because memory ran out")
-    stopped: int = _unit("answers that ended at a stop token, a stop string or a settled choice")
+    stopped: int = _unit("answers that ended at a stop token or stop string, or with only one choice left")
     cut_off: int = _unit("answers that ended at a length limit")
     empty_answers: int = _unit("answers without an error that are empty")
     repeating_answers: int = _unit("answers that repeat the same words, see `answer_checks.repeats_itself`")
@@ -71,10 +71,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class ShardStats(Counts):
-    """Statistics of one shard. If a record was lost, only values that its part (output file) shows are rebuilt."""
+    """Statistics of one shard. For a lost record, only values that the part (output file) shows are rebuilt."""
 
     shard: int = _unit("index", total="none")
-    # 0 means unknown: seconds of steps that two shards share count for neither shard
+    # rates: 0 means unknown, e.g. if the shard overlapped with another one
     device_seconds_per_million_tokens: float = _unit("device_seconds ÷ millions of generated tokens", 0.0, "none")
     money_per_million_tokens: float = _unit("money ÷ millions of generated tokens", 0.0, "none")
     tokens_per_second: float = _unit("generated tokens ÷ generate_seconds", 0.0, "none")
@@ -83,10 +83,10 @@ class ShardStats(Counts):
     started: float = _unit("s since 1970", 0.0, "none")
     finished: float = _unit("s since 1970", 0.0, "none")
     device: str = _unit("name", "", "none")
-    node: str = _unit("host name and start of the Ray node's id", "", "none")
+    node: str = _unit("host name, and first characters of the Ray node's id", "", "none")
     attempt: int = _unit("1, or 2 if the actor has been restarted", 0, "none")
     rebuilt: bool = _unit("whether the record was lost and rebuilt from the part", False, "none")
-    actor: str = _unit("id of the actor, the same after a restart", "", "none")
+    actor: str = _unit("id of the actor, which stays the same after a restart", "", "none")
     loaded: float = _unit("time at which the actor had loaded its model, s since 1970", 0.0, "none")
     error_kinds: str = _unit("JSON of `error_kinds`", "", "none")
     label_counts: str = _unit("JSON of `label_counts`", "", "none")
@@ -147,7 +147,7 @@ def _checked(item: Field[Any], value: Any) -> Any:
 
 
 def _counts(part: pa.Table) -> dict[str, Any]:
-    """Return the fields of `ShardStats` that follow from a part. A value that may fail is given as a function."""
+    """Return the fields of `ShardStats` that a part determines. If computing a value may fail, return a function."""
     first = part.filter(pc.equal(part["sample_index"], 0))
     answered = part.filter(pc.not_equal(part["finish_reason"], "error"))
     reasons = part["finish_reason"].to_pylist()
@@ -175,21 +175,21 @@ def _counts(part: pa.Table) -> dict[str, Any]:
 
 
 def error_rows(part: pa.Table) -> int:
-    """Return the number of input rows of which any answer has an error."""
+    """Return the number of input rows that have an error in at least one answer."""
     row = pc.cumulative_sum(pc.cast(pc.equal(part["sample_index"], 0), pa.int64()))
     return int(pc.count_distinct(row.filter(pc.is_valid(part["error"]))).as_py())
 
 
 def duplicate_ids(part: pa.Table) -> int:
-    """Return the number of input rows whose id an earlier row in the part has. A row without an id repeats none."""
+    """Return the number of input rows that repeat the id of an earlier row in the part. Missing ids do not count."""
     ids = part.filter(pc.equal(part["sample_index"], 0))["id"].drop_null()
     return int(len(ids) - pc.count_distinct(ids).as_py())
 
 
 def label_counts(part: pa.Table) -> str:
-    """Return JSON of {label: number of answers}, most frequent first. Return "" without choices.
+    """Return JSON of {label: number of answers}, most frequent label first. Return "" if the job has no choices.
 
-    Also return "" for more than `MOST_LABELS` labels, which are possible if each row has its own labels.
+    Also return "" if there are more than `MOST_LABELS` labels (rows may have labels of their own).
     """
     if "choice_probability" not in part.column_names:
         return ""
@@ -211,9 +211,9 @@ def id_value(row_id: pa.Scalar) -> Any:
 
 
 def error_kinds(part: pa.Table) -> str:
-    """Return the most frequent kinds of errors as JSON: a list of [kind, number of answers, example's id, its error].
+    """Return the most frequent kinds of errors as JSON: a list of [kind, number of answers, example's id, error text].
 
-    At most `KINDS` kinds are listed. A last entry with empty texts counts the other kinds. No errors: "".
+    At most `KINDS` kinds are listed. A last entry with empty texts counts the other kinds. Without errors, return "".
     """
     bad = part.select(["id", "error"]).filter(part["error"].is_valid())
     errors = bad["error"].to_pylist()
@@ -253,7 +253,7 @@ class Totals(Counts):
 
     @property
     def layer_ratio(self) -> float | None:
-        """Layers that full depth would run in all decode steps ÷ layers that did run."""
+        """Ratio over all decode steps: layers that full depth would run ÷ layers that ran."""
         return _ratio(self.full_layer_steps, self.layer_steps)
 
     @property
@@ -315,5 +315,5 @@ STATS_SCHEMA = pa.schema(
 
 
 def slowest_shards(shards: pa.Table, count: int) -> pa.Table:
-    """Return at most `count` shards that took longest, slowest first."""
+    """Return the `count` shards that took longest (all, if there are fewer), slowest first."""
     return shards.sort_by([("generate_seconds", "descending"), ("shard", "ascending")]).slice(0, count)

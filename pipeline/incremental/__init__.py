@@ -1,1 +1,1 @@
-"""Answers input that grows: each run answers only files that no earlier run has answered. A ledger lists the runs."""
+"""Answers input that grows: each run answers only files that no earlier run has answered. A ledger records the runs."""

@@ -6,7 +6,7 @@
 
 A record is created once and never changed. A run begins only after the previous run has ended. If two commands begin a
 run at once, only one can create the record. If two commands end the same run, the first end counts. No lock or clock is
-needed. A file is answered if a successful run has claimed it, even if the run's folder is removed. Other files are new.
+needed. A file is answered if a successful run has claimed it, even if that run's folder is gone. Other files are new.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pipeline.storage.parquet import read_parquet
 log = logging.getLogger(__name__)
 FORMAT = 2
 SHOWN_RUNS = 20
-SHOWN_FILES = 3  # maximum number of file names shown, if files are left for a later run
+SHOWN_FILES = 3  # maximum number of file names to show if files are left for a later run
 COMPACT_EVERY = 50  # each time this many runs have ended, all ended runs are copied into one file
 CLAIM, COMPACTED = re.compile(r"(\d{6,})\.json"), re.compile(r"through-(\d{6,})\.json")
 Rows = dict[str, set[int]]  # URL of an input file -> its rows with an error
@@ -58,7 +58,7 @@ class ConcurrentRun(Exception):
 
 @dataclass(frozen=True)
 class ClaimedFile:
-    """An input file that a run has claimed. size: bytes; version, digest: as in `InputFile`."""
+    """An input file that a run has claimed. size: in bytes. For version and digest see `InputFile`."""
 
     url: str
     size: int
@@ -81,8 +81,8 @@ class LedgerRun:
     ended: str = ""
     why: str = ""  # why the run was abandoned
     table: str = ""  # id of the input table
-    snapshot: int | None = None  # newest snapshot of the input table that the run covers
-    root: str | None = None  # file names in generated ids are relative to this folder in all runs; see `PartSpec`
+    snapshot: int | None = None  # the input table's newest snapshot in this run
+    root: str | None = None  # folder to which file names in the ids of all runs are relative; see `PartSpec`
     left: tuple[str, ...] = ()  # URLs of new files that this run could not read and left for a later run
 
     @classmethod
@@ -99,7 +99,7 @@ class LedgerRun:
 
 @dataclass(frozen=True)
 class Ledger:
-    """All runs in order. Only the last may be unfinished. compacted: number of the last run in the compacted file."""
+    """All runs, oldest first. Only the last run may be unfinished. compacted: number of runs in the compacted file."""
 
     runs: tuple[LedgerRun, ...] = ()
     compacted: int = 0
@@ -117,7 +117,7 @@ class Ledger:
         return self.succeeded[-1] if self.succeeded else None
 
     def answered_snapshot(self, table: str) -> int | None:
-        """Return the newest snapshot of a table that a successful run has answered; None if there is none."""
+        """Return a table's newest snapshot that a successful run has answered; None if there is none."""
         runs = (run for run in reversed(self.succeeded) if run.table == table)
         return next((run.snapshot for run in runs), None)
 
@@ -159,7 +159,7 @@ def read(root: Folder) -> Ledger:
         # each record is read by its name: a listing may miss a record that is written at the same time
         values, end = _record(root, claim_name(number)), _record(root, end_name(number))
         if values is None:
-            raise UserError(f"{root.url}/{claim_name(number)}: missing; without it files would be answered twice")
+            raise UserError(f"{root.url}/{claim_name(number)}: missing; without it, files would be answered twice")
         if end is None and number < last:
             raise UserError(f"{root.url}/{end_name(number)}: missing, although later runs have begun")
         try:
@@ -199,7 +199,7 @@ def claim(
     if pin is not None:
         run = replace(run, table=pin.table, snapshot=pin.snapshot)
     claimed = {key: value for key, value in asdict(run).items() if key not in ("state", "ended", "why")}
-    # if a put is retried because its response was lost, the record may be our own: the nonce makes records differ
+    # if this put was retried because its response was lost, an existing record may be this run's; the nonce shows it
     data = _encode({**claimed, "nonce": uuid.uuid4().hex})
     if not root.create(claim_name(number), data) and root.read(claim_name(number)) != data:
         raise ConcurrentRun(f"run {number} was begun by another command; check that run, then run again")
@@ -207,7 +207,7 @@ def claim(
 
 
 def end(root: Folder, run: LedgerRun, state: State, why: str = "") -> LedgerRun:
-    """Record how a run ended, unless its end is recorded already. Return the run with the end that is in the ledger."""
+    """Record how a run ended, unless its end is recorded already. Return the run with the recorded end."""
     values: dict[str, Any] = {"state": state, "ended": _now(), "why": why}
     if not root.create(end_name(run.number), _encode({"number": run.number, **values})):
         first = _record(root, end_name(run.number))
@@ -217,9 +217,9 @@ def end(root: Folder, run: LedgerRun, state: State, why: str = "") -> LedgerRun:
 
 
 def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[int, str]]:
-    """Return the `listed` files that no successful run has answered. A file uploaded again unchanged is not new.
+    """Return the `listed` files that no successful run has answered. A file uploaded again without a change is not new.
 
-    changed: value of `input.changed`, for answered files whose content has changed since; "error" raises UserError.
+    changed: value of `input.changed`, for answered files that have changed. If it is "error", they raise UserError.
     """
     answered = {file.url: (run, file) for run in ledger.succeeded for file in run.files}
     new: dict[str, tuple[int, str]] = {}
@@ -239,7 +239,7 @@ def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[in
 
 
 def _is_same(file: ClaimedFile | InputFile, size: int, version: str) -> bool:
-    """Return whether the file, which now has this size and version, has the content that was answered."""
+    """Return whether a file that now has this size and version still has the content that was answered."""
     if (size, version) == (file.size, file.version):
         return True
     return size == file.size and has_same_content(file.url, file.digest, version)
@@ -249,7 +249,7 @@ def compact(root: Folder, ledger: Ledger) -> None:
     """Copy all ended runs into one file if at least `COMPACT_EVERY` runs have ended since the last copy."""
     ended = [run for run in ledger.runs if run.state != "unfinished"]
     if ended and ended[-1].number - ledger.compacted >= COMPACT_EVERY:
-        # two processes may write the file: they write the same bytes, because ended runs do not change
+        # if two processes write the file, they write the same bytes, because ended runs do not change
         write_json(root, compacted_name(ended[-1].number), [asdict(run) for run in ended])
         if ledger.compacted:
             root.remove(compacted_name(ledger.compacted))
@@ -258,9 +258,9 @@ def compact(root: Folder, ledger: Ledger) -> None:
 def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageConfig, attempts: int) -> Rows:
     """Return URL -> rows whose last answer by a successful run has an error. Skips files that are gone or changed.
 
-    Also skips rows that were answered again `attempts` times.
+    Also skips rows that have already been answered again `attempts` times.
     """
-    failed: dict[str, dict[int, int]] = {}  # URL -> row -> number of answers with an error, the last one among them
+    failed: dict[str, dict[int, int]] = {}  # URL -> row -> number of answers with an error since the last good one
     answered: dict[str, InputFile] = {}
     for run in ledger.succeeded:
         folder, unknown = open_folder(f"{root.url.rstrip('/')}/{run.folder}", storage), list[str]()
@@ -278,7 +278,7 @@ def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageCon
             errors = dict(zip(*(records[name].to_pylist() for name in records.column_names), strict=True))
             for shard in manifest.shards:
                 of_file, wrong = failed[shard.url], set[int]()
-                if errors.get(shard.index, 1):  # a shard without a readable record may have errors
+                if errors.get(shard.index, 1):  # a shard without a readable record may have rows with errors
                     try:
                         wrong = _rows_with_errors(folder, shard)
                     except (FileNotFoundError, ValueError) as error:
@@ -300,7 +300,7 @@ def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageCon
 
 
 def _rows_with_errors(folder: Folder, shard: Shard) -> set[int]:
-    """Return the rows of a shard's output file (part) that have an error. Raises ValueError if it is damaged."""
+    """Return the rows of a shard's output file (part) that have an error. Raises ValueError for a damaged file."""
     found, row = set(), shard.first_row - 1
     for answer in read_parquet(folder.read(part_name(shard.index)), ["sample_index", "error"]).to_pylist():
         row += answer.get("sample_index", 0) == 0
@@ -321,7 +321,7 @@ def shards_of(failed: Mapping[str, set[int]], shards: Sequence[Shard]) -> list[S
 
 
 def print_ledger(console: Console, ledger: Ledger) -> None:
-    """Print the last runs as a table, and the totals of all successful runs."""
+    """Print the newest runs as a table, and the totals of all successful runs."""
     shown = ledger.runs[-SHOWN_RUNS:]
     title = "Runs" if len(shown) == len(ledger.runs) else f"The last {len(shown)} of {len(ledger.runs)} runs"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -352,7 +352,7 @@ def _record(root: Folder, name: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{root.url}/{name}: not JSON: {error}") from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise UserError(f"{root.url}/{name}: not a record of this version, which writes format {FORMAT}")
+        raise UserError(f"{root.url}/{name}: its format is not {FORMAT}, the record format of this version")
     return values
 
 

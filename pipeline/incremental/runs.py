@@ -7,8 +7,8 @@ A run takes these steps, in the ledger and in its dated folder, and may be kille
 If the job has an output table, the output files (parts) are added to it after `end`, so that the table holds only
 successful runs. If a run is killed, the next command resumes it after its last step, or abandons it and claims its
 files again. Two commands may work on one folder at the same time. This wastes time but does no harm: `end` decides once
-whether a run counts. A run with more row errors than `max_error_rate` allows is not ended. The next command ends it if
-`max_error_rate` is high enough then; otherwise it abandons the run and answers the files again.
+whether a run counts. A run with more row errors than `max_error_rate` allows is not ended. If that limit has
+been raised enough, the next command ends the run. Otherwise it abandons the run and answers the files again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class IncrementalResult:
-    """What one command did. finished: the runs that it finished (an interrupted one, a retry of rows, a new one).
+    """What one command did. finished: the runs that it finished, e.g. a resumed run, a retry of rows and a new run.
 
     last: the last successful run. left: URLs of new files that are left for a later run.
     """
@@ -84,12 +84,12 @@ def run(
 ) -> IncrementalResult:
     """Finish an unfinished run, then answer the input files that no successful run has answered.
 
-    The arguments are those of `job.run`, but `overwrite` means to abandon an unfinished run, and `limit` raises
+    The arguments are those of `job.run`, but `overwrite` abandons an unfinished run, and `limit` raises
     UserError. Raises the errors of `job.run`, and ConcurrentRun.
     """
     assert config.input.since == "last_success"
     if limit is not None:
-        raise UserError("--limit: rows that it leaves out would never be answered; leave out --limit or input.since")
+        raise UserError("--limit: rows beyond it would never be answered; leave out --limit or input.since")
     backend = backend or jobs.ray_backend(verbose=verbose)
     with interruptible():
         check_columns(config)
@@ -112,7 +112,7 @@ def run(
 def run_in(
     root: Folder, config: JobConfig, backend: Backend, overwrite: bool, check: Check = "quick"
 ) -> IncrementalResult:
-    """Do the work of `run` in the folder `root`. Needs no lease: of two commands, the ledger lets only one win."""
+    """Do the work of `run` in the folder `root`. Needs no lease: the ledger lets only one command begin a run."""
     finished: list[FinishedRun] = []
     ledger = ledgers.read(root)
     if not ledger.runs:
@@ -169,7 +169,7 @@ def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
 
 
 def _checked(root: Folder, ledger: Ledger, config: JobConfig, backend: Backend, check: Check) -> list[FinishedRun]:
-    """Check the output files (parts) of all successful runs, and answer shards again whose part is gone or set aside.
+    """Check the output files (parts) of all successful runs. If a part is gone or set aside, answer its shard again.
 
     Raises UserError if a part is damaged and `check` is not "repair".
     """
@@ -207,13 +207,13 @@ def _retry(
 
 
 def with_batching(job: PlannedJob, **changes: Any) -> PlannedJob:
-    """Return the job with the given fields of `job.manifest.batching` replaced."""
+    """Return a copy of the job with changed fields in `job.manifest.batching`."""
     return replace(job, manifest=replace(job.manifest, batching=replace(job.manifest.batching, **changes)))
 
 
 @dataclass(frozen=True)
 class NewInput:
-    """Input that no successful run has answered. config: the job's config; for a table, it has the pinned snapshot."""
+    """Input that no successful run has answered. config: the job's config, with the snapshot of an input table."""
 
     config: JobConfig
     files: Files
@@ -221,7 +221,7 @@ class NewInput:
 
 
 def new_input(config: JobConfig, ledger: Ledger) -> NewInput:
-    """Return the files that the next run must answer. For a table: data files appended since the last success."""
+    """Return the files that the next run must answer. For a table: its new data files since the last success."""
     pin = newest(config)
     after = None if pin is None else ledger.answered_snapshot(pin.table)
     pinned = config if pin is None else with_snapshot(config, pin.snapshot)
@@ -234,7 +234,7 @@ def _folder(root: Folder, run: LedgerRun, config: JobConfig) -> Folder:
 
 
 def print_runs(console: Console, result: IncrementalResult) -> None:
-    """Print the finished runs, or that there is nothing new since the last run, and the files left for a later run."""
+    """Print the finished runs, or that nothing is new. Also print the files that are left for a later run."""
     lines = [f"left for a later run: {ledgers.some(result.left)}"] if result.left else []
     good = [done for done in result.finished if done.run.state == "success"]
     if good:
@@ -280,7 +280,7 @@ def _read_again(root: Folder, number: int) -> Ledger:
 def _resume(
     root: Folder, run: LedgerRun, config: JobConfig, backend: Backend, overwrite: bool, check: Check
 ) -> FinishedRun | None:
-    """Finish an unfinished run with its pinned files. Return None if it is abandoned, e.g. if the job has changed."""
+    """Finish a run with the files in its plan. Return None if it is abandoned, e.g. because the job has changed."""
     folder = _folder(root, run, config)
     if overwrite:
         _abandon(root, run, folder, config, "--overwrite")
@@ -293,11 +293,11 @@ def _resume(
         _abandon(root, run, folder, config, "its folder holds no job yet")
         return None
     pinned = {file.url: (file.size, file.version) for file in stored.files}
-    job = plan(config, stored, backend, files=pinned)  # `stored` pins the checkpoint's commit
+    job = plan(config, stored, backend, files=pinned)  # uses the checkpoint's commit in `stored`
     if job.manifest.fingerprint != stored.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, job.manifest.identity))
         if run.state == "success":
-            raise UserError(f"{folder.url}: lacks parts, and the job has changed in {names} since; undo this first")
+            raise UserError(f"{folder.url}: lacks parts, but the job's {names} changed since; undo this change")
         _abandon(root, run, folder, config, f"the job has changed in {names}")
         return None
     try:

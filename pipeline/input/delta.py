@@ -33,12 +33,12 @@ from pipeline.storage.folder import open_folder
 MAPPING = "delta.columnMapping.mode"
 COMPACT = "rewrite the table (OPTIMIZE, or REORG TABLE ... APPLY (PURGE)) and read the new version"
 FINGERPRINT = "skipdecode.fingerprint"  # key under which a commit's metadata holds the job's fingerprint
-# table features with which deltalake can add files unchanged
+# deltalake can add a job's files, without changes, to a table that has these features
 WRITABLE = {
     *("appendOnly", "invariants", "checkConstraints", "generatedColumns", "changeDataFeed"),
     *("deletionVectors", "v2Checkpoint", "timestampNtz", "variantType"),
 }
-RULES = ("delta.constraints.", "delta.invariants")  # table settings that begin so are rules for the values in each row
+RULES = ("delta.constraints.", "delta.invariants")  # prefixes of table settings that are rules for a row's values
 
 
 def store_options(url: str, storage: StorageConfig) -> dict[str, str]:
@@ -57,19 +57,19 @@ def store_options(url: str, storage: StorageConfig) -> dict[str, str]:
 def read_commit(url: str, storage: StorageConfig, version: int) -> bytes:
     """Return the log of one table version: one JSON action per line. Raises FileNotFoundError if the log is gone.
 
-    deltalake's history call would hold the GIL while it waits for the store, and the job could not renew its lease.
+    Avoids deltalake's `history`, which holds the GIL while it waits for the store, so a job could not renew its lease.
     """
     return open_folder(f"{url}/_delta_log", storage).read(f"{version:020}.json")
 
 
 def _store_failed(url: str, error: OSError) -> StoreFailed:
-    """Return the error for a store that deltalake cannot reach. Its message has many lines, with colour codes."""
+    """Return the error for a store that deltalake cannot reach: its message, in one line without colour codes."""
     text = re.sub(r"\x1b\[[0-9;]*m|↳", "", str(error))
     return StoreFailed(f"{url}: {flat(text)}")
 
 
 def find_table(url: str, storage: StorageConfig, version: int | None = None) -> DeltaTable | None:
-    """Return the Delta table at `url` (default: newest version), or None. Raises UserError if it cannot be read."""
+    """Return the table at `url` (default: newest version); None if none is there. Raises UserError if unreadable."""
     try:
         table = DeltaTable(url, version=version, storage_options=store_options(url, storage))
     except TableNotFoundError:
@@ -108,7 +108,7 @@ class DeltaInput:
     def appended(self, after: int, until: int) -> dict[str, int]:
         answered = f"since version {after}, which the last successful run answered"
         if until < after:
-            raise UserError(f"{self.root}: version {after}, the last answered version, is newer than {until}")
+            raise UserError(f"{self.root}: the last successful run answered version {after}, newer than {until}")
         added: list[tuple[str, int]] = []
         for version in range(after + 1, until + 1):
             try:
@@ -165,7 +165,7 @@ class DeltaInput:
 
 
 class DeltaOutput:
-    """A Delta table as output, see `OutputTable`. A job's transaction id shows its commit even when the log is gone."""
+    """A Delta table as output (an `OutputTable`). Finds a job's commit by transaction id, even if its log is gone."""
 
     def __init__(self, path: str, storage: StorageConfig) -> None:
         self.url = real_url(path)
@@ -227,11 +227,11 @@ class DeltaOutput:
             raise UserError(f"output.table: {self.url} is partitioned by {names}; choose a table without partitions")
         rule = next((key for key in metadata.configuration if key.startswith(RULES)), None)
         if rule is not None:
-            raise UserError(f"output.table: {self.url} has the rule {rule}, but a job does not check rows by rules")
+            raise UserError(f"output.table: {self.url} has the rule {rule}, but a job does not apply rules")
         features = sorted({*(table.protocol().writer_features or ())} - WRITABLE)
         if features:
             raise UserError(
-                f"output.table: {self.url} has {features[0]}, which files of a job lack; choose another table"
+                f"output.table: {self.url} uses {features[0]}, which a job's files do not support; choose another table"
             )
         fields = table.schema().fields
         required = next((field.name for field in fields if not field.nullable), None)

@@ -65,7 +65,7 @@ class InputFile:
 
 
 def file_format(url: str, given: InputFormat | None) -> str:
-    """Return the file format: `given` (`input.format`) if set, else the format of the suffix, else Parquet."""
+    """Return the file format: `given` (`input.format`) if set, else the one that the suffix shows, else Parquet."""
     if given is not None:
         return {"openai_batch": "jsonl", "iceberg": "parquet", "delta": "parquet"}.get(given, given)
     return next((kind for kind, suffixes in SUFFIXES.items() if url.lower().endswith(suffixes)), "parquet")
@@ -116,7 +116,7 @@ def _named(
     if isinstance(fs, LocalFileSystem) and os.path.islink(inside) and not os.path.exists(inside):
         raise _broken_link(inside)
     is_glob = glob.has_magic(inside)
-    with suppress(PermissionError):  # for a missing name, a store denies access to users who may not list names
+    with suppress(PermissionError):  # a store also denies access if a name is missing and the user may not list names
         is_glob = is_glob and not fs.exists(inside)
     is_folder = not is_glob and fs.isdir(inside)
     folder = inside if is_folder else fixed_part(inside) if is_glob else os.path.dirname(inside)
@@ -140,7 +140,7 @@ def _named(
 
 
 def fixed_part(pattern: str) -> str:
-    """Return the longest leading folder of a glob that holds no wildcard."""
+    """Return the start of a glob: all folders before the first name with a wildcard."""
     while glob.has_magic(pattern):
         pattern = os.path.dirname(pattern)
     return pattern
@@ -170,7 +170,7 @@ def _local_files(
     matches = re.compile(".*" if pattern is None else glob_translate(pattern)).match
     depth = None if pattern is None or "**" in pattern else pattern[len(folder.rstrip("/")) :].count("/")
     found: dict[str, tuple[int, str]] = {}
-    folders: list[tuple[str, tuple[tuple[int, int], ...]]] = [(folder, ())]  # each folder with the folders above it
+    folders: list[tuple[str, tuple[tuple[int, int], ...]]] = [(folder, ())]  # folder, and the folders above it
     while folders:
         path, above = folders.pop()
         status = os.stat(path)
@@ -199,7 +199,7 @@ def _broken_link(path: str) -> UserError:
 
 
 def _check_no_table(fs: fsspec.AbstractFileSystem, folder: str) -> None:
-    """Raise UserError if `folder` is in a Delta or Iceberg table: its files may hold rows deleted from the table."""
+    """Raise UserError if `folder` is in a Delta or Iceberg table, whose files may still hold deleted rows."""
     while "=" in os.path.basename(folder):
         folder = os.path.dirname(folder)
     if fs.isdir(f"{folder}/{DELTA_LOG}"):
@@ -216,9 +216,9 @@ def _refuse_table(name: str, fs: fsspec.AbstractFileSystem) -> None:
     if not (table := _TABLE_FILE.match(name)):
         return
     url = table["folder"] if isinstance(fs, LocalFileSystem) else f"s3://{table['folder']}"
-    kind, remedy = "a Delta table", "set input.format: delta"
+    kind, remedy = "a Delta table", "set input.format to delta"
     if not table["delta"]:
-        kind, remedy = "an Iceberg table", "set input.format: iceberg, and input.path to the table's name"
+        kind, remedy = "an Iceberg table", "set input.format to iceberg, and input.path to the table's name"
     raise UserError(f"{url}: this is {kind}, whose files may hold rows that were deleted from the table; {remedy}")
 
 
@@ -246,7 +246,7 @@ def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tu
 
 
 def _not_parquet(url: str, head: bytes, error: Exception) -> str:
-    """Return the error message for a file that Arrow cannot read as Parquet. Names the format that `head` shows."""
+    """Return an error message for a file that is not valid Parquet. It names the format of `head`, the first bytes."""
     kind = _other_format(head)
     remedy = {"JSON": "set input.format: jsonl", "CSV": "set input.format: csv"}.get(str(kind), "convert it to Parquet")
     reason = flat(error) if kind is None else f"the file is {kind}; {remedy}"
@@ -288,7 +288,7 @@ def stat(url: str, storage: StorageConfig) -> tuple[int, str] | None:
 def list_input(
     section: InputConfig, storage: StorageConfig, *, may_be_empty: bool = False, after: int | None = None
 ) -> Files:
-    """Return URL -> (bytes, version) of each input file. For a table: its data files at `input.snapshot` or the newest.
+    """Return URL -> (bytes, version) of each input file, or of a table's files at `input.snapshot` (default: newest).
 
     after: a snapshot of the table. Only data files that were appended after this snapshot are listed.
 
@@ -307,7 +307,7 @@ def list_input(
         raise UserError(f"{section.path[0]}: the table has no rows")
     for url, size in files.items():
         if url not in present:
-            raise UserError(f"{url}: a data file of {section.path[0]} is gone")
+            raise UserError(f"{url}: this data file of {section.path[0]} is gone")
         if present[url][0] != size:
             raise UserError(f"{url}: has {present[url][0]} bytes, but {section.path[0]} lists it with {size} bytes")
     return present
@@ -328,7 +328,7 @@ def input_root(section: InputConfig, storage: StorageConfig, urls: Collection[st
 def list_pinned(
     section: InputConfig, storage: StorageConfig, pinned: Sequence[InputFile], *, may_be_empty: bool = False
 ) -> Files:
-    """List the input files of a planned job again. For a table: list only the files in `pinned` that still exist."""
+    """List the input files of a planned job again. For a table, list only the files in `pinned` that still exist."""
     if section.is_table:
         return _present((file.url for file in pinned), storage)
     return list_files(section.path, storage, section.format, may_be_empty=may_be_empty)

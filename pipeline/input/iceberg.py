@@ -40,12 +40,12 @@ from pipeline.messages import listed
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import filesystem
 
-STORAGE = "skipdecode.storage"  # catalog property with the job's `storage` section as JSON, without `storage.catalog`
+STORAGE = "skipdecode.storage"  # catalog property: the job's `storage` section as JSON, but without `catalog`
 FINGERPRINT = "skipdecode.fingerprint"  # key under which a snapshot's summary holds the job's fingerprint
 HELD = (pa.time64("us"),)  # types that an Iceberg table can hold, but a Delta table cannot
 WRITABLE = (1, 2)  # Iceberg format versions that pyiceberg can write
 COMPACT = "compact the table (rewrite_data_files) and read the new snapshot"
-KEEPS_ROWS = (Operation.APPEND, Operation.REPLACE)  # snapshots that delete no row; REPLACE is a compaction
+KEEPS_ROWS = (Operation.APPEND, Operation.REPLACE)  # operations that delete no row; REPLACE is a compaction
 log = logging.getLogger(__name__)
 
 
@@ -73,9 +73,9 @@ class StoreFileIO(FileIO):
 
 
 def open_catalog(storage: StorageConfig, *, create: bool) -> Catalog:
-    """Return the job's Iceberg catalog. create: in a new SQL database, create the tables that the catalog needs.
+    """Return the job's Iceberg catalog. create: whether to create the catalog's own tables in a new SQL database.
 
-    Raises UserError if the settings in `storage.catalog` are wrong, StoreFailed if the catalog does not answer.
+    Raises UserError if the settings in `storage.catalog` are wrong, and StoreFailed if the catalog does not answer.
     """
     properties = {
         **storage.catalog.properties(),
@@ -85,7 +85,7 @@ def open_catalog(storage: StorageConfig, *, create: bool) -> Catalog:
     }
     place = storage.catalog.warehouse
     is_folder = storage.catalog.type != "rest" and not str(storage.catalog.uri).startswith("http")
-    if place is not None and "://" not in place and is_folder:  # new tables store the absolute path
+    if place is not None and "://" not in place and is_folder:  # new tables must store an absolute path
         properties["warehouse"] = os.path.abspath(place)
     with _one_line(storage):
         return load_catalog(storage.catalog.name, **properties)
@@ -208,7 +208,7 @@ class IcebergInput:
         return found
 
     def _schema(self, snapshot: int) -> Schema:
-        """Return the schema of a snapshot; for the newest snapshot, the table's current schema, even if it is newer."""
+        """Return a snapshot's schema. For the newest one, this is the table's schema, which may be newer still."""
         found = self._snapshot(snapshot)
         if found.schema_id is None or found == self.table.current_snapshot():
             return self.table.schema()
@@ -224,9 +224,9 @@ class IcebergInput:
             assert isinstance(task, FileScanTask)
             url = store_url(task.file.file_path)
             if task.delete_files:
-                raise UserError(f"{url}: delete files of {self.name} delete rows of this data file; {COMPACT}")
+                raise UserError(f"{url}: rows of this data file are deleted by delete files of {self.name}; {COMPACT}")
             if task.file.file_format != FileFormat.PARQUET:
-                raise UserError(f"{url}: a data file of {self.name} is {task.file.file_format.value}, not Parquet")
+                raise UserError(f"{url}: this data file of {self.name} is {task.file.file_format.value}, not Parquet")
             files[url] = task.file.file_size_in_bytes
         return dict(sorted(files.items()))
 
@@ -245,7 +245,7 @@ class IcebergOutput:
         if table is not None:
             self._check_table(table, schema)
         elif isinstance(self.catalog, MetastoreCatalog) and not self._location_of_new():
-            raise UserError(f"output.table: {self.name} does not exist: set storage.catalog.warehouse, or create it")
+            raise UserError(f"output.table: {self.name} does not exist: create it, or set storage.catalog.warehouse")
 
     def snapshot_of(self, fingerprint: str) -> int | None:
         table = self._table()
@@ -266,7 +266,7 @@ class IcebergOutput:
         except ValueError as error:
             if "already referenced" not in str(error):
                 raise
-            log.warning("%s: this job's output files are already in the table, from an expired snapshot", self.name)
+            log.warning("%s: an expired snapshot has already added this job's output files to the table", self.name)
         snapshot = table.current_snapshot()
         assert snapshot is not None
         return snapshot.snapshot_id
@@ -317,7 +317,7 @@ def _snapshot_of(table: Table, fingerprint: str) -> int | None:
 
 
 def _type_in(table: Table, field: pa.Field) -> str:
-    """Return a column's Iceberg type with the table's field ids, or its Arrow type if the table has no ids for it."""
+    """Return a column's Iceberg type, with the table's field ids. Return its Arrow type if the table lacks the ids."""
     try:
         mapped = pyarrow_to_schema(pa.schema([field]), name_mapping=table.schema().name_mapping)
     except ValueError:

@@ -1,6 +1,6 @@
 """Reads rows from input files of any format, and casts them to the job's schema.
 
-A folder `name=value` in a file's path (Hive partition) adds a text column `name`: each row of the file has `value`.
+A folder `name=value` in a file's path (Hive partition) adds a text column `name`, which is `value` in each row.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_layout(
     columns: TextColumns | None = None,
     limit: int | None = None,
 ) -> tuple[InputFile, pa.Schema]:
-    """Return the file with its row groups, and its schema. Raises UserError if the file is missing or not of `kind`."""
+    """Return the file (with its row groups) and its schema. Raises UserError if it is missing or not of `kind`."""
     try:
         if kind == "parquet":
             return read_footer(url, size, version, storage)
@@ -51,7 +51,7 @@ def read_shards(
 ) -> Iterator[tuple[Shard, pa.Table]]:
     """Yield each shard with a table of its rows: the columns of `schema`, and the column `ERROR` with row errors.
 
-    Consecutive shards of one file are read in one pass. files: input files; they include each shard's file.
+    Consecutive shards of one file are read in one pass. files: input files, which must include each shard's file.
 
     Raises UserError before it yields rows of a changed file. Also raises the errors of `read_groups` and `read_text`.
     """
@@ -63,14 +63,14 @@ def read_shards(
                 check_unchanged(file, storage)
                 yield shard, table
         except (*STORE_ERRORS, pa.ArrowException, AssertionError, RuntimeError):
-            check_unchanged(file, storage)  # if the file has changed, raise that error
+            check_unchanged(file, storage)  # raises a clearer error if the file has changed
             raise
 
 
 def read_rows(
     shards: Sequence[Shard], file: InputFile, schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[pa.Table]:
-    """Yield one table per shard, in order: the columns of `schema`, and `ERROR`. All shards must belong to `file`."""
+    """Yield one table per shard, in order, with the columns of `schema` and `ERROR`. All shards must be of `file`."""
     values = path_values(file.url)
     of_path = [field for field in schema if field.name in values and OF_PATH.items() <= (field.metadata or {}).items()]
     own = pa.schema([field for field in schema if field not in of_path])
@@ -138,9 +138,9 @@ def read_columns(
 ) -> dict[str, list[Any]]:
     """Return column name -> values in the first `limit` rows of the files at `path` (a file, folder or glob).
 
-    optional: more columns to read. A column that some file lacks is left out of the result.
+    optional: further columns to read; those that some file lacks are left out of the result.
 
-    Raises UserError that names the file. If the file lacks one of `columns`, the error is a `MissingColumn`.
+    Raises UserError, which names the file. If the file lacks one of `columns`, the error is a `MissingColumn`.
     """
     wanted = list(dict.fromkeys([*columns, *optional]))
     listed = list_files([path], storage)
@@ -178,7 +178,7 @@ def read_blocks(
     files: Sequence[InputFile], shards: Iterable[Shard], schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[pa.Table]:
     """Yield a one-row table per shard with the columns `shard` (index), `url`, `first_row` and `rows` (all rows of the
-    shard as Arrow IPC bytes). Ray Data may split a block between rows, so a shard in a single row stays whole."""
+    shard as Arrow IPC bytes). Ray Data splits blocks only between rows, so a shard in a single row stays whole."""
     for shard, table in read_shards(files, shards, schema, storage):
         rows = pa.array([to_ipc(table)], pa.large_binary())
         yield pa.table({"shard": [shard.index], "url": [shard.url], "first_row": [shard.first_row], "rows": rows})

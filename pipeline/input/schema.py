@@ -20,7 +20,7 @@ ERROR = "__error"  # column with the error of each row, null for a good row; no 
 
 
 def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Schema:
-    """Return a schema with one common type per column, nullable and without metadata. files: URL -> the file's schema.
+    """Return a schema with one common, nullable type per column. It has no metadata. files: URL -> the file's schema.
 
     A column or nested field that is null in every file becomes a string. Raises UserError if a column is missing or
     has no common type. The message names file, column and types.
@@ -73,7 +73,7 @@ def _holds(here: pa.DataType, field: pa.Field) -> bool:
 
 
 def _is_uuid(kind: pa.DataType) -> bool:
-    """Return whether a column is read as text such as 00000000-0000-0000-0000-000000000001; its storage is 16 bytes."""
+    """Tell whether `kind` is the UUID type: stored as 16 bytes, read as text (00000000-0000-0000-0000-000000000001)."""
     return isinstance(kind, pa.UuidType)
 
 
@@ -122,10 +122,10 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
         return second
     if types.is_nested(first) or types.is_nested(second):
         return _common_nested(first, second)
-    for one, other in ((first, second), (second, first)):  # Arrow would round decimals, and turn text to bytes
+    for one, other in ((first, second), (second, first)):  # Arrow would round decimals, or turn text into bytes
         if (types.is_decimal(one) and types.is_floating(other)) or (is_text(one) and _is_binary(other)):
             return None
-    if types.is_decimal(first) != types.is_decimal(second):  # Arrow's result has too few digits
+    if types.is_decimal(first) != types.is_decimal(second):  # of a decimal and an integer, Arrow keeps too few digits
         first, second = (
             pa.decimal128({8: 3, 16: 5, 32: 10, 64: 20}[kind.bit_width], 0) if types.is_integer(kind) else kind
             for kind in (first, second)
@@ -172,7 +172,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def with_all(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Add a column of nulls for each column of `schema` that `table` lacks. A table's old data files may lack some."""
+    """Add a column of nulls for each column of `schema` that `table` lacks. Old data files of a table may lack some."""
     for field in schema:
         if field.name not in table.column_names:
             table = table.append_column(field.name, pa.nulls(table.num_rows, field.type))
@@ -180,7 +180,7 @@ def with_all(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Cast the columns to `schema`, and add a column `ERROR` that says which value of a row does not fit, else null.
+    """Cast the columns to `schema`. Add a column `ERROR`: a message if a value of the row does not fit, else null.
 
     Also checks that text is UTF-8, because Arrow does not check it when it reads a file. Invalid bytes in text become
     U+FFFD. Any other value that does not fit becomes null.
@@ -210,7 +210,7 @@ def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array:
         return pa.array([None if value is None else str(value) for value in values.to_pylist()], kind)
     try:
         cast = values.cast(kind)
-    except pa.ArrowIndexError:  # Arrow looks up nulls too: it fails if a dictionary is empty
+    except pa.ArrowIndexError:  # Arrow looks up nulls too, which fails if the dictionary is empty
         cast = pa.array(values.to_pylist(), kind)
     cast.validate(full=True)
     return cast
@@ -235,7 +235,7 @@ def _storage(value: pa.Array) -> pa.Array:
 
 
 def split_errors(table: pa.Table) -> tuple[pa.Table, list[str | None]]:
-    """Return the table without its column `ERROR`, and each row's error. Without this column, all errors are None."""
+    """Return the table without its column `ERROR`, and each row's error. Without such a column, all errors are None."""
     if ERROR not in table.column_names:
         return table, [None] * table.num_rows
     return table.drop_columns(ERROR), table[ERROR].to_pylist()

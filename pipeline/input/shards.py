@@ -17,12 +17,12 @@ from pipeline.storage.folder import filesystem
 
 STREAM_BYTES = 128 * 2**20  # a row group with more uncompressed bytes is fetched page by page
 FETCH_BYTES = 8 * 2**20  # bytes that are read ahead for each column of a large row group
-BATCH_ROWS, BATCH_BYTES = 1024, 8 * 2**20  # limits of a batch by the footer's sizes; decoded text may be larger
+BATCH_ROWS, BATCH_BYTES = 1024, 8 * 2**20  # limits of a batch, by sizes from the footer; decoded text may be larger
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A range of rows of one file, which begins at `first_row`: the unit of commit. index: its number in the job."""
+    """`rows` rows of one file, from row `first_row` on. A job commits whole shards. index: number of the shard."""
 
     index: int
     url: str
@@ -86,8 +86,8 @@ def read_groups(shards: Sequence[Shard], columns: Sequence[str], storage: Storag
     try:
         yield from _tables(shards, columns, storage)
     except (pa.ArrowException, OSError) as error:
-        if isinstance(error, pa.ArrowException) or type(error) is OSError:  # subclasses name their own cause
-            raise OSError(f"{shards[0].url}: cannot be read, damaged or cut short: {flat(error)}") from None
+        if isinstance(error, pa.ArrowException) or type(error) is OSError:  # subclasses of OSError name the cause
+            raise OSError(f"{shards[0].url}: cannot be read, since it is damaged or cut short: {flat(error)}") from None
         raise
 
 
@@ -108,7 +108,7 @@ def _tables(shards: Sequence[Shard], columns: Sequence[str], storage: StorageCon
             pre_buffer=not large,
             coerce_int96_timestamp_unit=INT96_UNIT,
         )
-        opened, first, batch = -1, 0, pa.record_batch([], [])  # open row group, the batch and its first row
+        opened, first, batch = -1, 0, pa.record_batch([], [])  # the open row group; the batch's first row; the batch
         for shard in shards:
             slices, row, end = [], shard.first_row, shard.first_row + shard.rows
             while row < end:
@@ -137,7 +137,7 @@ def _next(batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch:
 def group_shards(
     shards: Iterable[Shard], files: Iterable[InputFile], task_rows: int, task_bytes: int
 ) -> list[list[Shard]]:
-    """Return a list of shards for each read task: consecutive shards of one file, within both limits.
+    """Return a list of shards for each read task: consecutive shards of one file, within the limits for tasks.
 
     Shards of one row group stay together even above the limits, so that the row group is read only once. All shards of
     a gzip file stay together too, because the file can only be read from its start.
@@ -159,7 +159,7 @@ def group_shards(
 
 
 def _locate(shard: Shard, file: InputFile, starts: Sequence[int]) -> tuple[int | None, float]:
-    """Return the row group that the shard is a part of (None if it holds whole row groups), and the shard's bytes."""
+    """Return the row group that the shard is a part of (None if it holds whole row groups), and the shard's size."""
     end = shard.first_row + shard.rows
     number = bisect_right(starts, shard.first_row) - 1
     size = 0.0
@@ -180,7 +180,7 @@ def spread_rows(files: Sequence[InputFile], shards: Sequence[Shard], count: int)
     """
     ends = {shard.url: shard.first_row + shard.rows for shard in shards}  # the shards of a file cover its first rows
     begins: list[tuple[str, int]] = []
-    starts = [0]  # number of rows to pick from before each entry of `begins`
+    starts = [0]  # for each entry of `begins`: the number of candidate rows before it
     for file in files:
         first = 0
         for rows, size in zip(file.group_rows, file.group_bytes, strict=True):

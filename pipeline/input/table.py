@@ -19,7 +19,7 @@ from pipeline.messages import printable
 
 @dataclass(frozen=True)
 class PartFile:
-    """One shard's output file, to be added to a table. url: absolute path or s3:// URL. size: bytes. rows: its rows."""
+    """A shard's output file, to be added to a table. url: absolute path or s3:// URL. size: bytes. rows: row count."""
 
     url: str
     size: int
@@ -52,20 +52,20 @@ class InputTable(Protocol):
     def data_files(self, snapshot: int) -> dict[str, int]:
         """Return URL -> size in bytes of each data file in a snapshot.
 
-        Raises UserError if rows of a data file were deleted, or a data file is not Parquet.
+        Raises UserError if rows of a data file were deleted, or if a data file is not Parquet.
         """
 
     def appended(self, after: int, until: int) -> dict[str, int]:
         """Return URL -> bytes of each data file appended after snapshot `after`, up to and including snapshot `until`.
 
-        Skips compactions. Raises UserError if `until` does not follow `after`, or rows were changed or deleted since.
+        Skips compactions. Raises UserError if `until` does not follow `after`, or if rows were changed or deleted.
         """
 
     def as_shown(self, snapshot: int, url: str, schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
-        """Return the schema of data file `url`, with a column added for each of the columns `names` that it lacks.
+        """Return data file `url`'s `schema`, plus a column of type null for each of `names` that the file lacks.
 
-        A column that was added to the table after the file was written gets the type null. Raises UserError if the
-        table lacks a column, the file has it under another name, or it is a partition column that the file lacks.
+        The file may lack a column that was added to the table later. Raises UserError if the table lacks a column, if
+        the file has it under another name, or if a partition column is not in the file.
         """
 
 
@@ -79,7 +79,7 @@ class OutputTable(Protocol):
         """Return the snapshot committed by the job with this fingerprint; None if there is none."""
 
     def append(self, parts: Sequence[PartFile], schema: pa.Schema, fingerprint: str) -> int:
-        """Add `parts` as one snapshot with the fingerprint in its metadata, and return it. Creates a missing table.
+        """Add `parts` as one snapshot, whose metadata holds the fingerprint. Return its id. Creates a missing table.
 
         Raises CommitConflict and adds nothing if another writer, perhaps another run of this job, committed first.
         """

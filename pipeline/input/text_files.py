@@ -1,4 +1,4 @@
-"""Reads JSON Lines and CSV files. Planning scans each whole file once; later, shards are read from their byte offsets.
+"""Reads JSON Lines and CSV files. Planning scans each file once, as a whole. Later, shards are read from byte offsets.
 
 The scan divides the file into row groups, as in Parquet, and counts rows and bytes of each group. It finds the types
 of the columns from some of the rows. A row that cannot be read, or does not fit the types, gets an error.
@@ -43,7 +43,7 @@ AS_JSON = {b"skipdecode.json": b"1"}  # metadata of a string column that keeps l
 _NAMES = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 _NOT_ARROW = (pa.ArrowException, ValueError, OverflowError)  # raised for a value that Arrow cannot hold
 GROUP_ROWS, GROUP_BYTES = 1024, 4 * 2**20  # limits of a row group; a longer row is a group of its own
-TYPED_ROWS = 10_000  # number of rows at the beginning of a file that are all parsed to find column types
+TYPED_ROWS = 10_000  # this many rows at the beginning of a file are all parsed, to find column types
 TYPED_BLOCKS = 64  # after the first TYPED_ROWS rows, only one block in 64 is parsed to find column types
 
 Row = TypeVar("Row", bytes, CsvRow)
@@ -85,8 +85,8 @@ def parsed(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
 class JsonTypes:
     """Finds the type of each JSON column: the type that most of the column's values in the added rows have.
 
-    Integers and floats count as one type. If the lists or objects in a column have no common type, the first one
-    decides. Values are not converted: if a value does not have the type of its column, its row gets an error.
+    Integers and floats count as one type. If the lists or objects in a column have no common type, the first list or
+    object decides. Values are not converted: if a value does not have the type of its column, its row gets an error.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -115,7 +115,7 @@ class JsonTypes:
         return False
 
     def schema(self, as_json: frozenset[str]) -> pa.Schema:
-        """Return all columns seen; those not requested have type null. Raises Unreadable if no row is an object."""
+        """Return all columns seen (with type null if not requested). Raises Unreadable if no row is an object."""
         if self._columns and self._lines and not self._seen:
             raise Unreadable(f"{counted(self._lines, 'line')} read, and none holds a JSON object")
         fields = []
@@ -174,7 +174,7 @@ def _misfit(value: Any, kind: pa.DataType) -> str | None:
 def json_array(values: Sequence[Any], field: pa.Field) -> tuple[pa.Array, dict[int, str]]:
     """Return the values as an array of the field's type, and position -> error for each value of another type.
 
-    A value of another type becomes null. In a text column it becomes JSON text.
+    Such a value becomes null, but in a text column it becomes JSON text.
     """
     kind, fitted, errors = field.type, [], dict[int, str]()
     if is_json(field):
@@ -222,14 +222,14 @@ def scan_text(
     columns: TextColumns,
     limit: int | None = None,
 ) -> tuple[InputFile, pa.Schema]:
-    """Scan a text file once, and return the file with its row groups, and its schema. Parses only some of the rows.
+    """Scan a text file once. Return the file (with its row groups) and its schema. Parses only some of the rows.
 
     Args:
         url, size, version: as `list_files` returns them.
         kind: jsonl or csv.
         columns: columns that need types. The schema of a JSON Lines file has all columns of the parsed rows. If the
             file has no rows, its schema has the columns in `columns`.
-        limit: number of rows to read; None is all.
+        limit: number of rows to read; None reads all.
 
     Raises UserError if the file is not of this `kind`. Also raises errors of the store and the disk.
     """
@@ -298,7 +298,7 @@ def _check_text(url: str, stream: BinaryIO, kind: str) -> None:
 def read_text(
     shards: Sequence[Shard], file: InputFile, schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[pa.Table]:
-    """Yield one table per shard of a text file, in order: the columns of `schema`, and `ERROR` with row errors.
+    """Yield one table per shard of a text file, in order, with the columns of `schema` and row errors in `ERROR`.
 
     Raises:
         OSError: the file is damaged or has other rows than planned. The message is one line and names the file.
@@ -314,7 +314,7 @@ def read_text(
                 for shard, rows in zip(shards, _rows(shards, file, stream, csv_rows), strict=True):
                     yield _csv_table(rows, header, schema, shard)
     except (*GZIP_ERRORS, Unreadable) as error:
-        raise OSError(f"{file.url}: cannot be read, damaged or cut short: {flat(error)}") from None
+        raise OSError(f"{file.url}: cannot be read, since it is damaged or cut short: {flat(error)}") from None
 
 
 def _rows(
@@ -379,7 +379,7 @@ def _csv_table(records: Sequence[CsvRow], header: Sequence[str], schema: pa.Sche
 
 
 def _with_errors(table: pa.Table, errors: Mapping[int, str], rows: int) -> pa.Table:
-    """Append the column `ERROR` to the table. rows: number of rows; a table without columns does not tell it."""
+    """Append the column `ERROR` to the table. rows: number of rows, unknown in a table without columns."""
     column = pa.array([errors.get(row) for row in range(rows)], pa.string())
     return pa.table([*table.columns, column], schema=table.schema.append(pa.field(ERROR, pa.string())))
 

@@ -45,7 +45,7 @@ class Unreadable(ValueError):
 
 @contextmanager
 def open_text(url: str, storage: StorageConfig) -> Iterator[BinaryIO]:
-    """Open a file for reading; decompress it if its name ends with .gz. Seeking back in a .gz file reads it again."""
+    """Open a file; unpack it if its name ends with .gz. Seeking back in a .gz file reads it again from its start."""
     fs, path = filesystem(url, storage)
     with fs.open(path, "rb") as raw, io.BufferedReader(raw, BUFFER) as file:
         if not url.endswith(".gz"):
@@ -75,7 +75,7 @@ def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> I
         ends = np.minimum(_ends(block + b"\n" * (is_last and block != b""), kind), len(block))
         bounds = np.concatenate([[0], ends, [len(block)]])  # bounds of the records, and the end of the block
         sizes = np.diff(bounds)
-        is_open = is_last and int(sizes[-1]) > 0  # at the end of the file, only an open quote leaves bytes over
+        is_open = is_last and int(sizes[-1]) > 0  # at the end of the file, only an open quote leaves a rest
         long = np.flatnonzero(sizes > (0 if is_open else field_bytes))
         for start, end in [(int(bounds[place]), int(bounds[place + 1])) for place in (long if kind == "csv" else ())]:
             _check_quotes(block, start, end, field_bytes, line, is_open and end == len(block))
@@ -94,7 +94,7 @@ def _ends(block: bytes, kind: str, *, is_whole: bool = False) -> Offsets:
     """Return the offset where each complete record or blank line in `block` ends.
 
     If all CSV quotes enclose whole fields, a line end after an odd number of quotes is inside a field.
-    is_whole: the block ends with a record. A quote that is still open at its end then means a damaged record.
+    is_whole: whether the block ends where a record ends. If so, a quote still open there means a damaged record.
     """
     data = np.frombuffer(block, np.uint8)
     lines = np.flatnonzero(data == NEWLINE) + 1
@@ -145,8 +145,8 @@ def json_lines(data: bytes) -> list[bytes]:
 
 
 def csv_rows(data: bytes) -> list[CsvRow]:
-    """Return the fields of each CSV record, and an error if it cannot be read. `data` must hold whole records."""
-    csv.field_size_limit(LONGEST_RECORD)  # for the whole process; the default is 128 KiB
+    """Return each CSV record's fields, and an error if the record cannot be read. `data` must hold whole records."""
+    csv.field_size_limit(LONGEST_RECORD)  # applies to the whole process; the default is 128 KiB
     try:
         if BOM not in data:
             whole = csv.reader(io.StringIO(data.decode(), newline="\n"), strict=True)
@@ -169,7 +169,7 @@ def csv_rows(data: bytes) -> list[CsvRow]:
 
 
 def csv_header(stream: BinaryIO) -> list[str]:
-    """Return the column names in the first record of a stream. Raises Unreadable if it is missing or damaged."""
+    """Return the column names in a stream's first record. Raises Unreadable if the record is missing or damaged."""
     for block, _, ends in records(stream, "csv"):
         if len(ends):
             ((names, error),) = csv_rows(block[: ends[0]])

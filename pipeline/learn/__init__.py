@@ -1,1 +1,1 @@
-"""Train a checkpoint to skip layers (tune), measure every speed (evaluate), do both for a job's own rows (adapt)."""
+"""Train a checkpoint to skip layers (tune), measure it at each speed (evaluate), do both on a job's rows (adapt)."""

@@ -1,11 +1,11 @@
 """Measures and caches a checkpoint's layer order (`keep_order`): the layers that answers need most come first.
 
 Two methods from the literature are combined. ShortGPT (Men et al., 2024, arXiv 2403.03853) ranks layers by their
-influence, 1 - cos(input, output). One pass measures all layers, but does not show that of two interchangeable layers
-one must stay. Greedy elimination (SLEB: Song et al., 2024, arXiv 2402.09025) shows it, but every step needs one pass
-for each layer. Here, a step tries only the layers of least influence. It removes the layer without which the next-token
-distribution stays closest to full depth's (KL divergence). When the divergence exceeds `LOST`, nothing of full depth's
-text is left and further steps would mean nothing, so the remaining layers are ranked by their influence at full depth.
+influence, 1 - cos(input, output). One pass measures all layers, but does not show that one of two interchangeable
+layers must stay. Greedy elimination (SLEB: Song et al., 2024, arXiv 2402.09025) does, but each step needs one pass for
+each layer. Here, a step tries only the layers of least influence. It removes the layer without which the next-token
+distribution stays closest to full depth's (KL divergence). When the divergence exceeds `LOST`, full depth's text is
+lost, and further steps would be meaningless. The remaining layers are then ranked by their influence at full depth.
 As in generation, layers are bypassed for response tokens only.
 
 Shapes: N response tokens of a batch, E hidden size, V vocabulary size.
@@ -39,7 +39,7 @@ ROWS = 32  # an order is measured on at most this many rows (prompt and response
 VERSION = 1  # version of the algorithm; an order that another version has cached is measured again
 ROWS_PER_PASS = 8  # rows of a batch; few, so that a bad candidate is recognized after little work
 CANDIDATES = 6  # number of layers that a step tries to leave out: those of least influence
-LOST = 3.0  # nats per token: full depth's token then has a probability of about 5%, exp(-3), and the text is lost
+LOST = 3.0  # nats per token: full depth's token then has a probability of about exp(-3) = 5%, and the text is lost
 PROMPT_TOKENS = 2**14  # limit for the prompt tokens of all rows, whose keys and values stay in memory
 PROBABILITIES = 2**27  # limit for the probabilities [N, V] of all rows: 512 MiB in fp32
 
@@ -86,7 +86,7 @@ def _read(record: Path) -> tuple[tuple[int, ...], int] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError, KeyError, TypeError, UserError) as error:
-        log.warning("%s: not a keep order (%s); measuring it again", record, error)
+        log.warning("%s: not a valid keep order (%s); measuring the order again", record, error)
         return None
 
 
@@ -102,7 +102,7 @@ class LayerRanking:
     divergence: tuple[float, ...]
 
     def warmup(self, most: int) -> int:
-        """Return the largest n <= `most` for which the first n entries of `keep_order` are the layers 0 to n - 1."""
+        """Return the largest n <= `most` for which layers 0 to n - 1, in any order, come first in `keep_order`."""
         leading = range(1, min(most, len(self.keep_order)) + 1)
         return max((count for count in leading if set(self.keep_order[:count]) == set(range(count))), default=0)
 
@@ -110,14 +110,14 @@ class LayerRanking:
 def rank_layers(decoder: Decoder, rows: Sequence[Row], *, warmup: int = 0) -> LayerRanking:
     """Rank the layers by how much the model's responses at full depth need them.
 
-    The result is deterministic on one machine. If two layers are equal, the higher one is kept longer. A model tuned to
+    The result is deterministic on one machine. If two layers are needed equally, the higher is kept. A model tuned to
     skip layers gets an order biased towards the layers that it was tuned to keep.
 
     Args:
         decoder: The model.
         rows: Prompts and responses. Rows without a prompt or response, and rows beyond the memory limits, are ignored.
             If a response has one token, the prompt's last token counts as a response token too.
-        warmup: Number of lowest layers that come first in the order without being tried.
+        warmup: Number of lowest layers. They come first in the order, and are never left out.
 
     Raises:
         UserError: No row has a prompt and a response.
@@ -138,7 +138,7 @@ def _eliminate(batches: Sequence[ResponsePasses], layers: range) -> LayerRanking
     divergence: list[float] = []
     at_full_depth = _influence(batches, remaining)
     began, total_work = time.monotonic(), _work_left(len(remaining))
-    announce(f"keep order: up to {len(remaining) - 1} layers are left out, one after the other")
+    announce(f"keep order: leaving out up to {len(remaining) - 1} layers, one after the other")
     while len(remaining) > 1 and (not divergence or divergence[-1] <= LOST):
         influence = _influence(batches, remaining) if bypassed else at_full_depth
         by_influence = sorted(remaining, key=lambda layer: (influence[layer], layer))
@@ -155,7 +155,7 @@ def _eliminate(batches: Sequence[ResponsePasses], layers: range) -> LayerRanking
         left = _work_left(len(remaining))
         seconds = (time.monotonic() - began) * left / max(total_work - left, 1)
         announce(
-            f"keep order: {len(remaining)} layers left, loss {lowest / tokens:.4f} nats per token without {bypassed}; "
+            f"keep order: {len(remaining)} layers remain, loss {lowest / tokens:.4f} nats a token without {bypassed}; "
             f"at most about {seconds / 60:.1f} min left"
         )
     remaining.sort(key=lambda layer: (-at_full_depth[layer], -layer))
@@ -163,7 +163,7 @@ def _eliminate(batches: Sequence[ResponsePasses], layers: range) -> LayerRanking
 
 
 def _work_left(layers: int) -> int:
-    """Estimate the work to eliminate all but one of `layers` layers: candidates times remaining layers, all steps."""
+    """Estimate the work to eliminate all but one of `layers` layers: the sum over steps of candidates × layers left."""
     return sum(min(CANDIDATES, left) * left for left in range(2, layers + 1))
 
 
@@ -172,7 +172,7 @@ def _influence(batches: Sequence[ResponsePasses], layers: Sequence[int]) -> dict
 
 
 def _divergence(batches: Sequence[ResponsePasses], layer: int, limit: float) -> float:
-    """Return the divergence with `layer` bypassed too, summed over batches; inf as soon as the sum exceeds `limit`."""
+    """Return the divergence if `layer` is bypassed too, summed over batches. Return inf if the sum exceeds `limit`."""
     total = 0.0
     for batch in batches:
         total += batch.divergence_without(layer)
@@ -198,7 +198,7 @@ class ResponsePasses:
             for place, token in enumerate(response[:-1])
         )
         self.tokens = len(self._responses.ids)
-        self._inputs: list[Tensor] = []  # hidden states [1, N, E] before every layer and after the last layer
+        self._inputs: list[Tensor] = []  # hidden states before each layer and after the last, [1, tokens, hidden size]
         logits = self._logits(self._run(self._inputs))
         self._expected = logits.softmax(dim=-1)  # [N, V]
         self._entropy = logits.logsumexp(dim=-1) - (self._expected * logits).sum(dim=-1)  # [N]
@@ -209,30 +209,30 @@ class ResponsePasses:
         return float((1 - nn.functional.cosine_similarity(before, after, dim=-1)).sum())
 
     def divergence_without(self, layer: int) -> float:
-        """Return KL(full depth || model without `layer` and the bypassed layers), nats, summed over response tokens."""
+        """Return KL(full depth || model without `layer` and the bypassed layers) in nats, summed over tokens."""
         return self._divergence(self._logits(self._run(self._inputs[: layer + 1], {layer})))
 
     def agreement(self, layers: Collection[int]) -> tuple[int, float]:
-        """Run only `layers`. Return how often they predict full depth's likeliest token, and the summed divergence."""
+        """Run only `layers`. Return how often they predict full depth's likeliest token, and the total divergence."""
         logits = self._logits(self._run(self._inputs[:1], set(range(self._decoder.num_layers)) - set(layers)))
         agreed = logits.argmax(dim=-1) == self._expected.argmax(dim=-1)
         return int(agreed.sum()), self._divergence(logits)
 
     def bypass(self, layer: int) -> None:
-        """Bypass `layer`, besides the layers bypassed before, in all later passes."""
+        """Bypass `layer` in all later passes, as well as the layers that are bypassed already."""
         self._bypassed.add(layer)
         del self._inputs[layer + 1 :]
         self._run(self._inputs)
 
     def _run(self, inputs: list[Tensor], without: Collection[int] = ()) -> Tensor:
-        """Run from the layer whose input is the last in `inputs`. Append later inputs; return the output [1, N, E]."""
+        """Run from the layer whose input is last in `inputs`. Append the next layers' inputs; return the output."""
         running = set(range(self._decoder.num_layers)) - self._bypassed - set(without)
         ranks = prompt_ranks(self._decoder.num_layers, running)
         return run_level(self._decoder, self._responses, ranks, self._rows, [self._prompts], inputs=inputs)[0]
 
     def _divergence(self, logits: Tensor) -> float:
         cross = logits.logsumexp(dim=-1) - (self._expected * logits).sum(dim=-1)
-        return float((cross - self._entropy).clamp(min=0).sum(dtype=torch.float64))  # below 0 only by rounding
+        return float((cross - self._entropy).clamp(min=0).sum(dtype=torch.float64))  # rounding may make it negative
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._decoder.logits(hidden[0]).float()
@@ -252,6 +252,6 @@ def batches(rows: Sequence[Row], vocab_size: int) -> list[list[Row]]:
             break
         chosen.append((prompt, response))
     if not chosen:
-        raise UserError("no row with a prompt and a response to measure a keep order on")
+        raise UserError("no keep order can be measured: no row has a prompt and a response")
     chosen.sort(key=lambda row: (len(row[1]), len(row[0])))
     return [chosen[start : start + ROWS_PER_PASS] for start in range(0, len(chosen), ROWS_PER_PASS)]

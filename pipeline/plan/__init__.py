@@ -1,1 +1,1 @@
-"""Plans a job before anything runs: fixes its identity, shards and batching, and checks that its memory is enough."""
+"""Plans a job before anything runs: fixes its identity, shards and batching, and checks that there is enough memory."""

@@ -1,7 +1,7 @@
 """Measures how often a new job's schedule agrees with full depth. Refuses the job if the agreement is too low.
 
-Jobs at full depth are not measured. The agreement is stored in the plan. It is also kept in this machine's cache, for
-later jobs with the same checkpoint, schedule and prompts, e.g. the runs over a growing table.
+Jobs at full depth are not measured. The agreement is stored in the plan and in this machine's cache. Later
+jobs with the same checkpoint, schedule and prompts read it from the cache, e.g. the next run over a growing table.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.isolated import Died
 
 log = logging.getLogger(__name__)
-LITTLE = 0.1  # a hint is printed if a schedule skips this share of layer runs in answers, but less of all layer runs
+LITTLE = 0.1  # print a hint if a schedule skips this share of layer runs in answers, but less with the prompts included
 
 
 def can_gain(schedule: Schedule, spec: PromptSpec) -> bool:
     """Return whether any token of the job can run fewer layers than at full depth.
 
-    No token can if prompts run all layers and every answer has one token, because prefill computes the first token.
+    No token can if prompts run all layers and answers have only one token: prefill computes an answer's first token.
     """
     if len(schedule.prompt_layers) < schedule.num_layers:
         return True
@@ -53,15 +53,15 @@ def announce_no_gain(schedule: Schedule, spec: PromptSpec) -> None:
     """Print a line if the schedule skips layers, but no token of this job can skip any."""
     if not schedule.is_full_depth and not can_gain(schedule, spec):
         announce(
-            "this schedule cannot make the job faster: every answer has one token, which prefill computes, and with "
-            "schedule.prompt: full prefill runs all layers; adapt.prompt: first trains the model to skip layers there"
+            "this schedule cannot make the job faster: every answer has one token, which prefill computes with all "
+            "layers (schedule.prompt is full). To train a model that skips layers in prefill, set adapt.prompt: first"
         )
 
 
 def is_measured(config: JobConfig, schedule: Schedule, spec: PromptSpec) -> bool:
     """Return whether to measure the agreement of a new job with full depth.
 
-    The library engine measures it, and cannot run a model that vLLM splits over GPUs or quantizes.
+    The library engine runs the measurement. It cannot run a model that vLLM splits over GPUs or quantizes.
     """
     if {"tensor_parallel_size", "quantization"} & {*(config.model.vllm or {})}:
         return False
@@ -87,7 +87,7 @@ def with_agreement(
         generator = {**generator, "vllm": None, "cache_bytes": generator["cache_bytes"] or 2**30}
     record = _record(config, manifest.identity)
     agreement = _read(record)
-    origin = ", measured before" if config.input.since is None else ", measured before on rows of an earlier run"
+    origin = ", measured in an earlier run" if config.input.since is None else ", measured on rows of an earlier run"
     if agreement is None:
         rows = spread_rows(manifest.files, manifest.shards, config.schedule.agreement_rows)
         urls = {row.url for row in rows}
@@ -107,15 +107,15 @@ def with_agreement(
     least = config.schedule.min_agreement
     if agreement.share is not None and agreement.share < least:
         raise UserError(
-            f"schedule: it ruins the answers: {agreement}{origin}, below schedule.min_agreement = {least:g}; run "
-            "`skipdecode adapt JOB`, or choose a lower speedup"
+            f"schedule: too little agreement with full depth: {agreement}{origin}, below "
+            f"schedule.min_agreement = {least:g}; run `skipdecode adapt JOB`, or choose a lower speedup"
         )
     announce(f"agreement: {agreement}{origin}")
     depth = schedule.mean_depth(round(agreement.answer_tokens)) or schedule.num_layers
     if agreement.skipped is not None and agreement.skipped < LITTLE <= 1 - depth / schedule.num_layers:
         announce(
             f"this schedule can gain little: with prompts of {agreement.prompt_tokens:,.0f} tokens and answers of "
-            f"{agreement.answer_tokens:,.0f} it skips only {agreement.skipped:.1%} of the layer runs"
+            f"{agreement.answer_tokens:,.0f} tokens, it skips only {agreement.skipped:.1%} of the layer runs"
         )
     return replace(manifest, agreement=agreement)
 
@@ -123,7 +123,7 @@ def with_agreement(
 def _record(config: JobConfig, identity: Mapping[str, Any]) -> Path:
     """Return a measurement's file in this machine's cache. The file name depends on all inputs of the measurement.
 
-    All runs over a growing table share one measurement, although each run reads other files.
+    All runs over a growing table share one measurement, although each run reads different files.
     """
     inputs = dict(identity["input"])
     if config.input.since is not None:

@@ -18,7 +18,7 @@ from pipeline.plan.hardware import Hardware
 log = logging.getLogger(__name__)
 GPU_CACHE_BYTES = 8 * 2**30  # KV cache of an actor on a whole GPU
 SPREAD = 3  # answers count as similar in length if the length limit is at most this many times their median length
-FEW_ROWS = 16  # a batch of at most this many rows decodes hardly faster after some of its rows have ended
+FEW_ROWS = 16  # with at most this many rows, a batch gets hardly faster when some of them end
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Batching:
     """Values that determine a job's batches. They are fixed when the job is first planned."""
 
     shard_rows: int  # maximum rows of a shard
-    shard_bytes: int  # maximum bytes of a shard's row groups, uncompressed
+    shard_bytes: int  # maximum uncompressed bytes of a shard's row groups
     cache_bytes: int  # bytes of an actor's KV cache
     max_batch: int  # maximum rows of a batch
     threads: int  # torch threads of an actor
-    prefix: tuple[int, ...] = ()  # token ids of the shared prefix of the prompts; an actor computes it once
+    prefix: tuple[int, ...] = ()  # token ids with which all prompts begin; an actor computes them once
     planned: float = 0.0  # time of planning, s since 1970; chat templates get it as the current time
     scheduler: str = "lock_step"
     root: str | None = None  # folder of all input files, see `PartSpec`; None in a job planned by an old version
@@ -38,7 +38,7 @@ class Batching:
 
 
 def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, hardware: Hardware | None) -> Batching:
-    """Return the batching of a new job with `rows` rows, still without a shared prefix. hardware: see `plan_job`."""
+    """Return the batching of a new job with `rows` rows. Its shared prefix is set later. hardware: see `plan_job`."""
     actors = config.actors
     cpus, memory, nodes = process_cpus(), process_memory(), 1
     if hardware is not None and not actors.gpus and None in (actors.threads, actors.cache_bytes):
@@ -47,8 +47,8 @@ def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, ha
     cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1)) if actors.gpus else min(2**30, memory // 4 // of_node)
     if config.model.engine == "vllm" and actors.gpus:
         cache = 0  # vLLM takes the free memory
-    # each actor gets at least 4 shards, and up to 32 as long as a shard has 256 rows or more: with many shards, a stop
-    # loses less work and progress shows earlier
+    # Each actor gets at least 4 shards. It gets more, up to 32, if each shard then has at least 256 rows. With more
+    # shards, an interrupted run loses less work, and progress shows earlier.
     default = min(4096, max(math.ceil(rows / (32 * actors.most)), min(256, math.ceil(rows / (4 * actors.most)))))
     return Batching(
         shard_rows=config.shard_rows or default,
@@ -61,12 +61,12 @@ def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, ha
 
 
 def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
-    """Return `actors.scheduler` if it is set. Otherwise choose lock_step if answers have similar lengths, else refill.
+    """Return the scheduler: `actors.scheduler` if set, else lock_step for answers of similar length, else refill.
 
-    vLLM always refills. Lengths are similar for labels, and for answers that end only at the length limit. For other
-    answers, lock_step is chosen if the limit is at most SPREAD times the median length (the schedule's horizon), if
-    batches hold more than FEW_ROWS rows, and if rows have no sampling parameters of their own.
-    `tests/benchmarks/speed.py --schedulers lock_step,refill` compares both.
+    With vLLM, it is always refill. Lengths are similar for labels, and for answers that end only at the length limit.
+    For other answers, lock_step is chosen if the limit is at most SPREAD times the median length (the schedule's
+    horizon), if batches hold more than FEW_ROWS rows, and if rows have no sampling parameters of their own.
+    `tests/benchmarks/speed.py --schedulers lock_step,refill` compares the two schedulers.
     """
     if config.model.engine == "vllm":
         return "refill"
@@ -86,7 +86,7 @@ def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
 
 
 def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
-    """Return the job with `model.engine` set to library or vllm, and with enough GPUs for vLLM's workers.
+    """Return the job with `model.engine: vllm` if vLLM is to run it, and then with enough GPUs for vLLM's workers.
 
     stored: engine of a resumed job; `model.engine: auto` keeps it. Raises UserError if the job asks for vLLM, but vLLM
     is not installed or cannot do what the job needs.
@@ -103,7 +103,7 @@ def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
     if engine != "vllm":
         return config.model_copy(update={"model": model.model_copy(update={"engine": engine})})
     if find_spec("vllm") is None:
-        raise UserError(f"model.engine: vllm is not installed here: {install_command('vllm')}, or leave it out")
+        raise UserError(f"model.engine: vllm is not installed here; run {install_command('vllm')}, or leave out vllm")
     if (reason := not_in_vllm(config)) is not None:
         raise UserError(f"model.engine: vllm: {reason}")
     workers = (model.vllm or {}).get("tensor_parallel_size", 1)
@@ -119,11 +119,11 @@ def not_in_vllm(config: JobConfig) -> str | None:
     for found, reason in (
         (config.model.weights is not None, "model.weights is for CPUs; leave it out, or set model.vllm.quantization"),
         (0 < config.actors.gpus < 1, "an actor needs whole GPUs: set actors.gpus: 1, or engine: library"),
-        (sampling.temperature > 2, "sampling.temperature is at most 2; lower it, or set engine: library"),
+        (sampling.temperature > 2, "sampling.temperature must be at most 2; lower it, or set engine: library"),
         (has_forms and config.reasoning is not None, "choices or output_format after reasoning need engine: library"),
         (
             has_forms and (sampling.logprobs is not None or config.output.cumulative_logprob),
-            "log-probabilities together with choices or output_format are not supported; set engine: library",
+            "choices or output_format with log-probabilities need engine: library",
         ),
     ):
         if found:

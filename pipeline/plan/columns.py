@@ -45,7 +45,7 @@ _CSV_TYPES = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
 
 
 def kept_columns(config: JobConfig) -> list[str]:
-    """Return the input columns, except the id, that are copied to the output. For a batch file, also `url`."""
+    """Return the input columns to copy to the output besides the id. For a batch file, add `url`."""
     added = ["url"] if config.input.is_batch and "url" not in config.output.keep else []
     return [*config.output.keep, *added]
 
@@ -64,7 +64,7 @@ def optional_columns(config: JobConfig) -> tuple[str, ...]:
 
 
 def parsed_column(config: JobConfig) -> pa.DataType | None:
-    """Return the type of the output column `parsed`; None without `output.parse`. Raises as `parsed_type` does."""
+    """Return the type of the output column `parsed`; None without `output.parse`. For errors see `parsed_type`."""
     if not config.output.parse:
         return None
     assert config.output_format is not None
@@ -87,11 +87,11 @@ def check_columns(config: JobConfig) -> None:
                 f"output.keep: {printable(name)} is the name of an answer column; remove it or rename the input column"
             )
         if name == "id" and config.input.id_column != "id":
-            raise UserError("output.keep: id is written by the job; set input.id: id to keep the input's id")
+            raise UserError("output.keep: the job writes its own ids; to keep those of the input, set input.id: id")
 
 
 def check_type(config: JobConfig, name: str, kind: pa.DataType, url: str) -> None:
-    """Raise UserError if the column `name` of the file `url` has a type, `kind`, that the job cannot read."""
+    """Raise UserError if the job cannot read the type `kind` of the column `name` in the file `url`."""
     section = config.input
     for column, fits, rule in (
         (section.prompt_column, is_text(kind) or _is_ids(kind), "a prompt must be string, or a list of token ids"),

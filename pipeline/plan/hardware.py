@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 class Hardware:
-    """Hardware of a job that runs in this process. Subclasses for jobs with other processes override the methods."""
+    """Hardware of a job that runs in this process. A subclass for jobs in other processes overrides the methods."""
 
     @property
     def on_this_machine(self) -> bool:
@@ -20,15 +20,15 @@ class Hardware:
         return True
 
     def node(self, actors: ActorsConfig) -> tuple[int, int, int]:
-        """Return CPUs and memory bytes of the smallest node that may hold actors, and the number of nodes that may."""
+        """Find nodes for actors. Return the smallest one's CPUs and memory bytes, and the number of nodes."""
         return process_cpus(), process_memory(), 1
 
     def call_isolated(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function that may kill its process. A subclass uses another process, and raises Died if that dies."""
+        """Call a function that may kill its process. A subclass uses another process, whose death raises Died."""
         return function(*arguments)
 
     def call_as_actor(self, actors: ActorsConfig, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function with an actor's resources. A subclass uses another process, and raises Died if that dies."""
+        """Call a function with an actor's resources. A subclass uses another process, whose death raises Died."""
         return self.call_as_actors(actors, function, [arguments])[0]
 
     def call_as_actors(

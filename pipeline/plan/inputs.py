@@ -21,14 +21,14 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import filesystem
 
 log = logging.getLogger(__name__)
-DIGEST_BYTES = 4 * 2**30  # if all local files together are larger, they get no digests, and modification times decide
-RUN_FOLDER = "2026-01-31T00-00-00Z"  # example of the name of an incremental run's folder
+DIGEST_BYTES = 4 * 2**30  # if local files are larger in total, they get no digests; modification times are compared
+RUN_FOLDER = "2026-01-31T00-00-00Z"  # example name for the folder of an incremental run
 
 
 def check_output_disjoint(
     config: JobConfig, listed: Collection[str] = (), key: str = "output.path", output: str = ""
 ) -> None:
-    """Raise UserError if an output folder holds input files, or would be read as input. Real paths are compared.
+    """Raise UserError if an output folder holds input files, or would be read as input. Compares real paths.
 
     listed: URLs of the input files, if known. output: the output folder; default `output.path`. key: the job file's key
     that names the output folder, for messages.
@@ -78,7 +78,7 @@ def with_digests(files: Sequence[InputFile]) -> list[InputFile]:
 
 
 def has_same_content(url: str, digest: str, version: str) -> bool:
-    """Return whether a local file with modification time `version` has this SHA-256; False if `digest` is ""."""
+    """Return whether a local file has the SHA-256 `digest` and modification time `version`; False if `digest` is ""."""
     return bool(digest) and _is_local(url) and _digest(url, version) == digest
 
 
@@ -104,7 +104,7 @@ def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFil
         files.append(replace(file, version=version))
     new = sorted(set(listed) - {file.url for file in pinned})
     if new:
-        log.warning("%d input files are newer than the job and not part of it; the first is %s", len(new), new[0])
+        log.warning("%d input files are newer than the job, so not part of it; the first is %s", len(new), new[0])
     return files
 
 
@@ -121,7 +121,7 @@ def _is_local(url: str) -> bool:
 
 
 def _real(url: str, storage: StorageConfig) -> str:
-    """Return the absolute path, with links before the first wildcard resolved. For an S3 URL, return s3/bucket/key."""
+    """Return the absolute path. Resolve links before the first wildcard. For an S3 URL, return s3/bucket/key."""
     fs, path = filesystem(url, storage)
     if not isinstance(fs, LocalFileSystem):
         return f"s3/{path}"

@@ -40,7 +40,7 @@ from pipeline.runtime.announce import announced
 from pipeline.storage.concurrency import in_parallel
 
 log = logging.getLogger(__name__)
-ANSWERS_VERSION = 2  # to be raised when a code change gives other answers to the same job file
+ANSWERS_VERSION = 2  # raise this number when a code change gives different answers to the same job file
 
 
 class NoRows(UserError):
@@ -80,8 +80,8 @@ def plan_job(
     Args:
         limit: number of input rows; None is all.
         files: input files; default: all files of `input.path`.
-        hardware: determines threads and cache of a new job; default: this process.
-        preview: plan only to answer the first `limit` rows. Later rows are not read, and no prefix is shared.
+        hardware: determines threads and cache of a new job; default: what this process has.
+        preview: the plan is only for the first `limit` rows. Later rows are not read, and no prefix is shared.
 
     Raises:
         UserError: input is missing or unreadable, has the wrong type, or has changed since the stored job began.
@@ -120,7 +120,7 @@ def plan_job(
     # use the stored files: a file rewritten with the same bytes has a new version, but the job stays the same
     identity = _identity(config, resolved, schedule, stored.files if stored else pinned, batching, limit)
     if stored is not None and stored.identity == json.loads(json.dumps(identity)):
-        fingerprint = stored.fingerprint  # an old version may have hashed keys that no longer exist
+        fingerprint = stored.fingerprint  # not computed: an old version may have hashed keys that no longer exist
     else:
         fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     agreement = None if stored is None else stored.agreement
@@ -180,9 +180,9 @@ def coverage_problems(manifest: Manifest) -> list[str]:
 
 
 def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> tuple[list[InputFile], pa.Schema]:
-    """Return the pinned files, and one schema of the needed columns for all files. Raises UserError like `plan_job`.
+    """Return the pinned files, and a schema with the needed columns of all files. Raises UserError like `plan_job`.
 
-    With `input.unreadable: later`, files that cannot be read are left out, and each logs a warning. limit: maximum
+    With `input.unreadable: later`, files that cannot be read are left out, and a warning names each. limit: maximum
     number of rows to read from each text file; None: all.
     """
     text = text_columns(config)
@@ -242,13 +242,13 @@ def _identity(
 
 
 def _model_values(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of `model` that can change an answer. Two keys that old jobs lack are left out if not set."""
+    """Return the keys of `model` that can change an answer. Leave out two keys, unknown to old jobs, if not set."""
     values = model.model_dump(exclude={"path", "cache", "speed_adapter"})
     return {name: value for name, value in values.items() if value is not None or name not in ("weights", "vllm")}
 
 
 def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
-    """Return the model's end tokens, but {} if old versions, which read fewer files, found the same ones."""
+    """Return the model's end tokens; {} if they are the same as in old versions, which read fewer files."""
     checkpoint, tokenizer = resolved.checkpoint, tokenizer_of(known_tokenizer(resolved))
     ends = set(end_tokens(checkpoint.path, tokenizer, checkpoint.config.vocab_size))
     same = ends == ends_before_the_union(checkpoint.path, tokenizer, checkpoint.config)
@@ -256,7 +256,7 @@ def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
 
 
 def _input_identity(config: JobConfig) -> dict[str, Any]:
-    """Return the keys of `input` that can change an answer. Two keys that old jobs lack are left out if not set."""
+    """Return the keys of `input` that can change an answer. Leave out two keys, unknown to old jobs, if not set."""
     left_out = {"since", "changed", "unreadable", "retry", "csv_field_bytes", "duplicate_ids"}
     values = config.input.model_dump(mode="json", exclude=left_out)
     if not config.input.is_table:
@@ -270,7 +270,7 @@ def _input_identity(config: JobConfig) -> dict[str, Any]:
 
 
 def limited(shards: Sequence[Shard], limit: int | None) -> list[Shard]:
-    """Return the shards that hold the first `limit` rows, the last one shortened. limit: None returns all."""
+    """Return the shards that hold the first `limit` rows, and shorten the last one. Without a limit, return all."""
     if limit is None:
         return list(shards)
     kept: list[Shard] = []
@@ -288,7 +288,7 @@ def newest(config: JobConfig) -> TablePin | None:
 
 
 def pinned_snapshot(config: JobConfig, stored: Manifest | None) -> int | None:
-    """Return the input table's snapshot: the job file's, else the stored job's, else the newest. None for files."""
+    """Return the job file's snapshot, else the stored job's, else the newest of the input table. None for files."""
     if not config.input.is_table or config.input.snapshot is not None:
         return config.input.snapshot
     if stored is not None:
@@ -299,5 +299,5 @@ def pinned_snapshot(config: JobConfig, stored: Manifest | None) -> int | None:
 
 
 def with_snapshot(config: JobConfig, snapshot: int | None) -> JobConfig:
-    """Return the job file with `input.snapshot` set."""
+    """Return the configuration with `input.snapshot` set."""
     return config.model_copy(update={"input": config.input.model_copy(update={"snapshot": snapshot})})

@@ -1,4 +1,4 @@
-"""Computes the memory that a job's actors need, logs it, and checks that it is there. Reads no weights."""
+"""Computes and logs the memory that a job's actors need, and checks that there is enough. Reads no weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedChe
     on_gpu = _on_gpu(model, actors)
     if (stored := checkpoint.checkpoint.stored) is not None and model.weights is None:
         runs = stored.run(model.dtype, on_gpu=on_gpu)
-        lacking = f" (expanded to {model.dtype} where a CPU lacks the instructions)"
+        lacking = f" (expanded to {model.dtype} if a CPU lacks the instructions)"
         log.info("model: %s weights%s", stored.kind, lacking if runs else f", expanded to {model.dtype}")
     tensors = checkpoint.tensors()
     check_weights(checkpoint.checkpoint.config, tensors, model.path)
@@ -72,13 +72,13 @@ def describe(need: Need, dtype: str, actors: ActorsConfig) -> str:
     count = f"{actors.min} to {actors.max}" if actors.min is not None else str(actors.most)
     ending = "" if count == "1" else "s"
     return (
-        f"model: {_count(need.parameters)} parameters in {dtype}; {gib(need.total)} an actor ({_parts(need)}), "
+        f"model: {_count(need.parameters)} parameters in {dtype}; {gib(need.total)} per actor ({_parts(need)}), "
         f"{count} actor{ending}"
     )
 
 
 def check_fits(need: Need, model: ModelConfig, actors: ActorsConfig, memory: int) -> None:
-    """Raise UserError if actors run on CPUs and the smallest number of them needs more than `memory` bytes."""
+    """Raise UserError if actors run on CPUs, and the minimum number of actors needs more than `memory` bytes."""
     least = actors.min or actors.most
     if not _on_gpu(model, actors) and least * need.total > memory:
         raise UserError(

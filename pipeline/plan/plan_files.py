@@ -1,7 +1,7 @@
 """Saves and loads the files of a plan in an output folder.
 
     _job/inputs.parquet, plan.parquet, schema.arrow     input files; shards; types of the columns that are read
-    _job/job.json                                       identity, batching, and the digests of the other three
+    _job/job.json                                       identity, batching, and digests of the three other files
 
 When a plan is loaded, every file is compared with its digest: a flipped bit could make the job lose or repeat rows.
 """
@@ -86,7 +86,7 @@ def load(folder: Folder) -> Manifest | None:
 
 
 def is_own(text: bytes) -> bool:
-    """Return whether this program may have written a damaged job.json, i.e. it is invalid JSON or has a fingerprint."""
+    """Return whether a damaged job.json may be from this program: it is invalid JSON, or it has a fingerprint."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -103,7 +103,7 @@ def _with_check(text: bytes) -> bytes:
 
 
 def _job_values(name: str, text: bytes) -> dict[str, Any]:
-    """Parse the text of job.json. Raises UserError if the text is damaged or has another format. name: for messages."""
+    """Parse the text of job.json. Raises UserError, with the file's `name`, if it is damaged or in another format."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:

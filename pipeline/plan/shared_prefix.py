@@ -36,7 +36,7 @@ def sampled_prefix(
     spec: PromptSpec,
     hardware: Hardware,
 ) -> list[int]:
-    """Return the token ids that begin all sampled prompts. Rows of the first, middle and last shard are sampled.
+    """Return the token ids with which all sampled prompts begin. Rows of the first, middle and last shard are sampled.
 
     Rows are prepared in an isolated process. If a row kills the process, the result is []; that row will be quarantined
     when the job runs.

@@ -28,7 +28,7 @@ class Chat:
         system: System message for rows that have none; a template if it contains Jinja's braces.
         examples: (user, assistant) exchanges to insert after the system message; each text may be a template too.
         values: Variables for the chat template.
-        continue_final: Whether the answer continues the row's last message if it is the assistant's.
+        continue_final: Whether the answer continues the row's last message, if that message is the assistant's.
         now: Time for the chat template, in seconds since 1970; constant, so that a resumed job makes equal prompts.
     """
 
@@ -53,7 +53,7 @@ class Chat:
 
 
 def conversation(chat: Chat, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return a row's whole chat: system message (the row's, else the job's), examples, the row's other messages."""
+    """Return a row's whole chat: system message (the row's, else the job's), examples, the row's further messages."""
     roles = [message["role"] for message in messages]
     start = next((number for number, role in enumerate(roles) if role != "system"), len(roles))
     system: list[Mapping[str, Any]] = list(messages[:start])
@@ -113,17 +113,17 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     if content is None:
         raise UserError(f"{name} ({role}) has no content")
     if not isinstance(content, str):
-        raise UserError(f"{name} ({role}): content must be text or a list of parts of text")
+        raise UserError(f"{name} ({role}): content must be text or a list of text parts")
     if role == "user" and not content.strip():
         raise UserError(f"{name} ({role}) is empty")
     return {**fields, "content": content}
 
 
 def _call(name: str, call: Any) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object, as chat templates expect. OpenAI's format has JSON text."""
+    """Return a tool call with its arguments as an object, for chat templates. OpenAI's format has JSON text instead."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
-        raise UserError(f"{name}: a tool call must be {{function: {{name, arguments}}}}")
+        raise UserError(f"{name}: a tool call must have the form {{function: {{name, arguments}}}}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = from_json(arguments, f"{name}: arguments of a tool call")
@@ -139,7 +139,7 @@ def _part(name: str, part: Any) -> str:
     return text
 
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message; templates read the first or the second
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys for reasoning; templates read the first or the second
 CONTINUED = "CONTINUED_FROM_HERE "  # appended to a message that the answer continues, to find the message's end
 
 Tools = Sequence[Mapping[str, Any]]
@@ -175,7 +175,7 @@ def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], to
     before, tag, behind = rendered.rpartition(CONTINUED.strip())
     if not tag:
         raise UserError("the chat template leaves out the end of the message that input.continue_final continues")
-    return before if behind.startswith(" ") else before.rstrip()  # a lost space: the template strips messages
+    return before if behind.startswith(" ") else before.rstrip()  # if CONTINUED lost its space, the template strips
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,8 +231,8 @@ def check_chat(tokenizer: Any, chat: Chat, path: object) -> None:
     adds = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
     if adds and bos not in tokenizer(text, add_special_tokens=False)["input_ids"]:
         log.warning(
-            "%s: chats begin without %s, which the tokenizer puts before other texts and which the model may need: if "
-            "it answers badly, begin its chat template with {{ bos_token }}",
+            "%s: chats begin without %s, which the tokenizer puts before other texts; the model may need it: if "
+            "answers are bad, begin the chat template with {{ bos_token }}",
             path,
             tokenizer.bos_token,
         )

@@ -34,11 +34,11 @@ class PromptSpec:
         checkpoint: Checkpoint whose tokenizer is used.
         vocab_size: Number of tokens in the model's vocabulary.
         context_length: Maximum number of tokens of prompt and answer together.
-        input: Names the columns for the prompt and for settings of single rows, which override the job's settings.
+        input: Section `input` of the job. It names the columns of prompts and of settings that override the job's.
         sampling: The job's sampling parameters.
         choices: The job's labels; () for free text.
         output_format: Format of the job's answers; None for free text.
-        now: Time for chat templates in seconds since 1970: when the job was planned.
+        now: Time when the job was planned, in seconds since 1970. Chat templates may print it.
     """
 
     checkpoint: Source
@@ -60,7 +60,7 @@ class PromptSpec:
 
 
 def prompt_spec(config: JobConfig, resolved: ResolvedCheckpoint, planned: float) -> PromptSpec:
-    """Return the spec of a job. planned: when the job was planned, seconds since 1970."""
+    """Return the spec of a job. planned: time when the job was planned, in seconds since 1970."""
     return PromptSpec(
         checkpoint=known_tokenizer(resolved),
         vocab_size=resolved.checkpoint.config.vocab_size,
@@ -102,7 +102,7 @@ def check_spec(spec: PromptSpec) -> None:
 
 
 def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
-    """Log a warning with the settings in the checkpoint's generation_config.json that the job does not follow.
+    """Log a warning that lists the settings of the checkpoint's generation_config.json that the job ignores.
 
     Raises UserError if the id of an end token lies outside the vocabulary.
     """
@@ -111,13 +111,13 @@ def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
     left = settings_not_followed(folder, config.sampling.model_fields_set)
     if left and not config.choices:
         asked = ", ".join(f"{name}: {value}" for name, value in left.items())
-        log.warning("generation_config.json has settings that the job does not follow, see `sampling`: %s", asked)
+        log.warning("the job does not follow these settings of generation_config.json (see `sampling`): %s", asked)
 
 
 def read_names(section: InputConfig) -> list[str]:
-    """Return the names of all input columns from which a row's prompt and settings are read, without repetition.
+    """Return the names of the input columns that hold rows' prompts and settings, each name once.
 
-    Raises UserError, with the key of the job file, if a template does not compile.
+    If a template does not compile, raises UserError, which names the template's key in the job file.
     """
     names = [section.prompt_column, section.messages]
     texts = [("system, examples", text) for text in section.chat_texts if is_template(text)]

@@ -1,8 +1,8 @@
 """The CPU stage: turns the rows of a shard into prompts of token ids.
 
-Each row gets a text, made from a prompt column, a template or a chat, and its own sampling parameters and labels. The
-texts of all rows are tokenized in batches. A prompt that does not fit the context is refused or truncated. A row that
-fails in any step keeps its place in the table and gets an error; other rows are not affected.
+Each row's text comes from a prompt column, a template or a chat. A row may have its own sampling parameters and labels.
+The texts of all rows are tokenized in batches. A prompt that does not fit the context is refused or truncated. A row
+that fails in any step keeps its place in the table and gets an error. This does not affect other rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NOT_PYTHON = (ValueError, OverflowError, LookupError)  # raised for Arrow value
 
 @dataclass
 class Row:
-    """A row on its way to a prompt. Once `error` is set, all further steps skip the row.
+    """A row that is being turned into a prompt. Once `error` is set, all further steps skip the row.
 
     Args:
         label: Number of tokens of the longest label, plus one for the end token; 0 for a row without labels.
@@ -129,8 +129,8 @@ def _attempt(row: Row, step: Callable[..., None], *arguments: Any) -> None:
 
 
 def _python_rows(table: pa.Table, columns: Sequence[str]) -> list[Any]:
-    """Return each row as a dictionary. If Python cannot hold a value, such as the year 300,000 or text that is not
-    UTF-8 (Arrow does not check), the row becomes the exception."""
+    """Return a dictionary for each row, or an exception if Python cannot hold a value of the row. Examples: the year
+    300,000, or text that is not UTF-8, which Arrow does not check."""
     selected = table.select(list(columns))
     try:
         return list(selected.to_pylist())
@@ -265,7 +265,7 @@ def _set_label(row: Row, ids: Mapping[str, tuple[int, ...]], of_job: int) -> Non
 
 
 def _bound(row: Row, spec: PromptSpec) -> None:
-    """Before tokenizing, refuse a text that is too long for the context, or cut it to its end (`truncate_left`)."""
+    """Before tokenizing, refuse a text that is too long, or (with `truncate_left`) keep only its last characters."""
     if not isinstance(row.prompt, str):
         return
     if spec.input.too_long == "truncate_left":
@@ -285,9 +285,9 @@ def _encode_marked(row: Row, spec: PromptSpec) -> None:
 
 
 def _fit(row: Row, spec: PromptSpec) -> None:
-    """Refuse a prompt (token ids) that leaves no room for the answer: the longest label, or one token; or truncate it.
+    """Refuse or truncate a prompt (token ids) that leaves no room for the longest label or, without labels, one token.
 
-    A truncated prompt leaves room for `max_new_tokens`.
+    A truncated prompt leaves room for the longest label or for `max_new_tokens`.
     """
     tokens, context, truncates = row.prompt, spec.context_length, spec.input.too_long == "truncate_left"
     assert isinstance(tokens, list)

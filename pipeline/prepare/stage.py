@@ -19,7 +19,7 @@ from pipeline.prepare.prompts import error_table, prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
-# time limit for a table, far above what its rows need; a process that exceeds it, as in an endless template, is ended
+# time limit for a table, far above what its rows need; ends a process that hangs, for example in an endless template
 DEADLINE_SECONDS, SECONDS_PER_ROW, BYTES_PER_SECOND = 20.0, 0.05, 1e5
 
 
@@ -27,8 +27,8 @@ def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine |
     """Turn the rows of each shard into prompts. Return the columns of `batch` and the new column `prepare_seconds`.
 
     Args:
-        batch: Columns shard, url, first_row and rows (the shard's rows as Arrow IPC bytes; prompts are added here).
-        quarantine: Finds rows that kill their process, which Ray Data would retry for ever. None: no time limit.
+        batch: Columns shard, url, first_row and rows (the shard's rows as Arrow IPC bytes, which get prompts).
+        quarantine: Finds rows that kill their process; Ray Data would retry them for ever. None sets no time limit.
     """
     if quarantine is not None:  # a worker process; Ray runs several on one machine, so each tokenizes in one thread
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -60,7 +60,7 @@ def _prepare_shard(shard: int, table: pa.Table, spec: PromptSpec, quarantine: Qu
 
 @contextmanager
 def _deadline(table: pa.Table, spec: PromptSpec) -> Iterator[None]:
-    """End this process if the `with` block takes too long for the table. A later attempt finds the row that hangs."""
+    """End this process if the `with` block exceeds the table's time limit. A later attempt finds the row that hangs."""
     tokenizer_of(spec.checkpoint)  # loaded before the time limit begins
     seconds = DEADLINE_SECONDS + SECONDS_PER_ROW * table.num_rows + table.nbytes / BYTES_PER_SECOND
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
@@ -71,7 +71,7 @@ def _deadline(table: pa.Table, spec: PromptSpec) -> Iterator[None]:
 
 
 def prepare_isolated(table: pa.Table, spec: PromptSpec, attempt: ShardAttempt) -> pa.Table:
-    """Prepare a shard whose process died before. Record each group of rows before it runs. Rows keep their order."""
+    """Prepare a shard that ended an earlier process. Record each group of rows before preparing it. Keep the order."""
     order = list(attempt.errors)
     tables = [error_table(table.take(order), list(attempt.errors.values()))] if order else []
     for group in attempt.groups:

@@ -1,4 +1,4 @@
-"""Renders Jinja templates over a row's columns: sandboxed, strict about missing values, compiled once per process."""
+"""Renders Jinja templates with a row's values, in a sandbox. Refuses missing values. Compiles once per process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_COMPILED = (SyntaxError, RecursionError, MemoryError, ValueError, OverflowEr
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Renders templates. `meta.items` in a template is the field `items` of the struct `meta`, if it has one.
+    """Renders templates. `meta.items` in a template is the field `items` of the struct `meta`, if there is one.
 
     Of Jinja's globals only `range` is kept, because columns may have the names of other globals. The filter `random`
     is removed, because a row must always give the same prompt.

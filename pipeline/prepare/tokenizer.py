@@ -1,4 +1,4 @@
-"""Loads a checkpoint's tokenizer once per process, and tokenizes texts in batches that bound the memory."""
+"""Loads a checkpoint's tokenizer once per process, and tokenizes texts in batches, to limit memory use."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tokenizer_of(checkpoint: Source) -> Any:
 
 
 def known_tokenizer(checkpoint: ResolvedCheckpoint) -> KnownTokenizer:
-    """Load the tokenizer to find its class name, for other processes. Raises UserError if the tokenizer is damaged."""
+    """Return the checkpoint with its tokenizer's class name. Raises UserError if the tokenizer is damaged."""
     unknown = KnownTokenizer(checkpoint.pinned())
     return replace(unknown, class_name=tokenizer_class_name(tokenizer_of(unknown)))
 
@@ -59,7 +59,7 @@ def _longest_token(checkpoint: Source) -> int:
 
 
 def fewest_tokens(checkpoint: Source, text: str) -> int:
-    """Return a lower bound for the number of tokens: the text's length / the longest token's; 0 for a short text."""
+    """Return a lower bound for the number of tokens: 0 for a short text, else text length / longest token's length."""
     return 0 if len(text) <= SHORT_CHARACTERS else -(-len(text) // _longest_token(checkpoint))
 
 
@@ -90,7 +90,7 @@ def tokenize_labels(tokenizer: Any, labels: Iterable[str]) -> dict[str, tuple[in
 
 
 def longest(labels: Sequence[str], ids: Mapping[str, Sequence[int]]) -> int:
-    """Return the most tokens that a label has. Raises UserError if a label has no tokens, or two have equal tokens."""
+    """Return the longest label's number of tokens. Raises UserError if a label has no tokens, or two have the same."""
     seen: dict[tuple[int, ...], str] = {}
     for label in labels:
         tokens = tuple(ids.get(label, ()))

@@ -27,8 +27,8 @@ def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]
 
     say(f"{rows} in {files}, {shards}{left}")
     say(
-        f"prompts: {tokens['mean']:,.0f} tokens on average, {tokens['most']:,} at most, of {tokens['rows']:,} rows"
-        + (f"; all begin with the same {prefix:,}" if prefix else "")
+        f"prompts: {tokens['mean']:,.0f} tokens on average, {tokens['most']:,} at most, in {tokens['rows']:,} rows"
+        + (f"; all begin with the same {prefix:,} tokens" if prefix else "")
     )
     if errors["errors"]:
         say(f"rows with an error in the sample: {errors['errors']:,}; the first: {errors['first']}")
@@ -38,13 +38,13 @@ def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]
     )
     console.print(_table(found))
     say(
-        f"\nwall clock includes {found['startup']['seconds']:.0f} s of start-up, with a 90% interval in brackets; from "
+        f"\nwall clock includes {found['startup']['seconds']:.0f} s of start-up; brackets: 90% interval, from "
         f"{found['sample']['rows']:,} rows that {'an actor' if found['actors'] == 1 else 'actors'} answered here; "
-        "ideal: with time proportional to the layers run"
+        "ideal: speed-up if time were proportional to the layers run"
     )
     if saves := found["saves"]:
         money = f"{saves['money']:,.2f} and " if "money" in saves else ""
-        source = "the loss in quality is not known: the checkpoint has no record of evaluate or adapt"
+        source = "the loss in quality is not known: the checkpoint holds no result of `evaluate` or `adapt`"
         if loss := chosen["loss"]:
             source = f"{_loss(loss)} ({loss['source']})"
         verb = "saves" if saves["seconds"] >= 0 else "costs"

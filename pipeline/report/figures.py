@@ -20,7 +20,7 @@ SHOWN_KINDS = 20
 
 
 def error_kinds(shards: pa.Table) -> list[dict[str, Any]]:
-    """Return the most common kinds of errors: `kind`, number of `answers`, and `row_id`, `example`, `shard` of one.
+    """Return the most common error kinds: `kind`, number of `answers`, and one answer's `row_id`, `example`, `shard`.
 
     If there are more kinds, a last entry with an empty `kind` counts the answers of all other kinds.
     """
@@ -66,7 +66,7 @@ def held_seconds(runs: Sequence[JobRun], shards: pa.Table) -> float | None:
 def clock_speedups(
     agreement: Agreement | None, totals: Totals, held: float | None
 ) -> tuple[float | None, float | None]:
-    """Return the measured speed-ups over full depth of the whole job and of decode alone; None if not known."""
+    """Return two measured speed-ups over full depth: the whole job's, and that of decode alone. None: not known."""
     decode = None if agreement is None else agreement.decode_ratio
     if agreement is None or not held or not totals.generate_seconds or (totals.decode_steps and decode is None):
         return None, None
@@ -100,7 +100,7 @@ def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shar
             f"{totals.layer_steps:,} layer steps, but {totals.full_layer_steps:,} at full depth"
         )
     yield (
-        f"actor seconds: prefill {totals.prefill_seconds:.1f}{decode}, all {totals.generate_seconds:.1f}; "
+        f"actor seconds: prefill {totals.prefill_seconds:.1f}{decode}, total {totals.generate_seconds:.1f}; "
         f"prepare {totals.prepare_seconds:.1f}, commit {totals.commit_seconds:.1f}; "
         f"padding {100 * totals.padding_fraction:.1f}%"
     )
@@ -118,7 +118,7 @@ def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shar
         alone = "" if decode_alone is None else f"; decode alone {decode_alone:.2f}x"
         yield f"speed-up on the clock: {whole:.2f}x with start-up{alone}; full depth was timed on the sampled rows"
     if manifest.agreement is not None:
-        yield f"agreement with full depth, before the start: {manifest.agreement}"
+        yield f"agreement with full depth, measured at the start: {manifest.agreement}"
     if totals.shared_prompt_tokens:
         shared = f"{totals.shared_prompt_tokens:,} prompt tokens"
         yield f"{shared} were computed only once for several rows: shared prefixes, prompts and samples"
@@ -143,7 +143,7 @@ def _nominal(manifest: Manifest, totals: Totals) -> str:
 
 
 def _cost(totals: Totals, held: float | None) -> Iterator[str]:
-    """Yield lines with device-seconds and money, total and per million tokens or answers. held: see `held_seconds`."""
+    """Yield lines with device-seconds and money: total, and per million tokens or answers. held: see `held_seconds`."""
     if not totals.generated_tokens:
         return
     price = totals.money / totals.device_seconds if totals.device_seconds else 0.0

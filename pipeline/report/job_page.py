@@ -1,4 +1,4 @@
-"""Writes a job's page, `_job/report.html`, before `_SUCCESS`. The page loads no file; an error fails no job."""
+"""Writes a job's report page, `_job/report.html`, before `_SUCCESS`. It loads no files. Errors do not fail the job."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
 
 
 def _labels(totals: Totals, known: Iterable[str]) -> list[tuple[str, int]]:
-    """Return (label, number of answers) of the most common labels, of `known` labels without answers, of all others."""
+    """Return (label, number of answers): the most common labels, unused `known` labels, then the sum of all others."""
     counts = dict(totals.labels)
     if counts:
         counts |= {label: 0 for label in known if label not in counts}
@@ -101,7 +101,7 @@ def _slowest(shards: pa.Table, manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _answers(folder: Folder, manifest: Manifest, shards: pa.Table, storage: StorageConfig) -> list[dict[str, Any]]:
-    """Return the first answers with their prompts; fewer if output files cannot be read."""
+    """Return the first answers with their prompts. There are fewer if output files cannot be read."""
     names, found = ("id", "generated_text", "finish_reason", "error"), list[dict[str, Any]]()
     with suppress(OSError, ValueError):
         for index in sorted(shards["shard"].to_pylist()):
@@ -115,7 +115,7 @@ def _answers(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
 
 
 def _prompts(manifest: Manifest, index: int, storage: StorageConfig) -> list[str]:
-    """Return the prompt columns of each of a shard's first rows as a text; empty texts if the input cannot be read."""
+    """Return a text with the prompt columns for each of a shard's first rows; empty texts for an unreadable input."""
     shard, section = manifest.shards[index], manifest.identity.get("input", {})
     shard = replace(shard, rows=min(shard.rows, SHOWN_ANSWERS))
     try:
@@ -134,7 +134,7 @@ def _prompts(manifest: Manifest, index: int, storage: StorageConfig) -> list[str
 
 
 def _text(value: Any) -> str:
-    """Return the value of a prompt column as text. Shows the last message of a chat, and both ends of a long text."""
+    """Return the value of a prompt column as text: the last message of a chat, the two ends of a long text."""
     if isinstance(value, list) and value and isinstance(value[0], dict) and "content" in value[0]:
         before = f"… {counted(len(value) - 1, 'message')} before\n" if len(value) > 1 else ""
         return f"{before}{value[-1].get('role')}: {_text(value[-1]['content'])}"

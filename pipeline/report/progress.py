@@ -28,14 +28,14 @@ LIVE_SECONDS = 0.5
 RATE_SECONDS = 300.0  # rates are computed from the commits in the last RATE_SECONDS
 EXAMPLE_SECONDS = 60.0  # time between two answers that are shown as examples
 KIND_CHARS = 60  # maximum number of characters shown of each kind of error
-STARVED_SECONDS = 20.0  # if actors wait for rows longer than this, the progress line says so
+STARVED_SECONDS = 20.0  # if actors have waited longer than this for rows, the progress line shows it
 
 
 def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload) -> dict[str, float]:
     """Return rows and tokens per second, and the seconds left at this rate; empty if no rate is known yet.
 
-    seen: pairs (time in s, progress at this time), in order. The first pair is from the start of answering or from an
-    early commit, every other pair is from a later commit.
+    seen: pairs (time in s, progress at this time), oldest first. The first pair comes from the start of answering or
+    from a commit. The following pairs come from later commits.
     """
     if len(seen) < 2:
         return {}
@@ -49,7 +49,7 @@ def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload)
 
 
 def progress_line(run: RunProgress, found: Mapping[str, float], seconds: float, work: Workload) -> str:
-    """Return the progress line: shards, rows, rates and time left (`found`, from `rates`), and time since the start."""
+    """Return the progress line. found: result of `rates` (rates and time left). seconds: time since the start."""
     line = f"{work.done_shards + run.shards}/{work.shards} shards  {work.done_rows + run.rows:,}/{work.rows:,} rows"
     if run.errors:
         kinds = ", ".join(f"{answers:,} {shortened(kind, KIND_CHARS)}" for kind, answers in run.kinds)
@@ -77,7 +77,7 @@ def _waits_for(run: RunProgress) -> tuple[str, str]:
 
 
 def actors_wait(run: RunProgress, work: Workload) -> bool:
-    """Tell whether actors wait for rows: shards are left to begin, but an actor is idle or no actor has started."""
+    """Return whether actors wait for rows: shards are left to begin, but an actor is idle or no actor has started."""
     left = work.shards - work.done_shards - run.shards - run.at_work
     return left > 0 and not run.loading and run.at_work < max(run.actors, 1)
 
@@ -142,7 +142,7 @@ class Progress:
         return progress_line(run, found, seconds, work) + self._starved(run, now), fields
 
     def _starved(self, run: RunProgress, now: float) -> str:
-        """Return a text about actors that waited long for rows, and about free CPUs; "" if none waited long."""
+        """Return a text about actors that have waited long for rows, and about free CPUs; "" if no actor has."""
         if not actors_wait(run, self.work):
             self.starved_since = None
         elif self.starved_since is None:
@@ -155,7 +155,7 @@ class Progress:
         return ""
 
     def _is_live(self) -> bool:
-        """Tell whether progress is one line on a terminal, which is redrawn and removed at the end."""
+        """Return whether progress is a single line on a terminal. Such a line is redrawn, and removed at the end."""
         return not goes_to_log() and Console(file=sys.stderr).is_terminal
 
     def _due_example(self) -> str:

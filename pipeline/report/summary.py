@@ -31,7 +31,7 @@ SHOWN_LABELS, LABEL_CHARS = 10, 60
 
 @dataclass(frozen=True)
 class JobResult:
-    """Result of a run. totals: statistics of the whole job. fresh_rows, seconds: rows and time of only this run."""
+    """Result of a run. totals: statistics of the whole job. fresh_rows, seconds: rows and time of this run alone."""
 
     manifest: Manifest
     totals: Totals
@@ -42,7 +42,7 @@ class JobResult:
 def print_report(
     console: Console, manifest: Manifest, shards: pa.Table, totals: Totals, runs: Sequence[JobRun] = ()
 ) -> None:
-    """Print a table of the shards (at most `SHOWN_SHARDS`, the slowest), and the totals. runs: the job's runs."""
+    """Print a table of the slowest shards (at most `SHOWN_SHARDS`), and the totals. runs: the job's runs."""
     shown = [ShardStats(**row) for row in slowest_shards(shards, SHOWN_SHARDS).select(STATS_SCHEMA.names).to_pylist()]
     title = "Shards" if len(shown) == totals.shards else f"The {len(shown)} slowest of {totals.shards} shards"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -84,7 +84,7 @@ def _columns(totals: Totals) -> dict[str, Callable[[ShardStats], str]]:
 
 
 def _labels(totals: Totals, manifest: Manifest) -> str:
-    """Return a line with the number of answers for the most common labels and for all others, and unused labels."""
+    """Return a line with the number of answers for each common label and for all others, and with unused labels."""
     counts = [(" ".join(label.split())[:LABEL_CHARS], count) for label, count in totals.labels.items()]
     shown, rest = counts[:SHOWN_LABELS], sum(count for _, count in counts[SHOWN_LABELS:])
     shown.append((f"{len(counts) - SHOWN_LABELS} other labels", rest))
@@ -132,7 +132,7 @@ def last_errors(folder: Folder) -> list[tuple[int, int]]:
 
 
 def shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[dict[str, Any], str | None]]:
-    """Return `count` rows on which agreement was measured, with their answers at full depth; else the first rows."""
+    """Return `count` rows of the agreement's sample, with answers at full depth. If there are none, the first rows."""
     urls = {file.digest or file.version: file.url for file in manifest.files}
     shown: list[tuple[dict[str, Any], str | None]] = []
     for example in () if manifest.agreement is None else manifest.agreement.examples:

@@ -1,1 +1,1 @@
-"""Runs the stages of a job on a backend: Ray Data, or one that a test passes."""
+"""Runs the stages of a job on a backend: Ray Data, or a backend that a test passes."""

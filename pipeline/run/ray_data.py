@@ -33,9 +33,9 @@ from pipeline.runtime.signals import Interrupted, graceful
 Result = TypeVar("Result")
 ISOLATED_SECONDS = 300.0  # time limit of an isolated call during planning
 TASK_CPUS = 0  # CPUs that a read or prepare task asks for: none, because actors or another dataset may hold all CPUs
-TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # tasks of a stage per actor; few: each worker process imports libraries
-READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # most rows and bytes of a read task, see `ShardSource`
-SHARDS_OF_ACTOR = 2  # shards at an actor: one is being answered; the next one waits, or begins while the first finishes
+TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # tasks of a stage per actor; few, because each process imports libraries
+READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # limits of a read task, see `ShardSource`
+SHARDS_OF_ACTOR = 2  # maximum shards at an actor: the second waits, or begins before the first ends
 CALL_RETRIES = 1  # retries of a call whose process died, e.g. with its node
 READ_RETRIES = 20  # retries of a read task whose process died, or whose result was lost with its node
 
@@ -43,7 +43,7 @@ READ_RETRIES = 20  # retries of a read task whose process died, or whose result 
 class RayData(Backend):
     """Backend on Ray. Uses the caller's connection, else the cluster in RAY_ADDRESS, else starts a local Ray.
 
-    metrics_port: port on which a local Ray serves metrics; None: a free port. Raises UserError if the port is taken.
+    metrics_port: port on which a local Ray serves metrics; None chooses a free port. Raises UserError if it is taken.
     """
 
     starts_workers = True
@@ -66,7 +66,7 @@ class RayData(Backend):
     def call_as_actors(
         self, actors: ActorsConfig, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
     ) -> list[Result]:
-        """Call a function as `Hardware.call_as_actors` does. Raises Died if a process dies."""
+        """Implement `Hardware.call_as_actors` with Ray tasks. Raises Died if a process dies."""
         with self.ready(actors):
             remote: Any = ray.remote(num_cpus=actor_cpus(actors), num_gpus=actors.gpus, max_retries=CALL_RETRIES)
             task = remote(function)
@@ -83,7 +83,7 @@ class RayData(Backend):
     def session(self, actors: ActorsConfig, output: str) -> Iterator[RaySession]:
         with self.ready(actors):
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            # the coordinator runs on the driver's node, so that no other node's death ends it
+            # the coordinator runs on the driver's node, so that it does not die with another node
             handle = ray.remote(num_cpus=0)(Coordinator).options(scheduling_strategy=here).remote()
             try:
                 yield RaySession(cast(Coordinator, RemoteCoordinator(handle)), output, verbose=self.verbose)
@@ -99,7 +99,7 @@ class RaySession:
         self.output, self.verbose = output, verbose
 
     def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
-        """Run the stages to their end, see `Session.run`. Raises RayError if a task failed after all retries."""
+        """Run the stages to their end (see `Session.run`). Raises RayError if a task failed after all retries."""
         batches = _dataset(stages, self.output, verbose=self.verbose)
         with (
             metrics.installed(ray_sink(self.output)),
@@ -114,7 +114,7 @@ class RaySession:
                     raise
                 # the signal went to the whole process group and stopped Ray's processes too
                 raise Interrupted(grace.signal) from None
-        if grace.signal is not None:  # shards were left for the next run
+        if grace.signal is not None:  # some shards are left for the next run
             raise Interrupted(grace.signal)
 
 
@@ -134,9 +134,9 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
     """Build the lazy dataset that runs all stages. output: the output folder, which labels the workers' metrics."""
     source = ShardSource(stages.read, READ_TASK_ROWS, READ_TASK_BYTES, output)
     actors, place = stages.actors, _place()
-    most = max(2, actors.most * TASKS_OF_ACTOR["gpu" if actors.gpus else "cpu"])  # tasks of a stage at once
+    most = max(2, actors.most * TASKS_OF_ACTOR["gpu" if actors.gpus else "cpu"])  # maximum running tasks of one stage
     with warnings.catch_warnings():
-        # if its process dies, Ray Data retries a task without limit; only the deprecated max_retries sets a limit
+        # Ray Data retries a task without limit if its process dies; only the deprecated max_retries sets a limit
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
         batches: Dataset = ray.data.read_datasource(
             source,
@@ -146,8 +146,8 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
             ray_remote_args={"max_retries": READ_RETRIES, **place},
         )
         context = batches.context  # a copy of the caller's context; the datasets below inherit it
-        # this size makes each shard a block of its own, and override_num_blocks=1 keeps blocks whole; `repartition`
-        # would need a whole CPU, but another dataset of the cluster may hold all CPUs
+        # a size of 1 makes each shard a block of its own, and override_num_blocks=1 above keeps blocks whole.
+        # `repartition` is not used, because it needs a whole CPU, and another dataset of the cluster may hold all CPUs
         context.target_max_block_size = 1
         context.enable_progress_bars = context.print_on_execution_start = verbose
         scale_for(context.autoscaling_config, stages.calls)
@@ -199,7 +199,7 @@ class ShardSource(Datasource):
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
         return [
-            ReadTask(  # must not refer to self, or self would be pickled into every task
+            ReadTask(  # no reference to self, which would be pickled into every task
                 partial(_read, task, self.output),
                 BlockMetadata(len(task.shards), size_bytes=None, input_files=(task.files[0].url,), exec_stats=None),
             )
@@ -216,13 +216,13 @@ def _read(task: Read, output: str) -> Iterator[pa.Table]:
 def scale_for(scaling: AutoscalingConfig, calls: int) -> None:
     """Make a pool scale as if each actor took one call at a time, although actors may take `calls` calls.
 
-    Ray measures by the number of calls how busy an actor is, but two calls (one waiting) keep it fully busy.
+    Ray measures an actor's load as its calls divided by `calls`. But two calls, one of them waiting, are a full load.
     """
     scaling.actor_pool_util_upscaling_threshold /= calls
     scaling.actor_pool_util_downscaling_threshold /= calls
 
 
 def _place() -> dict[str, Any]:
-    """Return Ray options that keep tasks off nodes without CPUs (an idle head node), even if the tasks need no CPUs."""
+    """Return Ray options that keep tasks off nodes without CPUs (e.g. a head node), although the tasks need no CPUs."""
     without = [node["NodeID"] for node in ray.nodes() if node["Alive"] and not node["Resources"].get("CPU")]
     return {"label_selector": {"ray.io/node-id": f"!in({','.join(without)})"}} if without else {}

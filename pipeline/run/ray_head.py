@@ -43,7 +43,7 @@ def main() -> None:
         time.sleep(0.02)
     kill_session()
     _, status = os.waitpid(ray_process, 0)
-    sys.exit(int(died and status != 0))  # status 0: SIGTERM ended Ray's process, which is no failure
+    sys.exit(int(died and status != 0))  # with status 0, SIGTERM ended Ray's process: no failure
 
 
 def run_ray(settings: dict[str, Any]) -> NoReturn:
@@ -74,7 +74,7 @@ def run_ray(settings: dict[str, Any]) -> NoReturn:
 
 
 def start(settings: dict[str, Any]) -> None:
-    """Start Ray. If this takes longer than Ray's fixed limit of 30 s, as on a busy machine, start it once more."""
+    """Start Ray. If the start exceeds Ray's fixed limit of 30 s, as it may on a busy machine, try once more."""
     import psutil
     import ray
 
@@ -97,7 +97,7 @@ def ended(child: int) -> bool:
 
 
 def kill_session() -> None:
-    """Kill the other processes of this session until none is left, for at most `KILL_SECONDS`."""
+    """Kill all other processes of this session. Repeat this until none is left, but at most for `KILL_SECONDS`."""
     deadline = time.monotonic() + KILL_SECONDS
     while (others := processes_of_session()) and time.monotonic() < deadline:
         for process in others:
@@ -107,7 +107,7 @@ def kill_session() -> None:
 
 
 def processes_of_session() -> list[int]:
-    """Return the other living processes of this session."""
+    """Return the ids of all living processes of this session except this process."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:

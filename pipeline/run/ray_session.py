@@ -1,4 +1,4 @@
-"""Connects a job to Ray: to a running cluster, or to a local Ray that it starts on the loopback."""
+"""Connects a job to Ray: to a running cluster, or to a local Ray that it starts on the loopback interface."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WAIT_LINE_SECONDS = 10.0
 HEAD = Path(__file__).with_name("ray_head.py")
 END_SECONDS = 30.0  # time limit for a local Ray to end
 LOOPBACK = "127.0.0.1"
-# name of an environment variable: if it is 0 when Ray is imported, Ray listens only on the loopback
+# name of an environment variable: if it is 0 when Ray is imported, Ray listens only on the loopback interface
 ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
@@ -44,7 +44,7 @@ class _Connection:
     """The only connection of this process to Ray. Jobs in several threads share it.
 
     The first job connects, unless the process is connected already, and the last job disconnects. head: process of a
-    local Ray.
+    local Ray; None without one.
     """
 
     def __init__(self) -> None:
@@ -70,15 +70,15 @@ class _Connection:
                 self._close()
 
     def _open(self, verbose: bool, metrics_port: int | None) -> None:
-        levels: dict[logging.Logger | logging.Handler, int] = {}  # previous levels, to be restored
+        levels: dict[logging.Logger | logging.Handler, int] = {}  # log levels that `_close` restores
         self.undo.callback(lambda: [one.setLevel(level) for one, level in levels.items()])
         _set_levels(levels, verbose)
         if not ray.is_initialized():
             with announced("starting Ray"):
                 address = os.environ.get("RAY_ADDRESS", "")
                 if "://" in address and not address.startswith("ray://"):
-                    raise UserError(f"RAY_ADDRESS: {address} is not a Ray; give HOST:6379, or auto on a node of it")
-                if re.fullmatch(r"[^/]+:\d+", address) and not _accepts(address):  # Ray would try for 14 minutes
+                    raise UserError(f"RAY_ADDRESS: {address} is no Ray; give HOST:6379, or auto on a cluster node")
+                if re.fullmatch(r"[^/]+:\d+", address) and not _accepts(address):  # Ray would retry for 14 minutes
                     raise UserError(f"RAY_ADDRESS: nothing answers at {address}; start Ray there, or unset RAY_ADDRESS")
                 if not address:
                     self.head = _start_head(verbose, metrics_port)
@@ -121,7 +121,7 @@ def on_cluster() -> bool:
 
 
 def actor_cpus(actors: ActorsConfig) -> float:
-    """Return an actor's logical CPUs: `actors.cpus` or its threads. On a local Ray, at most an even share of CPUs."""
+    """Return an actor's logical CPUs: `actors.cpus`, else its threads, but on a local Ray at most an equal share."""
     if actors.cpus is not None:
         return actors.cpus
     cpus = float(actors.threads or 1)
@@ -131,7 +131,7 @@ def actor_cpus(actors: ActorsConfig) -> float:
 
 
 def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:
-    """Wait like `wait_for_nodes`. Among nodes with CPUs, return lowest CPU count, lowest memory bytes, and number."""
+    """Call `wait_for_nodes`. Return the lowest CPU count, the lowest memory in bytes, and the number of CPU nodes."""
     with connected(verbose=False):
         wait_for_nodes(actors)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
@@ -182,7 +182,7 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
         raise UserError(f"actors: {problem}")
     log.warning("waiting for the cluster to grow: %s", problem)
     bundle = {"CPU": actor_cpus(actors), **({"GPU": actors.gpus} if actors.gpus else {})}
-    # the group makes an autoscaler add nodes; `request_resources` would replace other jobs' requests
+    # the placement group makes an autoscaler add nodes; `request_resources` would replace other jobs' requests
     group = placement_group([bundle] * (actors.min or actors.most))
     try:
         while problem:
@@ -203,7 +203,7 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
 
 
 def placement_problem(actors: ActorsConfig, resources: dict[str, float]) -> str:
-    """Return why the minimum number of actors does not fit `resources`; "" if it does. Other tasks need no CPUs."""
+    """Return why the minimum number of actors does not fit `resources`; "" if it fits. Other tasks need no CPUs."""
     least = actors.min or actors.most
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     if least * actor_cpus(actors) > cpus:
@@ -219,10 +219,10 @@ def placement_problem(actors: ActorsConfig, resources: dict[str, float]) -> str:
 
 
 def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str]:
-    """Start the process of a local Ray. Ray ends when the process's standard input is closed, or this process ends."""
+    """Start a process that runs a local Ray until its standard input is closed, or the calling process ends."""
     if ray.util.get_node_ip_address() != LOOPBACK:
         raise RuntimeError(
-            f"Ray was imported without {ON_LOOPBACK}=0, which keeps Ray on this machine: set it, or call ray.init first"
+            f"Ray was imported without {ON_LOOPBACK}=0, and would serve other machines: set it, or call ray.init first"
         )
     settings = {
         "address": "local",
@@ -232,7 +232,7 @@ def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str
         "object_store_memory": min(OBJECT_STORE_BYTES, process_memory() // 4),
         "_node_ip_address": LOOPBACK,
         "_metrics_export_port": metrics_port,
-        # by default Ray ends a worker after 1 s without work, but shards come later; a new worker takes 2 s of CPU time
+        # by default Ray ends a worker after 1 s without work; shards come later, and a new worker takes 2 s of CPU time
         "_system_config": {"idle_worker_killing_time_threshold_ms": IDLE_SECONDS * 1000},
     }
     return subprocess.Popen(
@@ -256,7 +256,7 @@ def _address(head: subprocess.Popen[str]) -> str:
 
 
 def _announce_death(head: subprocess.Popen[str]) -> None:
-    """Wait, and print a message if the local Ray dies. Ray's C++ code silently ends this process some seconds later."""
+    """Wait for the local Ray to end. If it dies, print a message before Ray's C++ code silently ends this process."""
     if head.wait() != 0:
         announce(
             "the job's Ray has died: check this machine's memory and kernel log; run the same command again to resume"

@@ -1,4 +1,4 @@
-"""Describes a job's stages and the backends that can run them. Imports no ray.
+"""Describes a job's stages and the backends that can run them. Does not import ray.
 
 read ──> prepare ──> generate        each stage passes batches of one shard to the next
 """
@@ -46,10 +46,10 @@ class Stages:
 
     read: Read  # the shards to answer
     prepare: partial[Any]  # function that prepares a batch
-    generator: Callable[..., Callable[[Any], Any]]  # class; an actor has one instance, and calls it for each batch
+    generator: Callable[..., Callable[[Any], Any]]  # class; each actor calls its instance for each batch
     arguments: Mapping[str, Any]  # arguments of `generator`
     actors: ActorsConfig
-    calls: int  # number of batches that an actor takes at once, each in its own thread
+    calls: int  # number of batches that an actor works on at the same time, each in its own thread
 
 
 class Session(Protocol):
@@ -59,7 +59,7 @@ class Session(Protocol):
     worker: Worker
 
     def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
-        """Run the stages to their end. After a signal, give shards at work `grace_seconds`, then raise Interrupted."""
+        """Run the stages to their end. After a signal, give running shards `grace_seconds`, then raise Interrupted."""
         ...
 
 
@@ -69,7 +69,7 @@ class Backend(Hardware):
     starts_workers = False
 
     def ready(self, actors: ActorsConfig) -> AbstractContextManager[None]:
-        """Start what `call_as_actor` and `session` need. Within the block, these calls do not start it again."""
+        """Start what `call_as_actor` and `session` need, so that calls within the block do not start it again."""
         return nullcontext()
 
     def session(self, actors: ActorsConfig, output: str) -> AbstractContextManager[Session]:
@@ -80,7 +80,7 @@ class Backend(Hardware):
 def job_stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Session) -> Stages:
     """Return the stages of a run that answers `shards`."""
     config, manifest, coordinator, run = job.config, job.manifest, session.coordinator, uuid.uuid4().hex
-    # `may_join`: an actor may begin a shard while the last rows of the previous one run; the generator decides when
+    # `may_join`: an actor may begin a shard while the last rows of its previous shard run; the generator decides when
     promises_bytes = config.model.dtype == "float32" and config.model.engine != "vllm"
     may_join = manifest.batching.scheduler == "refill" and not promises_bytes
     preparing, generating = (Quarantine(folder, run, config.attempts, stage) for stage in STAGE_NAMES)

@@ -1,1 +1,1 @@
-"""Handles signals, handles processes that die (quarantine, isolated calls), and prints progress lines."""
+"""Handles signals and processes that die (quarantine, isolated calls), and prints progress lines."""

@@ -36,7 +36,7 @@ def announce_to_log(to_log: bool) -> None:
 
 
 def goes_to_log() -> bool:
-    """Tell whether announcements go to the root logger's handlers."""
+    """Return whether announcements go to the root logger's handlers."""
     return _log.propagate
 
 
@@ -58,7 +58,7 @@ def announced(phase: str) -> Iterator[None]:
 
 
 def announce_checks(text: str) -> None:
-    """Print that a command checks its input, but only on a terminal. Elsewhere, an error must be the only line."""
+    """Print `text` if standard error is a terminal. Elsewhere, the error of a failed check must be the only line."""
     if sys.stderr.isatty():
         announce(text)
 
@@ -70,7 +70,7 @@ class Timer:
         self._last = time.monotonic()
 
     def is_due(self) -> bool:
-        """Tell whether `INTERVAL` has passed since the start, or since this method last returned True."""
+        """Return whether `INTERVAL` has passed since the start, or since this method last returned True."""
         if time.monotonic() - self._last < INTERVAL:
             return False
         self._last = time.monotonic()

@@ -1,10 +1,10 @@
-"""Finds rows that kill their process. A marker file for each shard in the output folder records which rows are running.
+"""Finds rows that kill their process. In the output folder, each shard has a marker file that names its running rows.
 
     begin ──> no marker exists: create it. While no process dies, nothing more is written.
           └─> this run's marker exists: a process has died. From now on, rows run in recorded groups of at most 32.
 
 If a process dies while a group runs, the group's rows run one by one. A row whose process dies `attempts` times while
-it runs alone is quarantined: it gets an error. If processes of a shard die `attempts` times with no group running, the
+it runs alone is quarantined: it gets an error. If processes of a shard die `attempts` times while no group runs, the
 job fails. So every run ends: p rows that always kill and x other deaths cause at most 1 + x + p (1 + attempts) deaths.
 """
 
@@ -36,8 +36,8 @@ class ShardLost(Exception):
 class Marker:
     """Content of a marker file: the state of one shard in one stage."""
 
-    run: str  # run that wrote the marker
-    alone: dict[int, int] = field(default_factory=dict)  # row that ran when a process died -> deaths while it ran alone
+    run: str  # id of the run that wrote the marker
+    alone: dict[int, int] = field(default_factory=dict)  # row that ran at a death -> deaths while it ran alone
     running: tuple[int, ...] | None = None  # rows of the running group; None while groups are not recorded
     outside: int = 0  # number of worker deaths while no group was running
 
@@ -68,12 +68,12 @@ class Quarantine:
     """The markers of one run and stage in an output folder."""
 
     folder: Folder
-    run: str  # id of this run; a marker of another run does not mean a death, because its processes ended with it
-    attempts: int  # after this many deaths, a row that ran alone is quarantined, or the job fails (no group running)
+    run: str  # id of this run; another run's marker is no sign of a death, because that run's processes have ended
+    attempts: int  # deaths after which a row is quarantined (if it ran alone), or the job fails (if no group ran)
     stage: str  # stage, one of `STAGE_NAMES`
 
     def knows(self, shard: int) -> bool:
-        """Tell whether an earlier attempt at a shard has left a marker."""
+        """Return whether an earlier attempt at a shard has left a marker."""
         with suppress(FileNotFoundError):
             self.folder.read(marker_name(shard, self.stage))
             return True
@@ -82,8 +82,8 @@ class Quarantine:
     def begin(self, shard: int, rows: int) -> ShardAttempt:
         """Begin an attempt at a shard that has `rows` rows, and write its marker.
 
-        If this run's marker exists already, the last attempt has died: a finished attempt calls `release_shard`, which
-        removes the marker. Raises ShardLost at the `attempts`-th death while no group was running.
+        If this run's marker exists already, the previous attempt has died, because `release_shard` removes the markers
+        of finished shards. Raises ShardLost at the `attempts`-th death while no group was running.
         """
         name, marker = marker_name(shard, self.stage), Marker(self.run)
         if self.folder.create(name, marker.encode()):
@@ -123,7 +123,7 @@ class ShardAttempt:
         }
         rest = tuple(row for row in range(rows) if row not in marker.alone)
         size = GROUP_ROWS if self.isolated else max(rows, 1)
-        # suspicious rows run first, so that a death loses the least work
+        # rows that may kill a process run first, so that a death loses the least work
         self.groups = [
             *((row,) for row in sorted(marker.alone) if row not in self.errors),
             *(rest[first : first + size] for first in range(0, len(rest), size)),

@@ -60,7 +60,7 @@ class _Job:
         elif not self.in_main_thread:
             self.missed = signal.SIGTERM.name
             return
-        while not self.raised.is_set():  # repeat: a signal that comes just before a blocking call does not end it
+        while not self.raised.is_set():  # repeat: a signal just before a blocking call does not end that call
             os.kill(os.getpid(), signal.SIGTERM)
             if self.shields or self.raised.wait(POLL_SECONDS):
                 return
@@ -83,10 +83,10 @@ _jobs = _Jobs()
 class Grace:
     """Gives running shards time to finish after the first signal. `graceful` creates it.
 
-    When `signal` is set, a background thread calls `stop` once, then `at_work` every 0.2 s. If one of them returns an
-    empty set, or `seconds` have passed, the thread interrupts the job, if the job runs in the main thread.
+    When `signal` is set, a background thread calls `stop` once. For a job in the main thread, it then calls
+    `at_work` every 0.2 s, and interrupts the job when one of them returns an empty set or `seconds` have passed.
 
-    stop: prevents that new shards begin. stop and at_work return the indices of running shards. Attribute `signal`:
+    stop: lets no new shard begin. stop and at_work return the indices of running shards. Attribute `signal`:
     name of the first signal (SIGTERM also for a lost lease); None before a signal comes.
     """
 
@@ -141,7 +141,7 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def graceful(seconds: float, stop: Callable[[], set[int]], at_work: Callable[[], set[int]]) -> Iterator[Grace]:
-    """Give running shards time after a first signal, see `Grace`. The block may end normally: check `Grace.signal`."""
+    """Give running shards time after a first signal (see `Grace`). If the block ends normally, check `Grace.signal`."""
     job = _jobs.current or _Job()
     grace = Grace(seconds, stop, at_work, job)
     try:
@@ -171,7 +171,7 @@ def shielded() -> Iterator[None]:
 
 
 def interrupter(*, with_grace: bool = False) -> Callable[[], None]:
-    """Return a function that another thread calls to interrupt this thread's job; a no-op outside of `interruptible`.
+    """Return a function that interrupts this thread's job from another thread. Outside of `interruptible`: a no-op.
 
     with_grace: whether running shards get time to finish, as after a first signal.
     """

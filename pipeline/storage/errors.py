@@ -1,4 +1,4 @@
-"""Defines errors that mean that an object store failed, not that a file is damaged or exists already."""
+"""Defines the errors of a failed object store. They never mean that a file is damaged or exists already."""
 
 from __future__ import annotations
 

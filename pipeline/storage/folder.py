@@ -1,6 +1,6 @@
 """Defines folders on a local disk or in an object store, with the operations that the commit protocol needs.
 
-The most important one is `create`. It writes a complete file or nothing, and never replaces an existing file.
+The most important operation is `create`. It writes a complete file or nothing, and never replaces an existing file.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from pipeline.storage.errors import ConditionRefused
 log = logging.getLogger(__name__)
 BULK = 1000  # maximum number of objects that S3 removes in one call
 STORE_ERRORS = (OSError, BotoCoreError)  # errors of a disk or an object store; s3fs turns most of them into OSErrors
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # the disk is full or fails; the path is not wrong
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors of a full or failing disk, not of a wrong path
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 
 
 class FileInfo(NamedTuple):
-    """Size of a file in bytes, and its tag (the store's ETag; see `LocalFolder.tag`)."""
+    """A file's size in bytes and its tag (the store's ETag; see `LocalFolder.tag`)."""
 
     size: int
     tag: str = ""
 
 
 def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the fsspec filesystem for a URL, and the path in it. Raises UserError if the URL is not local or s3."""
+    """Return the fsspec filesystem for a URL, and the path in it. Raises UserError for all but local and s3 URLs."""
     if url.startswith("~"):
         raise UserError(f"{url}: ~ is not replaced by the home folder here; give the whole path")
     if re.match(r"\w+:/(?!/[^/])", url) and not url.startswith("file:///"):
@@ -81,7 +81,7 @@ class LocalFolder:
         return open(self.path / name, "rb")
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a complete file, and flush it to the disk. If the name exists, change nothing and return False."""
+        """Write a complete file, and flush it to the disk. If the file exists, change nothing and return False."""
         target, temporary = self.path / name, self._write(name, data)
         try:
             os.link(temporary, target)
@@ -93,7 +93,7 @@ class LocalFolder:
         return True
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a complete file in one step. If the name exists, the old file is replaced."""
+        """Write a complete file in one step. If the file exists, replace it."""
         target = self.path / name
         self._write(name, data).replace(target)
         _sync_folder(target.parent)
@@ -110,7 +110,7 @@ class LocalFolder:
         return (self.path / name).is_file()
 
     def names(self, subfolder: str = "") -> list[str]:
-        """Return the sorted names of the files directly in a subfolder; an empty list if it does not exist."""
+        """Return the sorted names of the files directly in a subfolder; an empty list without such a subfolder."""
         try:
             with os.scandir(self.path / subfolder) as entries:
                 return sorted(entry.name for entry in entries if entry.is_file())
@@ -142,14 +142,14 @@ class LocalFolder:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:  # the error shall name the file, not the temporary file
+        except OSError as error:  # the error must name the target, not the temporary file
             temporary.unlink(missing_ok=True)
             raise OSError(error.errno, error.strerror, str(self.path / name)) from error
         return temporary
 
 
 def _sync_folder(path: Path) -> None:
-    """Flush a folder to the disk. Only after this, a new file in it survives a power failure."""
+    """Flush a folder to the disk. Only then do new files in the folder survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -159,7 +159,7 @@ def _sync_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class ObjectFolder:
-    """A prefix in an S3 bucket; see `LocalFolder` for the methods. conditional: the store supports conditional puts."""
+    """A prefix in an S3 bucket; see `LocalFolder` for the methods. conditional: whether conditional puts work."""
 
     url: str
     fs: Any
@@ -167,7 +167,7 @@ class ObjectFolder:
     conditional: bool = True
 
     def read(self, name: str) -> bytes:
-        # with more than one connection, fsspec would request the size first
+        # with several connections, fsspec would begin with a request for the size
         data: bytes = self.fs.cat_file(f"{self.path}/{name}", max_concurrency=1)
         return data
 
@@ -210,7 +210,7 @@ class ObjectFolder:
         for first in range(0, len(keys), BULK):
             objects = [{"Key": key} for key in keys[first : first + BULK]]
             response = self.fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
-            for error in response.get("Errors", []):  # `call_s3` retries only if the whole call fails
+            for error in response.get("Errors", []):  # `call_s3` retries the whole call, not single objects
                 self.remove(error["Key"].removeprefix(f"{prefix}/"))
 
     def exists(self, name: str) -> bool:
@@ -242,7 +242,7 @@ class ObjectFolder:
             except FileNotFoundError:
                 return
             for entry in page.get("Contents", []):
-                if entry["Key"] != prefix:  # the marker of an empty folder
+                if entry["Key"] != prefix:  # not the object that marks an empty folder
                     tag = str(entry.get("ETag", "")).strip('"')
                     yield entry["Key"][len(prefix) :], FileInfo(entry["Size"], tag)
             if not page.get("IsTruncated"):
@@ -250,7 +250,7 @@ class ObjectFolder:
             request["ContinuationToken"] = page["NextContinuationToken"]
 
 
-Folder = LocalFolder | ObjectFolder  # an output folder; file names are relative to it and may hold slashes
+Folder = LocalFolder | ObjectFolder  # an output folder; file names are relative to it and may contain slashes
 
 
 def open_folder(url: str, storage: StorageConfig) -> Folder:
@@ -268,14 +268,14 @@ def read_json(folder: Folder, name: str) -> Any:
 
 
 def write_json(folder: Folder, name: str, values: Any, indent: int = 1) -> None:
-    """Write values to a JSON file. If the name exists, the old file is replaced."""
+    """Write values to a JSON file. If the file exists, replace it."""
     folder.replace(name, (json.dumps(values, indent=indent) + "\n").encode())
 
 
 def probe_create(folder: Folder) -> Folder:
     """Test whether `create` refuses to replace a file, and return the folder.
 
-    If it does replace a file, log a warning, and return a folder whose `create` first looks for an existing file.
+    If `create` replaces a file, log a warning, and return a folder whose `create` first looks for an existing file.
     """
     name = f"_job/probe-{uuid.uuid4().hex}"
     create = folder.put_if_absent if isinstance(folder, ObjectFolder) else folder.create
@@ -303,14 +303,14 @@ def check_location(folder: Folder) -> None:
 
 
 def make_writable(folder: Folder) -> None:
-    """Create a local folder, and test whether a file can be written in it. Raises UserError if not."""
+    """Create a local folder, and write a test file in it. Raises UserError if the folder is not writable."""
     if not isinstance(folder, LocalFolder):
         return
     probe = f"_job/tmp/probe-{uuid.uuid4().hex}"
     try:
         try:
             folder.create(probe, b"")
-        except FileNotFoundError:  # another start may just have removed temporary files
+        except FileNotFoundError:  # another run may just have removed temporary files
             folder.create(probe, b"")
         folder.remove(probe)
     except OSError as error:

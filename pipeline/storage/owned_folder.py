@@ -1,4 +1,4 @@
-"""Protects files in local output folders of tune, evaluate and adapt: they replace only files listed in a record.
+"""Protects files in local output folders: tune, evaluate and adapt replace only files that a record lists.
 
 The record is a JSON file in the folder. Its key `files` lists the names of files that the command has written or is
 about to write. A folder that holds files but no record belongs to the user.
@@ -25,7 +25,7 @@ class OwnedFolder:
         self.path, self.record, self.key = path, path / record, key
 
     def values(self) -> dict[str, Any]:
-        """Return the values in the record file; empty if there is no record or it is an empty file."""
+        """Return the values in the record file; an empty dict if the file is missing or empty."""
         try:
             text = self.record.read_text()
             values: dict[str, Any] = json.loads(text) if text else {FILES: []}
@@ -70,7 +70,7 @@ class OwnedFolder:
             self._write(self.values(), names | self.files())
 
     def discard(self, names: Iterable[str]) -> None:
-        """Remove each of the files `names` that the record lists, and remove these names from the record."""
+        """Remove those of the files `names` that the record lists, and remove these names from the record."""
         listed = self.files()
         for name in listed & set(names):
             (self.path / name).unlink(missing_ok=True)
@@ -104,7 +104,7 @@ def check_apart(key: str, folder: Path, others: Mapping[str, Iterable[Path | str
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to. At the end it replaces `path` in one step; after an error it is removed."""
+    """Yield a temporary path to write to. At the end, this file replaces `path` in one step, or is removed on error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary

@@ -1,7 +1,7 @@
 """Accesses S3 through s3fs, with one layer of retries, a check that reads are complete, and one-line errors.
 
 Every call of s3fs goes through `_call_s3`, which adds all this; botocore and s3fs themselves do not retry. The retry
-hooks of s3fs do not suffice: they limit only the number of tries, nest for reads, and do not see truncated bodies.
+hooks of s3fs do not suffice: they limit only the number of tries, are nested in reads, and do not see truncated bodies.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from pipeline.storage.s3_errors import (
 
 log = logging.getLogger(__name__)
 CREDENTIALS_SECONDS = 30.0  # maximum time of retries if a credentials service fails or is slow
-CONNECTIONS = 64  # parallel connections; more than the number of calling threads
+CONNECTIONS = 64  # number of parallel connections; must exceed the number of calling threads
 STORE_FAILURES = (OSError, boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError)
-WRITER = "writer"  # object metadata set by a conditional put: a random name that identifies the put
+WRITER = "writer"  # metadata key; a conditional put sets it to a random name that identifies the put
 QUIET_SECONDS = 5.0  # no warning is logged during the first seconds of retries
 WARNING_SECONDS = 60.0  # minimum time between two warnings of one client
 
 
 class _Temporary(Exception):
-    """A temporary failure. limit: maximum seconds to retry after this failure, within the retry budget."""
+    """A temporary failure. limit: maximum seconds of retries, if this is less than the retry budget."""
 
     def __init__(self, error: Exception, limit: float = math.inf) -> None:
         super().__init__(str(error))
@@ -58,7 +58,7 @@ class _Temporary(Exception):
 
 @dataclass(frozen=True)
 class _Budget:
-    """Retry budget of a call and the calls inside it. seconds: 0 if an earlier call has used up its own budget."""
+    """Time for retries of a call and of the calls inside it. seconds: 0 if an earlier call has used up its own time."""
 
     seconds: float
     began: float = field(default_factory=time.monotonic)
@@ -90,7 +90,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
         self.retry_seconds, self.contact_seconds = retry_seconds, contact_seconds
         self._answered = False  # whether the store has ever answered
         self._spent = False  # a call has spent its budget, and the store has not answered since
-        self._warned = -WARNING_SECONDS  # time of the last warning on the monotonic clock
+        self._warned = -WARNING_SECONDS  # time of the last warning, on the monotonic clock
         self._lacking: Any = None  # the client that found no credentials
         self._renewing = asyncio.Lock()
 
@@ -139,7 +139,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             raise no_credentials(url, error) from None
         except MISSING_CREDENTIALS as error:
             self._lacking = self._s3
-            # during planning, the user has probably not set credentials; in a running job they were found before
+            # during planning, the user has probably set no credentials; a running job has found them earlier
             forgotten = isinstance(error, boto.NoCredentialsError) and self.contact_seconds < self.retry_seconds
             raise _Temporary(error, 0.0 if forgotten else CREDENTIALS_SECONDS) from None
         except STORE_FAILURES as error:
@@ -160,18 +160,18 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
                 target = {"Bucket": kwargs["Bucket"], "Key": kwargs["Key"]}
                 with suppress(StoreFailed):  # an empty object does not have this range
                     await self._retried(budget, "get_object", **target, Range="bytes=0-0")
-                raise _Temporary(error, CREDENTIALS_SECONDS) from None  # the GET worked: HEAD was throttled
+                raise _Temporary(error, CREDENTIALS_SECONDS) from None  # the GET worked, so HEAD was throttled
             raise final_error(url, method, error) from None
 
     async def _renew_credentials(self) -> None:
-        """Create a new client, which looks for credentials again. All calls that failed with the old client use it."""
+        """Create a client, which looks for credentials again. Calls that failed with the old client use the new one."""
         async with self._renewing:
             if self._s3 is self._lacking:
                 await self.set_session(refresh=True)
             self._lacking = None
 
     async def _is_own(self, budget: _Budget, put: Mapping[str, Any]) -> bool:
-        """Tell whether the put with arguments `put` wrote the object that exists now."""
+        """Return whether the put with arguments `put` wrote the object that exists now."""
         try:
             head = await self._retried(budget, "head_object", Bucket=put["Bucket"], Key=put["Key"])
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Tells which errors of botocore and s3fs are temporary, and turns all other errors into OSErrors."""
+"""Decides which errors of botocore and s3fs are temporary, and turns all other errors into OSErrors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEMPORARY_CODES = {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContent
 THROTTLED = re.compile("SlowDown|Throttl|LimitExceeded|TooManyRequests|ThroughputExceeded|PriorRequestNotComplete")
 REFUSED_CODES = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
 EXPLAINED_CODES = {"AccessDenied", "InvalidObjectState"}  # error codes whose messages name the missing permission
-CONDITION_CODES = {"NotImplemented", "InvalidArgument", "InvalidRequest"}  # codes of stores without conditional puts
+CONDITION_CODES = {"NotImplemented", "InvalidArgument", "InvalidRequest"}  # refusals of a conditional put
 MISSING_CREDENTIALS = (boto.NoCredentialsError, boto.CredentialRetrievalError, boto.MetadataRetrievalError)
 WRONG_CREDENTIALS = (boto.PartialCredentialsError, boto.TokenRetrievalError, boto.ProfileNotFound, boto.SSOError)
 TEXT = 200  # maximum number of characters to show of a store's message
@@ -47,11 +47,11 @@ def error_text(error: BaseException) -> str:
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Tell whether the same call may succeed later."""
+    """Return whether the same call may succeed later."""
     response = response_of(error)
     if response:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        code = error_code(error)  # some stores send a throttled call with status 400 or 403
+        code = error_code(error)  # some stores answer a throttled call with status 400 or 403
         return status in TEMPORARY_STATUS or code in TEMPORARY_CODES or THROTTLED.search(code) is not None
     if isinstance(error, boto.SSLError):
         return not isinstance(error.kwargs.get("error"), aiohttp.ClientConnectorCertificateError)
@@ -72,7 +72,7 @@ def final_error(url: str, method: str, error: Exception) -> Exception:
     """Return an OSError with a one-line message for a failure that is not temporary."""
     code = error_code(error)
     if code == "RequestTimeTooSkewed":
-        return PermissionError(f"{url}: access refused ({code}): set this machine's clock, it differs from the store's")
+        return PermissionError(f"{url}: access refused ({code}): set this machine's clock to the store's time")
     if isinstance(error, PermissionError) or code in REFUSED_CODES or (method.startswith("head_") and code == "400"):
         if code in EXPLAINED_CODES:
             return PermissionError(f"{url}: access refused: {error_text(error)}")

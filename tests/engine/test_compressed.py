@@ -349,7 +349,7 @@ def test_scales_that_do_not_fit_are_refused(made: Callable[..., Path], kind: Kin
     refused("model.norm has a weight_scale, but .* not have 8 bits$", **{"model.norm.weight_scale": torch.ones(1)})
     refused(f"{name} has a weight_scale, but .* not have 8 bits$", **{f"{name}.weight": torch.ones(64, 32)})
     other = {f"{name}.weight": torch.ones(64, 32).to(torch.float8_e4m3fn if kind == "int8" else torch.int8)}
-    refused(rf"the weight of {name} is (I8|F8_E4M3), and config.json says {kind}$", **other)
+    refused(rf"the weight of {name} is (I8|F8_E4M3), but config.json says {kind}$", **other)
     table = {
         "model.norm.weight": whole[f"{name}.weight"][:32, 0].contiguous(),
         "model.norm.weight_scale": torch.ones(1),

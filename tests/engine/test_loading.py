@@ -126,8 +126,8 @@ def test_a_quantized_checkpoint_is_refused_by_name(checkpoint: Path, entry: dict
     with pytest.raises(UserError) as caught:
         inspect(checkpoint)
     assert str(caught.value) == (
-        f"{checkpoint}: quantized weights ({name}) are not supported; give the bfloat16 checkpoint, or one of "
-        "compressed-tensors with 8 bits and scales for tensors, outputs or groups"
+        f"{checkpoint}: quantized weights ({name}) are not supported; give the bfloat16 checkpoint, or a "
+        "compressed-tensors checkpoint with 8 bits and scales for tensors, outputs or groups"
     )
 
 

@@ -132,7 +132,7 @@ def test_rows_of_a_group_follow_each_other_in_full_batches(
 
 def test_a_row_that_fits_no_budget_is_named() -> None:
     with pytest.raises(
-        ValueError, match="a row of 9 prompt and 4 new tokens needs 35 bytes of cache, the budget is 34"
+        ValueError, match="a row of 9 prompt and 4 new tokens needs 35 bytes of cache, but the budget is 34"
     ):
         plan_batches([9], [4], row_bytes=bytes_of, budget_bytes=34, max_rows=4)
 

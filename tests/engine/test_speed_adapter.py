@@ -110,7 +110,7 @@ def edit(path: Path, **values: object) -> None:
         ({"a_feature_of_the_future": 1}, "a_feature_of_the_future"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the base"),
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
-        ({"r": 4}, r"q_proj.lora_A.weight has shape \(3, 32\), and the model needs \(4, 32\)|lora_A.weight has shape"),
+        ({"r": 4}, r"q_proj.lora_A.weight has shape \(3, 32\), but the model needs \(4, 32\)|lora_A.weight has shape"),
         ({"r": "8"}, "must be an integer >= 1"),
     ],
 )
@@ -156,7 +156,7 @@ def test_damage_is_refused(base: Path, adapter: Path) -> None:
     save_record(adapter, "x")
     refused(base, adapter, "damaged: ")
     (adapter / "speed_adapter.json").write_text("{}")
-    refused(base, adapter, "speed_adapter.json: holds nothing, not base and weights")
+    refused(base, adapter, "speed_adapter.json: holds nothing instead of base and weights")
 
 
 def test_another_base_is_refused_when_the_adapter_would_be_merged(base: Path, made: Path, tmp_path: Path) -> None:

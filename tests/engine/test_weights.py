@@ -78,7 +78,7 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
     refused(
         "model.safetensors lies beside .*index.json and its shards, and .*: remove one", [INDEX, "model.safetensors"]
     )
-    refused(r"names y\.safetensors, 1 of 2 shards are missing", [INDEX, "x.safetensors"])
+    refused(r"names y\.safetensors; 1 of 2 shards are missing", [INDEX, "x.safetensors"])
     for outside in ("../x.safetensors", "/x.safetensors", "folder/x.safetensors", "x.bin", 7):
         index.write_text(json.dumps({"weight_map": {"a": outside}}))
         refused("which is no safetensors file in its folder", [INDEX, "x.safetensors"])
@@ -125,7 +125,7 @@ def test_shards_load_as_one_file_does(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"{shard.name}: .* bytes, but its header says .*: cut short or damaged"):
         memory_needed(inspect(many), "float32", 0, on_gpu=False)
     shard.unlink()
-    with pytest.raises(ValueError, match=rf"names {shard.name}, 1 of \d+ shards are missing"):
+    with pytest.raises(ValueError, match=rf"names {shard.name}; 1 of \d+ shards are missing"):
         inspect(many)
 
 
@@ -173,7 +173,7 @@ def test_a_tensor_of_two_files_is_refused(tmp_path: Path) -> None:
             "llama",
             "model.layers.0.self_attn.q_proj.bias",
             (32,),
-            "[32] is no weight of a llama model of this config.json",
+            "[32] is no weight of a llama model with this config.json",
         ),
         ("llama", "model.layers.0.self_attn.q_norm.weight", (8,), "[8] is no weight of a llama model"),
         ("llama", "lm_head.bias", (97,), "[97] is no weight of a llama model"),

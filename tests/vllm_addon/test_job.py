@@ -164,11 +164,11 @@ def test_plan_times_plain_vllm_and_skipped_layers(inputs: dict[str, Any]) -> Non
     ("changes", "message"),
     [
         ({"reasoning": {}, "choices": LABELS, "sampling": {}}, "model.engine: vllm: choices or output_format after"),
-        ({"sampling": {"temperature": 3.0}}, "model.engine: vllm: sampling.temperature is at most 2"),
+        ({"sampling": {"temperature": 3.0}}, "model.engine: vllm: sampling.temperature must be at most 2"),
         ({"actors": {"gpus": 0.5}}, "model.engine: vllm: an actor needs whole GPUs"),
         (
             {"choices": LABELS, "sampling": {"logprobs": 1}},
-            "model.engine: vllm: log-probabilities together with choices or output_format are not supported",
+            "model.engine: vllm: choices or output_format with log-probabilities need engine: library",
         ),
     ],
 )

@@ -35,8 +35,8 @@ from actors.engine.model.families import Rotary, context_length, family_of, has_
 from actors.engine.model.layer_weights import NormWeights
 from actors.engine.sampling.sampler import argmax
 
-PANELS_AT_ONCE = 64  # number of panels (48 outputs each) of the head that are held in float64 at the same time
-UNDECIDED = 8  # if over 1/8 of the vocabulary may be the likeliest token of a row, all logits of the row are computed
+PANELS_AT_ONCE = 64  # how many of the head's panels (48 outputs each) are converted to float64 at a time
+UNDECIDED = 8  # all logits of a row are computed if more than 1/8 of all tokens could be its likeliest token
 
 _Screen = structure("norm norm_bias weight packed norms", "inputs outputs most", "epsilon")
 
@@ -47,8 +47,8 @@ def fastest_decoder(model: PreTrainedModel, tokens: int | None = None, *, int8: 
     Args:
         model: The model. Its layers and its head may be replaced.
         tokens: Number of token ids for which logits are computed, from id 0 on; None: all.
-        int8: Whether to round linear layers and head to 8 bits, see `cpu.products`. Requires bfloat16 on a CPU, as do
-            layers stored as 8-bit codes (`compressed.codes_of`), which are always multiplied in 8 bits.
+        int8: Whether to round linear layers and head to 8 bits (see `cpu.products`). This needs bfloat16 on a CPU.
+            Layers stored as 8-bit codes (`compressed.codes_of`) also need this. They always multiply in 8 bits.
     """
     weight = next(model.parameters())
     assert not int8 or (weight.device.type == "cpu" and weight.dtype == torch.bfloat16)
@@ -67,7 +67,7 @@ def fastest_decoder(model: PreTrainedModel, tokens: int | None = None, *, int8: 
 
 
 def _pack_head(decoder: Decoder, int8: bool) -> Tensor:
-    """Pack a decoder's head. Return the old weight [V, E], which the model drops unless the embedding shares it."""
+    """Pack a decoder's head, and return its old weight [V, E]. The model keeps it only as a tied embedding."""
     weight: Tensor = decoder.head.weight.detach()  # type: ignore[operator]
     shared = decoder.head.weight is decoder.model.get_input_embeddings().weight
     decoder.head = packed_linear(decoder.head, int8=int8)
@@ -79,13 +79,13 @@ def _pack_head(decoder: Decoder, int8: bool) -> Tensor:
 class Screen:
     """Finds the likeliest token for each hidden state without computing all logits; see screen.h.
 
-    An 8-bit product, in half the time of the bfloat16 product, gives bounds for all logits. Only logits that may be the
-    highest are then computed in bfloat16, with the same bits as in the full product. For 64 rows of SmolLM2-135M this
-    takes 3.2 ms, not 5.3 ms (two cores of a Zen 5). A greedy job takes 4% less time at 1x, and 10% less at 3x.
+    An 8-bit product gives bounds for all logits, in half the time of the bfloat16 product. Only logits that may be the
+    highest are then computed in bfloat16. Their bits are the same as in the full product. For 64 rows of SmolLM2-135M,
+    this takes 3.2 ms instead of 5.3 ms on two Zen 5 cores. A greedy job takes 4% less time at 1x, and 10% less at 3x.
     """
 
     def __init__(self, weight: Tensor, norm: NormWeights) -> None:
-        """Prepare a head. weight: [V, E], bfloat16, with `can_screen`; it is not copied. norm: norm before the head."""
+        """Prepare a screen for a head's `weight` [V, E] (not copied, see `can_screen`). norm: norm before the head."""
         weight = weight.detach()
         packed, norms = zip(*map(_bounded, weight.split(PANEL * PANELS_AT_ONCE)), strict=True)
         panels = [torch.cat(packed)]
@@ -96,7 +96,7 @@ class Screen:
         self._fields = _Screen(*addresses, weight.shape[1], len(weight), len(weight) // UNDECIDED, norm.eps)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the likeliest token of each hidden state before the norm: [N, E] -> [N]; -1 if it is undecided."""
+        """Return the likeliest token [N] for each hidden state [N, E] before the final norm; -1 if it is undecided."""
         hidden = hidden.contiguous()
         rows, size = hidden.shape
         assert hidden.dtype == torch.bfloat16 and size == self._fields.inputs
@@ -106,7 +106,7 @@ class Screen:
 
 
 def _bounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weight [v, E] packed in 8 bits, and upper bounds [panels, 2, 48] of the norms |w| and |w - rounded w|."""
+    """Return weight [v, E] packed in 8 bits, and bounds [panels, 2, 48] of |w| and |w - rounded w| for each row w."""
     codes, scales = quantize_weight(weight)
     whole = weight.double()
     rounded = codes[:, : weight.shape[1]].double() * scales.double()[:, None]
@@ -116,7 +116,7 @@ def _bounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def can_screen(weight: Tensor) -> bool:
-    """Return whether `Screen` supports this CPU and a head's weight [V, E], which must be finite, with even E."""
+    """Return whether `Screen` works on this CPU for a head's weight [V, E]. It must be finite, and E must be even."""
     return (
         quantizes(weight.dtype, weight.device)
         and weight.is_contiguous()
@@ -145,7 +145,7 @@ class StackDecoder(Decoder):
 
     @functools.cached_property
     def screen(self) -> Screen | None:
-        """The `Screen` of the head, made for the first greedy decode step; None if model or CPU do not support it."""
+        """The `Screen` of the head, made when it is first used; None if the model or the CPU does not support it."""
         if self._screened is None or self._last_norm is None:
             return None
         return Screen(self._screened, self._last_norm)
@@ -167,7 +167,7 @@ class StackDecoder(Decoder):
         return super().finish(hidden) if self._last_norm is None else normalize(hidden, self._last_norm)
 
     def likeliest(self, hidden: Tensor) -> Tensor:
-        """Return the likeliest token [N] for each of hidden states [N, E]; the first if several are equally likely."""
+        """Return the likeliest token [N] for each hidden state [N, E]; the lowest id if several are equally likely."""
         if self.screen is None:
             return argmax(self.logits(hidden))
         tokens = self.screen(hidden)
@@ -178,7 +178,7 @@ class StackDecoder(Decoder):
 
 
 class _Slots:
-    """Keys and values of all layers in `memory`. It is not cleared, as kernels read only slots that were written."""
+    """Holds all layers' keys and values in `memory`, which is not cleared: kernels read only slots already written."""
 
     def __init__(self, shape: SlotShape, decoder: Decoder, memory: Tensor) -> None:
         sizes = [(2, shape.rows, decoder.kv_heads, slots, decoder.head_dim) for slots in shape.slots]
@@ -188,7 +188,7 @@ class _Slots:
         self.table = buffer_table(self.layers)
 
     def copy_rows(self, other: _Slots, rows: Sequence[int]) -> None:
-        """Copy `rows` of another cache for the same model to the first rows of this cache."""
+        """Copy `rows` of another cache of the same model to rows 0, 1, … of this cache."""
         for new, old in zip(self.layers, other.layers, strict=True):
             if new is not None and old is not None:
                 width = min(new.shape[3], old.shape[3])
@@ -198,8 +198,8 @@ class _Slots:
 class CpuExecutor(LibraryExecutor):
     """Runs the CPU kernels of a `StackDecoder`. All slots of the KV cache are in one allocation.
 
-    The allocation is reused if it is large enough, but less than twice as large as needed. The system would clear a new
-    allocation page by page, which takes 5% of the time of a job with the demo's model.
+    A new cache reuses the allocation if it is large enough, but less than twice as large as needed. The system clears a
+    new allocation page by page. This would take 5% of the time of a job with the demo's model.
     """
 
     decoder: StackDecoder

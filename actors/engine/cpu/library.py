@@ -1,8 +1,8 @@
 """Builds `kernels.cpp` once with the machine's C++ compiler, and loads the resulting shared library.
 
 The library file is in the cache folder ($SKIPDECODE_CACHE, else ~/.cache/skipdecode). Its name is a digest of source,
-compiler and processor. It uses torch's threads, because g++ links the OpenMP library that torch has loaded. Without a
-compiler the engine runs transformers' layers, whose results are rounded differently.
+compiler and processor. The kernels use torch's threads, because g++ links the OpenMP library that torch has loaded.
+Without a compiler, the engine runs transformers' layers instead. Their results are rounded differently.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BUILD_SECONDS = 900
 PANEL = 48  # number of outputs whose weights are stored together in a packed weight
 LARGEST_HEAD = 256  # largest head size that the kernels support
 _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-# kernel -> numbers of pointer arguments, 64-bit integer arguments and float arguments, which come in this order
+# kernel -> how many pointers, 64-bit integers and floats it takes as arguments, in this order
 _SIGNATURES = {
     "sample": (1, 0, 0),
     "step": (5, 1, 0),
@@ -51,7 +51,7 @@ _OUTSIDE, _NO_MEMORY = 1, 2  # `Status` of kernels.cpp
 
 
 def structure(pointers: str, integers: str, floats: str = "") -> Any:
-    """Return a ctypes structure of pointers, then 64-bit integers, then floats. Names are separated by spaces."""
+    """Return a ctypes structure of pointers, then 64-bit integers, then floats. Spaces separate the fields' names."""
     fields: list[tuple[str, Any]] = [(name, ctypes.c_void_p) for name in pointers.split()]
     fields += [(name, ctypes.c_int64) for name in integers.split()]
     fields += [(name, ctypes.c_float) for name in floats.split()]
@@ -64,9 +64,9 @@ def library() -> ctypes.CDLL | None:
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     try:
         loaded = ctypes.CDLL(str(_built(compiler)))
-        if torch.get_num_threads() == loaded.threads():  # torch must be asked first, since this fixes the number
+        if torch.get_num_threads() == loaded.threads():  # torch's call comes first, as it fixes the number
             return loaded
-        problem = f"{' '.join(compiler)} links another OpenMP library than torch's"
+        problem = f"{' '.join(compiler)} does not link torch's OpenMP library"
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.splitlines() if "error" in line] or [f"status {error.returncode}"]
         problem = f"{' '.join(compiler)}: {lines[0]}"
@@ -74,7 +74,7 @@ def library() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, AttributeError, subprocess.TimeoutExpired) as error:
         problem = f"{' '.join(compiler)}: {flat(error)}"
     log.warning(
-        "no C++ compiler (g++, or $CXX) works: %s; with one, generation on this CPU is two to six times as fast",
+        "no working C++ compiler (g++ or $CXX): %s; with a working one, this CPU generates two to six times as fast",
         problem,
     )
     return None
@@ -95,7 +95,7 @@ def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def quantizes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `multiply_int8` and `likeliest` exist, which need AVX512-BF16 and AVX512-VNNI, but no AMX."""
+    """Return whether `multiply_int8` and `likeliest` exist. They need a CPU with AVX512-BF16 and -VNNI, without AMX."""
     loaded = library() if dtype == torch.bfloat16 and multiplies(dtype, device) else None
     return loaded is not None and bool(loaded.can_quantize())
 
@@ -121,7 +121,7 @@ def _built(compiler: Sequence[str]) -> Path:
 
 @functools.cache
 def _processor() -> str:
-    """Return text that identifies the processor's model and instructions, on which -march=native depends."""
+    """Return what -march=native depends on, as text: the processor's model and its instructions."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor()
@@ -131,7 +131,7 @@ def _processor() -> str:
 
 @functools.cache
 def kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a kernel as a function, which raises MemoryError if there is no memory for its intermediate results.
+    """Return a kernel as a function. It raises MemoryError if there is no memory for its intermediate results.
 
     Check first that the kernel exists: with `available` for `sample`, with `quantizes` for `multiply_int8` and
     `likeliest`, and with `multiplies` for all other kernels.

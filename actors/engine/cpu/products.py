@@ -1,8 +1,8 @@
 """Linear layers with packed weights, in float32, bfloat16 or 8 bits.
 
-torch's linear layer reorders its weight in every call. In bfloat16 this takes a quarter of the time for 32 rows, and
-nearly half for 8. Here a weight is reordered only once. 8-bit weights have one scale per output. Their inputs are
-rounded to 8 bits too, with one scale for every `GROUP` numbers of a token (the groups of ZeroQuant, Yao et al., 2022,
+torch's linear layer reorders its weight in every call. In bfloat16 this takes a quarter of its time for 32 rows,
+and nearly half for 8 rows. Here a weight is reordered only once. 8-bit weights have one scale per output. Their inputs
+are also rounded to 8 bits, with one scale for every `GROUP` numbers of a token (as in ZeroQuant, Yao et al., 2022,
 https://arxiv.org/abs/2206.01861). One scale per token would cause three times the error. No calibration is needed.
 Shapes: N rows, I inputs, G groups of inputs (the last group is filled with zeros), O outputs.
 """
@@ -20,11 +20,11 @@ from transformers.pytorch_utils import Conv1D
 from actors.engine.cpu.library import PANEL, kernel, multiplies, quantizes
 from actors.engine.model.compressed import Codes, codes_of, largest_scales
 
-ROWS = 32  # number of rows for which oneDNN optimizes a weight's layout; other numbers are about as fast
+ROWS = 32  # oneDNN optimizes a weight's layout for this number of rows; with other numbers of rows it is about as fast
 GROUP = 64  # number of inputs that share a scale; must equal GROUP in products.h
-PAGE = 2**21  # size of a huge page in bytes; on a system with another size, only some memory is wasted
-ALIGNED = 64  # alignment of weights in bytes that the kernels need
-GIVEN_BACK = 2**24  # after this many freed bytes, the C library is asked to return memory to the system
+PAGE = 2**21  # size of a huge page in bytes; a system whose pages have another size only wastes some memory
+ALIGNED = 64  # the kernels need weights aligned to this many bytes
+GIVEN_BACK = 2**24  # each time this many bytes have been freed, the C library must return memory to the system
 LIMIT = 127  # 8-bit codes are -127 ... 127
 
 
@@ -34,14 +34,14 @@ class PanelProduct:
     kernel = "multiply"
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Pack a copy of `weight` [O, I]; the caller may free the original. I must be even for bfloat16."""
+        """Pack a copy of `weight` [O, I]; the caller may free the original. In bfloat16, size I must be even."""
         self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.detach().contiguous()
         self.packed = self.pack(weight)
 
     @staticmethod
     def pack(weight: Tensor) -> Tensor:
-        """Reorder a weight [O, I] to [O / 48 rounded up, I / F, 48, F], where F numbers take 4 bytes."""
+        """Reorder a weight [O, I] to [O / 48 rounded up, I / F, 48, F]. F is 1 for float32, and 2 for bfloat16."""
         outputs, inputs = weight.shape
         factors = 4 // weight.dtype.itemsize
         packed = torch.zeros(-(-outputs // PANEL), inputs // factors, PANEL, factors, dtype=weight.dtype)
@@ -69,13 +69,13 @@ class PanelProduct:
 class QuantizedProduct(PanelProduct):
     """A `PanelProduct` for bfloat16 that rounds W and x to 8 bits.
 
-    A kernel computes it if `library.quantizes`. Otherwise torch does, which takes several times as long as in bfloat16.
+    A kernel computes it if `library.quantizes` is true. Otherwise torch does, several times slower than in bfloat16.
     """
 
     kernel = "multiply_int8"
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> None:
-        """Pack a copy of `weight` [O, I], bfloat16; the caller may free the original. scales: see `quantize_weight`."""
+        """Pack a copy of bfloat16 `weight` [O, I]; the caller may free the original. scales: see `quantize_weight`."""
         self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.detach().contiguous()
         codes, scales = quantize_weight(weight, scales)
@@ -94,7 +94,7 @@ class QuantizedProduct(PanelProduct):
 
 
 class LibraryProduct:
-    """A bfloat16 product by oneDNN, for CPUs on which the kernel of `PanelProduct` is slower or does not exist."""
+    """A product in bfloat16 by oneDNN. It serves CPUs on which the kernel of `PanelProduct` is slower or missing."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Pack a copy of `weight` [O, I]; the caller may free the original."""
@@ -111,12 +111,12 @@ Product = PanelProduct | LibraryProduct
 
 
 def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False, codes: Codes | None = None) -> Product | None:
-    """Return the fastest function x [..., I] -> x W^T + b [..., O]; None if this is torch's linear layer.
+    """Return the fastest function x [..., I] -> x W^T + b [..., O]; None if torch's linear layer is the fastest.
 
     Args:
         weight, bias: W [O, I] and b [O].
         int8: Whether to round W and x to 8 bits.
-        codes: Scales of the 8-bit codes from which W was expanded. If given, x is rounded to 8 bits too.
+        codes: Kind and scales of the 8-bit codes from which W was expanded. With them, x is rounded to 8 bits.
     """
     if int8 or codes is not None:
         assert codes is None or codes.kind == "int8"
@@ -149,7 +149,7 @@ class PackedLinear(nn.Module):
 
 
 def packed_linear(module: nn.Module, *, int8: bool = False) -> nn.Module:
-    """Return a packed copy of a linear layer; return `module` itself if it is not linear or packing gains nothing."""
+    """Return a packed copy of a linear layer; return `module` itself if it is not linear or would not be faster."""
     if type(module) is nn.Linear:
         weight = module.weight.detach()
     elif type(module) is Conv1D:
@@ -168,7 +168,7 @@ def pack_linears(module: nn.Module, *, int8: bool = False) -> None:
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the system. New packed weights would not fit into the gaps in the heap anyway."""
+    """Return freed memory to the system: new packed weights would not fit into the gaps that it leaves in the heap."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has malloc_trim
     if trim is not None:
         trim(0)
@@ -185,7 +185,7 @@ def to_huge_pages(tensors: list[Tensor]) -> None:
         MemoryError: The system has no memory for the copies.
     """
     sizes = [-(-one.nbytes // ALIGNED) * ALIGNED for one in tensors]
-    size = sum(sizes) + 2 * PAGE  # a spare page at each end, which takes no memory because nothing touches it
+    size = sum(sizes) + 2 * PAGE  # a spare page at each end; the parts not used take no memory
     try:
         region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -208,8 +208,8 @@ def to_huge_pages(tensors: list[Tensor]) -> None:
 def quantize_weight(weight: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Round weight [O, I] to 8 bits: return int8 codes [O, G * 64] and float32 scales [O]; weight ≈ codes * scales.
 
-    scales: scales of the codes from which the weight was expanded. The codes are then recovered exactly, because the
-    weight's rounding error in bfloat16 is at most a quarter of a scale. None: choose scales with largest code 127.
+    scales: for a weight that was expanded from codes, their scales. These codes are returned exactly, because bfloat16
+    rounds the weight by at most a quarter of a scale. None: choose scales so that each output's largest code is 127.
     """
     weight = weight.detach().float()
     if scales is None:
@@ -219,10 +219,10 @@ def quantize_weight(weight: Tensor, scales: Tensor | None = None) -> tuple[Tenso
 
 
 def rounded(hidden: Tensor) -> Tensor:
-    """Round hidden states [N, I] to 8 bits, as float32 [N, G * 64]. A group with an infinite number or NaN gets NaN."""
+    """Round hidden states [N, I] to 8 bits, as float32 [N, G * 64]. A group that contains inf or NaN becomes NaN."""
     groups = nn.functional.pad(hidden.float(), (0, -hidden.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     highest = groups.abs().amax(dim=2, keepdim=True)
-    inverse = torch.where(highest > 0, torch.tensor(float(LIMIT)) / highest, 0.0)  # torch rounds `float / x` twice
+    inverse = torch.where(highest > 0, torch.tensor(float(LIMIT)) / highest, 0.0)  # `float / x` would be rounded twice
     scales = torch.where(highest.isfinite(), highest / LIMIT, torch.nan)
     found: Tensor = ((groups * inverse).round() * scales).flatten(1)
     return found
@@ -231,9 +231,9 @@ def rounded(hidden: Tensor) -> Tensor:
 def pack_codes(codes: Tensor, scales: Tensor) -> Tensor:
     """Pack codes [O, G * 64] and scales [O] into panels of 48 outputs for products.h: uint8 [O / 48 rounded up, bytes].
 
-    A panel holds 48 scales, then for each group 48 corrections and the codes [16, 48, 4]. The kernel adds 128 to x,
-    because it multiplies unsigned by signed bytes. A correction, -128 times the sum of an output's codes in a group,
-    cancels this.
+    A panel holds 48 scales, then for each group 48 corrections and the codes [16, 48, 4]. The kernel adds 128 to
+    the codes of x, because it multiplies unsigned by signed bytes. The corrections cancel this: each is -128 times the
+    sum of an output's codes in a group.
     """
     outputs, columns = codes.shape
     panels, groups = -(-outputs // PANEL), columns // GROUP

@@ -48,7 +48,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def buffer_table(buffers: Sequence[Tensor | None]) -> Any:
-    """Return the addresses of each layer's keys and values [2, R, H, K, D] for the kernels. Keep `buffers` alive."""
+    """Return the addresses of each layer's keys and values [2, R, H, K, D]. The caller must keep `buffers` alive."""
     table = (_Buffers * len(buffers))()
     for number, both in enumerate(buffers):
         if both is not None:
@@ -72,13 +72,13 @@ class Embedding(NamedTuple):
     tokens: Tensor  # [V, E], embedding of each token
     learned: Tensor | None  # [positions, E], learned embedding that is added at each position; None: there is none
     scale: float  # factor of the token embeddings
-    # number of positions -> each layer's cosines and sines [1, positions, R]; layers with equal tables share an object
+    # number of positions -> each layer's cosines and sines [1, positions, R]; layers with equal tables share them
     rotary: Callable[[int], Sequence[Rotary]]
     context: int  # maximum number of positions for `rotary`
 
 
 class PackedPrefix(NamedTuple):
-    """Keys and values [2, H, C, D] of a shared prefix of C tokens in one layer, and copies packed for the kernels."""
+    """A layer's keys and values [2, H, C, D] for a shared prefix of C tokens, and copies packed for the kernels."""
 
     states: Tensor
     keys: Tensor
@@ -88,7 +88,7 @@ class PackedPrefix(NamedTuple):
 def can_stack(weights: LayerWeights, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> bool:
     """Return whether the kernels can compute a layer.
 
-    They support silu(gate) * up, gelu(gate) * up and relu(up). Either all products are in `dtype`, or all are in int8.
+    They support silu(gate) * up, gelu(gate) * up and relu(up). All products must be in `dtype`, or all in int8.
     """
     parts = weights.qkv, weights.output, weights.up, weights.down
     quantized = [int8 or part.codes() is not None for part in parts]
@@ -114,7 +114,7 @@ class Stack:
     ) -> None:
         """Replace transformers' layers in `blocks` by packed ones. Free each layer before the next one is packed."""
         described: list[tuple[dict[str, Any], list[PanelProduct], list[Tensor | None]]] = []
-        for number in range(len(blocks)):  # no variable may refer to the old layer when its memory is given back
+        for number in range(len(blocks)):  # by number: a variable for the layer would keep its memory in use
             described.append(_packed(describe(blocks[number]), int8))
             blocks[number] = StackedLayer(self, number)
             give_memory_back()
@@ -193,7 +193,7 @@ class Stack:
         layer: int,  # index of the layer
         hidden: Tensor,  # hidden states [1, N, E], which are overwritten with the result
         rotary: Rotary,  # cosines and sines [1, N, R], or None
-        starts: Tensor,  # int64 [P + 1], index of each prompt's first token, then N
+        starts: Tensor,  # int64 [P + 1], index of each prompt's first token, and N at the end
         places: Tensor,  # int64 [B], index of each row in the buffers
         sources: Tensor,  # int64 [B], index of each row's prompt
         buffers: Tensor | None,  # cache for the rows' keys and values [2, R, H, K, D]; None: do not store them
@@ -233,7 +233,7 @@ class Stack:
         return packed
 
     def _set_rotary(self, target: Any, rotary: Rotary, tokens: int) -> Rotary:
-        """Write the addresses of cosines and sines [B, S, R] to `target`; return tensors that must stay alive."""
+        """Write the addresses of cosines and sines [B, S, R] to `target`; return tensors that must outlive the call."""
         if rotary is None:
             assert not any(layer.rope for layer in self._layers)
             return None
@@ -245,7 +245,7 @@ class Stack:
         return cosines, sines
 
     def half(self, layer: int, hidden: Tensor, rotary: Rotary, attended: Tensor | None) -> Tensor:
-        """Run the part of a layer before or after attention, over hidden states [N, E] with rotary tables [1, N, R].
+        """Run the part of a layer that precedes or follows attention. hidden: [N, E]. rotary: tables [1, N, R].
 
         If `attended` is None, return queries, keys and values [N, Q + 2 H, D]. Otherwise `attended` [N, Q D] is the
         attention's result. Then overwrite `hidden` with the layer's output, and return it.
@@ -310,7 +310,7 @@ class StackedLayer(nn.Module):
 
 
 def _packed(weights: LayerWeights, int8: bool) -> tuple[dict[str, Any], list[PanelProduct], list[Tensor | None]]:
-    """Return the fields of a layer's `_Layer` structure: numbers by name, products and norm weights in order."""
+    """Return a layer's data for `_Layer`: numbers by field name, then products and norm weights in field order."""
 
     def pack(part: Projection) -> PanelProduct:
         made = product(*part.joined(), int8=int8, codes=part.codes())

@@ -1,7 +1,7 @@
 """Measures how much a schedule's predictions and answers differ from those of the model at full depth.
 
-KL divergence and top-1 agreement compare the predictions of both for given responses. Regret scores the schedule's own
-answers with the model at full depth.
+KL divergence and top-1 agreement compare predictions of the tokens of given responses. Regret scores the schedule's
+own answers with the model at full depth.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from actors.engine.library.packed_attention import packed
 from actors.engine.schedule.schedule import Schedule
 
 TOKENS = 4096  # maximum number of tokens in a forward pass
-LOGITS_AT_ONCE = 2**24  # maximum number of logits per model that exist at the same time; 64 MiB in fp32
+LOGITS_AT_ONCE = 2**24  # maximum number of a model's logits that exist at the same time (64 MiB in float32)
 
 Array = npt.NDArray[np.float64]
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -39,7 +39,7 @@ class Model:
 
 @dataclass(frozen=True)
 class ForcedScores:
-    """Scores of a line (a model that is compared with full depth). Each is [N]: sums over the N rows' response tokens.
+    """Scores of a line (a model compared with full depth), [N] each: for each row, sums over its response tokens.
 
     kl: KL(full depth || line) in nats. nll: -log p of the response tokens under the line, in nats. agreed: number of
     positions where line and full depth have the same most likely token. tokens: number of response tokens.
@@ -63,9 +63,9 @@ def teacher_forced(
 ) -> list[ForcedScores]:
     """Compare each of `lines` with `full` on `pairs` of (prompt ids, response ids); return each line's scores.
 
-    Prompts and responses must not be empty. For each response token, the line's distribution [V], computed as at
-    inference, is compared with that of `full`. All models have the same vocabulary, except for padding, which is
-    ignored. Lines with the same weights and prompt layers share the pass over the prompts.
+    Prompts and responses must not be empty. For each response token, the distribution [V] that the line has at
+    inference is compared with that of `full`. All models must have the same vocabulary. Padding at its end may differ,
+    and is ignored. Lines with the same weights and prompt layers share the pass over the prompts.
     """
     sums = np.zeros((len(lines), 3, len(pairs)))
     tokens = np.array([max(len(response) - first, 0) for _, response in pairs], dtype=np.float64)
@@ -82,11 +82,11 @@ def teacher_forced(
 
 @torch.inference_mode()
 def answer_regret(full: Model, pairs: Sequence[Pair], report: Report = lambda rows: None) -> Array:
-    """Return how much less likely each answer is than the choices of the model at full depth: nats per answer, [N].
+    """Return each answer's regret [N] in nats: how much less likely it is than the full-depth model's own choices.
 
-    Regret is log p(likeliest token) - log p(answer's token) at full depth, summed over the answer's tokens with its end
-    token. It is 0 for greedy answers at full depth. pairs: (prompt ids, answer ids), none empty. report: called before
-    each pass and at the end, with the number of rows done.
+    Regret is log p(likeliest token) - log p(answer's token) at full depth, summed over the answer's tokens and its end
+    token. It is 0 for greedy answers at full depth. pairs: (prompt ids, answer ids); neither may be empty. report:
+    called before each pass and at the end, with the number of rows done.
     """
     regret: Array = np.zeros((1, len(pairs)))
     for batch in _batches(pairs, 1, report):
@@ -103,8 +103,8 @@ def answer_regret(full: Model, pairs: Sequence[Pair], report: Report = lambda ro
 class _Batch:
     """Rows of one forward pass, and their M response tokens, row by row.
 
-    labels: [M], the response tokens. owners: [M], index of the row of each token, among the rows of all passes. places:
-    [M], index of each token in its response.
+    labels: [M], the response tokens. owners: [M], number of each token's row among all pairs, not only this pass.
+    places: [M], index of each token in its response.
     """
 
     rows: Sequence[Row]
@@ -113,14 +113,14 @@ class _Batch:
     places: npt.NDArray[np.int64]
 
     def chunks(self, vocabulary: int, first: int) -> Iterator[Any]:
-        """Yield chunks of token indices, without tokens before place `first`. A chunk's logits fit `LOGITS_AT_ONCE`."""
+        """Yield the indices of tokens from place `first` on, in chunks with at most `LOGITS_AT_ONCE` logits."""
         counted = np.flatnonzero(self.places >= first)
         size = max(1, LOGITS_AT_ONCE // vocabulary)
         for start in range(0, len(counted), size):
             yield torch.from_numpy(counted[start : start + size])
 
     def add(self, sums: Array, chunk: Tensor, values: Tensor) -> None:
-        """Add K values for each token of a chunk, `values` [K, tokens], to `sums` [K, N] at the token's row."""
+        """Add a chunk's `values` [K, tokens] to `sums` [K, N]: each token's K values to the sums of the token's row."""
         for total, each in zip(sums, values.double().cpu().numpy(), strict=True):
             np.add.at(total, self.owners[chunk.numpy()], each)
 
@@ -143,9 +143,9 @@ def _batches(pairs: Sequence[Pair], models: int, report: Report) -> Iterator[_Ba
 
 
 def _states(models: Sequence[Model], rows: Sequence[Row]) -> list[Tensor]:
-    """Return each model's hidden states [M, E] that predict the response tokens. Models share passes if possible."""
+    """Return, for each model, hidden states [M, E] that predict response tokens. Models share passes if possible."""
     together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    same = [models.index(model) for model in models]  # index of the first model equal to each model
+    same = [models.index(model) for model in models]  # for each model, the index of the first equal model
     for number in dict.fromkeys(same):
         model = models[number]
         together.setdefault((id(model.decoder), model.schedule.prompt_layers), []).append(number)

@@ -1,4 +1,4 @@
-"""The executor that runs transformers' layers. It is the reference, and is used where the CPU kernels cannot be used.
+"""The executor that runs transformers' layers. It is the reference, and is used if the CPU kernels cannot be used.
 
 An executor has the methods `open`, `prefill`, `decode`, `free` and `used_bytes`. It holds the KV cache of the rows in
 flight, and runs forward passes. It identifies a row by its slot number, and knows nothing of requests or sampling.
@@ -45,7 +45,7 @@ class LibraryExecutor:
             self._cache.copy_rows(earlier, [before.index(slot) for slot in held])
 
     def _allocated(self, shape: SlotShape, *, fresh: bool) -> Any:
-        """Return a new cache. fresh: whether it must have new memory, because rows of the last cache are copied."""
+        """Return a new cache. fresh: whether it needs new memory because rows of the old cache will be copied to it."""
         decoder = self.decoder
         return SkipCache(
             shape,

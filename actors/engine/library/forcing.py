@@ -1,8 +1,8 @@
 """Teacher forcing without padding: each token of a known response runs the layers that it would run at inference.
 
 Tokens form a tree (see `token_tree`) of three levels: the tokens with which all prompts begin, each prompt's other
-tokens, and the responses. Prompts run all layers, or those of d(0), once for all schedules. Responses run once for each
-schedule: response token t as input runs d(t) layers.
+tokens, and the responses. Prompts run once for all schedules, through all layers or those of d(0). Responses run once
+for each schedule. If response token t is the input, d(t) layers run.
 Shapes: E hidden size, S schedules, M response tokens of all pairs.
 """
 
@@ -33,7 +33,7 @@ def predicting_states(
     prompt_gradient: bool = True,
     recompute: bool = False,  # whether to use gradient checkpointing: the backward pass recomputes each layer
 ) -> Tensor:
-    """Return each schedule's hidden states [S, M, E], before the final norm, that predict the response tokens."""
+    """Return, for each schedule, the hidden states before the final norm that predict response tokens: [S, M, E]."""
     assert len({schedule.prompt_layers for schedule in schedules}) == 1
     shared = shared_tokens(pairs)
     above: list[Level] = []
@@ -57,13 +57,13 @@ def response_labels(pairs: Sequence[Pair]) -> Tensor:
 
 
 def shared_tokens(pairs: Sequence[Pair]) -> int:
-    """Return the length of the prefix that all prompts share, without their last tokens; 0 if sharing saves little."""
+    """Return how many first tokens all prompts share (their last tokens do not count); 0 if sharing saves little."""
     shared = common_length([pair["input_ids"][: pair["prompt_tokens"] - 1] for pair in pairs])
     return shared if shared * (len(pairs) - 1) >= LEAST_SAVED else 0
 
 
 def micro_batches(pairs: Sequence[Pair], schedules: int, tokens: int) -> Iterator[Sequence[Pair]]:
-    """Cut `pairs`, in order, into batches of about equal size with at most `tokens` tokens, or a single longer pair."""
+    """Cut `pairs`, in order, into batches of at most `tokens` tokens and similar size. A longer pair stays alone."""
     shared = shared_tokens(pairs)
     costs = [
         pair["prompt_tokens"] - 1 - shared + schedules * (len(pair["input_ids"]) - pair["prompt_tokens"])
@@ -81,7 +81,7 @@ def micro_batches(pairs: Sequence[Pair], schedules: int, tokens: int) -> Iterato
 
 
 def _responses(pairs: Sequence[Pair], schedules: Sequence[Schedule]) -> Tokens:
-    """Return, for each schedule, the last prompt token of each pair and its response tokens except the last."""
+    """Return, for each schedule and pair, the last prompt token and all response tokens but the last one."""
     fields = []
     for branch, schedule in enumerate(schedules):
         for group, pair in enumerate(pairs):

@@ -1,8 +1,8 @@
 """Attention for passes over concatenated tokens without padding, in training and evaluation.
 
 Only the attention itself pads the tokens to matrices; all other parts of a layer compute without padding.
-Shapes: N tokens, G groups of tokens that attend to each other, Q tokens of a group with padding (N <= G * Q), C earlier
-keys of a group, A query heads, H key/value heads, D head size.
+Shapes: N tokens, G groups of tokens that attend to each other, Q places in a group for tokens and padding
+(N <= G * Q), C keys of a group from earlier passes, A query heads, H key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Attendance:
 
     The tokens form G groups, each padded to Q places. tokens: [G * Q], index of the token at each place. places: [N],
     place of each token. visible: bool [G, 1, Q, C + Q], whether a token attends to a key. earlier: list of keys and
-    values [G or 1, H, K, D]; all K together are C. states: keys and values [G, H, Q, D] that the last pass computed.
+    values [G or 1, H, K, D]; C is the sum of all K. states: keys and values [G, H, Q, D] that the last pass computed.
     """
 
     tokens: Tensor
@@ -57,7 +57,7 @@ def attend(
     softcap: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention: query [1, A, N, D], key, value [1, H, N, D] -> [1, N, A, D]. Needs an `Attendance` as mask."""
+    """Compute attention [1, N, A, D] from query [1, A, N, D], key and value [1, H, N, D], with an `Attendance`."""
     attendance = cast(Attendance, attention_mask)
     device = query.device.type
     if torch.is_autocast_enabled(device):  # the rotary embedding has returned float32; cast it back before copying
@@ -82,7 +82,7 @@ def attend(
 
 
 def _probabilities(queries: Tensor, keys: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
-    """Return attention weights [G, H, A / H, Q, C + Q]. One matrix product serves all query heads of a key head."""
+    """Return attention weights [G, H, A / H, Q, C + Q]. Query heads with the same key head share a matrix product."""
     heads = keys.shape[1]
     grouped: Tensor = queries.unflatten(1, (heads, -1))
     scores: Tensor = (grouped.flatten(2, 3) @ (keys * scale).transpose(2, 3)).unflatten(2, grouped.shape[2:4])

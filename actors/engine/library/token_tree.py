@@ -1,7 +1,7 @@
 """Runs a tree of tokens through the layers without padding, level by level. Shared prefixes are computed once.
 
-The levels of a tree are a prefix that all prompts share, each prompt's other tokens, and the responses, in several
-branches. A token attends to the tokens above it in the tree, and to earlier tokens of its own branch, as at inference.
+The levels of a tree are a prefix that all prompts share, each prompt's other tokens, and branches with the responses.
+A token attends to the tokens above it in the tree, and to earlier tokens of its own branch, as at inference.
 Shapes: N tokens, G groups (tokens of a level that attend to each other), K keys of a group, E hidden size, H key/value
 heads, D head size.
 """
@@ -25,7 +25,7 @@ Places = tuple[Tensor, Tensor]  # positions and branches of keys, [G, K] each
 
 @dataclass(frozen=True)
 class Tokens:
-    """The N tokens of one tree level, [N] each: id, position, group, branch in the group, number of layers to run."""
+    """The tokens of one tree level: each one's id, position, group, branch in the group, number of layers to run."""
 
     ids: Tensor
     positions: Tensor
@@ -48,7 +48,7 @@ class Level:
 
 
 def prompt_tokens(rows: Sequence[Sequence[int]], start: int) -> Tokens:
-    """Return a tree level with one group per prompt in `rows`. Positions begin at `start`. Run with `prompt_ranks`."""
+    """Return a level with one group per prompt in `rows`. Positions begin at `start`. Run it with `prompt_ranks`."""
     return Tokens.of(
         (token, start + place, group, SHARED, 1) for group, row in enumerate(rows) for place, token in enumerate(row)
     )
@@ -64,13 +64,13 @@ def prompt_ranks(layers: int, running: Iterable[int]) -> Tensor:
 def run_level(
     decoder: Decoder,  # decoder whose model uses the attention of `packed_attention`
     tokens: Tokens,  # at least one token; tokens of a branch are in order of position
-    ranks: Tensor,  # [branches, layers], or [1, layers] for all branches; a layer runs for tokens of depth > rank
+    ranks: Tensor,  # [branches, layers], or [1, layers] for all branches; a token runs the layers with rank < depth
     groups: int,  # number of groups, G
     above: Sequence[Level] = (),  # levels above this level, highest level first
     *,
     recompute: bool = False,  # whether to use gradient checkpointing: the backward pass recomputes each layer
-    # inputs [1, N, E] of the first layers, from an earlier pass. The pass starts at the last layer whose input is in
-    # this list, and appends the inputs of all later layers and the final output. None or empty: start at layer 0
+    # inputs [1, N, E] of layers 0, 1, …, kept from an earlier pass. The new pass starts at the last of these layers. It
+    # appends the inputs of all layers after it, and the final output. None or empty: start at layer 0
     inputs: list[Tensor] | None = None,
 ) -> tuple[Tensor, Level]:
     """Run one tree level. Return its hidden states [1, N, E] before the final norm, and its keys and values."""
@@ -116,8 +116,8 @@ def run_level(
 def _layout(
     tokens: Tokens, runs: Tensor, groups: int, above: Sequence[Places], window: int | None, device: torch.device
 ) -> tuple[Tensor | None, Attendance, Places]:
-    """Return the indices of the tokens that run a layer (None: all tokens), the `Attendance` of these tokens without
-    `earlier`, and the positions and branches of their keys in the padded groups."""
+    """Return the indices of the tokens that run a layer (None: all tokens), their `Attendance` (`earlier` is not set),
+    and the positions and branches of their keys in the padded groups."""
     index = runs.nonzero()[:, 0]
     group, branch, position = (values[index] for values in (tokens.groups, tokens.branches, tokens.positions))
     counts = torch.bincount(group, minlength=groups)

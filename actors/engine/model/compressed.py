@@ -53,7 +53,7 @@ class StoredWeights:
 class Codes:
     """The kind and scales (float32 [O]) of a layer's 8-bit codes.
 
-    The codes themselves are recovered as weight [O, I] / scales, for which 16-bit weights are exact enough.
+    The codes themselves are recovered as weight [O, I] / scales. Even 16-bit weights are exact enough for this.
     """
 
     kind: Kind
@@ -61,7 +61,7 @@ class Codes:
 
 
 def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | None:
-    """Return how 8-bit weights are stored, or None if weights are not quantized. Raises UserError if unsupported."""
+    """Return how 8-bit weights are stored, or None if they are not quantized. Raises UserError if unsupported."""
     key = next((key for key in CONFIG_KEYS if config.get(key)), None)
     if key is None:
         return None
@@ -71,14 +71,14 @@ def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | N
         found = f"{METHOD}, a scheme that cannot be read"
     if isinstance(found, str):
         raise UserError(
-            f"{folder}: quantized weights ({found}) are not supported; give the bfloat16 checkpoint, or one of "
-            f"{METHOD} with 8 bits and scales for tensors, outputs or groups"
+            f"{folder}: quantized weights ({found}) are not supported; give the bfloat16 checkpoint, or a "
+            f"{METHOD} checkpoint with 8 bits and scales for tensors, outputs or groups"
         )
     return found
 
 
 def _read(entry: Any, key: str) -> StoredWeights | str:
-    """Read the value of `key` in config.json, or return the name of a method or value in it that is not supported."""
+    """Read the value of `key` in config.json. If it holds an unsupported method or value, return the name of that."""
     if not isinstance(entry, dict):
         return key
     method = entry.get("quant_method", METHOD if "config_groups" in entry else key)
@@ -95,7 +95,7 @@ def _read(entry: Any, key: str) -> StoredWeights | str:
 
 
 def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
-    """Read one of the `config_groups` in config.json, or return the name of a value in it that is not supported."""
+    """Read one of the `config_groups` in config.json. If it holds an unsupported value, return the name of that."""
     weights, inputs, layout = group["weights"], group.get("input_activations"), group.get("format") or layout
     size, order = weights.get("group_size"), weights.get("actorder")
     strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
@@ -121,13 +121,13 @@ def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
 def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep: bool) -> set[str]:
     """Expand 8-bit codes to weights in place. Each weight is computed in float32 and rounded once.
 
-    The library compressed-tensors would round to the type of the scales, which changes answers in float32.
+    The library compressed-tensors would also round to the type of the scales. In float32 this changes answers.
 
     Args:
         model: Model whose parameters hold codes instead of weights. Codes are exact in float32, bfloat16 and float16.
         folder: The checkpoint's folder.
         stored: What `stored_weights` returned.
-        keep: Whether linear layers without groups and zero points keep their scales for `codes_of`.
+        keep: Whether linear layers keep their scales for `codes_of`, if they have neither groups nor zero points.
 
     Returns:
         The names of weights that were unpacked from packed codes. transformers reports them as missing.
@@ -145,7 +145,7 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
             parts, weight = layers[layer], module.weight.data
             scales, zeros = _grids(parts, weight, f"{folder}: weight_scale of {layer}")
             if stored.symmetric and zeros.any():
-                raise UserError(f"{folder}: weight_zero_point of {layer} is not zero, and config.json says symmetric")
+                raise UserError(f"{folder}: weight_zero_point of {layer} is not zero, but config.json says symmetric")
             if PACKED in parts:
                 unpacked.add(f"{name}.weight")
             if weight.data_ptr() not in expanded:
@@ -187,7 +187,7 @@ def _layers(folder: Path, kind: Kind, opened: ExitStack) -> dict[str, Parts]:
             found.setdefault(layer, {})[part] = partial(file.get_tensor, key)
     for layer, parts in sorted(found.items()):
         if kinds.get(layer, CODES[kind]) != CODES[kind]:
-            raise UserError(f"{folder}: the weight of {layer} is {kinds[layer]}, and config.json says {kind}")
+            raise UserError(f"{folder}: the weight of {layer} is {kinds[layer]}, but config.json says {kind}")
         if SCALE not in parts:
             raise UserError(f"{folder}: no weight_scale for the 8-bit weight of {layer}")
         if WEIGHT not in parts and PACKED not in parts:
@@ -218,7 +218,7 @@ def _grids(parts: Parts, weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
 
 
 def _unpacked(packed: Tensor, count: int) -> Tensor:
-    """Unpack int32 [rows, words] with four codes in each word to float32 [rows, count]: the first codes of each row."""
+    """Unpack int32 [rows, words], four codes per word. Return each row's first `count` codes: float32 [rows, count]."""
     import torch
 
     return packed.contiguous().view(torch.uint8)[:, :count].float() - 128
@@ -239,7 +239,7 @@ def _module(model: PreTrainedModel, layer: str, folder: Path) -> tuple[str, Any]
 
 
 def codes_of(module: nn.Module) -> Codes | None:
-    """Return the scales that `set_codes` has stored for a linear layer's 8-bit codes; None if it has stored none."""
+    """Return the `Codes` that `set_codes` has stored for a linear layer; None if it has stored none."""
     codes: Codes | None = getattr(module, "codes", None)
     return codes
 
@@ -260,5 +260,5 @@ def renew(module: nn.Module) -> None:
 
 
 def largest_scales(weight: Tensor, kind: Kind) -> Tensor:
-    """Return scales (float32 [O]) with which the largest code of each output of weight [O, I] is the kind's limit."""
+    """Return scales (float32 [O]) for weight [O, I] with which each output's largest code is the limit of `kind`."""
     return weight.detach().float().abs().amax(dim=1) / LIMITS[kind]

@@ -67,7 +67,7 @@ def _end_of_turn(tokenizer: Any) -> int | None:
     messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": ANSWER}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # a template may raise anything; jobs with chats check their template elsewhere
+    except Exception:  # a template may raise any exception; jobs with chats check their template elsewhere
         return None
     behind = text.rpartition(ANSWER)[2].lstrip()
     added = {one.content: token for token, one in tokenizer.added_tokens_decoder.items() if one.content.strip()}
@@ -85,7 +85,7 @@ def ends_before_the_union(folder: Path, tokenizer: Any, config: Any) -> set[int]
 def settings_not_followed(folder: Path, given: Collection[str]) -> Mapping[str, Any]:
     """Return the settings of the generation config that would change the text, but that the job ignores.
 
-    given: sampling parameters that the job sets itself. With `temperature`, the job sets `do_sample` too.
+    given: sampling parameters that the job sets itself. A job that sets `temperature` thereby sets `do_sample`.
     """
     given = {*given, *(["do_sample"] if "temperature" in given else [])}
     values = _values(folder, "generation_config.json")

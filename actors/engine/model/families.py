@@ -1,4 +1,4 @@
-"""The supported model families: how to reach the parts of transformers' models. Only this module knows families.
+"""The supported model families: how to reach the parts of transformers' models. Code for single families belongs here.
 
 A new family needs an entry in FAMILIES and a tiny model in the engine's tests. To run on the fast CPU kernels too, it
 needs a function that describes its layers as `LayerWeights`.
@@ -40,7 +40,7 @@ class Family:
     finish: Callable[[Any, Tensor], Tensor]
     # config -> sliding window of each layer: how many keys a token attends to, including its own; None: all keys
     windows: Callable[[PretrainedConfig], list[int | None]] = lambda config: [None] * config.num_hidden_layers
-    attention: str = "sdpa"  # name of the attention implementation in transformers that is right for the family
+    attention: str = "sdpa"  # name of the attention implementation in transformers to use for the family
     cache_argument: str = "past_key_values"  # name of the KV cache argument of the family's layers in transformers
     # config -> why a checkpoint with this config cannot be run exactly; None if it can
     unsupported: Callable[[PretrainedConfig], str | None] = lambda config: None
@@ -51,7 +51,7 @@ class Family:
         None,
         1.0,
     )
-    # transformers' layer -> its description, without the sliding window; None: the family cannot use the CPU kernels
+    # transformers' layer -> its description, which lacks the sliding window; None: the family cannot use CPU kernels
     weights: Callable[[Any], LayerWeights] | None = None
     # model -> its final norm if `finish` computes nothing else, otherwise None. Used only for families with `weights`
     last_norm: Callable[[Any], NormWeights | None] = lambda model: NormWeights.of(model.model.norm)
@@ -166,7 +166,7 @@ def _llama_layer(layer: Any, norms: dict[str, Any] | None = None) -> LayerWeight
 
 
 def _qwen3_layer(layer: Any) -> LayerWeights:
-    """Describe a Qwen3 layer. Unlike Llama's, it also normalizes the queries and keys of each head."""
+    """Describe a Qwen3 layer. Unlike a Llama layer, it normalizes the queries and keys of each head."""
     return _llama_layer(layer, _llama_norms(layer) | _head_norms(layer))
 
 
@@ -180,13 +180,13 @@ def _head_norms(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
 
 
 def _phi3_layer(layer: Any) -> LayerWeights:
-    """Describe a Phi-3 layer. Unlike Llama's, it joins queries, keys and values in one matrix, and gate and up too."""
+    """Describe a Phi-3 layer. It has one matrix for queries, keys and values, and one matrix for gate and up."""
     qkv, up = Projection.of(layer.self_attn.qkv_proj), Projection.of(layer.mlp.gate_up_proj)
     return _gated_layer(layer, qkv, up, _llama_norms(layer))
 
 
 def _olmo2_layer(layer: Any) -> LayerWeights:
-    """Describe an OLMo 2 layer. It normalizes queries and keys over all heads together, and each block's output."""
+    """Describe an OLMo 2 layer. It normalizes each block's output, and queries and keys over all heads together."""
     return _llama_layer(layer, _norms_after(layer) | _head_norms(layer))
 
 
@@ -199,12 +199,12 @@ def _norms_after(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
 
 
 def _gemma_layer(layer: Any) -> LayerWeights:
-    """Describe a Gemma layer. Unlike Llama's, its norms multiply by 1 + weight."""
+    """Describe a Gemma layer. Unlike the norms of a Llama layer, its norms multiply by 1 + weight."""
     return _llama_layer(layer, _llama_norms(layer, 1.0))
 
 
 def _gemma3_layer(layer: Any) -> LayerWeights:
-    """Describe a Gemma 3 layer. Unlike Gemma's, it also normalizes queries, keys and each block's output."""
+    """Describe a Gemma 3 layer. Unlike a Gemma layer, it also normalizes queries, keys and each block's output."""
     before = {
         "attention_norm": NormWeights.of(layer.input_layernorm, 1.0),
         "mlp_norm": NormWeights.of(layer.pre_feedforward_layernorm, 1.0),
@@ -213,12 +213,12 @@ def _gemma3_layer(layer: Any) -> LayerWeights:
 
 
 def _smollm3_layer(layer: Any) -> LayerWeights:
-    """Describe a SmolLM3 layer. Unlike Llama's, some layers have no rotary embedding."""
+    """Describe a SmolLM3 layer. It is like a Llama layer, but may lack the rotary embedding."""
     return replace(_llama_layer(layer), rope=bool(layer.self_attn.use_rope))
 
 
 def _opt_layer(layer: Any) -> LayerWeights:
-    """Describe an OPT layer: no rope; LayerNorm before each block (OPT-350M: after each residual)."""
+    """Describe an OPT layer. It has no rope. LayerNorm comes before each block (OPT-350M: after each residual)."""
     attention = layer.self_attn
     return LayerWeights(
         number=attention.layer_idx,
@@ -334,7 +334,7 @@ def family_of(config: PretrainedConfig) -> Family:
 
 
 def family_named(model_type: object) -> Family:
-    """Return the family for a model type. Raises UserError, which lists all supported types, for an unknown type."""
+    """Return the family for a model type. If the type is unknown, raises UserError with a list of supported types."""
     if model_type not in FAMILIES:
         only = "; of Gemma 3 only the text models (gemma3_text)" if model_type == "gemma3" else ""
         raise UserError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}{only}")
@@ -366,7 +366,7 @@ def unknown_value(config: PretrainedConfig) -> str | None:
 
 
 def has_weights(config: PretrainedConfig) -> bool:
-    """Return whether `layer_weights` can describe the model's layers, which the fast CPU kernels need."""
+    """Return whether `layer_weights` can describe the model's layers. The fast CPU kernels need the description."""
     if family_of(config).weights is None:
         return False
     if config.model_type == "opt":
@@ -377,7 +377,7 @@ def has_weights(config: PretrainedConfig) -> bool:
 
 
 def layer_weights(config: PretrainedConfig, layer: Any) -> LayerWeights:
-    """Describe transformers' `layer`. The description shares the layer's tensors. Requires `has_weights`."""
+    """Describe transformers' `layer`. The description shares the layer's tensors. `has_weights` must be true."""
     family = family_of(config)
     assert family.weights is not None
     weights = family.weights(layer)

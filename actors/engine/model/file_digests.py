@@ -19,9 +19,9 @@ from uuid import uuid4
 from actors.engine.errors import UserError
 
 CACHE_VARIABLE, CACHE = "SKIPDECODE_CACHE", "~/.cache/skipdecode"
-SMALL = (".json", ".jinja", ".model", ".txt")  # suffixes of files, besides weights, that can change an answer
+SMALL = (".json", ".jinja", ".model", ".txt")  # suffixes of files (other than weights) that can change an answer
 WEIGHTS = ".safetensors"
-SETTLED_NS = 2 * 10**9  # digests of files changed later than this ago are not cached: the file may still be changing
+SETTLED_NS = 2 * 10**9  # a file changed less than this ago may still be changing; its digest is not cached
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ CONSTANTS = (".masked_bias", "attn.bias", "attention.bias", ".inv_freq")  # tens
 def check_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], name: str) -> None:
     """Check that `tensors`, read from a checkpoint's headers, are the weights of the model that `config` describes.
 
-    The model is built on the meta device, without memory. name: name of the checkpoint, for error messages.
+    The model is built on the meta device, so it takes no memory. name: checkpoint name for error messages.
 
     Raises:
         UserError: no model can be built from `config`, or the tensors do not fit it (see `check_report`).
@@ -32,9 +32,9 @@ def check_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor],
         try:
             with torch.device("meta"):
                 model_class: Any = type(library.from_config(config))
-        except Exception as error:  # a model in transformers may raise anything for an unexpected value
+        except Exception as error:  # a model in transformers may raise any exception for an unexpected value
             raise UserError(
-                f"{name}: config.json: no model can be built from it: {type(error).__name__}: {flat(error)}"
+                f"{name}: no model can be built from config.json: {type(error).__name__}: {flat(error)}"
             ) from None
         model, report = model_class.from_pretrained(
             None,
@@ -86,8 +86,8 @@ def check_report(
         if layer is not None or _has_module(model, weight.rpartition(".")[0]):
             shape = list(tensors[weight].shape) if weight in tensors else ""
             raise UserError(
-                f"{file(weight)}: {weight} {shape} is no weight of a {model.config.model_type} model of this "
-                "config.json: it would be left out"
+                f"{file(weight)}: {weight} {shape} is no weight of a {model.config.model_type} model with this "
+                "config.json, and would be left out"
             )
     if missing := report["missing_keys"] - unpacked:  # transformers has filled these weights with random numbers
         raise UserError(f"{name}: no weights for {min(missing)}")

@@ -1,4 +1,4 @@
-"""A description of a decoder layer that fits all families. Module `families` builds it, folder `cpu` computes with it.
+"""A description of a decoder layer that fits all families. Module `families` builds it; folder `cpu` computes with it.
 
 Shapes: E hidden size, F feed-forward size, Q query heads, H key/value heads, D head size, I inputs, O outputs.
 """
@@ -18,7 +18,7 @@ SILU, GELU = ("silu", "swish"), "gelu_pytorch_tanh"
 
 @dataclass(frozen=True)
 class NormWeights:
-    """Weights of a LayerNorm (with bias) or RMSNorm (without): float32 [E]; for queries or keys [D] or [heads * D]."""
+    """Weights of a LayerNorm (with bias) or RMSNorm (without): float32 [E]. Query or key norms: [D] or [heads * D]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -60,7 +60,7 @@ class Projection:
         return self.outputs, self.layers[0].in_features
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
-        """Return the concatenated weight [O, I] and bias ([O] or None). They are copies unless there is one layer."""
+        """Return the concatenated weight [O, I] and bias ([O] or None). They are copies if there are several layers."""
         if len(self.layers) == 1:
             bias = self.layers[0].bias
             return self.layers[0].weight.detach(), None if bias is None else bias.detach()
@@ -75,7 +75,7 @@ class Projection:
         return weight, torch.cat(biases)
 
     def codes(self) -> Codes | None:
-        """Return the scales [O] of the concatenated weight's 8-bit codes; None unless all layers have scales."""
+        """Return the scales [O] of the concatenated weight's 8-bit codes; None if a layer has no scales."""
         found = [codes for layer in self.layers if (codes := codes_of(layer)) is not None]
         if len(found) < len(self.layers):
             return None
@@ -110,7 +110,7 @@ class LayerWeights:
     # RMSNorms of queries and keys before rope: [D] for each head, or [Q D] and [H D] for all heads together
     query_norm: NormWeights | None = None
     key_norm: NormWeights | None = None
-    # whether queries and keys have rotary embeddings. The width of the cosines tells how much of a head is rotated
+    # whether queries and keys have rotary embeddings. The cosines' width determines how much of a head is rotated
     rope: bool = True
     window: int | None = None  # sliding window: how many keys a token attends to, including its own; None: all keys
 
@@ -133,5 +133,5 @@ class LayerWeights:
 
     @property
     def relu(self) -> bool:
-        """Whether the activation is ReLU without a gate, which the product before it can apply at once."""
+        """Whether the activation is ReLU without a gate. If so, the product with `up` can apply it at once."""
         return not self.gated and self.activation == "relu"

@@ -69,8 +69,8 @@ class Checkpoint:
             raise UserError(f"schedule: {error}") from None
 
     def adapted_schedule(self, changes: dict[str, Any], name: str, remedy: str) -> Schedule:
-        """Return `schedule(changes)`. Raise UserError if the model was not trained for it, see `check_adapted`."""
-        if self.trained is None:  # report this first, before an error of the schedule such as a missing horizon
+        """Return `schedule(changes)`. Raise UserError if the model was not trained for it (see `check_adapted`)."""
+        if self.trained is None:  # report this before any error of the schedule, such as a missing horizon
             self.check_adapted(self.schedule({"horizon": 2, **changes}), name, remedy)
         schedule = self.schedule(changes)
         self.check_adapted(schedule, name, remedy)
@@ -79,7 +79,7 @@ class Checkpoint:
     def check_adapted(self, schedule: Schedule, name: str, remedy: str) -> None:
         """Raise UserError if `schedule` skips layers and the model was not trained for it.
 
-        name, remedy: for the message: name of the checkpoint, and what the user can do to run it nonetheless.
+        The message uses `name` (of the checkpoint) and `remedy` (what the user can do to run it nonetheless).
         """
         if schedule.is_full_depth:
             return
@@ -98,7 +98,7 @@ class Checkpoint:
         )
 
     def _fastest(self, trained: Trained) -> float:
-        """Return the largest speed-up (in steps of 1/4) with the stored schedule that training covers; 1 if none."""
+        """Return the largest speed-up (a multiple of 1/4) at which training covers the stored schedule; 1 if none."""
         speeds = (quarters / 4 for quarters in range(4 * self.num_layers, 4, -1))
         with suppress(UserError):  # raised if the stored schedule has no horizon
             return next((speed for speed in speeds if trained.covers(self.schedule({"speedup": speed}))), 1.0)
@@ -110,12 +110,12 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
 
     Args:
         path: the folder.
-        names: names of all files of the checkpoint, if the folder does not hold the large ones; None: list the folder.
-        by_vllm: whether vLLM runs the model. If so, families and quantized weights are left for vLLM to refuse.
+        names: names of all files of the checkpoint; needed if the folder lacks the large ones. None: list the folder.
+        by_vllm: whether vLLM runs the model. If so, vLLM must refuse unsupported families and quantized weights.
 
     Raises:
-        UserError: the folder, its safetensors or its tokenizer is missing, its quantized weights or its family is not
-            supported, a size is impossible, or its ``skipdecode.json`` does not fit the model.
+        UserError: the folder, its safetensors or its tokenizer is missing; its family or quantized weights are not
+            supported; a size is impossible; or its ``skipdecode.json`` does not fit the model.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -172,7 +172,7 @@ def _is_in_library(values: Mapping[str, Any], folder: Path) -> bool:
 
 
 def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
-    """Return the checkpoint with the speed adapter in `folder`, and with the adapter's schedule. Reads no weights.
+    """Return the checkpoint with the speed adapter in `folder` and the adapter's schedule, without reading weights.
 
     Raises UserError as `read_adapter` and `check_shapes` do.
     """

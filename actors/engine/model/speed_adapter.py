@@ -43,11 +43,11 @@ class SpeedAdapter:
 
     path: Path  # folder of the adapter
     base: str  # digest of the base weights for which the adapter was trained, see `weights_digest`
-    rank: int  # R
+    rank: int  # rank of the products B A
     scale: float  # factor of every product B A
 
     def check_base(self, digest: str, name: str) -> None:
-        """Raise UserError unless `digest` (of the model to run) equals `base`. name: model name for the message."""
+        """Raise UserError unless `digest` (of the model to run) equals `base`. name: the model's, for the message."""
         if digest != self.base:
             raise UserError(
                 f"{self.path}: trained for a base with weights {self.base[:16]}, but {name} has {digest[:16]}: give "
@@ -56,16 +56,16 @@ class SpeedAdapter:
 
 
 def read_adapter(path: Path) -> SpeedAdapter:
-    """Read and check the speed adapter in a folder, except for its weights' shapes.
+    """Read and check the speed adapter in a folder. This does not check the shapes of its weights.
 
     Raises UserError if the folder is not a speed adapter, is damaged, or uses peft features other than plain LoRA.
     """
     for name in FILES:
         if not (path / name).is_file():
-            raise UserError(f"{path}: not a speed adapter: no {name}; skipdecode adapt and tune write one")
+            raise UserError(f"{path}: not a speed adapter: no {name} (skipdecode adapt and tune write adapters)")
     record, settings = read_object(path / RECORD), read_object(path / CONFIG)
     if record.keys() != {"base", "weights"}:
-        raise UserError(f"{path / RECORD}: holds {', '.join(sorted(record)) or 'nothing'}, not base and weights")
+        raise UserError(f"{path / RECORD}: holds {', '.join(sorted(record)) or 'nothing'} instead of base and weights")
     if file_digest(path / WEIGHTS, "sha256") != record["weights"]:
         raise UserError(f"{path / WEIGHTS}: damaged: its SHA-256 is not the one in {RECORD}; fetch it again")
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
@@ -76,13 +76,13 @@ def read_adapter(path: Path) -> SpeedAdapter:
 
 
 def base_digest(checkpoint: Path) -> str:
-    """Return the digest of the weights in a checkpoint folder, which an adapter for this checkpoint records."""
+    """Return the digest of the weights in a checkpoint folder. An adapter for this checkpoint records the digest."""
     found = digests(checkpoint)
     return weights_digest({name: found[name] for name in weight_files(checkpoint, names_in(checkpoint))})
 
 
 def save_record(folder: Path, base: str) -> None:
-    """Write ``speed_adapter.json`` into the adapter's folder, which holds its weights. base: see `SpeedAdapter`."""
+    """Write ``speed_adapter.json`` into a folder that holds an adapter's weights. base: see `SpeedAdapter`."""
     record = {"base": base, "weights": file_digest(folder / WEIGHTS, "sha256")}
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 
@@ -107,7 +107,7 @@ def linear_layers(config: PretrainedConfig) -> dict[str, nn.Module]:
 
 
 def merge(model: PreTrainedModel, adapter: SpeedAdapter) -> None:
-    """Add an adapter to a model in place: W + scale · B A for each linear weight W, in fp32, rounded to W's dtype."""
+    """Add an adapter to a model in place: each weight W becomes W + scale · B A, computed in fp32 and then rounded."""
     from safetensors import safe_open
     from transformers.pytorch_utils import Conv1D
 
@@ -136,11 +136,11 @@ def _check_features(config: dict[str, Any], source: Path) -> None:
     start = config.get("init_lora_weights", True)
     if not isinstance(start, bool) and start != "gaussian":
         raise UserError(
-            f"{source}: init_lora_weights {start!r} changes the base's weights, which a speed adapter keeps"
+            f"{source}: init_lora_weights {start!r} changes the base's weights, which a speed adapter must not change"
         )
     for key, value in config.items():
         if key not in NEUTRAL and key != "init_lora_weights" and value not in OFF:
-            raise UserError(f"{source}: {key} = {str(value)[:60]!r} is not supported; plain LoRA can be merged")
+            raise UserError(f"{source}: {key} = {str(value)[:60]!r} is not supported; only plain LoRA is")
 
 
 def check_shapes(adapter: SpeedAdapter, config: PretrainedConfig) -> None:
@@ -168,7 +168,7 @@ def check_shapes(adapter: SpeedAdapter, config: PretrainedConfig) -> None:
         wanted |= {f"{PREFIX}{layer}.lora_A.weight": (rank, inputs), f"{PREFIX}{layer}.lora_B.weight": (outputs, rank)}
     for name in sorted(wanted.keys() | shapes.keys()):
         if wanted.get(name) != shapes.get(name):
-            raise UserError(f"{path}: {name} has shape {shapes.get(name)}, and the model needs {wanted.get(name)}")
+            raise UserError(f"{path}: {name} has shape {shapes.get(name)}, but the model needs {wanted.get(name)}")
 
 
 def layers_in(names: Any) -> list[str]:

@@ -18,7 +18,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADER_LIMIT = 100_000_000  # maximum bytes of a safetensors header; the safetensors library has the same limit
 ALLOWANCE = 2**29  # bytes of memory for the process, its libraries, and a batch's activations and logits
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# lock for building models: meanwhile, transformers replaces a method of a class and torch's default dtype
+# lock for building models: while it builds one, transformers replaces a class's method and torch's default dtype
 building_models = threading.Lock()
 SCALES = ("_scale", "_zero_point", ".weight_shape")  # endings of the names of tensors that describe 8-bit weights
 PACKED = ".weight_packed"  # ending of the names of packed 8-bit weights (four in an int32), see `compressed`
@@ -49,7 +49,7 @@ class Need:
 def weight_files(folder: Path, names: Collection[str]) -> list[str]:
     """Return which of the files `names` hold the weights: a single file, or the shards that an index in `folder` names.
 
-    Raises UserError if there are no safetensors, a single file as well as an index, a wrong index, or missing shards.
+    Raises UserError if there are no safetensors, both a single file and an index, a wrong index, or missing shards.
     """
     if INDEX not in names:
         if WEIGHTS in names:
@@ -62,7 +62,7 @@ def weight_files(folder: Path, names: Collection[str]) -> list[str]:
     try:
         shards = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{folder / INDEX}: not an index of weights: needs a weight_map of tensors to files") from None
+        raise UserError(f"{folder / INDEX}: not an index of weights: no weight_map from tensors to files") from None
     for name in shards:
         if not isinstance(name, str) or name != Path(name).name or not name.endswith(".safetensors"):
             raise UserError(f"{folder / INDEX}: names {name!r}, which is no safetensors file in its folder")
@@ -73,7 +73,7 @@ def weight_files(folder: Path, names: Collection[str]) -> list[str]:
     missing = [name for name in shards if name not in names]
     if missing or not shards:
         gone = missing[0] if missing else "no file at all"
-        raise UserError(f"{folder}: {INDEX} names {gone}, {len(missing)} of {len(shards)} shards are missing")
+        raise UserError(f"{folder}: {INDEX} names {gone}; {len(missing)} of {len(shards)} shards are missing")
     return shards
 
 
@@ -99,7 +99,7 @@ def file_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> dic
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{name}: not a safetensors file: its header cannot be read") from None
     if end != size:
-        raise UserError(f"{name}: {size} bytes, but its header says {end}: cut short or damaged, fetch it again")
+        raise UserError(f"{name}: {size} bytes, but its header says {end}: cut short or damaged; fetch it again")
     return found
 
 
@@ -111,7 +111,7 @@ def joined(files: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTenso
             first, second = tensors[name], file[name]
             raise UserError(
                 f"{first.file}: {name} {list(first.shape)} is also in {second.file}, {list(second.shape)}: only one "
-                "can be the model's; fetch the checkpoint again, or remove one of both"
+                "can be the model's; fetch the checkpoint again, or remove one of the two files"
             )
         tensors |= file
     return tensors
@@ -142,12 +142,12 @@ def need(tensors: Mapping[str, StoredTensor], *, tied: bool, dtype: str, cache_b
 
 
 def check_free(need: Need, free: int, total: int) -> None:
-    """Raise UserError if a GPU, with `free` of `total` bytes free, has no room for the model and its KV cache."""
+    """Raise UserError if the `free` bytes of a GPU (of `total`) have no room for the model and its KV cache."""
     if need.total > free:
         raise UserError(
             f"the model needs {gib(need.total)} of GPU memory (weights {gib(need.weights)}, cache {gib(need.cache)}, "
             f"{gib(need.working)} working memory), but {gib(free)} of {gib(total)} are free: lower actors.cache_bytes, "
-            "let fewer actors share a GPU, or free it"
+            "let fewer actors share a GPU, or free some of its memory"
         )
 
 

@@ -22,12 +22,12 @@ TRAINED = "trained"  # key of skipdecode.json for the training record
 
 @dataclass(frozen=True)
 class Trained:
-    """Training record: the schedules covered by training. All of them have one layer order (keep order) and warm-up."""
+    """Training record: the schedules that training has covered. They share one layer order (keep order) and warm-up."""
 
-    depths: tuple[int, ...]  # lowest depth in training at each position; later positions have the last depth
+    depths: tuple[int, ...]  # for each position, the lowest depth in training; later positions have the last depth
     prompt: tuple[str, ...]  # prompt policies that occurred in training
     keep_order: tuple[int, ...]  # layer order, most needed layer first
-    warmup: int  # number of first layers in `keep_order` that always ran
+    warmup: int  # the first `warmup` layers in `keep_order` always ran
 
     @classmethod
     def on(cls, stored: Schedule, drawn: Iterable[Schedule]) -> Trained:
@@ -48,7 +48,7 @@ class Trained:
         return self.difference(schedule) is None
 
     def difference(self, schedule: Schedule) -> str | None:
-        """Return why training does not cover `schedule`; None if it does. If d(0) = L, policy `first` is `full` too."""
+        """Return why training does not cover `schedule`; None if it does. If d(0) = L, `first` counts as `full` too."""
         if (schedule.keep_order, schedule.warmup) != (self.keep_order, self.warmup):
             return "it was trained with another keep_order or warmup"
         if schedule.depths[-1] < self.depths[-1]:
@@ -58,7 +58,7 @@ class Trained:
             if depth < least:
                 return (
                     f"at token {position} it was trained down to {least} layers, not to {depth}: a shorter horizon or "
-                    "another decay than the training's"
+                    "another decay than in training"
                 )
         prompt = "full" if len(schedule.prompt_layers) == schedule.num_layers else "first"
         if {schedule.prompt, prompt}.isdisjoint(self.prompt):
@@ -66,12 +66,12 @@ class Trained:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the value for key `trained` of ``skipdecode.json``, where keep order and warm-up are other keys."""
+        """Return the value for key `trained` of ``skipdecode.json``. Keep order and warm-up have keys of their own."""
         return {"depths": list(self.depths), "prompt": list(self.prompt)}
 
 
 def fewest(schedules: Collection[Schedule]) -> tuple[int, ...]:
-    """Return the lowest depth of all `schedules` at each position, up to the longest curve's end; () without any."""
+    """Return each position's lowest depth in `schedules`, to the end of the longest curve; () for no schedules."""
     longest = max((len(one.depths) for one in schedules), default=0)
     return tuple(min(one.depth(position) for one in schedules) for position in range(longest))
 
@@ -79,7 +79,7 @@ def fewest(schedules: Collection[Schedule]) -> tuple[int, ...]:
 def of_older_record(spec: ScheduleSpec, num_layers: int, least: int) -> tuple[int, ...]:
     """Return `Trained.depths` for an old training record, which holds only `least`, the lowest depth at any position.
 
-    Of the stored schedule at all speeds (in steps of 1/4), those that never fall below `least` count as trained.
+    Each speed (a multiple of 1/4) at which the stored schedule never falls below `least` counts as trained.
     """
     drawn = [spec.build(num_layers)]
     with suppress(UserError):  # raised if the spec has no horizon
@@ -89,7 +89,7 @@ def of_older_record(spec: ScheduleSpec, num_layers: int, least: int) -> tuple[in
 
 
 def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> ScheduleSpec:
-    """Return the schedule in the content of a ``skipdecode.json`` (`values`, without key `trained`).
+    """Return the schedule in `values`: what a ``skipdecode.json`` holds besides key `trained`.
 
     Raises UserError if a value is wrong or does not fit a model with `num_layers` layers. The message begins with
     `source`, and names the wrong key or position.
@@ -143,7 +143,7 @@ def read_trained(value: Any, spec: ScheduleSpec, num_layers: int, source: str) -
 
 
 def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
-    """Return the schedule stored in a checkpoint folder, or None without one. Raises UserError if it is wrong."""
+    """Return the schedule stored in a checkpoint folder; None if there is none. Raises UserError if it is wrong."""
     path = checkpoint / SCHEDULE_FILE
     if not path.exists():
         return None
@@ -166,7 +166,7 @@ def load_trained(checkpoint: Path, num_layers: int, spec: ScheduleSpec | None) -
 def save_spec(spec: ScheduleSpec, num_layers: int, checkpoint: Path, trained: Trained | None = None) -> None:
     """Check a schedule against `num_layers`, and write it to ``skipdecode.json`` in a checkpoint folder.
 
-    trained: training record with the keep order and warm-up of `spec`; None: the checkpoint was not trained for any.
+    trained: training record with the keep order and warm-up of `spec`; None: the checkpoint was not trained.
     """
     stored = spec.build(num_layers)
     values: dict[str, Any] = {"num_layers": num_layers, **spec.to_dict()}

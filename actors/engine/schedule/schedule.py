@@ -2,8 +2,8 @@
 
 SkipDecode (Del Corro et al., 2023, arXiv 2307.02628). Positions t = 0, 1, 2 ... count the *generated* tokens of a row.
 The decode step with token t as input runs ``depth(t)`` of the model's L layers. Depth never rises along a row, and each
-layer set contains all smaller ones. So a layer that runs for a token has run for every earlier token of that row: no
-layer's KV cache has a hole, and nothing is recomputed.
+set of layers contains all smaller sets. So a layer that runs for a token has run for every earlier token of that row:
+no layer's KV cache has a hole, and nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Schedule:
         seen: dict[int, int] = {}
         for rank, layer in enumerate(self.keep_order):
             if not 0 <= layer < layers:
-                raise UserError(f"keep_order[{rank}] = {layer}: no such layer, must lie in [0, {layers - 1}]")
+                raise UserError(f"keep_order[{rank}] = {layer}: no such layer; must lie in [0, {layers - 1}]")
             if layer in seen:
                 raise UserError(f"keep_order[{rank}] = {layer} repeats keep_order[{seen[layer]}]")
             seen[layer] = rank
@@ -68,7 +68,7 @@ class Schedule:
             raise UserError(f"keep_order must begin with the {self.warmup} warm-up layers 0 to {self.warmup - 1}")
 
     def depth(self, position: int) -> int:
-        """Return d(t), the number of layers in the decode step whose input is generated token t = `position`."""
+        """Return d(t): how many layers run in the decode step whose input is generated token t = `position`."""
         depths = self.depths
         return depths[position] if position < len(depths) else depths[-1]  # no helper call: this runs for every token
 
@@ -95,7 +95,7 @@ class Schedule:
         return tuple(ranks)
 
     def uses(self, layer: int, max_new_tokens: int) -> int:
-        """Return how many of the `max_new_tokens` - 1 decode steps run `layer`; they are the first ones."""
+        """Return how many of the `max_new_tokens` - 1 decode steps run `layer`. These are always the first steps."""
         steps = max(max_new_tokens - 1, 0)
         rank = self.ranks[layer]
         inside = sum(1 for depth in self.depths[:steps] if depth > rank)
@@ -103,7 +103,7 @@ class Schedule:
         return inside + (past if self.depths[-1] > rank else 0)
 
     def layer_steps(self, steps: int) -> int:
-        """Return how many layers the first `steps` decode steps run in all: the sum of d(t)."""
+        """Return the sum of d(t) over the first `steps` decode steps: how many layers they run together."""
         inside = sum(self.depths[: max(steps, 0)])
         return inside + max(steps - len(self.depths), 0) * self.depths[-1]
 
@@ -171,8 +171,8 @@ class ScheduleSpec:
             return early_exit_order(num_layers)
         if self.keep_order == MEASURED:
             raise UserError(
-                "keep_order = measured: `skipdecode adapt` measures the order and stores it with what it trains; until "
-                f"then it must be {', '.join(KEEP_ORDERS)} or a list of layers"
+                "keep_order = measured: `skipdecode adapt` measures the order and stores it with what it trains; here "
+                f"keep_order must be {', '.join(KEEP_ORDERS)} or a list of layers"
             )
         raise UserError(f"keep_order = {self.keep_order!r}: must be {', '.join(KEEP_ORDERS)} or a list of layers")
 
@@ -270,9 +270,9 @@ def curve(
 
 
 def fall(decay: str, done: Fraction, *, power: float = 2.0, steps: int = 4) -> float | Fraction:
-    """Return how far depth has fallen, from 0 (max depth) to 1 (min depth), after a part `done` of the horizon.
+    """Return how far depth has fallen, from 0 (max depth) to 1 (min depth), at fraction `done` of the horizon.
 
-    done: u in the paper, 0 to 1. Raises UserError if `power` or `steps` is out of range.
+    done: 0 to 1, called u in the paper. Raises UserError if `power` or `steps` is out of range.
     """
     if decay == "power" and not 0 < power < math.inf:
         raise UserError(f"power = {power}: must be above 0")
@@ -294,7 +294,7 @@ def paper_order(num_layers: int, warmup: int) -> tuple[int, ...]:
 
 
 def even_order(num_layers: int, warmup: int) -> tuple[int, ...]:
-    """Return the lowest `warmup` layers, the top layer, then one by one the layer farthest from all layers so far."""
+    """Return the lowest `warmup` layers, the top layer, then again and again the layer farthest from all before."""
     order = list(range(warmup))
     if num_layers > warmup:
         order.append(num_layers - 1)
@@ -307,7 +307,7 @@ def even_order(num_layers: int, warmup: int) -> tuple[int, ...]:
 
 
 def early_exit_order(num_layers: int) -> tuple[int, ...]:
-    """Return the layer order from the lowest layer up. It skips the upper layers, as if tokens left the model early."""
+    """Return the layers from the lowest one up. Schedules then skip upper layers, as if tokens left the model early."""
     return tuple(range(num_layers))
 
 

@@ -1,4 +1,4 @@
-"""Chooses the fastest speed within the tolerance. Estimates when an adaptation pays, and how long its stages take."""
+"""Chooses the fastest speed within the tolerance. Estimates an adaptation's time and savings."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SPREAD = 2.0  # an estimated time is shown as an interval: from time ÷ SPREAD t
 
 
 def choose(metric: str, tolerance: float, lines: Sequence[Line], chance: Scores) -> Line | None:
-    """Return the fastest speed-up above 1x whose `loss_high` is within `tolerance` and that is better than chance.
+    """Return the fastest line above 1x that is better than chance and has a `loss_high` of at most `tolerance`.
 
-    If two are equally fast, return the line with fewer layers. If there is no such speed-up, return None.
+    If two lines are equally fast, return the one with fewer layers. If there is no such line, return None.
     """
     within = [
         line
@@ -32,7 +32,7 @@ def choose(metric: str, tolerance: float, lines: Sequence[Line], chance: Scores)
 
 
 def nearest(metric: str, lines: Sequence[Line], chance: Scores) -> Line:
-    """Return the speed-up that needs the smallest tolerance. A useless speed-up is returned only if all are useless."""
+    """Return the speed-up that needs the smallest tolerance. Those no better than chance come after all others."""
     return min(
         _speedups(lines),
         key=lambda line: (uselessness(line, chance, metric) is not None, line.scores[metric].loss_high, line.seconds),
@@ -40,7 +40,7 @@ def nearest(metric: str, lines: Sequence[Line], chance: Scores) -> Line:
 
 
 def full_depth(lines: Sequence[Line]) -> Line:
-    """Return the line at full depth, which has the smallest nominal speed-up."""
+    """Return the line at full depth: the reference model's or, if there is none, that of the lowest speed."""
     return min(lines, key=lambda line: line.nominal or 0.0)
 
 
@@ -51,7 +51,7 @@ def _speedups(lines: Sequence[Line]) -> list[Line]:
 def parallel_actors(actors: int, gpus: float, threads: int, cores: int | None, devices: int | None) -> float:
     """Return how many actors can work at full speed at the same time, each on its own CPU cores or GPUs.
 
-    gpus, threads: of each actor. cores, devices: CPU cores and GPUs of the machine; None: a large enough cluster.
+    gpus, threads: number per actor. cores, devices: CPU cores and GPUs of the machine; None: enough for all actors.
     """
     if gpus:
         parallel = actors * min(gpus, 1.0)  # actors on the same GPU take turns
@@ -66,8 +66,8 @@ def parallel_actors(actors: int, gpus: float, threads: int, cores: int | None, d
 class BreakEven:
     """Cost and savings of an adaptation, in seconds.
 
-    cost: wall clock of the adaptation. full: an actor's time for a row at full depth, without adaptation. fast: its
-    time for a row at the chosen speed, with adaptation. rows: rows of the job. actors: actors that work in parallel.
+    cost: wall clock of the adaptation. full, fast: an actor's time for a row, at full depth without adaptation and at
+    the chosen speed with it. rows: rows of the job. actors: number of actors that work in parallel.
     """
 
     cost: float
@@ -78,13 +78,13 @@ class BreakEven:
 
     @property
     def at_rows(self) -> int | None:
-        """Number of rows from which on the adaptation pays; None if it saves no time on a row."""
+        """Smallest number of rows for which the adaptation saves time; None if it saves none on a row."""
         saved = self.full - self.fast
         return math.ceil(self.cost * self.actors / saved) if saved > 0 else None
 
     @property
     def saved(self) -> float:
-        """Seconds that the job saves minus the cost of the adaptation; negative if the adaptation does not pay."""
+        """Net savings in seconds: time saved by the job, minus the adaptation's cost. Below 0, it does not pay."""
         return self.rows * (self.full - self.fast) / self.actors - self.cost
 
     def sentences(self, speed: str) -> list[str]:
@@ -96,15 +96,15 @@ class BreakEven:
             verdict = f"{self.at_rows:,} rows; {job}, so for this job alone adaptation does not pay"
         else:
             verdict = (
-                f"{self.at_rows:,} rows; {job}: {duration(without)} become {duration(without - self.saved)}, "
-                f"adaptation included: {100 * self.saved / without:.0f}% saved"
+                f"{self.at_rows:,} rows; {job}: {duration(without)} become {duration(without - self.saved)} "
+                f"with adaptation included ({100 * self.saved / without:.0f}% saved)"
             )
         return [
-            f"adaptation took {duration(self.cost)}, without the evaluation before the training; one actor needs "
-            f"{duration(self.full)} a row at full depth before adaptation, and {duration(self.fast)} at {speed} after",
+            f"adaptation took {duration(self.cost)}, not counting the evaluation before the training. One actor needs "
+            f"{duration(self.full)} for a row at full depth, and {duration(self.fast)} at {speed} after adaptation",
             f"break-even: {verdict}",
-            f"(assumed: {self.actors:.3g} actor{'s' * (self.actors != 1)} in parallel, each on hardware of "
-            "its own, as fast as this machine)",
+            f"(assumed: {self.actors:.3g} actor{'s' * (self.actors != 1)} in parallel, each with its own "
+            "hardware, which is as fast as this machine's)",
         ]
 
 
@@ -130,10 +130,10 @@ def stage_seconds(task: Task, row: RowCost) -> tuple[int, dict[str, float]]:
     trained = max(drawn - options.held_out, 1)
     steps = training_steps(recipe, trained)
     shares = [1 / speed for speed in options.speedups]
-    # a backward pass without gradients of frozen weights costs as much as a forward pass; the teacher runs once a row
+    # a backward pass costs as much as a forward pass if weights are frozen; the teacher runs only once for each row
     tokens = steps * recipe.batch_size * 2 * (row.prompt + row.answer * sum(shares))
     tokens += trained * (row.prompt + row.answer)
-    if task.shape["keep_order"] == MEASURED:  # each layer is a step; a pass runs half of the layers left
+    if task.shape["keep_order"] == MEASURED:  # each step drops a layer; on average, a pass runs half of the rest
         tokens += ORDER_ROWS * (row.prompt + row.answer * CANDIDATES * task.resolved.checkpoint.num_layers / 4)
     evaluated = options.held_out * sum(row.prefill_seconds + row.decode_seconds * share for share in [1.0, *shares])
     return steps, {
@@ -150,4 +150,4 @@ def announcement(task: Task, row: RowCost, done: Collection[str]) -> str:
     left = {stage: value for stage, value in seconds.items() if stage not in done}
     low, high = (duration(sum(left.values()) * factor) for factor in (1 / SPREAD, SPREAD))
     parts = ", ".join(f"{stage} {duration(value)}" for stage, value in left.items())
-    return f"estimate: {steps:,} training steps; {low} to {high} more on this machine, about: {parts}"
+    return f"estimate: {steps:,} training steps; {low} to {high} left on this machine; by stage: {parts}"

@@ -18,11 +18,11 @@ from pipeline.config.load import dump_yaml, validated
 from pipeline.config.tune import TuneConfig
 from pipeline.input.files import InputFile
 
-KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # schedule keys without the depths
+KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # all schedule keys but the depths
 CHECKS = ("min_agreement", "agreement_rows")  # keys of the user's `schedule` that the final job file keeps
 NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # schedule key that adapt cannot change -> decay that uses it
 SAMPLE, ANSWERS, TRAIN = "sample.parquet", "full-depth", "train.parquet"
-DEV, HELD_OUT = "dev.parquet", "held-out.parquet"  # rows that choose the best training step, and the speed
+DEV, HELD_OUT = "dev.parquet", "held-out.parquet"  # DEV: to choose the best training step; HELD_OUT: the speed
 CHECKPOINT, ADAPTER, BEFORE, AFTER, JOB_FILE = "checkpoint", "speed-adapter", "before", "after", "job.yaml"
 STAGE_FILES = (SAMPLE, ANSWERS, TRAIN, DEV, HELD_OUT, CHECKPOINT, ADAPTER, BEFORE, AFTER)
 PROMPT_SHARE = 1 / 3  # if prompts take this share of a job's time at full depth, they limit every speed-up to 3x
@@ -32,8 +32,8 @@ PROMPT_SHARE = 1 / 3  # if prompts take this share of a job's time at full depth
 class Task:
     """An adaptation to run.
 
-    source: name of the job file. files, schema: files and columns of the input. shape: schedule keys and values without
-    the depths, see `schedule_shape`. inputs: digest of the list of input files.
+    source: name of the job file. files, schema: files and columns of the input. shape: all schedule keys but the
+    depths, with values (see `schedule_shape`). inputs: digest of the list of input files.
     """
 
     config: JobConfig
@@ -61,9 +61,9 @@ class Task:
         return sum(file.rows for file in self.files)
 
     def prompt_policies(self, prompt_share: float) -> list[str]:
-        """Return the prompt policies to train and evaluate, the checkpoint's own first.
+        """Return the prompt policies to train and evaluate. The default policy comes first.
 
-        prompt_share: share of the job's time at full depth that prompts take.
+        prompt_share: share of the job's time at full depth that is spent on prompts.
         """
         if self.options.prompt != "auto":
             return [self.options.prompt]
@@ -72,8 +72,8 @@ class Task:
 
 
 def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -> JobConfig:
-    """Return a job that answers the sample at full depth, with one answer for each row and ids from row numbers."""
-    folder = folder.resolve()  # workers on other nodes have other working directories
+    """Return a job that answers each row of the sample once, at full depth. Ids are made from row numbers."""
+    folder = folder.resolve()  # absolute, because other nodes have other working directories
     whole = {"format": None, "snapshot": None, "id": None, "since": None, "changed": "error"}
     plain: dict[str, Any] = {"format": None, "table": None, "keep": [], "token_ids": True, "cumulative_logprob": False}
     return config.model_copy(
@@ -90,17 +90,17 @@ def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path
 
 
 def pinned_path(config: JobConfig, resolved: ResolvedCheckpoint) -> str:
-    """Return the path of the job's checkpoint, with the resolved commit if it is on the hub, for use on all nodes."""
+    """Return a path of the job's checkpoint that all nodes can use. A path on the hub gets the resolved commit."""
     if isinstance(resolved.source, str) or resolved.source.commit is None:
         return config.model.path
     return f"{config.model.path.partition('@')[0]}@{resolved.source.commit}"
 
 
 def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, Any]:
-    """Return the schedule to train for, without its depths: the job's keys, else those of `stored` (the checkpoint's).
+    """Return the schedule to train for, without its depths. Keys that the job leaves out come from `stored`.
 
-    If neither sets a layer order (keep order), it is measured, and the warm-up too unless the job sets it. Raises
-    UserError if the job changes a key that `tune` lacks.
+    stored: the checkpoint's schedule. If neither sets a layer order (keep order), the order is measured. The warm-up is
+    then measured too, unless the job sets it. Raises UserError if the job changes a key that `tune` lacks.
     """
     changes = {key: value for key, value in config.schedule.changes().items() if key in KEPT}
     start = stored or ScheduleSpec(keep_order=MEASURED)
@@ -115,7 +115,7 @@ def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, 
 def tune_config(task: Task, model: str, max_tokens: int, prompts: Sequence[str]) -> TuneConfig:
     """Return the recipe with which `tune` trains the local checkpoint `model`. Raises UserError for wrong options.
 
-    max_tokens: limit of a pair's tokens if the job sets none. prompts: prompt policies, which get equal training.
+    max_tokens: limit of a pair's tokens if the job sets none. prompts: prompt policies to train, all equally.
     """
     adapt, own = task.options, prompts[0]
     also = [{"speedup": speed, "prompt": prompt} for prompt in prompts[1:] for speed in adapt.speedups if speed > 1]
@@ -144,7 +144,7 @@ def tune_config(task: Task, model: str, max_tokens: int, prompts: Sequence[str])
 def eval_values(
     task: Task, model: str, shape: Mapping[str, Any], prompts: Sequence[str], *, tuned: bool
 ) -> dict[str, Any]:
-    """Return an evaluation file's keys and values for the held-out rows. It sets no threads, cache or rows in flight.
+    """Return keys and values of an evaluation file for the held-out rows, but not threads, cache and rows in flight.
 
     Sampling is greedy, because sampled answers differ even without a loss of quality.
 
@@ -175,7 +175,7 @@ def eval_values(
 
 
 def tuned_model(task: Task) -> dict[str, str]:
-    """Return `model` keys for the final job file: the trained checkpoint, or the job's checkpoint and speed adapter.
+    """Return `model` keys for the final job file: the trained checkpoint, or the job's checkpoint and a new adapter.
 
     The path of the trained files is relative if `model.path` in the user's job file is a relative local path.
     """
@@ -188,7 +188,7 @@ def tuned_model(task: Task) -> dict[str, str]:
 def job_text(
     values: Mapping[str, Any], model: Mapping[str, str], schedule: Mapping[str, Any], comment: Sequence[str]
 ) -> str:
-    """Return the user's job file (`values`) as text, with `model` and `schedule` replaced and without `adapt`."""
+    """Return the text of the user's job file (`values`) with new `model` and `schedule` sections and no `adapt`."""
     checks = {key: value for key, value in (values.get("schedule") or {}).items() if key in CHECKS}
     job = {**values, "model": {**values["model"], **model}, "schedule": {**checks, **schedule}}
     job.pop("adapt", None)

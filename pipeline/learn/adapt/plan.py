@@ -50,7 +50,7 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
     options = config.adapt or AdaptConfig()
     config = config.model_copy(update={"adapt": options})
     above, slash, name = config.output.path.rstrip("/").rpartition("/")
-    # without "=", because a folder named key=value would be read as a column of the sample
+    # the name has no "=", because a folder named key=value would be read as a column of the sample
     output = options.output or f"{above}{slash}{name.replace('=', '-')}-adapt"
     if "://" in output:
         raise UserError(f"adapt.output: {output} is not local, and training writes local files: name a local folder")
@@ -59,7 +59,7 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
     _check_job(config, options)
     if options.output is None and on_cluster():
         raise UserError(
-            "adapt.output: all nodes of the cluster must read and write the adaptation's files, and "
+            "adapt.output: all nodes of the cluster must read and write the adaptation's files, but "
             f"{folder} may be on this node only: name a folder on a shared file system, or unset RAY_ADDRESS"
         )
     needed = ["sacrebleu", "rouge_score", *(["peft"] if options.weights == "adapter" else [])]
@@ -73,7 +73,7 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
     files, schema = layout(pinned, listed)
     if (total := sum(file.rows for file in files)) <= options.held_out:
         raise UserError(
-            f"{config.input.path[0]}: {total} rows leave none to train on: lower adapt.held_out = {options.held_out}"
+            f"{config.input.path[0]}: no row of {total} is left to train on: lower adapt.held_out = {options.held_out}"
         )
     stored, start = record.done.get("sample"), options.adapter.get("start")
     resolved = resolve_checkpoint(config.model, config.storage, stored["settings"]["model"] if stored else None)
@@ -108,8 +108,8 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
         further = {name: values for name, values in rows.items() if name not in needed_columns(config)}
         if (right := true_answers(further, config.choices)) is not None:
             announce(
-                f"column {right!r} looks like true answers: set adapt.references: {right} to choose the speed by the "
-                "loss against them; without this key, agreement with full depth decides"
+                f"column {right!r} looks like true answers: set adapt.references: {right} to choose the speed by how "
+                "well its answers match them; without this key, their agreement with full depth decides"
             )
     return task, record
 
@@ -117,29 +117,29 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
 def _check_job(config: JobConfig, options: AdaptConfig) -> None:
     """Raise UserError for a job that adapt cannot evaluate."""
     if config.input.is_batch:
-        raise UserError("input.format: adapt cannot evaluate openai_batch files; give it a table of messages")
+        raise UserError("input.format: adapt cannot evaluate openai_batch files; use a table of messages")
     if config.input.choices is not None:
-        raise UserError("input.choices: adapt cannot evaluate rows with labels of their own; set choices for the job")
+        raise UserError("input.choices: adapt needs the same labels for all rows; use the key choices instead")
     if config.output_format is not None or config.input.output_format is not None:
-        raise UserError("output_format: adapt evaluates free answers; leave it out, and add it to the new job.yaml")
+        raise UserError("output_format: adapt evaluates only free text; remove it here, and add it to the new job.yaml")
     if config.reasoning is not None:
-        raise UserError("reasoning: adapt evaluates whole answers; leave it out, and add it to the new job.yaml")
+        raise UserError("reasoning: adapt evaluates whole answers; remove it here, and add it to the new job.yaml")
     if config.input.tools is not None:
-        raise UserError("input.tools: adapt evaluates free answers; give it a job of the same chats without tools")
+        raise UserError("input.tools: adapt evaluates only free text; use a job with the same chats but no tools")
     if config.choices is not None and options.metric in (*OF_TEXTS, "fidelity"):
-        raise UserError(f"adapt.metric: {options.metric} is not for labels; with choices take exact_match")
+        raise UserError(f"adapt.metric: {options.metric} is not a metric for labels; with choices, use exact_match")
     if config.model.speed_adapter is not None:
-        raise UserError("model.speed_adapter: adapt trains a speed adapter for model.path itself; leave this key out")
+        raise UserError("model.speed_adapter: adapt needs model.path without a speed adapter; leave this key out")
 
 
 def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]:
-    """Return stage -> settings that its result depends on, without those of earlier stages, metric and tolerance."""
+    """Return the settings that each stage depends on, but not those of earlier stages, metric and tolerance."""
     config, values = task.config, task.options.model_dump()
 
     def chosen(*names: str) -> dict[str, Any]:
         return {"adapt": {name: values[name] for name in names}}
 
-    # keys about input files and the list of files are left out, because files may be added later
+    # the list of input files and the keys about files are not recorded, because files may be added later
     of_files = {"since", "changed", "unreadable", "csv_field_bytes", "duplicate_ids"}
     model = config.model.model_dump(exclude={"path", "cache", "speed_adapter"})
     actors = {"actors": config.actors.model_dump(include={"max_batch", "threads", "cache_bytes"})}
@@ -179,20 +179,20 @@ class StageRecord:
         self.folder = OwnedFolder(folder, RECORD, "adapt.output")
         self.done: dict[str, dict[str, Any]] = {}  # stage -> {"settings", "result"}
         self.seconds: dict[str, float] = {}  # stage -> seconds of all attempts together
-        self.job_text = ""  # the job file as it was written last
+        self.job_text = ""  # the text last written to the job file
         values = self.folder.values()
         if not values.keys() - {FILES}:
-            return  # no record, or no stage yet
+            return  # no record, or no finished stage in it
         try:
             if values["format"] != FORMAT:
                 raise UserError(f"format {values['format']}, this version writes {FORMAT}")
             self.done, self.seconds = dict(values["done"]), dict(values["seconds"])
             self.job_text = str(values.get("job_text", ""))
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{folder}/{RECORD}: not of this version: {flat(error)}; remove the folder") from None
+            raise UserError(f"{folder}/{RECORD}: cannot be read: {flat(error)}; remove the folder") from None
 
     def check(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise UserError if a finished stage had other settings than `settings`; the error names these settings."""
+        """Raise UserError if a finished stage had other settings than `settings`. The error names those keys."""
         names = [
             name
             for stage, done in self.done.items()
@@ -224,7 +224,7 @@ class StageRecord:
         return dict(self.done[stage]["result"])
 
     def is_edited(self, job_file: Path) -> bool:
-        """Return whether `job_file` has been changed since it was written."""
+        """Return whether `job_file` has been changed since `write_job` wrote it."""
         return bool(self.job_text) and job_file.exists() and job_file.read_text() != self.job_text
 
     def write_job(self, job_file: Path, text: str) -> None:

@@ -1,7 +1,7 @@
 """`skipdecode adapt --probe`: estimates in minutes, without training, how much time an adaptation could save a job.
 
 rows of the input ──> timed answers at full depth ──> layer order (keep order) ──> divergence with fewer layers
-                                 └──> time at each speed, cost of the adaptation, rows from which on it pays
+                                 └──> time at each speed, cost of the adaptation, number of rows for which it pays
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HEAD_CALLS = 20
 
 
 def probe(config: JobConfig, source: str) -> dict[str, Any]:
-    """Measure some rows of a job at full depth. Return estimates as plain values; seconds are for one row and actor.
+    """Estimate from some rows at full depth what an adaptation saves. `seconds` in the result: of one actor for a row.
 
     Writes no file. source: name of the job file. Raises UserError for a mistake, or if no row can be answered.
     """
@@ -102,7 +102,7 @@ def _prompts(task: Task) -> list[Prompt]:
 
 @torch.inference_mode()
 def _head_seconds(generator: Generator, rows: int) -> float:
-    """Return the seconds of final norm and vocabulary head per token, measured in decode steps of `rows` rows."""
+    """Return the seconds per token that final norm and vocabulary head need, measured with `rows` tokens at once."""
     decoder = generator.engine.decoder
     hidden = torch.randn(rows, decoder.model.config.hidden_size).to(decoder.device, decoder.dtype)
     head = getattr(decoder, "likeliest", decoder.logits)  # the CPU decoder finds the likeliest token without all logits
@@ -114,7 +114,7 @@ def _head_seconds(generator: Generator, rows: int) -> float:
 
 
 def _divergence(generator: Generator, pairs: Sequence[Row], order: Sequence[int]) -> list[dict[str, float]]:
-    """Run only the first n layers of `order`, for several n. Return divergence from and agreement with full depth."""
+    """Run only the first n layers of `order`, for several n. Compare their next-token probabilities to full depth's."""
     decoder, found = generator.engine.decoder, list[dict[str, float]]()
     with torch.inference_mode(), packed(decoder.model):
         passes = [ResponsePasses(decoder, batch) for batch in batches(pairs, decoder.vocab_size)]
@@ -129,12 +129,12 @@ def _divergence(generator: Generator, pairs: Sequence[Row], order: Sequence[int]
 def _speed(
     task: Task, row: RowCost, head: float, shape: Mapping[str, Any], speed: float, cost: float
 ) -> dict[str, Any]:
-    """Estimate the wall-clock speed-up and when adaptation pays. Only layers take less time, not the head."""
+    """Estimate the wall-clock speed-up, and for how many rows adaptation pays. The head's time does not change."""
     schedule = task.resolved.checkpoint.schedule({**shape, "speedup": speed})
     kept = (schedule.mean_depth(round(row.answer)) or schedule.num_layers) / schedule.num_layers
     policies = task.prompt_policies(row.prefill_seconds / row.seconds)
     prompt = schedule.depths[0] / schedule.num_layers if "first" in policies else 1.0
-    answers = task.config.sampling.n  # of a row; the probe decodes one
+    answers = task.config.sampling.n  # answers for each row; the probe decodes only one
     fast = row.prefill_seconds * prompt + answers * (head + (row.decode_seconds - head) * kept)
     full = row.prefill_seconds + answers * row.decode_seconds
     account = BreakEven(cost, full, fast, task.rows, working_actors(task.config))
@@ -146,14 +146,14 @@ def print_probe(console: Console, found: Mapping[str, Any]) -> None:
     console, seconds, tokens = wide(console), found["seconds"], found["tokens"]
     total = seconds["prompt"] + seconds["decode"]
     console.print(
-        f"{found['probed']} rows at full depth: prompts of {tokens['prompt']:,.0f} and answers of "
-        f"{tokens['answer']:,.0f} tokens, {duration(total)} a row: prompts {seconds['prompt'] / total:.0%}, layers of "
-        f"decode {max(seconds['decode'] - seconds['head'], 0) / total:.0%}, head {seconds['head'] / total:.0%}"
+        f"{found['probed']} rows at full depth, on average: {tokens['prompt']:,.0f} prompt tokens, "
+        f"{tokens['answer']:,.0f} answer tokens, {duration(total)}. Time: prompts {seconds['prompt'] / total:.0%}, "
+        f"decode layers {max(seconds['decode'] - seconds['head'], 0) / total:.0%}, head {seconds['head'] / total:.0%}"
     )
     for kept in found["kept_layers"]:
         console.print(
-            f"{kept['layers']} of {kept['of']} layers, not adapted: KL {kept['token_kl']:.3f} nats a token from full "
-            f"depth, {kept['agreed']:.0%} of the tokens equal"
+            f"{kept['layers']} of {kept['of']} layers, without adaptation: KL from full depth {kept['token_kl']:.3f} "
+            f"nats per token, {kept['agreed']:.0%} of the tokens as at full depth"
         )
     table = Table(box=None, pad_edge=False)
     for name in ("speed", "clock at most", "pays from rows", "saves here"):
@@ -167,6 +167,6 @@ def print_probe(console: Console, found: Mapping[str, Any]) -> None:
     best = max(found["speeds"], key=lambda one: one["saved"])
     verdict = f"worth it if the loss is small: {best['speedup']:g}x would save {duration(max(best['saved'], 0))}"
     console.print(
-        f"adaptation takes about {cost} here, and this job has {found['rows']:,} rows: "
+        f"adaptation takes about {cost} here, and this job has {found['rows']:,} rows, so it is "
         f"{verdict if found['worth_it'] else 'not worth it'}"
     )

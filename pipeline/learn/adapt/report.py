@@ -27,19 +27,19 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
         f"{counts['drawn']:,} of {counts['job']:,} rows drawn: {counts['train']:,} trained on, "
         f"{counts.get('dev', 0):,} in the dev set, {counts['held_out']:,} held out; left out: "
         f"{counts['unreadable'] + counts['errors']:,} with an error, {counts['empty']:,} with an empty answer, "
-        f"{counts['unreferenced']:,} without a reference, {counts['repeated']:,} with a held-out row's prompt",
+        f"{counts['unreferenced']:,} without a reference, {counts['repeated']:,} with the prompt of a held-out row",
     )
     console.print(_table(adapted))
     unit = "nats" if adapted.metric == "token_kl" else "points of 100"
     console.print(f"{adapted.metric}: {MEANINGS[adapted.metric]}")
     console.print(
-        f"losses are against the job's own checkpoint at full depth, on held-out rows, sampled greedily, in {unit}, "
-        f"with 95% intervals by paired bootstrap over rows; tolerance {adapted.tolerance:g}",
+        f"losses are differences from the job's checkpoint at full depth, in {unit}; held-out rows, greedy sampling, "
+        f"95% intervals by paired bootstrap over rows. Tolerance: {adapted.tolerance:g}",
     )
     if adapted.metric in adapted.chance:
         console.print(
-            f"chance: {adapted.chance[adapted.metric].value:.4g} {adapted.metric}, for answers that do not depend on "
-            "their row: the commonest label, or another row's text"
+            f"chance: {adapted.chance[adapted.metric].value:.4g} {adapted.metric}, the score of answers that do not "
+            "depend on their row (the commonest label, or another row's text)"
         )
     for text in [*adapted.harmed, *remarks(adapted.after, adapted.chance, adapted.metric)]:
         console.print(text, highlight=False)
@@ -55,25 +55,25 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
 
 
 def too_tight(adapted: Adapted) -> str:
-    """Return the message for an adaptation that chose no speed: which tolerance or held-out rows would allow one."""
+    """Return the message if no speed was chosen. It names the tolerance or number of rows that would allow one."""
     closest = adapted.nearest
     if uselessness(closest, adapted.chance, adapted.metric) is not None:
         return (
-            f"every speed-up is useless: none has more {adapted.metric} than chance. No job file is written; "
+            f"every speed-up is useless: none has a higher {adapted.metric} than chance. No job file is written; "
             "raise adapt.rows or training.epochs"
         )
     score = closest.scores[adapted.metric]
     least = math.ceil(1000 * score.loss_high) / 1000  # rounded up, so that this speed is within the tolerance
     rows, held_out = "", adapted.counts["held_out"]
-    if score.loss < adapted.tolerance:  # an interval narrows with the square root of the rows
+    if score.loss < adapted.tolerance:  # an interval's width falls with the square root of the rows
         factor = ((score.loss_high - score.loss) / (adapted.tolerance - score.loss)) ** 2
         rows = (
-            f"; if its loss stays {score.loss:.2g} on more rows, about {math.ceil(factor * held_out):,} held-out rows "
-            f"(now {held_out:,}) would show it"
+            f"; if its loss stays {score.loss:.2g} with more rows, about {math.ceil(factor * held_out):,} held-out "
+            f"rows (now {held_out:,}) would be enough"
         )
     return (
         f"no speed-up is within adapt.tolerance = {adapted.tolerance:g} of {adapted.metric}, and no job file is "
-        f"written; {closest.name} would be within {least:g}{rows}"
+        f"written; {closest.name} would be within a tolerance of {least:g}{rows}"
     )
 
 

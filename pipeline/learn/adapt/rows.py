@@ -46,7 +46,7 @@ SCHEMA = pa.schema(
 
 
 def draw(total: int, count: int) -> list[int]:
-    """Return `count` distinct numbers below `total`, or all of them, in random order."""
+    """Draw `count` distinct numbers below `total` in random order, or all of them if there are fewer."""
     return random.Random(SEED).sample(range(total), min(count, total))
 
 
@@ -70,9 +70,9 @@ def layout(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema
 def read_sample(
     config: JobConfig, files: Sequence[InputFile], schema: pa.Schema, drawn: Sequence[int]
 ) -> tuple[pa.Table, list[bool]]:
-    """Read the rows `drawn`. Return a table of the readable ones, in the order of `drawn`, and which are readable.
+    """Read the rows `drawn`. Return a table of the readable ones, in this order, and whether each row is readable.
 
-    drawn: row numbers, counted through all files. Only row groups that hold a drawn row are read.
+    drawn: row numbers, counted across all files. Only row groups that hold a drawn row are read.
     """
     in_order, ends = sorted(drawn), accumulate((file.rows for file in files), initial=0)
     single_rows = [
@@ -93,18 +93,18 @@ def write_pairs(
 ) -> dict[str, int]:
     """Join the sample with its answers, and write the held-out rows, the training rows and the dev rows.
 
-    Returns counts of written rows (`train`, `dev`, `held_out`) and of rows left out (`errors`; `empty` answers;
-    `unreferenced`: held-out rows without a usable reference; `repeated`: training rows with a held-out row's prompt),
-    and the number of tokens in the longest pair (`longest`). Raises UserError if too few rows are left.
+    Returns the counts of written rows: `train`, `dev`, `held_out`. Counts of rows left out are `errors`, `empty`
+    (empty answers), `unreferenced` (held-out rows without a usable reference) and `repeated` (training rows with the
+    prompt of a held-out row). `longest`: tokens of the longest pair. Raises UserError if too few rows are left.
 
-    held_out: number of rows at the start of the sample that are not trained on. references: column of the sample with
-    right answers. choices: labels; references that are not labels are ignored.
+    held_out: how many rows, from the start of the sample, are held out. references: column of the sample with true
+    answers. choices: labels; references that are not labels are ignored.
     """
     sample, answers = read_parquet((folder / SAMPLE).read_bytes()), _answers(folder / ANSWERS)
     failed = {row: answers[row]["error"] for row in range(sample.num_rows) if answers[row]["error"] is not None}
     if failed:
         row, error = next(iter(failed.items()))
-        log.warning("%d rows of the sample have an error and are left out; row %d: %s", len(failed), row, error)
+        log.warning("%d rows of the sample have an error and are left out; in row %d: %s", len(failed), row, error)
     answered = [row for row in range(sample.num_rows) if row not in failed]
     prompts = dict(zip(answered, prompt_ids(sample.take(answered), spec), strict=True))
     end = tokenizer_of(spec.checkpoint).eos_token_id
@@ -112,7 +112,7 @@ def write_pairs(
     labels = None if choices is None else {normalized(label) for label in choices}
     kept: dict[str, list[dict[str, Any]]] = {HELD_OUT: [], TRAIN: []}
     left_out = Counter(errors=len(failed), empty=0, unreferenced=0, repeated=0)
-    evaluated: set[tuple[int, ...]] = set()  # prompts of held-out rows (the first rows)
+    evaluated: set[tuple[int, ...]] = set()  # prompts of the held-out rows, which come first in the sample
     for row, prompt in prompts.items():
         response = answers[row]["token_ids"]
         ended = response[-1:] == [end]
@@ -124,7 +124,7 @@ def write_pairs(
         elif not response:
             left_out["empty"] += 1
         elif row >= held_out and tuple(prompt) in evaluated:
-            left_out["repeated"] += 1  # a held-out row must not be in the training rows too
+            left_out["repeated"] += 1  # a held-out prompt must not be trained on
         elif row >= held_out:
             kept[TRAIN].append(pair)
         elif references is not None and not usable:
@@ -135,10 +135,10 @@ def write_pairs(
     for name, least, purpose in ((HELD_OUT, 2, "to evaluate"), (TRAIN, 1, "to train on")):
         if len(kept[name]) < least:
             raise UserError(
-                f"{folder}: {len(kept[name])} rows left {purpose}: of {sample.num_rows} answered at full depth "
+                f"{folder}: {len(kept[name])} rows are left {purpose}. Of {sample.num_rows} answered at full depth, "
                 f"{left_out['errors']} have an error, {left_out['empty']} have an empty answer, "
-                f"{left_out['unreferenced']} have no reference, {left_out['repeated']} have a held-out row's prompt; "
-                f"raise adapt.rows, or look into {folder / ANSWERS}"
+                f"{left_out['unreferenced']} have no reference, {left_out['repeated']} repeat a held-out prompt; "
+                f"raise adapt.rows, or look at {folder / ANSWERS}"
             )
     pairs = [*kept[TRAIN], *kept[HELD_OUT]]
     watching = min(DEV_ROWS, int(DEV_SHARE * len(kept[TRAIN])))
@@ -162,15 +162,15 @@ def prompt_ids(table: pa.Table, spec: PromptSpec) -> list[list[int] | None]:
 def metric_of(folder: Path, asked: str | None, *, choices: bool, references: bool) -> str:
     """Return the metric `asked`, or the default metric for the job's held-out rows if `asked` is None.
 
-    choices, references: whether the job has them. Raises UserError if `asked` is a metric for texts, not for labels.
+    choices, references: whether the job has them. Raises UserError if `asked` is for texts, and references are labels.
     """
     table = read_parquet((folder / HELD_OUT).read_bytes(), ["references", "response"])
     texts = table["references"].to_pylist()
     labels = all(len(text.split()) == 1 for row in texts for text in row)
     if asked in OF_TEXTS and labels and not choices:
         raise UserError(
-            f"adapt.metric: {asked} is not for labels, and every reference of the {len(texts)} held-out rows is one "
-            "word; take exact_match"
+            f"adapt.metric: {asked} is not a metric for labels, and each reference of the {len(texts)} held-out "
+            "rows is a single word; use exact_match"
         )
     if asked is not None:
         return asked
@@ -189,7 +189,7 @@ def _usable_references(value: Any, labels: Collection[str] | None) -> list[str]:
 
 
 def _answers(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return row number in the sample -> its first answer. Ids of the answers end with the row number."""
+    """Return the first answer of each row, by row number in the sample. An answer's id ends with this number."""
     columns = ["id", "sample_index", "generated_text", "token_ids", "error"]
     parts = [read_parquet(path.read_bytes(), columns) for path in sorted(folder.glob("part-*.parquet"))]
     rows = pa.concat_tables(parts).to_pylist()

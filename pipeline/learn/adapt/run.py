@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 class Adapted:
     """Result of an adaptation.
 
-    trained: name of the folder in `folder` with the speed adapter or the checkpoint. before, after: measurements of the
+    trained: name of the subfolder of `folder` with the adapter or the checkpoint. before, after: measurements of the
     job's checkpoint and of the tuned one. chance: scores of answers that do not depend on their row. harmed: a warning
     for each speed that is worse after the training. chosen, break_even, job_file: None if no speed-up is within the
     tolerance. nearest: speed-up that needs the smallest tolerance. counts: kind of rows -> number. seconds: by stage.
@@ -84,7 +84,7 @@ class Adapted:
 def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose: bool = False) -> Adapted:
     """Adapt the job's checkpoint to the job's rows and choose a speed, stage by stage.
 
-    values, source: content and name of the user's job file; the written job file is a changed copy. verbose: see
+    values, source: content and name of the user's job file; the new job file is a changed copy. verbose: see
     `job.run`. Raises UserError for a mistake, if possible before Ray starts, and the errors of `job.run`.
     """
     task, stored = plan_adaptation(config, source)
@@ -92,7 +92,7 @@ def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose:
     stored.check(settings)
     stored.folder.claim(configs.STAGE_FILES)
     with interruptible(), leased(LocalFolder(str(task.folder), task.folder)):
-        record = StageRecord(task.folder)  # read again, because another run may have changed it until now
+        record = StageRecord(task.folder)  # read again: another run may have changed it before this one got the lease
         record.check(settings)
         return _adapt(task, values, record, settings, verbose)
 
@@ -125,7 +125,7 @@ def _adapt(
     tuned = run("tune", purpose, [f"{task.trained.name}/tune.json"], lambda: _tune(task, counts["longest"], prompts))
     actors = {name: getattr(config.actors, name) or answered["actors"][name] for name in ("threads", "cache_bytes")}
     actors["max_batch"] = config.rows_in_flight
-    purpose = f"measure the {{}} checkpoint over {counts['held_out']:,} held-out rows"
+    purpose = f"measure the {{}} checkpoint on {counts['held_out']:,} held-out rows"
     before = run("before", purpose.format("job's"), [], lambda: _evaluate(task, prompts, tuned=False, actors=actors))
     after = run("after", purpose.format("tuned"), [], lambda: _evaluate(task, prompts, tuned=True, actors=actors))
     lines, chance = [Line.of(line) for line in after["lines"]], scores_of(after.get("chance", {}))
@@ -135,17 +135,17 @@ def _adapt(
     break_even, job_file = None, folder / configs.JOB_FILE
     if edited := record.is_edited(job_file):
         log.warning(
-            "%s: kept, because it was changed since adapt wrote it; remove it to have it written again", job_file
+            "%s: kept, because it was changed since adapt wrote it; remove it to get the new job file", job_file
         )
     else:
-        record.folder.discard([configs.JOB_FILE])  # an earlier run may have had another tolerance
+        record.folder.discard([configs.JOB_FILE])  # written by an earlier run, perhaps with another tolerance
 
-    def row_seconds(line: Line) -> float:  # the evaluation gives one answer to a row
+    def row_seconds(line: Line) -> float:  # the evaluation gave one answer to each row; the job gives n
         return line.seconds + (config.sampling.n - 1) * line.decode_seconds / float(counts["held_out"])
 
     if chosen is not None:
         break_even = BreakEven(
-            cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # "before" serves only the table
+            cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # "before" is only for the table
             full=row_seconds(full_depth(lines)),
             fast=row_seconds(chosen),
             rows=task.rows,
@@ -185,7 +185,7 @@ def _sample(task: Task) -> dict[str, Any]:
 
 
 def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
-    """Answer the sample at full depth as a job of its own, and write the files that tune and evaluate read."""
+    """Answer the sample at full depth in a separate job, and write the files that tune and evaluate read."""
     job = configs.full_depth_job(task.config, task.resolved, task.folder)
     result = jobs.run(job, verbose=verbose)
     batching, totals = result.manifest.batching, result.totals
@@ -212,15 +212,15 @@ def _tune(task: Task, longest: int, prompts: Sequence[str]) -> dict[str, Any]:
     from pipeline.learn.tune.run import tune  # imported late: the training starts only after Ray has been shut down
 
     recipe = configs.tune_config(task, str(fetch(task.resolved.source)), longest, prompts)
-    with memory_freed(), redirect_stdout(sys.stderr):  # stdout is for the result; losses are progress
+    with memory_freed(), redirect_stdout(sys.stderr):  # losses are progress, and stdout is only for the result
         folder = tune(recipe)
     return {"harmed": json.loads((folder / "tune.json").read_text()).get("harmed", [])}
 
 
 def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mapping[str, int | None]) -> dict[str, Any]:
-    """Evaluate every speed of the job's checkpoint, or, if `tuned`, of the trained one compared with the job's.
+    """Evaluate the job's checkpoint at every speed. If `tuned`, evaluate the trained one against it.
 
-    actors: threads, cache bytes and rows in flight of one of the job's actors, which the evaluation uses too.
+    actors: threads, cache bytes and rows in flight of an actor of the job. The evaluation uses the same values.
     """
     from pipeline.learn.evaluate import run as evaluate_run
 
@@ -239,7 +239,7 @@ def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mappin
 
 @contextmanager
 def memory_freed() -> Iterator[None]:
-    """Free the memory of a stage when the `with` block ends. A trainer is a reference cycle and needs the collector."""
+    """Free a stage's memory after the `with` block. A trainer has reference cycles, which only the collector frees."""
     try:
         yield
     finally:
@@ -259,9 +259,9 @@ def _job_text(task: Task, values: Mapping[str, Any], chosen: Line, metric: str, 
     score = chosen.scores[metric]
     comment = [
         f"Written by `skipdecode adapt {task.source}`: the same job at the fastest speed within the tolerance.",
-        f"At {chosen.name}, {metric} loses {score.loss:.3g} on held-out rows of its own input (upper end of the "
-        f"interval: {score.loss_high:.3g}; tolerance: {tolerance:g}).",
-        f"The job answers every row, also those of {task.folder / configs.SAMPLE}. skipdecode run {path}",
+        f"At {chosen.name}, {metric} loses {score.loss:.3g} on held-out rows of the job's input (upper end of "
+        f"the loss's interval: {score.loss_high:.3g}; tolerance: {tolerance:g}).",
+        f"The job answers all rows, including those of {task.folder / configs.SAMPLE}. Run it: skipdecode run {path}",
     ]
     schedule = {"speedup": chosen.nominal} | ({} if chosen.prompt == "full" else {"prompt": chosen.prompt})
     return configs.job_text(values, configs.tuned_model(task), schedule, comment)

@@ -31,15 +31,15 @@ from pipeline.prepare.tokenizer import longest, tokenize_labels
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
 
 REFERENCE = "reference model"  # the reference model's name in evaluate's table
-CHANCE = "chance"  # name of the line whose answers do not depend on the row's prompt
+CHANCE = "chance"  # name of the table line for answers that do not depend on the prompt
 
 
 @dataclass(frozen=True)
 class Variant:
     """A schedule or model to measure, which becomes a line of evaluate's table.
 
-    group: "speed", "prompt" (a further prompt policy), "reference" or "model". spec: the complete schedule. nominal:
-    nominal speed-up; None for a reference model or baseline.
+    group: "speed", "prompt" (a speed with another prompt policy), "reference" or "model" (a baseline). spec: complete
+    schedule. nominal: nominal speed-up; None for a reference model or baseline.
     """
 
     name: str
@@ -62,7 +62,7 @@ def speeds(spec: ScheduleSpec, speedups: Sequence[float], prompts: Sequence[str]
 
 @dataclass(frozen=True)
 class EvalRow:
-    """Row `number` of the file `path`. references: () if the data has no references. id: None if it has no ids."""
+    """Row `number` of the file `path`. If the data has no references, `references` is (); if no ids, `id` is None."""
 
     prompt: Text
     references: tuple[str, ...]
@@ -107,13 +107,13 @@ class EvalInputs:
         """Load `checkpoint` with a schedule at full depth. fast: merge its speed adapter, as a job above 1x does."""
         config = self.config
         full = checkpoint.checkpoint.schedule({"speedup": 1.0})
-        # `model.weights` is for the checkpoint in `model` only
+        # `model.weights` applies only to the checkpoint in `model`
         model = config.model if checkpoint is self.model else config.model.model_copy(update={"weights": None})
         on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not torch.cuda.is_available())
         generator = Generator(
             str(fetch(checkpoint.source)),
             speed_adapter=str(fetch(checkpoint.adapter)) if fast and checkpoint.adapter is not None else None,
-            # loaded with a schedule that skips layers, because only then the adapter is merged
+            # the adapter is merged only if the model is loaded with a schedule that skips layers
             schedule={"depths": (max(1, full.warmup),)} if fast else full,
             unadapted=True,
             **generator_settings(model, config.sampling, config.choices),
@@ -136,7 +136,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
     model = resolve_checkpoint(config.model, config.storage)
     changes = config.schedule.changes()
     if config.schedule.keep_order == MEASURED:
-        changes["keep_order"] = "paper"  # until the order is measured
+        changes["keep_order"] = "paper"  # a placeholder until the order is measured
     spec = (model.checkpoint.spec or ScheduleSpec()).overridden(changes)
     variants = speeds(spec, config.speedups, config.prompts)
     try:
@@ -155,7 +155,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
     if config.choices is not None:
         tokenizer = load_tokenizer(model.checkpoint.path)
         ids = tokenize_labels(tokenizer, config.choices)
-        longest(config.choices, ids)  # its error shows a wrong label's text, ChoiceTrie's only its number
+        longest(config.choices, ids)  # unlike ChoiceTrie's, its error shows the text of a bad label
         trie = ChoiceTrie([ids[label] for label in config.choices], tokenizer.eos_token_id)
         reserved = new_tokens = trie.most_tokens
     prompts = _tokenized(rows, model, reserved)
@@ -184,7 +184,7 @@ def read_rows(data: EvalDataConfig, choices: Sequence[str] | None, storage: Stor
         except MissingColumn as error:
             if error.column != data.references:
                 raise
-            hint = "to measure agreement with full depth, without references, set data.references: null"
+            hint = "to measure agreement with full depth instead, set data.references: null"
             raise UserError(f"{error}; {hint}") from None
         prompts = values[data.prompt]
         ids: list[Any] = values.get(data.id, [None] * len(prompts))
@@ -194,7 +194,7 @@ def read_rows(data: EvalDataConfig, choices: Sequence[str] | None, storage: Stor
         for number, (prompt, right, name) in enumerate(zip(prompts, references, ids, strict=True)):
             row = f"{path}: row {number}"
             if not is_text(prompt):
-                raise UserError(f"{row}: column {data.prompt!r} must hold text or token ids, none of them empty")
+                raise UserError(f"{row}: column {data.prompt!r} must hold text or token ids, and no empty value")
             if data.references is not None and (not right or not all(isinstance(one, str) for one in right)):
                 raise UserError(f"{row} needs at least one reference; column {data.references!r} must hold text")
             for label in right:
@@ -202,14 +202,14 @@ def read_rows(data: EvalDataConfig, choices: Sequence[str] | None, storage: Stor
                     raise UserError(f"{row}: label {label!r} is not one of choices; add it, or leave the row out")
             rows.append(EvalRow(prompt, right, name, path, number))
     if len(rows) < 2:
-        raise UserError(f"{data.path[0]}: {len(rows)} rows to score; intervals need several: give at least 2")
+        raise UserError(f"{data.path[0]}: {len(rows)} rows to score, but intervals need at least 2")
     return rows
 
 
 def _output_folder(output: str) -> OwnedFolder:
     """Make and return the output folder. Raises UserError if it holds files of the user, or is not writable."""
     if "://" in output:
-        raise UserError(f"output: {output}: evaluate writes into a local folder; name one, and copy it afterwards")
+        raise UserError(f"output: {output} is not local; name a local folder, and copy the results afterwards")
     folder = OwnedFolder(Path(output), RECORD, "output")
     folder.check([])
     try:
@@ -233,12 +233,12 @@ def _same_tokenizer(key: str, path: str, model: ResolvedCheckpoint, config: Eval
 
 
 def _tokenized(rows: Sequence[EvalRow], model: ResolvedCheckpoint, reserved: int) -> list[Prompt]:
-    """Tokenize the rows. Raises UserError if a row and `reserved` new tokens exceed the model's context."""
+    """Tokenize the rows. Raises UserError if the context has no room for a row and `reserved` new tokens."""
     encoded = token_ids(load_tokenizer(model.checkpoint.path), [row.prompt for row in rows])
     vocabulary = model.checkpoint.config.vocab_size
     for row, tokens in zip(rows, encoded, strict=True):
         if max(tokens, default=vocabulary) >= vocabulary:
-            told = f"the prompt has no token, or a token outside the model's vocabulary of {vocabulary}"
+            told = f"the prompt is empty, or has a token outside the model's vocabulary of {vocabulary}"
             raise UserError(f"{row.path}: row {row.number}: {told}; leave the row out")
     prompts = [Prompt(tokens, row.path, row.number) for row, tokens in zip(rows, encoded, strict=True)]
     _check_context(prompts, model, reserved, "a context")
@@ -246,7 +246,7 @@ def _tokenized(rows: Sequence[EvalRow], model: ResolvedCheckpoint, reserved: int
 
 
 def _check_context(prompts: Sequence[Prompt], model: ResolvedCheckpoint, reserved: int, named: str) -> None:
-    """Raise UserError if a prompt leaves less room than `reserved` tokens in the model's context."""
+    """Raise UserError if the model's context has no room for a prompt and `reserved` new tokens."""
     context = model.checkpoint.context_length
     for prompt in prompts:
         if len(prompt.ids) + reserved > context:

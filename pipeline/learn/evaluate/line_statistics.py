@@ -42,7 +42,7 @@ def line_statistics(
     answers: Mapping[str, Answers],
     full_depth: str,
 ) -> dict[str, dict[str, Array]]:
-    """Return line -> metric -> statistics [N, K] of the N rows, for each metric that the rows allow.
+    """Return line -> metric -> array [rows, statistics], for each metric that can be computed for these rows.
 
     answers: the answers of each line, and of the line `CHANCE`, which has no model and thus no token_kl or perplexity.
     full_depth: name of the line that agreement is measured against.
@@ -82,7 +82,7 @@ def line_statistics(
 
 
 def _regret(full: Model, pairs: Mapping[str, Sequence[Pair]]) -> dict[str, Array]:
-    """Return line -> regret [N] of the line's answers (see `answer_regret`). Equal answers to a row are scored once."""
+    """Return line -> regret of its answer to each row (see `answer_regret`). Score equal answers to a row only once."""
     distinct = {(row, tuple(pair[1])): pair for each in pairs.values() for row, pair in enumerate(each)}
     report = RowProgress("scoring the lines' own answers", len(distinct)).at
     found = dict(zip(distinct, answer_regret(full, list(distinct.values()), report).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Computes metrics in two steps: K statistics for each row, then a score from the sums of the statistics over rows.
+"""Computes metrics in two steps: K statistics for each row, then one score from each statistic's sum over all rows.
 
 This makes the bootstrap of a corpus metric cheap: a resampled data set only needs new sums.
 Shapes: N rows have statistics [N, K]; S data sets have sums [S, K] and scores [S].
@@ -31,7 +31,7 @@ DRAWN_AT_ONCE = 2**22  # limit for the row numbers drawn at once, which take 32 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. title, unit: as shown in tables. score: computes scores [S] from sums [S, K].
+    """A metric. title, unit: as shown in tables. score: computes the scores of S data sets from sums [S, K].
 
     higher_is_better: None means that any difference from full depth's value, up or down, is a loss.
     """
@@ -98,7 +98,7 @@ METRICS = {
 
 
 def bleu_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-    """Return [N, 10]: answer length, closest reference's length, and for n = 1 to 4 the matched and then all n-grams.
+    """Return [rows, 10]: answer length, closest reference's length; matched n-grams and all n-grams, each for n = 1-4.
 
     sacrebleu counts with tokenizer 13a, in lower case, against all references of a row. The sums over rows give the
     corpus BLEU.
@@ -111,18 +111,18 @@ def bleu_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -
 
 
 def exact_match_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-    """Return [N, 2]: whether the text equals a reference except for case and outer space (1 or 0), and a constant 1."""
+    """Return [rows, 2]: 1 if the text equals a reference, ignoring case and outer space, else 0; and a constant 1."""
     pairs = zip(texts, references, strict=True)
     return mean_statistics([normalized(text) in map(normalized, each) for text, each in pairs])
 
 
 def same_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
-    """Return [N, 2]: 1 if text and other text are the same string, else 0; and a constant 1."""
+    """Return [rows, 2]: 1 if the two texts of the row are equal, else 0; and a constant 1."""
     return mean_statistics([text == other for text, other in zip(texts, others, strict=True)])
 
 
 def kappa_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
-    """Return [N, 2 + 2 K]: `same_statistics`, then text and other text, each one-hot over the K distinct `others`."""
+    """Return for each row: `same_statistics`, then both texts as one-hot vectors over all distinct `others`."""
     labels = {label: column for column, label in enumerate(dict.fromkeys(others))}
     rows = np.eye(len(labels) + 1)[:, :-1]  # the last row is zeros, for a text that is not in `others`
     both = [rows[[labels.get(text, -1) for text in each]] for each in (texts, others)]
@@ -130,7 +130,7 @@ def kappa_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
 
 
 def rouge_l_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-    """Return [N, 2]: the best ROUGE-L F score of the text over its references (no stemming), and a constant 1.
+    """Return [rows, 2]: the text's best ROUGE-L F score over its references, without stemming; and a constant 1.
 
     rouge_score counts only words of a-z and 0-9. A text that equals a reference scores 1 in every script.
     """
@@ -139,21 +139,21 @@ def rouge_l_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]
 
 
 def answer_statistics(answers: Sequence[Sequence[int]], own: Sequence[Sequence[int]], regret: Array) -> Array:
-    """Return [N, 5]: tokens of the answer, tokens of full depth's answer, repeated 4-grams, all 4-grams, and regret.
+    """Return [rows, 5]: tokens of the answer, tokens of full depth's answer, repeated 4-grams, all 4-grams, and regret.
 
     Fidelity is 100 · exp(-regret / tokens) · min(length ratio, 1 / length ratio) · (1 - repeated 4-grams / 4-grams).
-    Length and repetition are factors because the likelihood of single tokens hardly shows that they are wrong.
+    Length and repetition are factors because the likelihood of single tokens hardly shows errors in them.
 
     Args:
         answers, own: Token ids of the answers and of full depth's answers, with end tokens.
-        regret: Regret of `answers` in nats, [N]; see `answer_regret`.
+        regret: Regret of each answer in nats; see `answer_regret`.
     """
     counts = [(len(answer), len(other), *repeated_ngrams(answer)) for answer, other in zip(answers, own, strict=True)]
     return np.concatenate([np.array(counts, dtype=np.float64), regret[:, None]], axis=1)
 
 
 def mean_statistics(values: Sequence[float] | Array) -> Array:
-    """Return [N, 2]: the values and a constant 1. The sum of values divided by the sum of ones is the mean."""
+    """Return [rows, 2]: each row's value and a constant 1. The mean is the sum of values divided by the sum of ones."""
     first = np.asarray(values, dtype=np.float64)
     return np.stack([first, np.ones_like(first)], axis=1)
 
@@ -191,13 +191,13 @@ class Score:
 
 
 def resampled_counts(rows: int, samples: int, rng: np.random.Generator) -> Array:
-    """Draw `samples` data sets with replacement. Return how often each data set holds each row, [samples, rows]."""
+    """Draw `samples` sets of `rows` rows with replacement. Return each row's count in each set, [samples, rows]."""
     positions = rng.integers(rows, size=(samples, rows)) + rows * np.arange(samples)[:, None]
     return np.bincount(positions.ravel(), minlength=samples * rows).reshape(samples, rows).astype(np.float64)
 
 
 def resampled_sums(statistics: Array, samples: int, seed: int) -> Array:
-    """Draw `samples` data sets from the N rows of `statistics` [N, K]. Return each data set's sums, [samples, K]."""
+    """Draw `samples` data sets from the rows of `statistics`, with replacement. Return the sums of each data set."""
     rng, rows = np.random.default_rng(seed), len(statistics)
     at_once = max(1, DRAWN_AT_ONCE // rows)
     return np.concatenate(
@@ -208,14 +208,14 @@ def resampled_sums(statistics: Array, samples: int, seed: int) -> Array:
 def paired_scores(statistics: Mapping[str, Mapping[str, Array]], full_depth: str) -> dict[str, dict[str, Score]]:
     """Return line -> metric -> score, with percentile intervals from a paired bootstrap over rows.
 
-    Method: Koehn, "Statistical Significance Tests for Machine Translation Evaluation", EMNLP 2004. Data sets of N rows
-    are drawn with replacement, and every line is scored on the same data sets.
+    Method: Koehn, "Statistical Significance Tests for Machine Translation Evaluation", EMNLP 2004. Data sets of
+    equal size are drawn with replacement, and every line is scored on the same data sets.
 
     Args:
-        statistics: Line -> metric -> statistics [N, K] of the same N rows.
+        statistics: Line -> metric -> array [rows, statistics]; all lines have the same rows.
         full_depth: Name of the line that losses are measured against.
     """
-    values_of = {}  # (line, metric) -> scores [1 + samples]: of the rows themselves, then of the resampled data sets
+    values_of = {}  # (line, metric) -> score of the rows themselves, then of each resampled data set
     for line, metrics in statistics.items():
         for metric, rows in metrics.items():
             sums = np.concatenate([rows.sum(axis=0)[None], resampled_sums(rows, SAMPLES, SEED)])
@@ -232,6 +232,6 @@ def paired_scores(statistics: Mapping[str, Mapping[str, Array]], full_depth: str
 
 
 def interval(samples: Array) -> tuple[float, float]:
-    """Return the percentile interval of bootstrap samples [S]."""
+    """Return the percentile interval of the bootstrap scores `samples`."""
     low, high = np.quantile(samples, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)

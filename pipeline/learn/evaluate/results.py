@@ -57,7 +57,7 @@ class Line:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Line:
-        """Build a line from the values in a record. Records of an earlier version hold no name, so it is derived."""
+        """Build a line from the values in a record. If the record of an earlier version has no name, derive it."""
         nominal, prompt = values["nominal"], values["prompt"]
         policy = "" if prompt == "full" or nominal in (None, 1) else f" prompt={prompt}"
         name = "full depth" if nominal is None else f"{nominal:g}x{policy}"
@@ -71,12 +71,12 @@ def scores_of(values: Mapping[str, Mapping[str, float]]) -> Scores:
 
 
 def uselessness(line: Line, chance: Scores, metric: str) -> str | None:
-    """Return a sentence that calls `line` useless if its score is at or below chance; else None."""
+    """Return a sentence that calls `line` useless if its score is no better than chance. Otherwise return None."""
     metric = metric if metric in chance else "agreement_exact"  # chance has no score for token_kl and perplexity
     if metric not in chance or line.scores[metric].value > chance[metric].value:
         return None
     title, value = METRICS[metric].title, line.scores[metric].value
-    return f"{line.name} is useless: its {title} of {value:.1f} is at or below chance, {chance[metric].value:.1f}"
+    return f"{line.name} is useless, no better than chance: {title} {value:.1f}, by chance {chance[metric].value:.1f}"
 
 
 def remarks(lines: Sequence[Line], chance: Scores, metric: str) -> list[str]:
@@ -151,7 +151,7 @@ def print_tables(console: Console, evaluation: Evaluation) -> None:
     console.print(
         f"\n{evaluation.rows:,} rows, batches of up to {evaluation.batch}. In brackets: "
         f"{100 * CONFIDENCE:g}% intervals, paired bootstrap over rows.\n"
-        f"Loss: {metric.title} lost against {evaluation.full_depth}; below 0 is a gain."
+        f"Loss: {metric.title} lost compared with {evaluation.full_depth}; a loss below 0 is a gain."
     )
     for text in remarks(evaluation.lines, evaluation.chance, evaluation.metric):
         console.print(text, highlight=False)
@@ -205,7 +205,7 @@ def _table(*columns: str) -> Table:
 
 
 def bracketed(value: float, low: float, high: float, decimals: int, signed: bool = False) -> str:
-    """Return a value and its interval as text; the value alone if the interval has no width after rounding."""
+    """Return a value and its interval as text; only the value if both ends round to it."""
     value, low, high = (round(number, decimals) + 0.0 for number in (value, low, high))  # + 0.0: no -0.0
     sign = "+" if signed and value else ""
     if low == value == high:

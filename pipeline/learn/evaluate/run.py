@@ -3,8 +3,8 @@
     rows, checkpoints → lines → answers, timed in turn → statistics of rows → scores with intervals → tables
 
 A line is one speed or model. Quality is measured against full depth and chance, and against references if there are
-any. The measures of speed are the nominal speed-up, the layer ratio of the decode steps, and the time of the whole run
-and of its decode steps, each compared with full depth on the same engine, rows and batches.
+any. Speed is measured by the nominal speed-up, by the layer ratio of the decode steps, and by the times of the whole
+run and of its decode steps. All are relative to full depth on the same engine, rows and batches.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ def load_models(inputs: EvalInputs) -> tuple[Generator, Generator, dict[str, Gen
 
 
 def with_measured_order(inputs: EvalInputs, generator: Generator) -> EvalInputs:
-    """Return `inputs`. If `schedule.keep_order` says so, measure the layer order on full-depth answers and set it."""
+    """Return `inputs`. If `schedule.keep_order` asks for it, set a layer order measured on full-depth answers."""
     model, schedule = inputs.config.model, inputs.config.schedule
     if schedule.keep_order != MEASURED:
         return inputs
-    announce(f"answering {min(ROWS, len(inputs.rows))} rows at full depth for the keep order")
+    announce(f"answering {min(ROWS, len(inputs.rows))} rows at full depth to measure the keep order")
     answers = answer(generator, generator.schedule, inputs.prompts[:ROWS]).answers
     rows = [(prompt.ids, row.token_ids or ()) for prompt, row in zip(inputs.prompts, answers, strict=False)]
     identity = {**inputs.model.identity(), "dtype": model.dtype}
@@ -120,7 +120,7 @@ class TimedRun:
 
 
 def common_batch(generator: Generator, prompts: Sequence[Prompt], new_tokens: int) -> int:
-    """Return the maximum rows per batch that fits full depth's KV cache, so that all schedules run the same batches.
+    """Return the most rows per batch that fit the KV cache at full depth, so that all schedules run the same batches.
 
     generator: at full depth. new_tokens: maximum tokens of an answer. Raises UserError if one row alone does not fit.
     """
@@ -136,14 +136,14 @@ def common_batch(generator: Generator, prompts: Sequence[Prompt], new_tokens: in
             f"{longest.source}: row {longest.row}: needs {row_bytes(length)} bytes of cache at full depth, "
             f"but cache_bytes is {generator.cache_bytes}; raise cache_bytes"
         )
-    fitting = generator.cache_bytes // max(1, row_bytes(shortest))  # an answer of one token keeps no cache
+    fitting = generator.cache_bytes // max(1, row_bytes(shortest))  # 0 bytes if answers have only one token
     return max(1, min(generator.max_batch, fitting))
 
 
 def answer(generator: Generator, schedule: Schedule, prompts: Sequence[Prompt], stage: str = "answering") -> TimedRun:
     """Answer all rows once. Progress lines begin with `stage`.
 
-    Raises UserError if a row cannot be answered or memory ran out.
+    Raises UserError if a row cannot be answered, or if memory runs out.
     """
     scheduled = generator.at(schedule)  # on a CPU this drops the buffers of earlier runs
     progress = RowProgress(stage, len(prompts))
@@ -154,7 +154,7 @@ def answer(generator: Generator, schedule: Schedule, prompts: Sequence[Prompt], 
     if bad is not None:
         raise UserError(f"{prompts[bad.row].source}: row {prompts[bad.row].row}: {bad.error}")
     stats = scheduled.take_stats()
-    if stats.out_of_memory:  # these batches were split, so their times cannot be compared
+    if stats.out_of_memory:  # batches without enough memory were split, so their times cannot be compared
         raise UserError(f"memory ran out in {stats.out_of_memory} batches, so times are wrong: lower max_batch")
     return TimedRun(answers, stats, [seconds], [stats.decode_seconds])
 
@@ -231,7 +231,7 @@ def _write(evaluation: Evaluation, inputs: EvalInputs, runs: Mapping[str, TimedR
 
 
 def _columns(rows: Sequence[EvalRow]) -> dict[str, list[Any]]:
-    """Return the input columns for the answers files: prompt, and id and references if the data has them."""
+    """Return the input columns for the answers files: the prompt; id and references only if the data has them."""
     prompts: list[Any] = [row.prompt for row in rows]
     if any(isinstance(prompt, str) for prompt in prompts):  # a column has one type, so token ids become text too
         prompts = [prompt if isinstance(prompt, str) else json.dumps(prompt) for prompt in prompts]

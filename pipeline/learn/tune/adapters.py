@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def check_targets(adapter: AdapterConfig, config: PretrainedConfig) -> None:
-    """Raise UserError if a name in `adapter.targets` is no linear layer of a model with `config`. Loads no weights."""
+    """Raise UserError if `adapter.targets` names a layer that a model with `config` lacks. Loads no weights."""
     known = _linear_names(config)
     for target in adapter.targets or ():
         if target not in known:
-            raise UserError(f"adapter.targets: the model has no {target!r}; it has {', '.join(known)}")
+            raise UserError(f"adapter.targets: the model has no layer {target!r}; it has {', '.join(known)}")
 
 
 def started(base: Checkpoint, folder: str) -> Checkpoint:
@@ -58,7 +58,7 @@ def add_adapters(model: PreTrainedModel, adapter: AdapterConfig) -> PeftModel:
 
 
 def round_frozen(model: torch.nn.Module) -> None:
-    """Round the weights of frozen linear layers to bfloat16 once; autocast would do it again at every use.
+    """Round the weights of frozen linear layers to bfloat16 once. Otherwise autocast would do it at every use.
 
     A head that shares the weights of the embeddings gets its own copy. Embeddings and norms keep their type. They are
     copied out of the checkpoint's file, because one tensor in the mapped file keeps the whole file in memory.
@@ -83,5 +83,5 @@ def save_adapters(model: PeftModel, base: str, folder: Path) -> None:
 
 
 def _linear_names(config: PretrainedConfig) -> list[str]:
-    """Return the names of the linear modules in a decoder layer, such as `q_proj`, sorted."""
+    """Return the sorted names of the linear modules in a decoder layer, such as `q_proj`."""
     return sorted({name.rpartition(".")[2] for name in linear_layers(config)})

@@ -1,10 +1,10 @@
-"""Computes the training objective and its gradients chunk by chunk, so that the logits of all tokens never exist.
+"""Computes the training objective and its gradients chunk by chunk. So the logits of all tokens never exist at once.
 
 The objective of a response token is the cross-entropy of its label plus KL(teacher || student). KL is computed at
 `loss.temperature` T and multiplied by T squared (Hinton et al. 2015, arXiv 1503.02531). All tokens but the teacher's K
 likeliest count as one class. The KL is thus a lower bound of the KL over the whole vocabulary: it leaves out the KL
 within that class, weighted with the teacher's mass there. The gradient of the logits comes from its formula, not from
-autograd (SmolLM2-135M, 400 tokens, one thread: head and objective take 1.1 s; with autograd 1.6 s of 6.9 s a step).
+autograd (SmolLM2-135M, 400 tokens, one thread: head and objective take 1.1 s; with autograd, 1.6 s of a step's 6.9 s).
 Shapes: M response tokens, E hidden size, V vocabulary size, K kept entries of the teacher's distribution.
 """
 
@@ -29,7 +29,7 @@ LogitsLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Targets:
-    """A teacher's next-token distributions: for each token the K likeliest entries and the mass of all others.
+    """A teacher's next-token distributions: for each of M tokens, the K likeliest entries and the mass of all others.
 
     ids: int32 [M, K]. log_probs: [M, K]. rest: [M], logarithm of the mass of all other entries; -inf if there are none.
     entries: number of tokens in the teacher's vocabulary; further entries of the student's logits are padding.
@@ -42,7 +42,7 @@ class Targets:
 
     @classmethod
     def of(cls, logits: Tensor, loss: LossConfig, vocabulary: int) -> Targets:
-        """Make targets from a teacher's logits [M, V]. Entries beyond `vocabulary`, the student's size, are dropped."""
+        """Make targets from a teacher's logits. Drop entries beyond `vocabulary`, the student's vocabulary size."""
         scaled = logits[:, :vocabulary].float() / loss.temperature
         scaled = scaled - scaled.logsumexp(-1, keepdim=True)
         log_probs, ids = scaled.topk(min(loss.teacher_top_k, scaled.shape[-1]), dim=-1)
@@ -72,10 +72,10 @@ class Targets:
 def summed_loss(
     decoder: Decoder, hidden: Tensor, labels: Tensor, targets: Targets | None, loss: LossConfig, smoothing: float
 ) -> Tensor:
-    """Return the objective, summed over tokens, for hidden states [M, E] before the final norm.
+    """Return the objective, summed over tokens. hidden: hidden states before the final norm.
 
-    Gradients are computed together with each chunk's logits, which are then freed. Memory holds the logits of one chunk
-    at most, and the head is computed only once.
+    Gradients are computed together with each chunk's logits, which are then freed. Memory holds at most the logits of
+    one chunk, and the head is computed only once.
     """
 
     def logits_loss(logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ def summed_loss(
 
 @torch.no_grad()
 def dev_loss(decoder: Decoder, hidden: Tensor, labels: Tensor, targets: Targets | None, loss: LossConfig) -> Tensor:
-    """Return the objective without label smoothing, summed over tokens. hidden: [M, E], before the final norm."""
+    """Return the objective without label smoothing, summed over tokens. hidden: states before the final norm."""
     parts = [
         loss_and_gradient(
             decoder.logits(hidden[chunk]), labels[chunk], None if targets is None else targets[chunk], loss, 0.0
@@ -109,7 +109,7 @@ def dev_loss(decoder: Decoder, hidden: Tensor, labels: Tensor, targets: Targets 
 def loss_and_gradient(
     logits: Tensor, labels: Tensor, targets: Targets | None, loss: LossConfig, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the objective, summed over tokens, and its gradient with respect to the student's `logits` [M, V]."""
+    """Return the objective, summed over tokens, and its gradient with respect to the student's `logits`."""
     total = logits.new_zeros((), dtype=torch.float32)
     gradient: Tensor | None = None
     if loss.references > 0:
@@ -129,7 +129,7 @@ def loss_and_gradient(
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy with label smoothing, and its gradient with respect to `logits` [M, V]."""
+    """Return the summed cross-entropy with label smoothing, and its gradient with respect to `logits`."""
     log_probs = logits.log_softmax(-1, dtype=torch.float32)
     total = nn.functional.nll_loss(log_probs, labels, reduction="sum") * (1 - smoothing)
     if smoothing > 0:
@@ -142,9 +142,9 @@ def _cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Te
 
 
 def _divergence(scores: Tensor, targets: Targets, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the sum of KL(teacher || student) over K + 1 classes, and its gradient.
+    """Return KL(teacher || student), summed over tokens, and its gradient. All tokens that are not kept are one class.
 
-    The gradient [M, V] with respect to `scores` / `temperature` is q - p for a kept token, and q - q P / Q for any
+    The gradient with respect to `scores` / `temperature` is q - p for a kept token, and q - q P / Q for any
     other token. p and q are the token's probabilities under the teacher and the student. P and Q are the total
     probabilities of all tokens that are not kept.
     """
@@ -154,7 +154,7 @@ def _divergence(scores: Tensor, targets: Targets, temperature: float) -> tuple[T
     probabilities = scores.softmax(-1, dtype=torch.float32)
     least = torch.finfo(probabilities.dtype).tiny
     kept, kept_scores = probabilities.gather(1, ids), scores.gather(1, ids).float()
-    highest = kept.argmax(1, keepdim=True)  # the largest probability underflows last
+    highest = kept.argmax(1, keepdim=True)  # the largest probability is the last to underflow
     whole = kept_scores.gather(1, highest) - kept.gather(1, highest).clamp_min(least).log()  # logsumexp of the scores
     taught = targets.log_probs.exp()
     total = (taught * (targets.log_probs - (kept_scores - whole))).sum()
@@ -206,7 +206,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def chunks(tokens: int, vocabulary: int, most: int | None = None) -> list[slice]:
-    """Cut `tokens` tokens into equal slices whose fp32 logits each fit `most` bytes; default `CHUNK_BYTES`."""
+    """Cut `tokens` tokens into equal slices. The fp32 logits of each must fit `most` bytes (default: `CHUNK_BYTES`)."""
     count = -(-tokens // max(1, (most or CHUNK_BYTES) // (4 * vocabulary)))
     size = -(-tokens // count)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]

@@ -39,8 +39,8 @@ class Pair:
 def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> list[Pair]:
     """Return the pairs of prompt and response in the files `paths`. A row with several references gives several pairs.
 
-    reference: column with the responses. Raises UserError, with file and row, if a prompt or response is empty, is
-    neither text nor token ids, or is a response that `data.choices` does not list.
+    reference: column with the responses. Raises UserError, with file and row, if a prompt or response is empty or is
+    neither text nor token ids, or if `data.choices` does not contain a response.
     """
     pairs: list[Pair] = []
     labels = None if data.choices is None else set(data.choices)
@@ -49,7 +49,7 @@ def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> li
         read = read_columns(path, columns, StorageConfig())
         ends = read[data.ended] if data.ended else [True] * len(read[data.prompt])
         if not all(isinstance(value, bool) for value in ends):
-            raise UserError(f"{path}: {data.ended} must hold true or false in every row")
+            raise UserError(f"{path}: column {data.ended} must hold true or false in every row")
         for row, (prompt, value, ended) in enumerate(zip(read[data.prompt], read[reference], ends, strict=True)):
             several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
             responses = value if several else [value]
@@ -58,7 +58,7 @@ def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> li
                     raise UserError(f"{path}: row {row}: {name} is empty, or neither text nor token ids")
             for response in responses:
                 if labels is not None and (not isinstance(response, str) or response not in labels):
-                    raise UserError(f"{path}: row {row}: {response!r} is none of the {len(labels)} choices")
+                    raise UserError(f"{path}: row {row}: {response!r} is not one of the {len(labels)} choices")
                 if isinstance(response, str):
                     response = " ".join(response.split()) if data.collapse_whitespace else response.strip()
                 pairs.append(Pair(prompt, response, ended))
@@ -70,7 +70,7 @@ def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> li
 def encode(
     tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair], max_tokens: int, vocab_size: int
 ) -> list[dict[str, Any]]:
-    """Return `input_ids` and `prompt_tokens` of each pair. Leave out pairs above `max_tokens`, with a warning.
+    """Return `input_ids` and `prompt_tokens` of each pair. Leave out pairs longer than `max_tokens` and warn of them.
 
     Raises UserError for a token outside the vocabulary, or if the tokenizer has no end-of-sequence token.
     """
@@ -87,7 +87,7 @@ def encode(
     fitting = [row for row in rows if len(row["input_ids"]) <= max_tokens]
     if len(fitting) < len(rows):
         left_out = len(rows) - len(fitting)
-        log.warning("%d of %d pairs are longer than %d tokens: left out", left_out, len(rows), max_tokens)
+        log.warning("%d of %d pairs are longer than %d tokens and are left out", left_out, len(rows), max_tokens)
     return fitting
 
 
@@ -109,7 +109,7 @@ class TrainingPlan:
 def plan_training(config: TuneConfig) -> TrainingPlan:
     """Read the data and inspect the checkpoints; loads no weights. Raises UserError of one line for a mistake.
 
-    If the layer order (keep order) is still to be measured, the plan has the paper's; `with_order` replaces it.
+    If the layer order (keep order) is not measured yet, the plan holds the paper's order, which `with_order` replaces.
     """
     data = config.data
     train_pairs = read_pairs(data, data.train, data.train_reference)
@@ -129,7 +129,7 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
     longest = min(contexts)
     train, dev = (encode(tokenizer, pairs, longest, architecture.vocab_size) for pairs in (train_pairs, dev_pairs))
     if not train or not dev:
-        raise UserError(f"data: every pair is longer than {longest} tokens, the limit of max_tokens and the context")
+        raise UserError(f"data: every pair is longer than {longest} tokens, the limit of max_tokens or context")
     kept = min(len(dev), data.dev_rows)
     dev = [dev[row * len(dev) // kept] for row in range(kept)]
     if len(dev) < 2:
@@ -154,7 +154,7 @@ def with_order(config: TuneConfig, plan: TrainingPlan, order: Order | None) -> T
 
 
 def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mapping[str, Any]]) -> ScheduleSpec:
-    """Return the schedule to store in the trained checkpoint, as default for its jobs.
+    """Return the schedule to store in the trained checkpoint. It is the default for jobs with that checkpoint.
 
     Keys that the recipe leaves out come from `stored`. The horizon, if left out, is the median response length.
     """
@@ -186,5 +186,5 @@ def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str,
         return drawn
     fast = {name: schedule for name, schedule in drawn.items() if not schedule.is_full_depth}
     if not fast:
-        raise UserError("schedule.speedups: an adapter is for speeds above 1x, and there is none: add one, such as 2")
+        raise UserError("schedule.speedups: an adapter needs a speed above 1x: add one, such as 2")
     return fast

@@ -49,7 +49,7 @@ def begin(config: TuneConfig) -> None:
     if (state / STATE_FILE).exists():
         if not _is_recorded(config):
             raise UserError(
-                f"output: {state} holds a training with another recipe, or its input files have changed; remove it, or "
+                f"output: {state} holds a training with another recipe or other input files; remove this folder, or "
                 "choose another output"
             )
         return
@@ -63,7 +63,7 @@ def begin(config: TuneConfig) -> None:
 def finish(config: TuneConfig, save: Callable[[Path], None], record: Mapping[str, Any]) -> None:
     """Call `save` on a temporary folder, move its files into the output folder, and write `record` last.
 
-    Raises UserError if the output folder holds a file of the user with one of the names.
+    Raises UserError if a file of the user in the output folder has the name of a new file.
     """
     output, new = Path(config.output), folder(config) / "new"
     shutil.rmtree(new, ignore_errors=True)
@@ -88,7 +88,7 @@ def _is_recorded(config: TuneConfig) -> bool:
 
 
 def _recipe(config: TuneConfig) -> dict[str, Any]:
-    """Return what a resumed training must have unchanged: config without the keys in `FREE`, and versions of files."""
+    """Return what must not change when a training is resumed: config (without keys in `FREE`) and file versions."""
     files = list[Path]()
     for path in (*config.data.train, *config.data.dev):
         files += [Path(path)] if Path(path).is_file() else map(Path, list_files([path], StorageConfig()))

@@ -33,17 +33,17 @@ log = logging.getLogger(__name__)
 def tune(config: TuneConfig) -> Path:
     """Train as `config` says and write the checkpoint. Resume an interrupted training from its last saved step.
 
-    Raises UserError of one line before the training starts if configuration or data are wrong.
+    Before the training starts, raises UserError of one line if configuration or data are wrong.
     """
     plan = plan_training(config)
     if resume.finished(config):
-        log.warning("%s is finished; nothing is left to do", config.output)
+        log.warning("the training in %s is finished; nothing is left to do", config.output)
         return Path(config.output)
     check_machine(config.workers)
     resume.begin(config)
     announce(
-        f"training {config.model.path} on {len(plan.train):,} pairs, {len(plan.dev):,} in the dev set, "
-        f"into {config.output}"
+        f"training {config.model.path} on {len(plan.train):,} pairs, with a dev set of {len(plan.dev):,}; "
+        f"output: {config.output}"
     )
     order = measured(config, plan) if config.schedule.keep_order == MEASURED else None
     if config.workers is None:
@@ -54,7 +54,7 @@ def tune(config: TuneConfig) -> Path:
 
 
 def measured(config: TuneConfig, plan: TrainingPlan) -> Order:
-    """Measure the start checkpoint's layer order (keep order). Return it with the recipe's or a measured warm-up."""
+    """Measure the start checkpoint's layer order (keep order). Return it and the warm-up (measured too, if not set)."""
     path, device = Path(config.model.path), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" and config.training.bf16 else torch.float32
     set_threads(config.training.threads)

@@ -54,7 +54,7 @@ def train(config: TuneConfig, plan: TrainingPlan) -> None:
         log.warning("%s", line)
 
     def rounded(entries: Sequence[Mapping[str, float]]) -> list[dict[str, float | None]]:
-        """Round losses; replace NaN and infinity, which JSON does not have, by None."""
+        """Round losses. Replace NaN and infinity by None, because JSON lacks them."""
         return [
             {name: round(value, 4) if math.isfinite(value) else None for name, value in entry.items()}
             for entry in entries
@@ -67,7 +67,7 @@ def train(config: TuneConfig, plan: TrainingPlan) -> None:
         "kept_step": kept.pop("step"),
         "harmed": harmed,
         "seconds": round(time.monotonic() - began, 1),
-        "step_seconds": round(step_seconds, 2),  # without loading and saving the checkpoint
+        "step_seconds": round(step_seconds, 2),  # does not include loading and saving the checkpoint
         "step_processor_seconds": round(processor, 2),
         "dev_loss": rounded([kept])[0],
         "dev_losses": rounded(training.dev_losses),
@@ -110,9 +110,9 @@ def _training(config: TuneConfig, plan: TrainingPlan) -> Training:
 
 
 def tokens_at_once(model: PreTrainedModel, bf16: bool, workers: int = 1) -> int:
-    """Return the number of tokens whose activations fit a worker's memory: `ACTIVATIONS` bytes, or 1/4 of its GPU's.
+    """Return how many tokens' activations fit a worker's memory: `ACTIVATIONS` bytes on a CPU, 1/4 of a GPU's memory.
 
-    workers: number of workers. On a CPU they share the `ACTIVATIONS` bytes; on GPUs each worker has its own GPU.
+    workers: number of workers. On a CPU, they share the `ACTIVATIONS` bytes. On GPUs, each worker has its own GPU.
     """
     shape, device = ModelShape.of(model.config), model.device
     of_layer = (16 * shape.hidden + 6 * shape.feed_forward) * (2 if bf16 else 4)
@@ -162,7 +162,7 @@ LARGEST, DEFAULT = 32 * 2**20, 128 * 2**10  # bytes: largest and default MMAP_TH
 
 @contextmanager
 def kept_heap() -> Iterator[None]:
-    """Inside the `with` block, let the C library keep freed memory blocks of up to `LARGEST` bytes for reuse.
+    """Let the C library keep freed memory blocks of up to `LARGEST` bytes for reuse during the `with` block.
 
     Activations are freed in each backward pass and allocated again in the next step. If the C library returned them to
     the system, the system would clear all their pages at every step.

@@ -37,7 +37,7 @@ class Teacher:
 
     Args:
         decoder: The teacher's decoder: a frozen one, or the student's own.
-        loss: Section `loss` of the recipe, with the temperature and the number of entries to store of a distribution.
+        loss: Section `loss` of the recipe, with the temperature and the number of stored entries per distribution.
         vocabulary: Size of the student's vocabulary.
         alone: Context manager that gives the student's decoder its start weights, for example by disabling adapters.
     """
@@ -58,7 +58,7 @@ class Teacher:
         self._new: list[tuple[Any, Targets]] = []  # distributions computed since the last exchange
 
     def targets(self, pairs: Sequence[Pair]) -> Targets:
-        """Return the teacher's distributions for the response tokens of `pairs`; cached if a pair has a key."""
+        """Return the teacher's distributions for the response tokens of `pairs`. Cache them for pairs with a key."""
         known = {id(pair): self._kept[pair[KEY]] for pair in pairs if pair.get(KEY) in self._kept}
         missing = [pair for pair in pairs if id(pair) not in known]
         if missing:
@@ -80,7 +80,7 @@ class Teacher:
     def _computed(self, pairs: Sequence[Pair]) -> list[Targets]:
         model = self.decoder.model
         was_training = model.training
-        model.eval()  # the student's own decoder may be in training, with dropout
+        model.eval()  # the student's own decoder may be in training mode, with dropout
         try:
             with torch.no_grad(), self.alone():
                 (states,) = predicting_states(self.decoder, pairs, [self.schedule])
@@ -109,7 +109,7 @@ class Training:
         teacher: Teacher for the distillation; None: no distillation.
         tokens: Maximum number of tokens of a micro-batch.
         bf16: Whether to compute in bfloat16, with autocast.
-        folder: Folder for the state to resume from and the best weights.
+        folder: Folder for the best weights, and for the state to resume from.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Training:
         return losses
 
     def _step(self) -> Tensor:
-        """Train on the batch of one step. Return the objective, mean over response tokens and schedules."""
+        """Train on the batch of one step. Return the mean objective over response tokens and schedules."""
         pairs, names = self._pairs(), self.drawn(self.step)
         own = pairs[self.rank :: self.workers]
         torch.manual_seed(self.settings.seed + self.step)  # dropout does not depend on whether the training was resumed
@@ -196,7 +196,7 @@ class Training:
         return total
 
     def _pairs(self) -> list[Pair]:
-        """Return the batch of pairs for the next step, which all workers share."""
+        """Return the pairs of the next step, which are then divided among the workers."""
         size = self.settings.batch_size
         epoch, place = divmod(self.step, math.ceil(len(self.train) / size))
         if self._order[0] != epoch:
@@ -236,7 +236,7 @@ class Training:
         return [first, *draw.sample(others, min(self.settings.speeds_per_step - 1, len(others)))]
 
     def _expected(self, pairs: Sequence[Pair], schedules: int) -> tuple[Tensor, Targets | None]:
-        """Return labels and teacher's distributions for the response tokens of `pairs`, repeated `schedules` times."""
+        """Return labels and teacher's distributions of `pairs`' response tokens, both repeated `schedules` times."""
         labels = response_labels(pairs).to(self.decoder.device).repeat(schedules)
         if self.teacher is None:
             return labels, None
@@ -244,13 +244,13 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Measure each schedule's dev-set loss, in nats per response token. Save the weights if the mean is lowest."""
+        """Measure each schedule's dev-set loss in nats per token. Save the weights if the mean is a new minimum."""
         self.model.eval()
         names, size, timer = list(self.schedules), self.settings.batch_size, Timer()
         rows, sums = self.dev[self.rank :: self.workers], torch.zeros(len(names) + 1, dtype=torch.double)
         for start in range(0, len(rows), size):
             if timer.is_due() and self.rank == 0:
-                announce(f"dev set at {len(names)} schedules: {start:,} of {len(rows):,} rows")
+                announce(f"dev set with {len(names)} schedules: {start:,} of {len(rows):,} rows done")
             for pairs in micro_batches(rows[start : start + size], len(names), 2 * self.tokens):
                 sums += torch.tensor(self._dev_losses(pairs), dtype=torch.double)
         sums = sums.to(self.decoder.device)
@@ -266,11 +266,11 @@ class Training:
             self._save(BEST)
 
     def _dev_losses(self, pairs: Sequence[Pair]) -> list[float]:
-        """Return the loss of each schedule, summed over the response tokens of `pairs`, then the number of tokens."""
+        """Return the losses of all schedules, summed over the response tokens of `pairs`, and the number of tokens."""
         found, schedules = dict[str, float](), self.schedules
         with self._autocast():
             labels, targets = self._expected(pairs, 1)
-            for layers in {one.prompt_layers for one in schedules.values()}:  # these share a pass over the prompts
+            for layers in {one.prompt_layers for one in schedules.values()}:  # one pass over the prompts for each set
                 names = [name for name, one in schedules.items() if one.prompt_layers == layers]
                 states = predicting_states(self.decoder, pairs, [schedules[name] for name in names])
                 for name, hidden in zip(names, states, strict=True):
@@ -291,7 +291,7 @@ class Training:
         return patience is not None and self._since_best() >= patience
 
     def _save(self, name: str) -> None:
-        """Write weights and losses to the file `name`; with the optimizer's state if it is the file to resume from."""
+        """Write weights and losses to the file `name`. The file to resume from gets the optimizer's state too."""
         if self.rank > 0:
             return
         state = {
@@ -324,21 +324,21 @@ def _with_keys(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, A
 
 
 def _gathered(own: list[Any]) -> list[Any]:
-    """Return the lists `own` of all workers, joined."""
+    """Return one list with the entries of all workers' lists `own`."""
     found: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(found, own)
     return [one for each in found for one in each]
 
 
 def rate(step: int, warmup: int, steps: int) -> float:
-    """Return the factor for the learning rate at `step`. It rises to 1 in the warm-up, then falls to 0 as a cosine."""
+    """Return the learning rate's factor at `step`. It rises to 1 in the warm-up, then falls to 0 along a cosine."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
 def by_length(lengths: Sequence[int], together: int, seed: str) -> list[int]:
-    """Return row numbers in random order, but so that the `together` rows of one step have similar lengths."""
+    """Return row numbers in an order that is random, but gives the `together` rows of a step similar lengths."""
     order = random.Random(seed).sample(range(len(lengths)), len(lengths))
     window = max(1, min(50, len(lengths) // (4 * together))) * together
     cuts = [order[start : start + window] for start in range(0, len(order), window)]

@@ -1,4 +1,4 @@
-"""Trains in several processes of this machine, data parallel: each step adds up the gradients of all processes.
+"""Trains data-parallel, in several processes of this machine: each step adds up the gradients of all processes.
 
 The processes find each other through a file and talk over the loopback interface, so no other machine can connect.
 """
@@ -34,7 +34,7 @@ def check_machine(workers: WorkersConfig | None) -> None:
         return
     for name, each, has in (("CPU", workers.cpus, process_cpus()), ("GPU", workers.gpus, torch.cuda.device_count())):
         if workers.count * each > has:
-            raise UserError(f"workers: {workers.count} × {each:g} {name} asked for, and this machine has {has:g}")
+            raise UserError(f"workers: {workers.count} × {each:g} {name} needed, but this machine has {has:g}")
 
 
 def run_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
@@ -42,8 +42,8 @@ def run_processes(count: int, function: Callable[..., None], *arguments: Any) ->
 
     Raises:
         torch.OutOfMemoryError: A process ran out of memory.
-        RuntimeError: A process failed or died. The text is the last line of the process's traceback, which names the
-            exception type, so that a command recognizes a UserError. The cause is the whole traceback.
+        RuntimeError: A process failed or died. If it failed, the text is the last line of its traceback, and names
+            the exception type, so that a command recognizes a UserError. The cause is the whole traceback.
     """
     context = start_processes(function, args=arguments, nprocs=count, join=False, daemon=True)
     try:
@@ -59,7 +59,7 @@ def run_processes(count: int, function: Callable[..., None], *arguments: Any) ->
         raise RuntimeError(f"worker {error.error_index} {ended}") from error
     finally:
         for process in context.processes:
-            process.kill()  # safe: output without the record, which is written last, does not count
+            process.kill()  # safe: the record is written last, and output without it does not count
             process.join()
 
 
@@ -86,9 +86,9 @@ def _work(rank: int, store: str, config: TuneConfig, order: Order | None) -> Non
     meeting = torch.distributed.FileStore(store, workers.count)  # type: ignore[attr-defined]
     backend = "nccl" if workers.gpus else "gloo"
     torch.distributed.init_process_group(backend, store=meeting, rank=rank, world_size=workers.count)
-    with redirect_stdout(sys.stderr):  # stdout is for a command's result; losses are progress
+    with redirect_stdout(sys.stderr):  # losses are progress, and stdout is only for a command's result
         train(config, with_order(config, plan_training(config), order))
-    # skipped after an error, because the others would fail before this process has written its traceback
+    # not run after an error, because other processes would then fail before this one has written its traceback
     torch.distributed.destroy_process_group()
     sys.stderr.flush()
     os._exit(0)  # skips destructors, in which a library's thread may abort the finished process

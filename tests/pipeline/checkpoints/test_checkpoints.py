@@ -312,7 +312,7 @@ def test_buckets_that_cannot_be_read_are_one_line(
     resolved = find(put(checkpoint, "s3://bucket/full", s3), s3)
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr(checkpoint_stores.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(ValueError, match=r"left: free some, or set model\.cache"):
+    with pytest.raises(ValueError, match=r"left: free some space, or set model\.cache"):
         fetch(resolved.source)
 
 

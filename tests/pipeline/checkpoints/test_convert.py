@@ -73,7 +73,7 @@ def test_quantized_weights_are_those_that_transformers_loads(tmp_path: Path) -> 
     model, architecture = made("llama")
     source = write_gguf(tmp_path / "m.gguf", model, architecture, quantized=True, template=None)
     lines = converted(source, tmp_path / "out")
-    assert lines[-2] == "the file has no chat template: prompts can be text, not messages"
+    assert lines[-2] == "the file has no chat template, so prompts can be text but not messages"
     assert "quantized weights (Q8_0) keep the precision of their quantization" in lines
     result = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
@@ -125,7 +125,7 @@ def test_a_rule_that_is_not_known_is_refused_by_name(tmp_path: Path, rule: str |
         ({"llama__attention__sliding_window": 4096}, "it has a sliding window, which transformers does not read"),
         ({"llama__expert_count": 8}, "it is a mixture of experts, which transformers does not read"),
         ({"without": "llama.rope.dim", "llama__rope__dimension_count": 4}, "its rope rotates 4 of 8 dimensions"),
-        ({"without": "tokenizer."}, "no tokenizer in it; convert a file that has one"),
+        ({"without": "tokenizer."}, "the file has no tokenizer; convert one that has a tokenizer"),
         (
             {"token_embd__weight": [[0.0] * 32] * 9},
             "token_embd.weight has 9 rows, but tokenizer.ggml.tokens has 300 entries",
@@ -150,7 +150,7 @@ def test_other_architectures_are_refused_by_name_before_weights_are_read(tmp_pat
     length = (5).to_bytes(8, "little")
     for name in ("gemma", "rwkv7"):
         (tmp_path / f"{name}.gguf").write_bytes(data.replace(length + b"llama", length + name.encode()))
-        with pytest.raises(UserError, match=f"architecture '{name}' cannot be converted; can be: llama, qwen2"):
+        with pytest.raises(UserError, match=f"architecture '{name}' is not supported; supported: llama, qwen2"):
             converted(tmp_path / f"{name}.gguf", tmp_path / "out")
 
 
@@ -166,7 +166,7 @@ def test_files_that_are_no_gguf(tmp_path: Path) -> None:
         "short.gguf": "damaged or cut short",
         "header.gguf": "damaged or cut short",
         "other.gguf": "not a GGUF file",
-        "m-00001-of-00002.gguf": "one of 2 parts",
+        "m-00001-of-00002.gguf": "it is one of 2 parts",
     }.items():
         with pytest.raises(UserError, match=rf"{name}: {message}"):
             converted(tmp_path / name, tmp_path / "out")

@@ -88,12 +88,12 @@ def test_a_node_with_another_copy_at_the_same_path_is_refused(folder: Path, name
     data = bytearray((folder / name).read_bytes())
     data[-2] ^= 1
     (folder / name).write_bytes(data)
-    with pytest.raises(UserError, match=rf"^{folder}/{name}: differs from the file where the job was planned"):
+    with pytest.raises(UserError, match=rf"^{folder}/{name}: the file differs from that on the host that planned"):
         fetch(pinned)
     if name == WEIGHTS:
         assert fetch(pinned, weights=False) == folder
     (folder / name).unlink()
-    with pytest.raises(UserError, match=rf"^{folder}/{name}: is missing, unlike the file where the job was planned"):
+    with pytest.raises(UserError, match=rf"^{folder}/{name}: the file is missing, but exists on the host that planned"):
         fetch(pinned)
 
 

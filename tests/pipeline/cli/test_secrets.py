@@ -34,7 +34,7 @@ def test_a_job_that_fails_tells_no_secret(checkpoint: Path, s3: StorageConfig, t
     job = job_config("s3://bucket/bad/in", "s3://bucket/bad/out", checkpoint, **own)
     with planted_secrets() as ray_folder:
         code, out, err = Command(tmp_path, job, "--verbose").end()
-        assert code == 1 and "bad/in/a.parquet: cannot be read, damaged" in err.splitlines()[-1], err
+        assert code == 1 and "bad/in/a.parquet: cannot be read, since it is damaged" in err.splitlines()[-1], err
         written = {one: fs.cat_file(one) for one in fs.find(f"{path}/out")}
         assert_no_secret({**written, "out": out.encode(), "err": err.encode()}, ray_folder)
 

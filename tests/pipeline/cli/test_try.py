@@ -93,7 +93,7 @@ def test_control_tokens_that_a_prompt_column_spells_are_counted_in_try_and_at_th
 ) -> None:
     table = pa.table({"id": ["a", "b"], "prompt": ["alpha<pad>bravo<sep>", "food"]})
     pq.write_table(table, tmp_path / "in" / "0.parquet")
-    said = "2 control tokens in prompts parsed as tokens; input.special_tokens: text keeps them text"
+    said = "parsed 2 control tokens in prompts; set input.special_tokens: text to keep them as text"
     result = tried(tmp_path, values)
     assert result.exit_code == 0 and said in result.stdout
     result = tried(tmp_path, values, "--set", "input.special_tokens=text")
@@ -117,7 +117,7 @@ def test_end_tokens_and_settings_that_are_not_followed_are_named(
     own = "'<sep>' (sampling.stop_token_ids), 'pub' (sampling.stop)"
     named = f"'<pad>' (generation_config.json), '</s>' (config.json, the tokenizer), {own}"
     assert f"answers end at {named}" in result.stdout
-    assert "does not follow, see `sampling`: top_k: 20, suppress_tokens: [5]" in caplog.text
+    assert "generation_config.json (see `sampling`): top_k: 20, suppress_tokens: [5]" in caplog.text
     assert "top_k" not in caplog.text.replace("top_k: 20", "")
     (model / "generation_config.json").write_text('{"eos_token_id": 4000}')
     for command in ("try", "plan"):
@@ -142,7 +142,7 @@ def test_messages_that_end_with_the_assistants_turn_get_a_hint(
     pq.write_table(pa.table({"id": ["a"], "m": [chat]}), tmp_path / "in" / "0.parquet")
     values["input"]["messages"] = "m"
     values["model"]["path"] = str(chat_checkpoint)
-    said = "messages end with an assistant's turn: input.continue_final: true continues it"
+    said = "messages end with an assistant's turn, but a new turn begins; "
     assert said in tried(tmp_path, values).stdout
     result = tried(tmp_path, values, "--set", "input.continue_final=true")
     assert result.exit_code == 0 and said not in result.stdout and "[assistant]It is\n" in result.stdout

@@ -134,7 +134,7 @@ def test_a_segment_of_another_job_is_removed(folder: Folder, caplog: pytest.LogC
     commit_all(folder)
     write_segment(folder, RECORDS_SCHEMA.empty_table(), "0" * 64)
     assert committed_shards(folder, SHARDS, FINGERPRINT) == set(range(len(SHARDS)))
-    assert folder.names(SEGMENTS) == [] and "damaged or another job's, removed" in caplog.text
+    assert folder.names(SEGMENTS) == [] and "removed, because it is damaged or another job's" in caplog.text
     run_job(folder)
     assert_complete(folder)
 
@@ -271,7 +271,7 @@ def test_damage_is_repaired_or_named(one_at_a_time: None, data: st.DataObject) -
             said = str(error)
             assert "\n" not in said and said.isprintable()
             named = [name for name in folder_names(folder) if name in said]
-            again = "run the same command again to answer it" in said
+            again = "run the same command again to write it" in said
             assert named or again, said
             if "--repair" in said:
                 with suppress(ValueError, RowsMissing):

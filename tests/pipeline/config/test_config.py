@@ -80,10 +80,10 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(input={"choices": "c"}, sampling={"ignore_eos": True}), r"choices do not go with sampling\.ignore_eos"),
         (merged(input={"too_long": "cut"}), r"input\.too_long: .*'error'.*'truncate_left'.*, not 'cut'"),
         (merged(model={"dtype": "fp8"}), r"model\.dtype: .*'bfloat16'.*, not 'fp8'"),
-        (merged(model={"engine": "paged"}), r"model: engine: paged was removed: leave engine out"),
-        (merged(model={"kv_cache": "int8"}), r"model: kv_cache was removed: for 8 bits, set `engine: vllm`"),
+        (merged(model={"engine": "paged"}), r"model: engine: paged was removed; leave engine out"),
+        (merged(model={"kv_cache": "int8"}), r"model: kv_cache was removed: for an 8-bit cache, set `engine: vllm`"),
         (merged(schedule={"exact": True}), r"schedule: exact was removed: leave it out"),
-        ({**merged(), "input": "my.csv"}, r"input must be a section with keys of its own, see `skipdecode keys input`"),
+        ({**merged(), "input": "my.csv"}, r"input must be a section with keys of its own; see `skipdecode keys input`"),
         (merged(reasoning={"strat": "x"}), r"unknown key reasoning\.strat; did you mean start"),
         (
             merged(
@@ -99,8 +99,8 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
             "input.changed: reprocess would add rows that output.table already holds",
         ),
         (merged(model={"products": "library"}), r"model: products was removed: this package's kernels run"),
-        (merged(task="score"), r"task was removed: given texts are not scored any more: use vLLM"),
-        (merged(input={"continuations": "ways"}), r"input: continuations was removed: given texts are not scored"),
+        (merged(task="score"), r"task was removed: this package no longer scores given texts; use vLLM"),
+        (merged(input={"continuations": "ways"}), r"input: continuations was removed: this package no longer scores"),
         (merged(notify={"url": "http://a"}), r"notify was removed: let the scheduler report the exit status"),
         (
             merged(model={"weights": "int8", "dtype": "float32"}),
@@ -108,7 +108,7 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         ),
         (merged(model={"weights": "int8", "device": "cuda"}), r"model: weights: int8 .*device: cuda; leave device out"),
         (merged(model={"weights": "fp8"}), r"model: weights: fp8 was removed"),
-        (merged(model={"weights": "int8"}, actors={"gpus": 1}), r"model\.weights: int8 is for CPUs: leave it out"),
+        (merged(model={"weights": "int8"}, actors={"gpus": 1}), r"model\.weights: int8 runs only on CPUs; "),
         (merged(sampling={"max_new_tokens": True}), r"sampling\.max_new_tokens: .*integer, not True"),
         (merged(sampling={"max_new_tokens": "64"}), r"sampling\.max_new_tokens: .*integer, not '64'"),
         (merged(sampling={"temperature": float("inf")}), r"sampling.temperature: input should be a finite number"),

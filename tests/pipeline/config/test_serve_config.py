@@ -35,20 +35,20 @@ def refusal(*arguments: str) -> str:
     [
         ((), "give --model CHECKPOINT"),
         (("--model", "no/such/folder"), "no such checkpoint folder"),
-        (("configs/demo.yaml",), "this is a job file: answer its rows with `skipdecode run`"),
+        (("configs/demo.yaml",), "this is a job file; answer its rows with `skipdecode run`"),
         (("{file}", "--set", "replicas.min=2"), "min and max go together"),
         (("{file}", "--set", "http.prot=80"), "did you mean port?"),
         (("{file}", "--set", "batches.folder=b"), "batches was removed: answer a batch file with `skipdecode run`"),
         (("{file}", "--set", "http.haproxy=true"), "haproxy was removed: Ray Serve's own proxy is used"),
-        (("{file}", "--set", "replicas.events_per_second=9"), "events_per_second was removed: each step's tokens"),
+        (("{file}", "--set", "replicas.events_per_second=9"), "events_per_second was removed: the tokens of each step"),
         (("{file}", "--set", "schedule.speedup=0.5"), "speedup = 0.5"),
         (("{file}", "--set", "http.api_key_env=NO_SUCH_KEY"), "NO_SUCH_KEY is empty"),
         (
             ("{file}", "--set", "model.weights=int8", "--set", "replicas.gpus=1"),
-            "model.weights: int8 is for CPUs: leave it out",
+            "model.weights: int8 runs only on CPUs; leave it out",
         ),
         (("{file}", "--set", "replicas.cache_bytes=99999999999999"), "do not fit in this machine's"),
-        (("{file}", "--port", "{used}"), "choose another"),
+        (("{file}", "--port", "{used}"), "use another port"),
     ],
 )
 def test_refusals_are_one_line_and_name_the_key(

@@ -40,7 +40,7 @@ def written(folder: Path, **sections: Any) -> Path:
         ),
         (
             {"input": {**ICEBERG, "changed": "ignore", "since": "last_success"}},
-            "input: changed is only for files: a table's snapshots tell which rows were added",
+            "input: changed is only for files: a table's snapshots show which rows were added",
         ),
         ({"output": {"table": "a.b"}}, "output: table needs format: iceberg or delta"),
         (

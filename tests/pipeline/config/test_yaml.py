@@ -87,7 +87,7 @@ def test_a_refused_document_is_one_line(text: str, message: str) -> None:
 
 def test_an_alias_that_holds_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("input: &a [*a]")
-    with pytest.raises(UserError, match=r"job.yaml: an alias holds itself, or"):
+    with pytest.raises(UserError, match=r"job.yaml: an alias contains itself, or"):
         load_config(JobConfig, tmp_path / "job.yaml")
 
 

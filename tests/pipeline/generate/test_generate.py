@@ -84,7 +84,7 @@ def test_a_part_that_lacks_a_row_is_not_committed(
 ) -> None:
     finish = Generator.finish
     monkeypatch.setattr(Generator, "finish", lambda self, work: change(finish(self, work)))
-    with pytest.raises(RuntimeError, match=r"^part-000003.parquet \(in/a.parquet from row 30\) is not committed: "):
+    with pytest.raises(RuntimeError, match=r"^part-000003.parquet \(in/a.parquet from row 30\) is not committed\. Of "):
         committed(checkpoint)
 
 

@@ -296,7 +296,7 @@ def test_what_is_wrong_with_the_input_is_one_line(inbox: Inbox, flow: Any, caplo
     inbox.values["input"]["path"] = str(inbox.files)
     assert inbox.refused() == f"{inbox.files}: folder without .parquet files"
     inbox.add("a")
-    assert inbox.refused("--limit", "2").startswith("--limit: rows that it leaves out would never be answered")
+    assert inbox.refused("--limit", "2").startswith("--limit: rows beyond it would never be answered")
     inbox.json()
     (inbox.files / "b.parquet").write_bytes(b"PAR1 half")
     assert inbox.refused().startswith(f"{inbox.files / 'b.parquet'}: not readable as Parquet")
@@ -339,7 +339,7 @@ def test_plain_jobs_and_incremental_runs_do_not_share_a_folder(inbox: Inbox, flo
     inbox.json()
     del inbox.values["input"]["since"]
     for options in ((), ("--overwrite",)):
-        assert "holds incremental runs; set input.since: last_success" in inbox.refused(*options)
+        assert "holds incremental runs; set input.since to last_success" in inbox.refused(*options)
     inbox.values["output"]["path"] = str(inbox.folder / "plain")
     assert inbox.run().exit_code == 0
     inbox.values["input"]["since"] = "last_success"

@@ -182,7 +182,7 @@ def test_a_missing_ledger_record_is_refused() -> None:
         run_over(root, url)
     files = dict(root.files)
     for name, says in (
-        (claim_name(2), f"root/{LEDGER}/000002.json: missing; without it files would be answered twice"),
+        (claim_name(2), f"root/{LEDGER}/000002.json: missing; without it, files would be answered twice"),
         (end_name(2), f"root/{LEDGER}/000002.end.json: missing, although later runs have begun"),
     ):
         root.remove(name)

@@ -39,7 +39,7 @@ def test_other_columns_are_not_read(tmp_path: Path, limit: int | None) -> None:
     data[start : start + torn.total_compressed_size] = b"\xff" * torn.total_compressed_size
     path.write_bytes(data)
     assert read_columns(str(path), ("good",), LOCAL, limit) == {"good": ["a", "b", "c"][:limit]}
-    with pytest.raises(UserError, match="cannot be read, damaged or cut short"):
+    with pytest.raises(UserError, match="cannot be read, since it is damaged or cut short"):
         read_columns(str(path), ("torn",), LOCAL, limit)
 
 

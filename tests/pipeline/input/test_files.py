@@ -234,8 +234,8 @@ def test_a_broken_link_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mark", "remedy"),
     [
-        ("_delta_log/00000000000000000000.json", "set input.format: delta"),
-        ("metadata/00000-1.metadata.json", "set input.format: iceberg, and input.path to the table's name"),
+        ("_delta_log/00000000000000000000.json", "set input.format to delta"),
+        ("metadata/00000-1.metadata.json", "set input.format to iceberg, and input.path to the table's name"),
     ],
 )
 def test_a_table_is_not_read_as_its_files(

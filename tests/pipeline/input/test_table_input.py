@@ -163,7 +163,7 @@ def test_rows_that_delete_files_delete_are_never_read(checkpoint: Path, tmp_path
     url = delete_by_file(tables.table(NAME), tmp_path)
     assert tables.rows(NAME)["id"].to_pylist() == ["r1", "r2"]  # the library applies it
     assert refusal(job_over(tables, checkpoint, tmp_path)) == (
-        f"{url}: delete files of in.prompts delete rows of this data file; compact the table "
+        f"{url}: rows of this data file are deleted by delete files of in.prompts; compact the table "
         "(rewrite_data_files) and read the new snapshot"
     )
     assert planned(job_over(tables, checkpoint, tmp_path, snapshot=before)).rows == 3

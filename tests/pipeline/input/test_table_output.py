@@ -262,7 +262,7 @@ def test_an_expired_snapshot_whose_files_are_still_there_is_not_added_again(
     folder_of(job).remove(RECORD)
     folder_of(job).remove("_SUCCESS")
     assert made_up(job) == 0
-    assert len(tables.rows(NAME)) == 7 and "from an expired snapshot" in caplog.text
+    assert len(tables.rows(NAME)) == 7 and "an expired snapshot has" in caplog.text
 
 
 def refused(job: JobConfig, tmp_path: Path) -> str:
@@ -305,7 +305,7 @@ def test_a_new_table_without_a_place_is_refused(checkpoint: Path, tmp_path: Path
     catalog = job.storage.catalog.model_copy(update={"warehouse": None})
     job = job.model_copy(update={"storage": job.storage.model_copy(update={"catalog": catalog})})
     assert refused(job, tmp_path) == (
-        "output.table: out.answers does not exist: set storage.catalog.warehouse, or create it"
+        "output.table: out.answers does not exist: create it, or set storage.catalog.warehouse"
     )
     assert isinstance(tables, IcebergTables)
     tables.catalog.create_namespace("out", {"location": f"{tmp_path}/elsewhere"})
@@ -356,4 +356,4 @@ def test_partitioned_and_strict_tables_are_refused(tables: Tables, checkpoint: P
     log.write_text("\n".join(map(json.dumps, entries)) + "\n")
     into = {"table": tables.path("out.tracked"), "path": f"{tables.path('out.tracked')}/run"}
     job = job.model_copy(update={"output": job.output.model_copy(update=into)})
-    assert "has rowTracking, which files of a job lack" in refused(job, tmp_path)
+    assert "uses rowTracking, which a job's files do not support" in refused(job, tmp_path)

@@ -79,12 +79,12 @@ def test_a_ruined_job_stops_before_it_claims_its_output(
 ) -> None:
     ruined = job(values, schedule={"min_agreement": 0.6})
     with pytest.raises(
-        UserError, match=r"it ruins the answers: 0\.\d\d of \d+ tokens .* token KL .* over 15 rows"
+        UserError, match=r"too little agreement with full depth: 0\.\d\d of \d+ tokens .* token KL .* over 15 rows"
     ) as caught:
         run_in_process(ruined)
     line = str(caught.value)
     assert "\n" not in line and "below schedule.min_agreement = 0.6" in line and "`skipdecode adapt JOB`" in line
-    with pytest.raises(UserError, match="over 15 rows, measured before, below"):
+    with pytest.raises(UserError, match="over 15 rows, measured in an earlier run, below"):
         run_in_process(ruined)
     assert not (tmp_path / "out" / "_job" / "job.json").exists()
     full = run_in_process(job(values, schedule={"speedup": 1.0}))  # another job, in the same folder
@@ -113,7 +113,7 @@ def test_it_is_printed_and_kept_and_measured_once(
     assert run_in_process(config).manifest.agreement == found  # resumed
     elsewhere = job(values, output={"path": str(tmp_path / "other")})
     assert run_in_process(elsewhere).manifest.agreement == found
-    assert "over 15 rows, measured before\n" in capsys.readouterr().err
+    assert "over 15 rows, measured in an earlier run\n" in capsys.readouterr().err
     third, file = job(values, output={"path": str(tmp_path / "third")}), tmp_path / "in" / "a.parquet"
     written = file.stat().st_mtime_ns
     os.utime(file, ns=(written, written + 1))  # replaced: it may hold other rows
@@ -217,7 +217,7 @@ def test_a_run_over_a_growing_table_measures_before_it_claims_files(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     growing = job(values, input={"since": "last_success"}, schedule={"min_agreement": 1.0})
-    with pytest.raises(UserError, match="it ruins the answers"):
+    with pytest.raises(UserError, match="too little agreement with full depth"):
         runs.run(growing, backend=InProcess())
     assert not list((tmp_path / "out").rglob("*.parquet"))
     growing = job(values, input={"since": "last_success"})

@@ -120,7 +120,7 @@ def test_a_custom_id_that_two_rows_share_is_refused(tmp_path: Path, chat_checkpo
 
 
 def test_a_request_is_whole(tmp_path: Path, chat_checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="prompt does not go with format: openai_batch"):
+    with pytest.raises(ValueError, match="prompt cannot be combined with format: openai_batch"):
         config(tmp_path, tmp_path, chat_checkpoint, input={"path": "a", "format": "openai_batch", "prompt": "p"})
     write(tmp_path / "in.jsonl", [{"prompt": "alpha"}])
     with pytest.raises(UserError, match=r"in\.jsonl: no column 'custom_id'; it has prompt"):
@@ -244,7 +244,7 @@ def test_any_job_writes_its_answers_as_json_lines(tmp_path: Path, checkpoint: Pa
     job = JobConfig.model_validate({**job.model_dump(exclude_unset=True), "output": asked})
     assert run_in_process(job).fresh_rows == 0
     assert lines(tmp_path / "out" / "answers.jsonl") == answered_rows(tmp_path / "out")
-    with pytest.raises(ValueError, match=r"set input\.format: openai_batch too"):
+    with pytest.raises(ValueError, match=r"set input\.format: openai_batch"):
         JobConfig.model_validate({**job.model_dump(exclude_unset=True), "output": {**asked, "format": "openai_batch"}})
 
 

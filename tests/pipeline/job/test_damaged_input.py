@@ -47,7 +47,7 @@ def test_a_damaged_page_names_the_file(tmp_path: Path) -> None:
         except OSError as error:
             refused += 1
             message = str(error)
-            assert message.startswith(f"{path}: cannot be read, damaged or cut short: "), message
+            assert message.startswith(f"{path}: cannot be read, since it is damaged or cut short: "), message
             assert len(message.splitlines()) == 1
     assert refused > 20
 

@@ -177,7 +177,7 @@ def test_a_template_that_takes_no_tools_is_refused_at_the_plan(tmp_path: Path, c
     ("changes", "message"),
     [
         ({"input": {"path": "a", "tools": "t"}}, "tools is for chats"),
-        ({"choices": ["a", "b"]}, r"input\.tools does not go with choices or output_format"),
+        ({"choices": ["a", "b"]}, r"input\.tools cannot be combined with choices or output_format"),
         ({"reasoning": "on"}, "reasoning"),
     ],
 )

@@ -114,12 +114,12 @@ def test_without_a_speed_within_tolerance_no_job_file_is_left(tmp_path: Path, fa
     assert result.exit_code == 1
     assert result.stderr.strip().splitlines()[-1] == (
         "skipdecode: no speed-up is within adapt.tolerance = 1.5 of agreement_exact, and no job file is written; "
-        "2x would be within 4"
+        "2x would be within a tolerance of 4"
     )
     assert not path.exists()
     wide = command(tolerance=3.5).stderr.strip().splitlines()[-1]
     assert wide.endswith(
-        "2x would be within 4; if its loss stays 3 on more rows, about 16 held-out rows (now 4) would show it"
+        "within a tolerance of 4; if its loss stays 3 with more rows, about 16 held-out rows (now 4) would be enough"
     )
     assert fakes.calls == ["answers", "tune", "before", "after"]  # another tolerance needs no other model
     assert command(tolerance=4.0).exit_code == 0
@@ -360,12 +360,12 @@ def test_chance_harm_and_useless_speeds_are_told(tmp_path: Path, fakes: Fakes, c
     result = command(tolerance=20.0)
     assert result.exit_code == 0, result.output
     assert "chance: 95 agreement_exact" in result.stdout and fakes.harmed[0] in result.stdout
-    assert "3x is useless: its same answer of 92.0 is at or below chance, 95.0" in result.stdout
+    assert "3x is useless, no better than chance: same answer 92.0, by chance 95.0" in result.stdout
     assert "2x *" in result.stdout  # 3x is faster, and within the tolerance
     fakes.chance["agreement_exact"]["value"] = 99.0
     shutil.rmtree(tmp_path / "out-adapt")
     none = command(tolerance=20.0)
-    assert none.exit_code == 1 and "every speed-up is useless: none has more agreement_exact" in none.stderr
+    assert none.exit_code == 1 and "every speed-up is useless: none has a higher agreement_exact" in none.stderr
 
 
 def test_rows_of_their_own_watch_the_training(tmp_path: Path, fakes: Fakes, command: Run) -> None:
@@ -389,5 +389,5 @@ def test_every_stage_is_announced(tmp_path: Path, fakes: Fakes, command: Run) ->
     assert [stage.partition(":")[0] for stage in stages] == [f"stage {number} of 5" for number in range(1, 6)]
     assert stages[0] == "stage 1 of 5: draw 20 of 30 rows"
     (estimate,) = [line for line in result.stderr.splitlines() if line.startswith("estimate: ")]
-    assert " training steps; " in estimate and " more on this machine, about: tune " in estimate
+    assert " training steps; " in estimate and " left on this machine; by stage: tune " in estimate
     assert not [line for line in command("--json").stderr.splitlines() if line.startswith("stage ")]

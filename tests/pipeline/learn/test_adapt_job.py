@@ -118,5 +118,5 @@ def test_a_probe_says_what_an_adaptation_could_give(in_process: None, tmp_path: 
     clocks = [one["clock"] for one in found["speeds"]]
     assert clocks == sorted(clocks) and clocks[0] > 1 and clocks[-1] < 4
     assert all(found["seconds"][name] > 0 for name in ("prompt", "decode", "head")) and found["adaptation_seconds"] > 0
-    assert "this job has 40 rows: not worth it" in shown and not found["worth_it"]
+    assert "this job has 40 rows, so it is not worth it" in shown and not found["worth_it"]
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix) == ["in.parquet", "job.yaml"]

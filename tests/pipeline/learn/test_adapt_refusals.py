@@ -75,7 +75,7 @@ def test_options_of_a_stage_not_done_may_still_change(fakes: Fakes, command: Run
 def test_more_workers_than_cores_are_refused_before_rows_are_drawn(fakes: Fakes, command: Run) -> None:
     many = {"workers": {"count": 64}, "training": {"batch_size": 64}}
     result = command(**many)
-    assert result.exit_code == 2 and "workers: 64 × 1 CPU asked for, and this machine has" in result.stderr
+    assert result.exit_code == 2 and "workers: 64 × 1 CPU needed, but this machine has" in result.stderr
     assert not fakes.calls
     small = {"training": {"batch_size": 64}}
     assert command(**small).exit_code == 0
@@ -101,17 +101,17 @@ def test_new_input_files_are_logged_and_not_sampled(
 @pytest.mark.parametrize(
     ("adapt", "job", "said"),
     [
-        ({"rows": 6}, {}, "adapt: rows = 6 leaves none to train on: raise it above held_out = 6"),
-        ({"rows": 99, "held_out": 30}, {}, "30 rows leave none to train on: lower adapt.held_out = 30"),
+        ({"rows": 6}, {}, "adapt: rows = 6 leaves no row to train on: raise it above held_out = 6"),
+        ({"rows": 99, "held_out": 30}, {}, "no row of 30 is left to train on: lower adapt.held_out = 30"),
         ({"references": "wrong"}, {}, "no column 'wrong'; it has key, q, right, unused"),
         ({"metric": "bleu"}, {}, "adapt: metric: bleu needs references"),
         ({"output": "s3://bucket/x"}, {}, "adapt.output: s3://bucket/x is not local"),
         ({}, {"output": {"path": "s3://bucket/x"}}, "adapt.output: s3://bucket/x-adapt is not local"),
         ({}, {"output": {"path": "s3://bucket/x=1"}}, "adapt.output: s3://bucket/x-1-adapt is not local"),
-        ({"speedups": [1]}, {}, "speedups must be 1 or above, and at least one above 1"),
+        ({"speedups": [1]}, {}, "speedups must be at least 1, and one or more must be above 1"),
         ({"training": {"epoch": 1.0}}, {}, "adapt: unknown key training.epoch; did you mean epochs?"),
         ({"adapter": {"rank": 0}}, {}, "adapt: adapter.rank"),
-        ({"adapter": {"targets": ["no_proj"]}}, {}, "adapt.adapter.targets: the model has no 'no_proj'; it has down_"),
+        ({"adapter": {"targets": ["no_proj"]}}, {}, "adapt.adapter.targets: the model has no layer 'no_proj'; it has"),
         ({"workers": {"count": 3}}, {}, "batch_size = 16 cannot be cut into 3 equal parts"),
         ({"lora": {"targets": ["q_proj"]}}, {}, "lora is now adapter, which is trained unless weights: full is set"),
         ({"weights": "full", "adapter": {"rank": 2}}, {}, "adapter has no effect with weights: full"),
@@ -121,15 +121,15 @@ def test_new_input_files_are_logged_and_not_sampled(
         (
             {"metric": "rouge_l", "references": "right"},
             {"choices": ["yes", "no"], "sampling": {}},
-            "adapt.metric: rouge_l is not for labels; with choices take exact_match",
+            "adapt.metric: rouge_l is not a metric for labels; with choices, use exact_match",
         ),
         (
             {},
             {"input": {"path": "in", "prompt": "q", "chat": True, "tools": "tools"}},
-            "input.tools: adapt evaluates free answers",
+            "input.tools: adapt evaluates only free text",
         ),
         ({}, {"reasoning": {}}, "reasoning: adapt evaluates whole answers"),
-        ({}, {"output_format": {"regex": "a"}, "sampling": {}}, "output_format: adapt evaluates free answers"),
+        ({}, {"output_format": {"regex": "a"}, "sampling": {}}, "output_format: adapt evaluates only free text"),
     ],
 )
 def test_a_mistake_is_one_line_before_a_model_is_loaded(
@@ -147,7 +147,7 @@ def test_too_few_rows_are_refused_before_training(fakes: Fakes, command: Run) ->
     fakes.empty = True
     result = command()
     assert (result.exit_code, fakes.calls) == (2, ["answers"])
-    assert "out-adapt: 0 rows left to evaluate: of 20 answered at full depth" in result.stderr
+    assert "out-adapt: 0 rows are left to evaluate. Of 20 answered at full depth" in result.stderr
 
 
 @pytest.mark.parametrize("place", ["out", "out/adapt", "checkpoint", "checkpoint/adapt", "in/adapt", "start/adapt"])
@@ -178,7 +178,7 @@ def test_on_a_cluster_the_folder_must_be_named(
 def test_a_text_metric_of_labels_is_refused_before_training(fakes: Fakes, command: Run) -> None:
     result = command(references="unused", metric="bleu")
     assert (result.exit_code, fakes.calls) == (2, ["answers"])
-    assert "adapt.metric: bleu is not for labels, and every reference of the " in result.stderr
+    assert "adapt.metric: bleu is not a metric for labels, and each reference of the " in result.stderr
     assert command(references="unused", metric="exact_match", tolerance=20).exit_code == 0
 
 

@@ -63,7 +63,7 @@ def test_a_damaged_record_is_measured_again(tmp_path: Path, text: str, caplog: p
     (record,) = (tmp_path / "keep-orders").iterdir()
     record.write_text(text)
     assert measured(model, tmp_path) == found and model.loads == 2
-    assert "measuring it again" in caplog.text
+    assert "measuring the order again" in caplog.text
     assert measured(model, tmp_path) == found and model.loads == 2
 
 

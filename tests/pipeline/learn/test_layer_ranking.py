@@ -166,7 +166,7 @@ def test_a_step_tries_the_given_number_of_layers_and_the_model_is_left_as_it_was
     assert set(ranking.keep_order[1:]) <= set(tried)
     assert decoder.model.training
     assert not any(weight.requires_grad and weight.grad is not None for weight in decoder.model.parameters())
-    with pytest.raises(ValueError, match="no row with a prompt and a response"):
+    with pytest.raises(ValueError, match="no row has a prompt and a response"):
         rank_layers(decoder, [([3], []), ([], [3]), ([3], [4])])
     assert keep_order.batches([([3, 5], [4])], VOCAB) == [[([3], [5, 4])]]
 

@@ -167,7 +167,7 @@ def test_a_line_at_or_below_chance_is_called_useless() -> None:
         return Line("2x", 2.0, "full", 2.0, 0.1, {"agreement_exact": Score(value, 0, 0)}, warnings=("9 are empty",))
 
     chance = {"agreement_exact": Score(61.0, 0, 0)}
-    said = "2x is useless: its same answer of 61.0 is at or below chance, 61.0"
+    said = "2x is useless, no better than chance: same answer 61.0, by chance 61.0"
     assert uselessness(line(61.0), chance, "agreement_exact") == uselessness(line(61.0), chance, "token_kl") == said
     assert uselessness(line(61.5), chance, "agreement_exact") is uselessness(line(61.0), {}, "token_kl") is None
     assert remarks([line(61.0)], chance, "agreement_exact") == [said, "2x: 9 are empty"]

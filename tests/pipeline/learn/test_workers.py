@@ -184,6 +184,6 @@ def test_processes_end_with_the_one_that_launched_them(recipe: dict[str, Any], t
 
 def test_more_workers_than_cores_are_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
     many = {**recipe, "output": str(tmp_path / "many"), "workers": {"count": 64}}
-    with pytest.raises(ValueError, match="workers: 64 × 1 CPU asked for, and "):
+    with pytest.raises(ValueError, match="workers: 64 × 1 CPU needed, but "):
         train_recipe(many, batch_size=64)
     assert not (tmp_path / "many").exists()  # before anything is written

@@ -89,8 +89,8 @@ def test_columns_of_a_job_with_everything() -> None:
             (["topic", name], {}, rf"^output\.keep: {name} is the name of")
             for name in [*ANSWER_TYPES, *OPTIONAL_TYPES, *ADDED]
         ),
-        (["id"], {}, r"^output\.keep: id is written by the job"),
-        (["id"], {"id": "key"}, r"^output\.keep: id is written by the job"),
+        (["id"], {}, r"^output\.keep: the job writes its own ids"),
+        (["id"], {"id": "key"}, r"^output\.keep: the job writes its own ids"),
         (["topic", "topic"], {}, r"^output\.keep: topic"),  # many readers refuse two columns of one name
         ([], {"prompt": ERROR}, "__"),
         ([], {"id": PROMPT_IDS}, "__"),

@@ -223,7 +223,7 @@ def test_missing_rows_prevent_success(folder: Folder) -> None:
     data = folder.read(part_name(1))
     folder.replace(SUCCESS, b"{}")
     folder.remove(part_name(1))
-    again = r"^part-000001.parquet was committed and is gone: run the same command again to answer it$"
+    again = r"^part-000001.parquet was committed and is gone: run the same command again to write it$"
     with pytest.raises(RowsMissing, match=again):
         finish(folder, MANIFEST)
     assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 2}
@@ -274,7 +274,7 @@ def test_the_report_can_be_read(folder: Folder) -> None:
     assert "device-seconds" in free and "money" not in free
     assert "cost" not in printed(to_table([replace(part_stats(SHARDS[0]), generated_tokens=0)]))
     measured = replace(MANIFEST, agreement=Agreement(16, False, 200, 190, 0.04))
-    shown = "agreement with full depth, before the start: 0.95 of 200 tokens as at full depth, token KL 0.04 nats"
+    shown = "agreement with full depth, measured at the start: 0.95 of 200 tokens as at full depth, token KL 0.04 nats"
     assert shown in printed(read_records(folder, FINGERPRINT), measured)
     assert "no shard is committed yet: 0 of 10 rows" in printed(to_table([]))
     assert "4 of 10 rows in 1 shard" in printed(to_table([part_stats(SHARDS[0])]))
