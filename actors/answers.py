@@ -39,7 +39,7 @@ OPTIONAL_TYPES = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row to answer. If it sets `sampling`, `choices` or `output_format`, they override those of the Generator."""
+    """A row to answer. If its `sampling`, `choices` or `output_format` is set, it overrides that of the Generator."""
 
     ids: Sequence[int]
     source: str  # name of the row's file. The seed, `source` and `row` determine the row's random numbers
@@ -48,7 +48,7 @@ class Prompt:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     choices: Sequence[str] | None = None
     output_format: OutputFormat | None = None
-    tools: bool = False  # whether the prompt offers tools, so that its answers may call them
+    tools: bool = False  # whether the prompt offers tools that an answer may call
 
 
 @dataclass(frozen=True)

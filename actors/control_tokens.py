@@ -2,7 +2,7 @@
 
 Markers are put around a user's control tokens. The markers, and the encoding of a marked text, are those of
 transformers 5.23 (`apply_chat_template` with `sanitize_control_tokens`). With an earlier version, rows that contain
-control tokens are refused. Templates are rendered without markers too, so that markers cannot change what a template
+control tokens are refused. Templates are also rendered without markers, so that markers cannot change what a template
 writes. A prompt without control tokens is encoded as usual.
 """
 
@@ -21,7 +21,7 @@ START, END = "\U000f0000", "\U000f0001"  # transformers' markers
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return a dictionary text -> id of all special tokens, also of unnamed ones. These tokens decode to no text."""
+    """Return text -> id of all special tokens, with or without a name. These tokens decode to no text."""
     named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     return named | {one.content: token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
 
@@ -43,11 +43,11 @@ class ControlTokens:
     ) -> tuple[str, int]:
         """Return a prompt's text, and how many control tokens come from `values`. These are marked for `encode`.
 
-        Raises UserError if it is unclear whether the template or `values` wrote a control token.
+        Raises UserError if it is unclear whether a control token comes from the template or from `values`.
 
         Args:
             render: Fills the template with `values`: messages, tools or columns.
-            source: The template's source text. Give it if it contains every control token that the template writes.
+            source: The template's source text, if every control token that the template writes occurs there; else None.
             parse: Whether control tokens in `values` are encoded as tokens too. If so, nothing is marked.
         """
         text = render(values)
@@ -87,7 +87,7 @@ class ControlTokens:
         return [*whole[:first], *ids, *whole[first + len(bare) :]]
 
     def _mark(self, value: Any) -> Any:
-        """Mark the control tokens in every string of a nested value, also in dictionary keys. Drop earlier markers."""
+        """Mark the control tokens in all strings and dictionary keys of a nested value. Remove existing markers."""
         if isinstance(value, dict):
             return {self._mark(key): self._mark(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -95,7 +95,7 @@ class ControlTokens:
         return self.pattern.sub(lambda one: _mark(one[0]), _unmarked(value)) if isinstance(value, str) else value
 
     def _written(self, marked: str) -> list[bool]:
-        """Return for each control token in `marked` whether the template wrote it, i.e. whether it has no marker."""
+        """Return for each control token in `marked` whether the template wrote it. Such tokens have no marker."""
         written = []
         for found in self._marked.finditer(marked):
             written.append(not found[0].startswith(START))
@@ -105,9 +105,9 @@ class ControlTokens:
         return written
 
     def _aligned(self, text: str, marked: str, written: list[bool]) -> str:
-        """Copy the markers of `marked` to `text`, for templates that write other text because of the markers.
+        """Copy the markers of `marked` to `text`. Some templates write different text if their values have markers.
 
-        The control tokens of both texts are aligned. written: for each one in `marked`, whether the template wrote it.
+        Both texts are aligned. written: for each control token in `marked`, whether the template wrote it.
         """
         ours, theirs = self.pattern.split(text), self.pattern.split(_unmarked(marked))
         if len(written) != len(theirs) // 2:

@@ -1,9 +1,9 @@
-"""`Generator`, a callable class that answers batches of rows. It returns a batch's columns and columns of answers.
+"""`Generator`, a callable class that answers batches of rows. It adds columns of answers to a batch.
 
     ds.map_batches(Generator, fn_constructor_kwargs={"checkpoint": "…"}, compute=ActorPoolStrategy(size=2), num_cpus=0)
 
-This module does not import ray. The rows of a call run in smaller batches: rows of similar length, as many as fit the
-budget of cache bytes. These batches depend on the rows and the settings alone.
+This module does not import ray. The rows of a call run in smaller batches of rows with similar length. A batch has
+as many rows as fit the budget of cache bytes. These batches depend on the rows and the settings alone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RowsAtWork:
 class Generator:
     """Answers rows with one model on one device.
 
-    Several threads may call it. Their calls run one after the other, with vLLM together. Loading prints nothing.
+    Several threads may call it. Calls run one after the other; vLLM runs them together. Loading prints nothing.
 
     Args:
         checkpoint: Folder with config.json, safetensors and a tokenizer.
@@ -81,11 +81,11 @@ class Generator:
         strip: Remove white space from both ends of an answer that is free text.
         dtype: Data type of weights, activations and cache: float32, bfloat16 or float16.
         weights: "int8" rounds linear layers and head to 8 bits, on a CPU with bfloat16. None: the checkpoint's weights.
-        device: auto, cpu, cuda or cuda:N; auto is cuda where torch sees a GPU.
+        device: auto, cpu, cuda or cuda:N; auto is cuda if torch sees a GPU.
         threads: torch threads on a CPU. None keeps the process's setting, but at most one thread for each usable CPU.
-        cache_bytes: Bytes of KV cache for the rows in flight. 0, with vLLM only: as many as vLLM's settings allow.
+        cache_bytes: Bytes of KV cache for the rows in flight. 0 (only with vLLM): as many as vLLM's settings allow.
         max_batch: Maximum number of rows in flight.
-        scheduler: lock_step: a batch runs until its last row ends; refill: waiting rows take the slots of ended rows.
+        scheduler: lock_step (a batch runs until its last row ends) or refill (waiting rows take slots of ended rows).
         vllm: Engine arguments of vLLM, if vLLM runs the model; see `actors.vllm.engine`. None: vLLM is not used.
         cumulative_logprob: Add a column with the sum of each answer's log-probabilities in nats; this takes time.
         row_logprobs: Rows may ask for log-probabilities even if `sampling` does not; `answer` returns them.
@@ -198,7 +198,7 @@ class Generator:
             )
 
     def at(self, schedule: Schedule, *, max_batch: int | None = None) -> Generator:
-        """Return a generator with the same weights under another schedule; only one of the two may have rows in flight.
+        """Return a generator with the same weights and another schedule. Only one of the two may have rows in flight.
 
         The weights stay as they were loaded, with or without a merged speed adapter.
 
@@ -226,7 +226,7 @@ class Generator:
         )
 
     def schedule_at(self, speedup: float) -> Schedule:
-        """Return the schedule for another nominal speed-up. Rows of both schedules may share decode steps.
+        """Return the schedule for a nominal speed-up. Rows of this schedule and the current one may share decode steps.
 
         Raises:
             UserError: The checkpoint was not trained for this speed, or the speed needs other weights.
@@ -245,15 +245,15 @@ class Generator:
         return schedule
 
     def __call__(self, batch: Any) -> Any:
-        """Answer the prompts in a batch's column `prompt_column`. Return the batch's columns and columns of answers.
+        """Answer the prompts in a batch's column `prompt_column`. Return the batch with answer columns added.
 
         A prompt is text, a list of token ids, or a list of messages for the checkpoint's chat template. Seed and prompt
         determine a row's random numbers, so answers do not depend on how rows are batched, and equal prompts have
         equal answers. With n above 1, each row is repeated n times. A missing number is None, e.g. `mean_depth` if
         an answer has one token. Chat templates run in transformers' sandbox, which limits neither time nor memory.
 
-        batch: A dict of arrays [rows], for which a dict is returned; or a pyarrow Table or pandas DataFrame, for which
-        a Table is returned. In Ray Data answer columns are pyarrow arrays, so that all blocks have the same types.
+        batch: A dict of arrays [rows], a pyarrow Table or a pandas DataFrame. The result is a dict if `batch` is one,
+        else a Table. In Ray Data, answer columns are pyarrow arrays, so that all blocks have the same types.
         """
         kept: dict[str, Any]
         if is_dict := isinstance(batch, Mapping):
@@ -336,7 +336,7 @@ class Generator:
         return RowsAtWork(prompts, owners, errors, call)
 
     def run(self, work: RowsAtWork) -> None:
-        """Answer rows that `begin` has queued, and rows queued meanwhile. One thread at a time does so; others wait."""
+        """Answer rows that `begin` has queued, and rows queued meanwhile. One thread at a time runs; others wait."""
         with self._running, current_device(self.device):
             self.calls.finish(work.call)
 
@@ -359,7 +359,7 @@ class Generator:
         return sorted(answers, key=lambda answer: (answer.row, answer.sample_index))
 
     def completed(self, prompt: Prompt, row: int, sample: int, request: Request, completion: Completion) -> Answer:
-        """Convert a completion, which must have tokens, to an Answer. request: the request that was answered."""
+        """Convert a completion to an Answer. The completion must have tokens. request: the request that it answers."""
         count = len(completion.token_ids)
         text, reasoning = self.builder.text(request, completion)
         answer = Answer(

@@ -33,7 +33,7 @@ def completion_body(
         key: text from which the ids in the body are made.
         created: seconds since 1970.
         model: name of the model.
-        job: text that identifies everything, apart from the request, that the answers depend on.
+        job: text that identifies everything that determines the answers, apart from the request.
         prompt_tokens: number of tokens of all prompts; needed if there are several prompts.
     """
     is_chat = url == CHAT
@@ -70,7 +70,7 @@ def usage(prompt: int, completion: int) -> dict[str, int]:
 
 
 def shown_logprobs(url: str, tokens: Sequence[Mapping[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
-    """Return log-probabilities in the endpoint's format, None without `tokens`. offset: characters before `tokens`."""
+    """Return `tokens` in the endpoint's format for log-probabilities. offset: number of characters before `tokens`."""
     if tokens is None:
         return None
     if url == CHAT:
@@ -93,7 +93,7 @@ def _entry(token: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def error_body(message: str, *, is_request: bool) -> dict[str, Any]:
-    """Return the body of an error response. is_request: whether the request caused the error, not the server."""
+    """Return the body of an error response. is_request: whether the request, not the server, caused the error."""
     kind = "invalid_request_error" if is_request else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 

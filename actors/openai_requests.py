@@ -1,4 +1,4 @@
-"""Converts OpenAI's request bodies to prompts and sampling parameters. An unsupported key is an error that names it.
+"""Converts OpenAI's request bodies to prompts and sampling parameters. The error for an unsupported key names the key.
 
 Sources: https://platform.openai.com/docs/api-reference/chat/create and .../completions/create. Keys
 that OpenAI does not define are those of vLLM's server.
@@ -57,7 +57,7 @@ class CompletionRequest:
 
         Args:
             tools: the request's tools, as `checked_tools` returns them.
-            tokenizer: the model's tokenizer, whose chat template says how tool calls are written.
+            tokenizer: the model's tokenizer, whose chat template defines the format of tool calls.
         """
         if self.tool_choice is not None:
             return forced_call(tools, self.tool_choice, form_of(tokenizer))
@@ -67,7 +67,7 @@ class CompletionRequest:
 
 
 def read_request(url: str, body: Mapping[str, Any], others: Iterable[str] = ()) -> CompletionRequest:
-    """Parse a request body. A key whose value is null counts as missing. others: more known keys, for messages.
+    """Parse a request body. A key whose value is null counts as missing. others: further keys to suggest in an error.
 
     Raises a UserError that names the key if a key is unknown, unsupported or wrong.
     """

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 KEPT_CONSTRAINTS, KEPT_CHARACTERS = (
     64,
     2**20,
-)  # most constraints that are kept, and characters of their formats or labels
+)  # limits of the cache of constraints: their number, and the characters of their formats or labels
 
 
 class RequestBuilder:
     """Builds engine requests for one model. `Generator` explains the arguments that are not explained here.
 
     `sampling`, `choices`, `output_format` and `seed` apply to rows that do not set their own. Raises UserError if
-    choices cannot be told apart, if output_format is wrong or unsupported, or if both are given.
+    labels cannot be distinguished, output_format is wrong or unsupported, or both choices and output_format are given.
 
     Args:
         vocab_size: Number of token ids of the model.
@@ -142,13 +142,13 @@ class RequestBuilder:
         return [Request(prompt.ids, params, key, ending, constraint) for key in keys]
 
     def _params(self, prompt: Prompt) -> SamplingParams:
-        """Return the row's checked sampling parameters. Special tokens among the stop strings are also stop tokens."""
+        """Return the row's checked sampling parameters. A stop string that is a special token becomes a stop token."""
         try:
             params = self.sampling.merged(prompt.sampling)
         except ValueError as error:
             raise UserError(f"sampling: {error}") from None
         if params.logprobs is not None and not self.has_logprobs:
-            raise UserError("sampling: logprobs: set it for the whole job too (0 is enough): that adds the column")
+            raise UserError("sampling: logprobs: also set it for the whole job (0 is enough), to add the column")
         for name, ids in (("sampling: stop_token_ids", params.stop_token_ids), ("prompt", prompt.ids)):
             if ids and max(ids) >= self.vocab_size:
                 raise UserError(f"{name}: token {max(ids)} lies outside the model's vocabulary of {self.vocab_size}")
@@ -166,7 +166,7 @@ class RequestBuilder:
         return self.output_format if self.choices is None else self.choices
 
     def _constraint(self, form: tuple[str, ...] | OutputFormat) -> Constraint:
-        """Return the cached constraint for labels or an output format. Raises UserError if it is not supported."""
+        """Return the cached constraint for labels or an output format. Raises UserError for an unsupported one."""
         if form not in self._constraints:
             constraint = self._grammar(form) if isinstance(form, OutputFormat) else self._trie(form)
             if self.reasoning is not None:
@@ -210,7 +210,7 @@ class RequestBuilder:
         return partial(self.reasoning.answer_start, begun=self.reasoning.begun_by(self._end(prompt_ids)))
 
     def begins_thinking(self, request: Request) -> bool:
-        """Return whether generation begins inside thinking: the prompt opened it, or a constraint waits for its end."""
+        """Return whether generation begins inside thinking: the prompt opens thinking, or a constraint expects it."""
         if self.reasoning is None or isinstance(request.constraint, AfterReasoning):
             return self.reasoning is not None
         return self.reasoning.begun_by(self._end(request.prompt_ids))
@@ -265,7 +265,7 @@ class RequestBuilder:
     def with_calls(self, answer: Answer) -> Answer:
         """Move the tool calls out of an answer's text. If they cannot be read, keep the text and set an error.
 
-        Call `requests` for the row first: it checks that the format of the tool calls is supported.
+        Before this, call `requests` for the row, which checks that the format of the tool calls is supported.
         """
         try:
             text, calls = split_calls(answer.generated_text or "", form_of(self.tokenizer))

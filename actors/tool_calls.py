@@ -17,7 +17,7 @@ from actors.engine.errors import UserError, flat
 ToolFormat = Literal["hermes", "llama3_json"]
 BEGIN, END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"  # Llama may write this tag before tool calls
-# text in a chat template -> the unsupported format of tool calls that it stands for; the first match counts
+# text in a chat template -> the unsupported format of tool calls that it indicates; the first match counts
 _OTHERS = {
     "<function=": "Qwen3-Coder's <function=…>",
     "<arg_key>": "GLM's <arg_key>",
@@ -31,7 +31,7 @@ _OTHERS = {
     "functools[": "Functionary's functools[…]",
 }
 _DECODER = json.JSONDecoder()
-ToolCall = dict[str, str]  # keys: `name` and `arguments`, a JSON object as text
+ToolCall = dict[str, str]  # keys: `name`, and `arguments` (the text of a JSON object)
 
 
 def tool_format(template: str) -> ToolFormat:
@@ -101,7 +101,7 @@ def split_calls(text: str, form: ToolFormat) -> tuple[str, list[ToolCall]]:
     """Split an answer into its text without tool calls, and the tool calls.
 
     A Llama answer that cannot be read as calls counts as text, because Llama has no delimiters for calls. Raises a
-    ValueError with the call's number, from 1, if a call between hermes delimiters cannot be read.
+    ValueError with the call's number (counted from 1) if a call between hermes delimiters cannot be read.
     """
     calls: list[ToolCall] = []
     if form == "llama3_json":
@@ -152,8 +152,8 @@ def _call(value: Any, key: str) -> ToolCall:
 def checked_tools(value: Any) -> list[dict[str, Any]]:
     """Check a row's tools; return them as a list of {"type": "function", "function": {"name": …}}.
 
-    value: a list of tools, the list as JSON text, or None for no tools. Null fields are dropped from a list. Raises a
-    UserError that gives the number of a wrong tool, from 1.
+    value: a list of tools, the list as JSON text, or None for no tools. Null fields of a list are dropped; in JSON text
+    they are kept. Raises a UserError that gives the number of a wrong tool, counted from 1.
     """
     if value is None:
         return []
@@ -163,7 +163,7 @@ def checked_tools(value: Any) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise UserError(f"tools: not JSON: {flat(error)}") from None
     else:
-        value = _without_nulls(value)  # in a column of structs, a field that any row uses is null in the other rows
+        value = _without_nulls(value)  # in a column of structs, each row has all fields; those it does not use are null
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UserError(f"tools is of type {type(value).__name__}; it must be a list")
     tools: list[dict[str, Any]] = []

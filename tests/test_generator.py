@@ -284,7 +284,7 @@ def test_a_rows_own_parameters_go_on_top_of_the_jobs(generator: Generator, check
     assert errors == {
         5: "sampling: unknown key temperatur; did you mean temperature?",
         6: "sampling: n = 2: needs a temperature above 0: greedy answers are all the same",
-        7: "sampling: logprobs: set it for the whole job too (0 is enough): that adds the column",
+        7: "sampling: logprobs: also set it for the whole job (0 is enough), to add the column",
         8: "sampling: stop_token_ids: token 1000000 lies outside the model's vocabulary of 300",
         9: "sampling: top_p = 0.0: must lie in (0, 1]",
     }

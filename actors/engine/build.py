@@ -58,7 +58,7 @@ def build_engine(
     """Load the checkpoint's weights and build the engine.
 
     A speed adapter is merged into the weights unless `schedule` runs every layer for every token. Weights stored as
-    8-bit codes are multiplied in 8 bits if the CPU has the instructions. Otherwise they are expanded to `dtype`.
+    8-bit codes are multiplied in 8 bits if the CPU supports this. Otherwise they are expanded to `dtype`.
 
     Raises:
         UserError: Weights are missing or damaged, the speed adapter was trained for other weights, the device does not
@@ -73,7 +73,7 @@ def build_engine(
     place = resolve_device(device)
     on_gpu = place.type == "cuda"
     if int8 and on_gpu:
-        raise UserError("weights = 'int8' is for CPUs; leave weights out")
+        raise UserError("weights = 'int8' works only on CPUs: leave it out")
     if on_gpu:
         need = memory_needed(checkpoint, dtype, cache_bytes, on_gpu=True)
         check_free(need, *torch.cuda.mem_get_info(place))

@@ -50,24 +50,24 @@ class SlotShape(NamedTuple):
 
 
 class PrefixKeys:
-    """For each layer, the keys and values [1, H, C, D] of a shared prefix. The forward pass over it stores them."""
+    """Holds the keys and values of a shared prefix, for each layer: [1, KV heads, tokens, head size]."""
 
     def __init__(self) -> None:
         self.layers: dict[int, Buffers] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Buffers:
-        """Store keys and values [1, H, C, D], and return them: the prefix attends only to itself."""
+        """Store a layer's keys and values, and return them, because a prefix attends only to itself."""
         self.layers[layer_idx] = (keys.contiguous(), values.contiguous())  # a view would keep the queries in memory too
         return keys, values
 
 
 class SkipCache:
-    """Key and value buffers [R, H, P + n_l, D] for every layer that a decode step runs.
+    """Key and value buffers [cache rows, KV heads, slots, head size] of each layer that a decode step runs.
 
     Call `begin_prefill` or `begin_step` before a pass. During the pass the model's attention layers call `update`.
 
-    windows: sliding window of each layer: how many of the latest keys a token attends to, including its own key. None:
-        all keys. Keys outside the window stay in their slots, but are not read.
+    windows: for each layer, how many of the latest keys a token attends to, including its own key; None: all keys.
+        Keys outside this sliding window stay in their slots, but are not read.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class SkipCache:
             for slots in self.slots
         ]
         self._device = device
-        self._width = 0  # number of slots that the longest row uses; layers with fewer slots use all of theirs
+        self._width = 0  # number of slots that the longest row uses; a layer with fewer slots uses all its slots
         self._rows = torch.zeros(0, dtype=torch.int64)  # [B], the cache rows of the current pass
-        self._sources = self._rows  # [B], for each row in `_rows` the index of its prompt in the prefill
+        self._sources = self._rows  # [B], index of each row's prompt in the prefill, in the order of `_rows`
         self._prefix: PrefixKeys | None = None
         self._positions: Tensor | None = None  # [B, 1], position of each row's token in a decode step; None: prefill
-        self._shortest = 0  # number of slots that the shortest row of the decode step attends to, without a window
+        self._shortest = 0  # number of slots that a step's shortest row attends to in a layer without a window
         # window -> results of `_step_mask` in this decode step
         self._masks: dict[int | None, tuple[int, Tensor | None]] = {}
 
@@ -110,14 +110,14 @@ class SkipCache:
         self._prefix, self._positions = prefix, None
 
     def begin_step(self, positions: Sequence[int]) -> None:
-        """Prepare for a decode step: one token in each cache row i < len(positions), at `positions[i]`."""
+        """Prepare for a decode step that runs one token, at `positions[i]`, in each cache row i < len(positions)."""
         self._positions = torch.tensor(positions, device=self._device)[:, None]
         self._rows = torch.arange(len(positions), device=self._device)
         self._shortest, self._width = min(positions) + 1, max(positions) + 1
         self._masks = {}
 
     def _step_mask(self, window: int | None) -> tuple[int, Tensor | None]:
-        """Return the first slot that any row attends to, and the mask [B, 1, 1, K] from there on (None: no mask)."""
+        """Return the first slot to attend to, and a mask [rows, 1, 1, slots] of it and later slots; None: no mask."""
         if window not in self._masks:
             assert self._positions is not None
             first = 0 if window is None else max(0, self._shortest - window)
@@ -131,12 +131,12 @@ class SkipCache:
         return self._masks[window]
 
     def mask(self, layer: int, rows: int) -> Tensor | None:
-        """Return the decode step's mask [rows, 1, 1, K] for the `rows` youngest rows; None: attend to all K slots."""
+        """Return the decode step's mask [rows, 1, 1, slots] for the `rows` youngest rows; None: attend to all slots."""
         first, mask = self._step_mask(self.windows[layer])
         return None if mask is None else mask[-rows:, :, :, : self.slots[layer] - first]
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Buffers:
-        """Store new keys and values [B, H, S, D]; return the keys and values [B, H, K, D] that the pass attends to."""
+        """Store new keys and values; return all that the pass attends to: [rows, KV heads, tokens, head size]."""
         if self._positions is None:
             return self._store_prompts(keys, values, layer_idx)
         return self._store_step(keys, values, layer_idx, self._positions)
@@ -175,7 +175,7 @@ class SkipCache:
                 buffer[targets, :, : self._width] = buffer[sources, :, : self._width]
 
     def copy_rows(self, other: SkipCache, rows: Sequence[int]) -> None:
-        """Copy `rows` of another cache of the same model into the first rows. All their tokens must have slots here."""
+        """Copy `rows` of `other`, a cache of the same model, to this cache's first rows. All their tokens must fit."""
         self._width = other._width
         for layer, (new, old) in enumerate(zip(self.buffers, other.buffers, strict=True)):
             if new is not None and old is not None:
@@ -185,10 +185,10 @@ class SkipCache:
 
 
 def compaction(ages: Sequence[object], alive: Sequence[bool]) -> list[int]:
-    """Return the indices of the rows that are `alive` in a new order, oldest first, in which few rows change place.
+    """Return the new order of the rows that are `alive`: their indices, oldest row first. Few rows change place.
 
-    ages: equal for rows with the same schedule and position, which form a group. The last rows of a group fill the gaps
-    that removed rows leave in it. Later groups move up.
+    ages: one value per row; rows with the same schedule and position have equal values and form a group. If rows of a
+    group are removed, the group's last rows fill their places. Later groups move up.
     """
     order: list[int] = []
     for _, group in groupby(range(len(ages)), ages.__getitem__):

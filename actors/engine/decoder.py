@@ -25,7 +25,7 @@ class KeyValueStore(Protocol):
     """The methods of a KV cache that transformers' attention layers call."""
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store new keys and values [B, H, S, D]; return the keys and values [B, H, K, D] that the pass attends to."""
+        """Store new keys and values; return all that the pass attends to: [rows, KV heads, tokens, head size]."""
         ...
 
 
@@ -35,7 +35,7 @@ def part(rotary: Rotary, rows: Any = slice(None), columns: Any = slice(None)) ->
 
 
 def causal_mask(columns: int, prefix: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a mask [1, 1, S, prefix + S] for S = `columns` tokens after `prefix` tokens: true for keys to attend to.
+    """Return a mask [1, 1, columns, prefix + columns], true for keys to attend to. prefix, columns: numbers of tokens.
 
     window: how many of the latest keys a token attends to, including its own key; None: all keys.
     """
@@ -48,7 +48,7 @@ def causal_mask(columns: int, prefix: int, window: int | None, device: torch.dev
 
 
 def _head_of(model: PreTrainedModel, tokens: int) -> nn.Module:
-    """Return the vocabulary head for the first `tokens` token ids only: a padded head has more outputs than that."""
+    """Return the vocabulary head for the first `tokens` token ids. A padded head has outputs for more ids."""
     whole: Any = model.get_output_embeddings()
     if tokens == model.config.vocab_size:
         return whole  # type: ignore[no-any-return]
@@ -108,8 +108,8 @@ class Decoder:
         layer: int,  # index of the layer
         hidden: Tensor,  # [B, S, E]
         rotary: Rotary,  # cosines and sines of this layer
-        # bool [B or 1, 1, S, K]: true where a query may attend to a key, with the layer's sliding window applied.
-        # None: causal attention if K = S, attention to all keys if S = 1. `Attendance`: a mask for `packed_attention`
+        # bool [rows or 1, 1, queries, keys], with the layer's sliding window applied: true for a key to attend to.
+        # None: all keys for a single query, else causal attention. `Attendance`: a mask for `packed_attention`
         mask: Tensor | Attendance | None,
         # stores new keys and values, and returns all keys and values to attend to; None: attend to the new ones only
         cache: KeyValueStore | None = None,
@@ -127,14 +127,14 @@ class Decoder:
         return output
 
     def skip_layer(self, layer: int, hidden: Tensor, skipping: Tensor) -> Tensor:
-        """Return `hidden` [1, N, E] unchanged, because tokens with `skipping` (bool [N]) True bypass this layer.
+        """Return `hidden` [1, tokens, hidden size] unchanged. skipping: bool [tokens], true: the token skips the layer.
 
-        Only `token_tree` calls this method. A subclass can override it to try another way to bypass a layer.
+        Only `token_tree` calls this method. A subclass can override it to try another way to skip a layer.
         """
         return hidden
 
     def _added_mask(self, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
-        """Convert a bool mask (None: causal) to numbers that eager attention adds to the scores. None: add nothing."""
+        """Convert a bool mask (None: causal) to numbers to add to scores. Return None for one token without a mask."""
         if mask is None:
             if hidden.shape[1] == 1:
                 return None
@@ -142,7 +142,7 @@ class Decoder:
         return torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply final norm and vocabulary head: [N, E] -> logits [N, V], soft-capped if the config sets a cap."""
+        """Apply final norm, vocabulary head and, if the config sets it, a soft cap: [N, E] -> logits [N, V]."""
         output: Tensor = self.head(self.finish(hidden))
         if self.logit_cap is not None:
             output = torch.tanh(output / self.logit_cap) * self.logit_cap
@@ -161,10 +161,10 @@ class Decoder:
         cache: KeyValueStore,
         prefix_columns: int = 0,
     ) -> Tensor:
-        """Run `layers` over right-padded prompts [B, S]; return logits [B, V] at column `last` [B] of each row.
+        """Run `layers` over right-padded prompts [B, S]; return the logits [B, V] at each row's column in `last` [B].
 
-        Padding comes after a row's own tokens, so the causal mask hides it from them. prefix_columns: length C of the
-        prefix. With a prefix, the cache returns C + S keys (first those of the prefix), and positions begin at C.
+        The causal mask hides padding from a row's own tokens, as padding comes later. prefix_columns: number of prefix
+        tokens. With a prefix, the cache returns its keys before the prompts' keys, and positions begin after it.
         """
         hidden, rotary = self.embed(ids, positions)
         columns = ids.shape[1]
@@ -181,10 +181,10 @@ class Decoder:
     def step(
         self, tokens: Sequence[int], positions: Sequence[int], rows_per_layer: Sequence[int], cache: SkipCache
     ) -> Tensor:
-        """Run one token of each of B rows (oldest row first); return hidden states [B, E] after the last layer.
+        """Run one token of each row (oldest row first); return hidden states [rows, hidden size] after the last layer.
 
-        tokens, positions: [B]. rows_per_layer: for each layer, the number of youngest rows that run it. Since depth
-        never rises from token to token of a row, these rows are one contiguous slice.
+        tokens, positions: one per row. rows_per_layer: for each layer, how many of the youngest rows run it. They are
+        one contiguous slice, because depth never rises along a row.
         """
         ids, places = (torch.tensor(column, device=self.device)[:, None] for column in (tokens, positions))
         hidden, rotary = self.embed(ids, places)

@@ -77,7 +77,7 @@ class Engine:
         return self._row_bytes[lengths]
 
     def at(self, schedule: Schedule) -> Engine:
-        """Return a new engine with this decoder and `schedule`. Only one of both engines may have rows in flight.
+        """Return a new engine with this decoder and `schedule`. Only one of the two engines may have rows in flight.
 
         Raises UserError if the schedule is for another number of layers.
         """
@@ -95,7 +95,7 @@ class Engine:
     def open(self, rows: int, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> None:
         """Allocate slots for `rows` rows in flight, each with at most `prompt_tokens` and `max_new_tokens` tokens.
 
-        schedule: must run, at every position, all layers of any row's own schedule; None: the engine's schedule.
+        schedule: must run every layer that a row's own schedule runs at the same position; None: the engine's schedule.
         """
         assert not self.rows, "rows are in flight"
         self._resize(SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens))
@@ -103,7 +103,7 @@ class Engine:
 
     @torch.inference_mode()
     def _resize(self, shape: SlotShape) -> None:
-        """Replace all slots with new slots of `shape`. Rows in flight move into the first of the new slots."""
+        """Replace all slots with new slots of `shape`. Rows in flight move to new slots with the lowest indices."""
         self.executor.open(shape, [row.slot for row in self.rows])
         self._shape, self._free = shape, [*reversed(range(shape.rows))]
         for row in self.rows:

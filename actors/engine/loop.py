@@ -4,14 +4,14 @@
     call = loop.add(requests)             # any thread may call `add`
     while not call.done.is_set():
         loop.step()                       # open slots, prefill prompts, or run a decode step for all rows in flight
-    completions = call.result()           # loop.finish(call) does the last three lines
+    completions = call.result()           # loop.finish(call) replaces the last three lines
 
 The scheduler decides which rows (requests) are in flight together:
 
     lock_step  A batch is admitted and runs until its last row has ended. All rows of a batch have the same depth.
     refill     When enough rows have ended, waiting rows take their slots: continuous batching with mixed depths.
 
-In a job, this depends only on a call's requests and their answers, so that a retry or a resumed job runs the same
+In a job, the batches depend only on a call's requests and their answers, so a retry or a resumed job runs the same
 batches. In a server, rows of the next call take the slots that the last rows of a call leave free.
 """
 
@@ -42,7 +42,7 @@ class Call:
     """Requests that one call of `Loop.add` has queued, and their answers so far."""
 
     requests: Sequence[Request]  # the requests, all with the same `schedule`
-    # for each request, the beginning of its prompt that is computed once and shared with other requests
+    # for each request, the first tokens of its prompt, which it shares with other requests; they are computed once
     prefixes: Sequence[Prompt]
     lengths: Sequence[int]  # number of prompt tokens of each request
     limits: Sequence[int]  # maximum number of new tokens of each request
@@ -125,14 +125,14 @@ class Loop:
     """Answers calls (lists of requests) one after the other. If `online`, rows of successive calls run together.
 
     If memory runs out, the rows that have not ended run again: first without rows of other runs, then with half as
-    many rows in flight. A request that runs out of memory alone gets a completion with an error.
+    many rows in flight. If memory runs out for a single request, its completion has an error.
     """
 
     engine: Engine  # engine without rows in flight; only this loop may use it
     _: KW_ONLY
     budget_bytes: int  # maximum cache bytes of all rows in flight
     max_rows: int  # maximum number of rows in flight
-    share_prefixes: bool = True  # whether beginnings that only some prompts share are computed only once, too
+    share_prefixes: bool = True  # whether a prefix that only some prompts share is also computed only once
     scheduler: str = "lock_step"  # one of SCHEDULERS
     # whether calls arrive over time, as in a server. Then rows of a new call run together with the last rows of the
     # previous call, with mixed depths. Slots are allocated for up to `max_rows` rows instead of the first call's rows,
@@ -192,9 +192,9 @@ class Loop:
         return call.result()
 
     def step(self) -> list[tuple[Call, int, Completion]]:
-        """Prefill waiting rows (open slots for them first if necessary), or run a decode step; return ended rows.
+        """Prefill waiting rows (opening slots if needed) or run a decode step. Return the rows that have ended.
 
-        Requires a call that has not ended.
+        Call this only while a call has not ended.
         """
         ended: list[tuple[Call, int, Completion]] = []
         failed = False
@@ -276,7 +276,7 @@ class Loop:
         call.stats.batches += 1
 
     def _slots(self, shape: tuple[int, int], schedule: Schedule | None, wanted: int) -> tuple[int, tuple[int, int]]:
-        """Return how many slots fit the budget, and a slot's lengths: `shape`, or more if `wanted` slots still fit."""
+        """Return how many slots fit the budget, and their lengths: `shape`, rounded up if `wanted` slots still fit."""
 
         def most(lengths: tuple[int, int]) -> int:
             size = self.engine.row_bytes(*lengths, schedule)
@@ -317,7 +317,7 @@ class Loop:
         self._end()
 
     def _end(self) -> None:
-        """Close the engine's slots if no row runs or waits, and mark calls whose rows have all ended as done."""
+        """Close the engine's slots if no row runs or waits, and set `done` for calls whose rows have all ended."""
         if self._flight is not None and not (self._flight.waiting or self._flight.tickets):
             self.engine.close()
             self._flight = None
@@ -327,7 +327,7 @@ class Loop:
             call.done.set()
 
     def _admit(self, flight: _Flight, rows: Sequence[tuple[Call, int]]) -> Ended:
-        """Prefill `rows`, the first waiting rows; return the rows that ended with their first token."""
+        """Prefill `rows`, which are next in `waiting`; return the rows that ended with their first token."""
         engine = self.engine
         if flight.call.on_batch is not None and not flight.reported.issuperset(row for _, row in rows):
             flight.report()
@@ -344,11 +344,11 @@ class Loop:
     def _decode(self, flight: _Flight) -> Ended:
         before = self.engine.stats.decode_seconds
         ended = self.engine.step()
-        self._begun[0].stats.decode_seconds += self.engine.stats.decode_seconds - before  # counts for the oldest call
+        self._begun[0].stats.decode_seconds += self.engine.stats.decode_seconds - before  # for the oldest call only
         return ended
 
     def _run_again(self) -> list[tuple[Call, int, Completion]]:
-        """Requeue unfinished rows after memory has run out. Return the row, with an error, if it ran out alone."""
+        """Requeue unfinished rows after memory has run out. If only one row ran, return it with an error."""
         flight, self._flight = self._flight, None
         self.engine.close()
         free_memory()
@@ -375,7 +375,7 @@ class Loop:
         return ended
 
     def _abandon(self, error: BaseException) -> None:
-        """Mark all calls that have begun as ended by `error`."""
+        """End all calls that have begun, because of `error`."""
         self._flight = None
         self.engine.close()
         for call in self._begun:

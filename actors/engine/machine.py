@@ -24,7 +24,7 @@ def process_cpus(groups: Path = GROUPS, own: Path = OWN) -> int:
 
 
 def process_memory(groups: Path = GROUPS, own: Path = OWN) -> int:
-    """Return the memory that this process may use, in bytes: the machine's, or a lower limit of its control groups."""
+    """Return the bytes of memory that this process may use: all, or less if a control group sets a lower limit."""
     limits = [int(psutil.virtual_memory().total)]
     for folder in _control_groups("memory", groups, own):
         texts = (_text(folder / name) for name in ("memory.max", "memory.limit_in_bytes"))  # versions 2 and 1
@@ -45,7 +45,7 @@ def _control_groups(controller: str, groups: Path, own: Path) -> Iterator[Path]:
         _, controllers, inside = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        top = groups / controller if controllers else groups  # in cgroup version 1, each controller has a folder tree
+        top = groups / controller if controllers else groups  # in cgroup version 1, each controller has its own tree
         folder = top / inside.strip("/")
         yield from (folder, *(parent for parent in folder.parents if parent.is_relative_to(top)))
 

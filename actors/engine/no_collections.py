@@ -1,4 +1,4 @@
-"""Turns Python's garbage collector off while torch and transformers are imported, which creates millions of objects.
+"""Turns Python's garbage collector off during the imports of torch and transformers. They create millions of objects.
 
 Creating the demo's `Generator`, including imports, took 8.1 and 9.9 s of CPU time without garbage collection (two
 runs), and 9.4 and 11.0 s with it.

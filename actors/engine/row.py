@@ -47,7 +47,7 @@ class Row:
         )
 
     def _error(self) -> str | None:
-        """Return the error of an ended row without an answer, or with an incomplete answer in its format; else None."""
+        """Return why an ended row has no answer, or why its answer does not complete the format; else None."""
         if self.has_no_token:
             return NOT_NUMBERS
         progress, constraint = self.progress, self.request.constraint
@@ -60,7 +60,7 @@ class Row:
         return f"{constraint.name}: the answer was cut off after {len(self.tokens)} tokens: raise max_new_tokens"
 
     def advance(self) -> FinishReason | None:
-        """Update the row's state for the newest token; return why this token ends the row, or None if it does not."""
+        """Update the row's state for the newest token. Return why this token ends the row; None: the row continues."""
         request, token, count = self.request, self.tokens[-1], len(self.tokens)
         if self.progress is not None:
             return self._advance_constraint(self.progress)
@@ -73,7 +73,7 @@ class Row:
         return FinishReason.LENGTH if count >= self.limit else None
 
     def _advance_constraint(self, progress: AllowedTokens) -> FinishReason | None:
-        """Do the work of `advance` for a row with a constraint. Only the constraint or the length limit ends it."""
+        """Do the work of `advance` for a row with a constraint. Only the constraint or the limit ends the row."""
         if progress.advance(self.tokens[-1]):
             finish = FinishReason.STOP
         elif progress.error is not None:
@@ -108,7 +108,7 @@ def begin_row(
 
 
 def record(rows: Sequence[Row], sampled: Drawn) -> None:
-    """Append each row's sampled token to the row, and mark the rows that end with this token as ended."""
+    """Append each row's sampled token to the row. If the token ends the row, set the row's `finish`."""
     for index, row in enumerate(rows):
         row.position += 1
         if row.finish is not None:  # the row has ended, but has not been removed yet

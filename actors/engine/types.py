@@ -144,12 +144,12 @@ def row_key(seed: int, source: str, row: int, sample: int = 0) -> int:
 class Request:
     """One row to answer."""
 
-    prompt_ids: Sequence[int]  # token ids of the prompt, at least one
+    prompt_ids: Sequence[int]  # one or more token ids of the prompt
     sampling: SamplingParams = SamplingParams()
-    key: int = 0  # 64-bit key that determines the row's random numbers, whatever batch the row is in
+    key: int = 0  # 64-bit key that alone determines the row's random numbers
     ending: StopStrings | None = None  # the row's stop strings
     constraint: Constraint | None = None  # required format of the answer: a list of labels, or a grammar
-    schedule: Schedule | None = None  # own schedule, with the engine's layer order; None: the engine's schedule
+    schedule: Schedule | None = None  # the row's schedule, in the engine's layer order; None: the engine's schedule
 
     def new_tokens_limit(self, context_length: int) -> int:
         """Return the maximum number of new tokens: `max_new_tokens`, or the room left in the context if that is less.
@@ -195,14 +195,14 @@ NOT_NUMBERS = "logits are not numbers (NaN or infinite): the weights are damaged
 class Completion:
     """One row's answer."""
 
-    token_ids: tuple[int, ...]  # generated tokens, including the stop token; after an error, the tokens before it
+    token_ids: tuple[int, ...]  # generated tokens with the stop token; after an error, only those before the error
     finish_reason: FinishReason
     # sum of the tokens' log-probabilities in nats, before penalties, temperature, top-k and top-p; None: not computed
     cumulative_logprob: float | None
     logprobs: tuple[TokenLogprob, ...] | None = None  # one entry per token; None unless `sampling.logprobs` is set
     choice: int | None = None  # index of the chosen label; None without choices
     choice_probability: float | None = None  # probability of the chosen label among all labels; None without choices
-    error: str | None = None  # why there is no answer, or why the answer is incomplete in its format; None: no error
+    error: str | None = None  # why there is no answer, or why it does not complete its format; None: no error
 
 
 @dataclass
@@ -228,12 +228,12 @@ class EngineStats:
         return EngineStats(**{**sums, "cache_bytes": max(self.cache_bytes, other.cache_bytes)})
 
     def add_prompts(self, now: EngineStats, before: EngineStats) -> None:
-        """Add the prefill counts of `now` minus those of `before`, two states of one engine's statistics."""
+        """Add the prefill counts of one engine between two states of its statistics: `now` minus `before`."""
         for name in ("prompt_tokens", "shared_prompt_tokens", "padded_prompt_tokens", "prefill_seconds"):
             setattr(self, name, getattr(self, name) + getattr(now, name) - getattr(before, name))
 
     def add_steps(self, schedule: Schedule, count: int) -> None:
-        """Add the first `count` decode steps of a row with `schedule`. A negative `count` subtracts them."""
+        """Add the first `count` decode steps of a row with `schedule`. If `count` is negative, subtract steps."""
         layers = schedule.layer_steps(abs(count))
         self.decode_steps += count
         self.layer_steps += layers if count > 0 else -layers

@@ -83,7 +83,7 @@ class ApiError(Exception):
 def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
     """Return an ASGI application that serves `model`. It starts the model's loop, and closes the loop at shutdown."""
     metrics = Metrics(model.loop)
-    # bodies are parsed outside the event loop, as this may take long; in one thread, as `ServedModel.call` demands
+    # one thread outside the event loop: parsing a body may take long, and `ServedModel.call` allows no second thread
     preparing = ThreadPoolExecutor(1, "prepare")
     shown = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "skipdecode"}
 
@@ -226,7 +226,7 @@ class Completions:
             await send_body(chunks.usage())
 
     def _refusal(self, error: Exception) -> ApiError:
-        """Convert an exception to an `ApiError`; log it if it is unexpected."""
+        """Convert an exception to an `ApiError`. Log exceptions that are not expected."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, TimeoutError):
@@ -266,7 +266,7 @@ class Chunks:
             **({"usage": None} if call.usage else {}),
         }
         self._texts = [model.answer_stream(call, index) for index in range(len(call.rows))]
-        self._sent: dict[int, int] = {}  # row -> characters of the tokens sent with log-probabilities
+        self._sent: dict[int, int] = {}  # row -> number of characters in tokens sent with log-probabilities
         self._tokens = 0  # number of tokens of all answers that have ended
 
     def of(self, event: Event) -> Iterator[bytes]:

@@ -1,7 +1,7 @@
 """Answers requests of many clients with the engine's loop, in a separate thread. New tokens are sent after each step.
 
     submit(requests)    called in any thread: puts rows into a bounded queue
-    turn()              called in the loop's thread: drops cancelled rows, adds waiting rows to the engine's loop, steps
+    turn()              called in the loop's thread: drops cancelled rows, adds waiting rows to the engine, runs a step
 
 A row's tokens do not depend on which other rows run, or on when the row was admitted.
 """
@@ -23,7 +23,7 @@ from actors.engine.errors import UserError
 from actors.engine.loop import REFILL_SHARE, Call, Loop
 from actors.engine.types import Completion, FinishReason, Request, TokenLogprob
 
-PASS_TOKENS = 2048  # most prompt tokens in one prefill, during which the rows in flight wait
+PASS_TOKENS = 2048  # maximum number of prompt tokens in one prefill; rows in flight wait during a prefill
 PATIENCE = 4  # waiting rows are held back for at most this many decode steps, so that more rows share a prefill
 SWITCH_SECONDS = 1e-4  # Python's switch interval between threads, see `OnlineLoop.start`
 MAX_FAILURES = 3  # the loop is unhealthy after this many failed turns without an answered row between them
@@ -44,7 +44,7 @@ class Event:
 
     Args:
         index: Number of the request in its submission.
-        tokens: Tokens sampled since the row's last event; without streaming, all of them at the end.
+        tokens: Tokens sampled since the row's previous event. Without streaming, there is one event with all tokens.
         logprobs: Log-probabilities of `tokens`, if the request asks for them.
         completion: The answer, in the row's last event only. A completion with an error and no tokens is no answer.
     """
@@ -136,7 +136,7 @@ class OnlineLoop:
 
     def __init__(self, engine: Engine, *, cache_bytes: int, max_rows: int, max_waiting: int) -> None:
         self.engine, self.max_rows, self.max_waiting, self.cache_bytes = engine, max_rows, max_waiting, cache_bytes
-        self.ended = self.cancelled = self.failed = 0  # numbers of rows
+        self.ended = self.cancelled = self.failed = 0  # numbers of rows so far
         self.failures = 0  # failed turns since a row was last answered
         self._loop = Loop(
             engine,
@@ -158,7 +158,7 @@ class OnlineLoop:
     # methods for any thread
 
     def submit(self, requests: Sequence[Request], *, streams: bool) -> Submission:
-        """Queue requests, at least one.
+        """Queue one or more requests.
 
         Raises:
             UserError: A request can never run.
@@ -201,7 +201,7 @@ class OnlineLoop:
 
     @property
     def healthy(self) -> bool:
-        """False if the last turns of the engine have all failed, or if the thread has ended."""
+        """False after `MAX_FAILURES` failed turns without an answered row, or if the thread has ended."""
         return self.failures < MAX_FAILURES and (self._thread is None or self._thread.is_alive())
 
     def start(self, wake: Callable[[set[Submission]], object]) -> None:
@@ -270,10 +270,10 @@ class OnlineLoop:
         self.cancelled += before - len(self._waiting) - len(self._rows)
 
     def _add(self) -> None:
-        """Move the first waiting rows with one schedule, up to `PASS_TOKENS` prompt tokens, to the engine's loop.
+        """Move the oldest waiting rows with equal schedules to the engine's loop, up to `PASS_TOKENS` prompt tokens.
 
         A prefill of one row takes as long as a prefill of a few rows. While many rows are in flight, a few waiting rows
-        are therefore held back until more come, for at most `PATIENCE` steps. One decode step separates two prefills.
+        are therefore held back until more come, for at most `PATIENCE` steps. A decode step must separate two prefills.
         """
         busy = len(self.engine.rows)
         if not self._waiting or self._loop.has_waiting:
@@ -315,7 +315,7 @@ class OnlineLoop:
         self._wake(news)
 
     def _fail(self, rows: Sequence[ServedRow], error: str) -> None:
-        """End rows with an error: their readers get it as the completion."""
+        """End rows with a completion that holds an error, and wake their readers."""
         self.failed += len(rows)
         for row in rows:
             row.completion = Completion((), FinishReason.ERROR, None, error=error)

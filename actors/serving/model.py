@@ -42,7 +42,7 @@ class _StructuredOutputs(BaseModel):
 
 
 class _ServerKeys(BaseModel):
-    """Keys that a request to the server may have, but not a batch file. The last two are vLLM's names for `choices`."""
+    """Keys that a server accepts, but that a batch file may not have. The last two are vLLM's names for `choices`."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     stream: bool = False
@@ -61,10 +61,10 @@ class _ServerKeys(BaseModel):
         return given[0] if given else None
 
     def form(self) -> OutputFormat | None:
-        """Return the format, other than labels, in `structured_outputs`. Raises UserError if there are several."""
+        """Return the format that `structured_outputs` sets; None for labels. Raises UserError unless it sets one."""
         given = {} if self.structured_outputs is None else self.structured_outputs.model_dump(exclude_none=True)
         if self.structured_outputs is not None and len(given) != 1:
-            raise UserError("body: structured_outputs needs one of choice, json, regex")
+            raise UserError("body: structured_outputs needs exactly one of choice, json, regex")
         return None if not given or "choice" in given else OutputFormat.of(given)
 
 
@@ -72,7 +72,7 @@ class _ServerKeys(BaseModel):
 class Call:
     """A request body as rows of the engine, one row for each answer. The rows of one prompt are adjacent."""
 
-    model: str | None  # the name that the body gives
+    model: str | None  # the model's name in the body
     stream: bool  # whether tokens are sent as they are sampled
     usage: bool  # whether token counts are sent after the last token
     rows: Sequence[Request]
@@ -153,7 +153,7 @@ class ServedModel:
         return Call(rest.get("model"), keys.stream, keys.stream_options.include_usage, rows, prompts)
 
     def _prompt(self, number: int, request: CompletionRequest, labels: list[str] | None) -> Prompt:
-        # as JSON, because nulls in a column of structs are no values, but a body's are, for example {"const": null}
+        # as JSON text, because nulls would be dropped from a list; a body's nulls are values, e.g. {"const": null}
         tools = () if request.tools is None else checked_tools(json.dumps(request.tools))
         form = request.checked_form(tools, self.tokenizer)
         if labels is not None and (form is not None or tools):
@@ -198,7 +198,7 @@ class ServedModel:
 
 
 def _prompts(value: Any) -> list[Any]:
-    """Return a list of prompts. value: a body's `prompt`, i.e. a text, a list of token ids, or a list of either."""
+    """Return a list of prompts. value: a body's `prompt`: a text, a list of token ids, or a list of such prompts."""
     if isinstance(value, list) and value and all(isinstance(each, str | list) for each in value):
         if len(value) > MAX_PROMPTS:
             raise UserError(f"body: prompt has {len(value)} prompts; a request may have at most {MAX_PROMPTS}")

@@ -23,7 +23,7 @@ class AnswerStream:
         answer_start: Function that finds where in a text the answer begins, see `StopStrings`.
         marks: Delimiters of thinking; None: thinking is not separated from the text.
         begun: Whether the prompt ends inside thinking.
-        text_at_end: Send text only at the end; for labels, and for formats after thinking, as one token may hold both.
+        text_at_end: Send text only at the end: for labels, and if one token may hold the end of thinking and an answer.
         calls: Format of tool calls; None: no tools are offered.
     """
 
@@ -42,7 +42,7 @@ class AnswerStream:
         self._decode, self._stop, self._stop_ids, self._answer_start = decode, tuple(stop), stop_ids, answer_start
         self._marks, self._begun, self._text_at_end, self._calls = marks, begun, text_at_end, calls
         self._ids: list[int] = []
-        self._first = self._read = 0  # the text of tokens before `_read` is known; decoding begins at `_first`
+        self._first = self._read = 0  # indices of tokens: the text before `_read` is known; decoding begins at `_first`
         self._decoded = self._sent_text = self._sent_thinking = ""
         self._is_plain = False  # whether the text so far begins without thinking
 
@@ -80,7 +80,7 @@ class AnswerStream:
         return part
 
     def _certain(self) -> int:
-        """Return how many characters can be sent: all before a stop string, or before an end that may become one."""
+        """Return how many characters can be sent: all before a stop string, or before a suffix that may become one."""
         text, answer = self._decoded, self._answer_start(self._decoded)
         found = [] if answer is None else [text.find(string, answer) for string in self._stop]
         found = [place for place in found if place >= 0]
@@ -100,7 +100,7 @@ class AnswerStream:
 
 
 def _before_calls(text: str, form: ToolFormat) -> int:
-    """Return the length of `text` before a tool call, or before an end that may become a tool call."""
+    """Return how many characters of `text` precede a tool call, or a suffix that may become a tool call."""
     if form == "hermes":
         found = text.find(BEGIN)
         return len(text) - _overlap(text, BEGIN) if found < 0 else found
@@ -109,6 +109,6 @@ def _before_calls(text: str, form: ToolFormat) -> int:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of `text` that is also a prefix of `mark`, but not all of `mark`."""
+    """Return the length of the longest suffix of `text` that begins `mark` and is shorter than `mark`."""
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((length for length in lengths if mark.startswith(text[-length:])), 0)

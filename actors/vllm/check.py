@@ -1,9 +1,9 @@
-"""Self-check at the start of a worker: compares its attention layers with plain attention (no cache or batch).
+"""Self-check at the start of a worker: compares the attention layers with plain attention (no cache or batch).
 
 Some prompts are answered alone and then together. The check stores the keys and values that each attention layer gets.
-In every forward pass torch computes attention from the stored keys and values of a sequence, in float32, and the check
-compares the layer's output with the result. Both use the layer's own inputs, so rounding in earlier layers does not
-matter. Each layer must also run for exactly the tokens that the schedule assigns to it.
+In every forward pass, torch computes a sequence's attention from them in float32. The check compares this result with
+the layer's output. Both use the layer's own inputs, so rounding in earlier layers does not matter. Each layer must also
+run for exactly the tokens that the schedule assigns to it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None
     config = worker.vllm_config
     longest = min(LONGEST_PROMPT, config.model_config.max_model_len - NEW_TOKENS)
     if longest < 1:
-        raise UserError(f"skipdecode: max_model_len must be above {NEW_TOKENS}, or set self_check: false")
+        raise UserError(f"skipdecode: the self-check needs max_model_len > {NEW_TOKENS}; self_check: false skips it")
     chance, vocabulary = random.Random(0), config.model_config.get_vocab_size()
     lengths = sorted({max(1, longest // part) for part in (64, 5, 1)})
     prompts = [[chance.randrange(vocabulary) for _ in range(length)] for length in lengths]
@@ -73,13 +73,13 @@ def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None
     if config.cache_config.cache_dtype.startswith("fp8"):
         limit = LIMIT_OF_8_BITS
     if not worst <= limit:  # also true for NaN
-        problem = f"attention differs from plain attention by {worst:.3g} of its values, more than the limit {limit}"
+        problem = f"attention differs from plain attention by {worst:.3g} of the mean norm of values, more than {limit}"
     if problem is not None:
         raise UserError(
-            f"skipdecode: the self-check failed: {problem}: this model or attention backend is not supported; "
-            "self_check: false skips the check"
+            f"skipdecode: the self-check failed: {problem}; this model or attention backend is not supported. "
+            "Set self_check: false to skip the check"
         )
-    log.info("skipdecode: self-check passed: attention differs by %.2g of its values", worst)
+    log.info("skipdecode: self-check passed: attention differs by %.2g of the mean norm of values", worst)
 
 
 def _positions(skipper: LayerSkipper, index: int, prompt_tokens: int) -> list[int]:
@@ -120,13 +120,13 @@ def _answer(worker: Any, cache_config: Any, prompts: Sequence[Sequence[int]]) ->
 def _watched(layer: Any, index: int, skipper: LayerSkipper, seen: Seen, errors: list[float]) -> Callable[..., Tensor]:
     """Return a `forward` for `layer` that adds keys and values to `seen`, and each pass's largest error to `errors`.
 
-    The length of its prompt identifies a sequence, because no two prompts have the same length.
+    A sequence is identified by the length of its prompt, because no two prompts have the same length.
     """
     impl = layer.impl
     if getattr(impl, "sinks", None) is not None or getattr(impl, "alibi_slopes", None) is not None:
         raise UserError(
             f"skipdecode: {layer.layer_name} has sinks or ALiBi, which the self-check cannot compute; "
-            "self_check: false skips the check"
+            "set self_check: false to skip the check"
         )
     forward = type(layer).forward
     heads = layer.num_kv_heads
@@ -146,7 +146,7 @@ def _watched(layer: Any, index: int, skipper: LayerSkipper, seen: Seen, errors: 
             places = sorted(known)
             distance = torch.from_numpy(positions[:, None] - np.array(places))  # [queries, keys]
             hidden = (distance < 0) | (distance >= (layer.sliding_window or math.inf))
-            queries = query[own].view(len(own), heads, -1, layer.head_size).float()  # [T, KV heads, group, D]
+            queries = query[own].view(len(own), heads, -1, layer.head_size).float()  # [tokens, KV heads, group, size]
             keys, values = (torch.stack([known[place][part] for place in places]) for part in (0, 1))
             scores = torch.einsum("qhgd,khd->hgqk", queries, keys) * impl.scale
             if cap := getattr(impl, "logits_soft_cap", None) or getattr(impl, "softcap", None):
@@ -155,7 +155,7 @@ def _watched(layer: Any, index: int, skipper: LayerSkipper, seen: Seen, errors: 
             wanted = torch.einsum("hgqk,khd->qhgd", weights, values)
             size = torch.einsum("hgqk,kh->qhg", weights, values.norm(dim=-1))
             got = out.view(len(out), -1)[own].float().view(wanted.shape)
-            # skip outputs that are not finite: damaged weights cause them, and the rows get errors for them
+            # skip outputs that are not finite: they come from damaged weights, and their rows get errors
             error = ((got - wanted).norm(dim=-1) / size)[wanted.isfinite().all(-1)]
             errors.append(float(error.max()) if len(error) else 0.0)
         return out

@@ -69,12 +69,12 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 class VllmEngine:
-    """A vLLM engine in this process, with the SkipDecode add-on and `Loop`'s methods. Rows of all calls share steps.
+    """A vLLM engine in this process, with the SkipDecode add-on. It has `Loop`'s methods. All calls share its steps.
 
     Statistics count only rows that have ended. vLLM mixes prefill and decode steps, so decode_seconds includes both.
 
     Args:
-        cache_bytes: bytes of KV cache, all workers together; 0: as many as `gpu_memory_utilization` allows.
+        cache_bytes: total bytes of KV cache of all workers; 0: as many as `gpu_memory_utilization` allows.
         options: further engine arguments of vLLM.
         The other arguments are those of `Generator`.
     """
@@ -147,7 +147,7 @@ class VllmEngine:
         self._queue: deque[Call] = deque()  # calls that `add` has queued and that have not begun
 
     def at(self, schedule: Schedule) -> VllmEngine:
-        """Return an engine with the same weights under another schedule; only one of the two may have rows in flight.
+        """Return an engine with the same weights and another schedule. Only one of the two may have rows in flight.
 
         Neither schedule may be full depth: at full depth vLLM captures graphs of the whole model.
         """
@@ -233,7 +233,7 @@ class VllmEngine:
         return ended
 
     def _noting_output(self) -> Any:
-        """Return the next output of vLLM's core. Note rows with NaN logits, which `RequestOutput` does not report."""
+        """Return the next output of vLLM's core, and record rows with NaN logits (not in `RequestOutput`)."""
         outputs = self._take_output()
         # vLLM appends a random part to a request's id
         self._has_nans |= {int(one.request_id.partition("-")[0]) for one in outputs.outputs if one.num_nans_in_logits}
@@ -249,7 +249,7 @@ class VllmEngine:
             call.on_batch(range(len(call.requests)))
         for number, request in enumerate(call.requests):
             ticket = next(self._tickets)
-            # vLLM samples and masks tokens; a greedy `Row` computes no mask of allowed tokens of its own
+            # vLLM masks and samples tokens; `Row` gets a greedy request, so that it does not compute a mask too
             greedy = replace(request, sampling=replace(request.sampling, temperature=0.0, n=1))
             try:
                 row = begin_row(
@@ -323,7 +323,7 @@ class VllmEngine:
 
 
 def grammar(constraint: Constraint) -> str:
-    """Convert a constraint to an llguidance grammar for vLLM. Raises UserError if it applies only after thinking."""
+    """Convert a constraint to an llguidance grammar for vLLM. Raises UserError for a constraint after thinking."""
     if isinstance(constraint, ChoiceTrie):
         return trie_grammar(constraint)
     if isinstance(constraint, Grammar):
@@ -334,7 +334,7 @@ def grammar(constraint: Constraint) -> str:
 
 
 def trie_grammar(trie: ChoiceTrie) -> str:
-    """Return a grammar of the labels' tokens. A label ends in it at the token that rules out all other labels."""
+    """Return a grammar of the labels' tokens. It ends a label at the first token that rules out all others."""
     rules, nodes = [], [trie.root]
     for number, node in enumerate(nodes):  # the list grows in the loop
         ways = []

@@ -2,7 +2,7 @@
 
 `forward` is replaced on the layer objects. The module tree stays as it is, so quantization and loading work as before.
 The first layer of a forward pass plans which tokens run which layer. It also puts attention metadata for each layer's
-tokens into the forward context, under the layer's name, where vLLM's attention reads it.
+tokens into the forward context, under the layer's name. vLLM's attention reads it there.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from actors.engine.schedule.schedule import Schedule
 from actors.vllm.plan import PassPlan, cut_metadata
 
 CONTEXT_KEY = "skipdecode_plan"
-POISON, POISONED = 1e36, 1e18  # value written to the cache; a layer's output above POISONED has read it
-# arguments with one value per token, of vLLM's own layers and of transformers' layers
+POISON, POISONED = 1e36, 1e18  # value written to the cache; a layer has read it if its output exceeds POISONED
+# arguments that have one value per token, in vLLM's own layers or in transformers' layers
 TOKEN_ARGUMENTS = ("hidden_states", "residual", "positions", "position_ids", "position_embeddings")
 
 
@@ -35,7 +35,7 @@ class LayerSkipper:
     Args:
         attention: index of decoder layer -> name of attention layer -> attention layer.
         prompt_lengths: function that returns the prompt lengths of all requests in a CommonAttentionMetadata.
-        poison: write huge values into the cache where tokens skip a layer, and fail if a layer has read one.
+        poison: write huge values into the cache slots of tokens that skip a layer, and fail if the layer reads one.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class LayerSkipper:
         self.set_schedule(schedule)
         self._prompt_lengths = prompt_lengths
         self._common: Any = None  # CommonAttentionMetadata of the latest build
-        self._built: dict[str, tuple[Any, Any]] = {}  # attention layer -> builder, CommonAttentionMetadata of this pass
-        self._spare: dict[int, list[Any]] = {}  # id of vLLM's builder -> more builders, for subsets of tokens
+        self._built: dict[str, tuple[Any, Any]] = {}  # in this pass: attention layer -> its builder and metadata
+        self._spare: dict[int, list[Any]] = {}  # id of vLLM's builder -> its copies, for subsets of tokens
 
     def set_schedule(self, schedule: Schedule) -> None:
         """Use another schedule from now on, and reset the counts."""
@@ -75,7 +75,7 @@ class LayerSkipper:
             note(common_attn_metadata)
             return build(common_prefix_len, common_attn_metadata, *args, **options)
 
-        # vLLM calls this, not `build`, for a cache group whose metadata differs in these two arguments only
+        # vLLM calls this instead of `build` for a cache group if only these two arguments differ from the last build
         def noting_update(metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
             note(replace(self._common, block_table_tensor=blk_table, slot_mapping=slot_mapping))
             return update(metadata, blk_table, slot_mapping)
@@ -97,7 +97,7 @@ class LayerSkipper:
         }
         if "hidden_states" not in parameters or not required <= set(TOKEN_ARGUMENTS):
             raise UserError(
-                f"skipdecode: layer {index} takes the arguments {', '.join(parameters)}; supported are only "
+                f"skipdecode: layer {index} takes the arguments {', '.join(parameters)}; the supported ones are "
                 f"{', '.join(TOKEN_ARGUMENTS)}"
             )
 
@@ -116,7 +116,7 @@ class LayerSkipper:
                 return hidden.index_copy(axis, subset.tokens, out)
             if out[1] is None:
                 return hidden.index_copy(axis, subset.tokens, out[0]), residual
-            if residual is None:  # lowest layer: begin a residual; where tokens skip, residual + hidden stays equal
+            if residual is None:  # lowest layer: the residual begins as `hidden`, which skipping tokens keep
                 residual, hidden = hidden.clone(), torch.zeros_like(hidden)
             hidden.index_copy_(axis, subset.tokens, out[0])
             residual.index_copy_(axis, subset.tokens, out[1])
@@ -126,13 +126,13 @@ class LayerSkipper:
             out = run(*args, **options)
             values = out if isinstance(out, tuple) else (out,)
             if not all(value is None or bool((value.abs() < POISONED).all()) for value in values):
-                raise RuntimeError(f"skipdecode: layer {index} read the cache slot of a token that skipped it")
+                raise RuntimeError(f"skipdecode: layer {index} read the cache slot of a token that skips this layer")
             return out
 
         return checked if self.poison else run
 
     def plan(self) -> PassPlan | None:
-        """Return the plan of this pass; the first layer makes it. None if the pass has no attention (profiling)."""
+        """Return the plan of this pass. None: the pass has no attention (profiling). The first layer makes the plan."""
         context = get_forward_context()
         if CONTEXT_KEY not in context.additional_kwargs:
             context.additional_kwargs[CONTEXT_KEY] = self._prepare(context) if context.attn_metadata else None
@@ -140,10 +140,10 @@ class LayerSkipper:
         return plan
 
     def _prepare(self, context: Any) -> PassPlan:
-        """Make the plan of a pass. For each layer that some tokens skip, build attention metadata of the others."""
+        """Make the plan of a pass. If some tokens skip a layer, build attention metadata of the tokens that run it."""
         common, built, self._built = self._common, self._built, {}
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy().astype(np.int64)
-        # exact lengths, no upper bounds, because speculative decoding is refused
+        # these are exact lengths, not only upper bounds, because speculative decoding is refused
         ends = common.seq_lens_cpu_upper_bound[: common.num_reqs].numpy().astype(np.int64)
         device = common.seq_lens.device
         plan = PassPlan(self.depths, self.prompt_depth, starts, ends, self._prompt_lengths(common), device)
@@ -172,7 +172,7 @@ class LayerSkipper:
         return plan
 
     def _spare_builder(self, builder: Any, number: int) -> Any:
-        """Return copy `number` of a builder. Each subset in a pass needs one, as some builders keep their results."""
+        """Return copy `number` of a builder. Each subset in a pass needs one, because builders may keep results."""
         spare = self._spare.setdefault(id(builder), [])
         if len(spare) == number:
             with set_current_vllm_config(builder.vllm_config):

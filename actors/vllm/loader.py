@@ -31,7 +31,7 @@ def use_adapter(load_config: Any, folder: str) -> None:
 
 @register_model_loader(LOAD_FORMAT)
 class AdapterLoader(DefaultModelLoader):  # type: ignore[misc]
-    """Reads safetensors, and adds the speed adapter's update to each weight for which it has one."""
+    """Reads safetensors. If the speed adapter has an update for a weight, the update is added."""
 
     def __init__(self, load_config: Any) -> None:
         extra = dict(load_config.model_loader_extra_config)
@@ -40,7 +40,7 @@ class AdapterLoader(DefaultModelLoader):  # type: ignore[misc]
         super().__init__(base)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the base weights with the adapter added in float32 and rounded to the model's dtype, as in `merge`."""
+        """Yield base weights plus the adapter. As in `merge`, sums are float32, then rounded to the model's dtype."""
         path, dtype = self.adapter.path / WEIGHTS, model_config.dtype
         with safe_open(path, framework="pt") as file:
             left = set(layers_in(file.keys()))

@@ -1,4 +1,4 @@
-"""Finds the tokens of a forward pass that run a layer, and their attention metadata. Imports no vLLM.
+"""Finds which tokens of a forward pass run a layer, and makes attention metadata of these tokens. Imports no vLLM.
 
 Depth never rises along a row. So among the tokens of one request in a pass, those that run a layer come first. This is
 true for decode steps, for chunks of a prompt, and for generated tokens that are recomputed after preemption. A prompt
@@ -22,7 +22,7 @@ PER_TOKEN = {"slot_mapping", "positions"}
 
 @dataclass(frozen=True)
 class Subset:
-    """The tokens of a forward pass that run a layer which some other tokens skip.
+    """The tokens of a forward pass that run a certain layer. Some other tokens skip this layer.
 
     Args:
         tokens: indices of these tokens in the pass, ascending; a tensor on the device.
@@ -40,12 +40,12 @@ class Subset:
 
 
 class PassPlan:
-    """Says which tokens of one forward pass run a layer. `rank`: the layer's place in the keep order, 0 skipped last.
+    """Finds which tokens of a forward pass run a layer. `rank`: the layer's place in the keep order; 0: skipped last.
 
     Args:
         depths: d(0), d(1), ...: number of layers that each generated token runs.
         prompt_depth: number of layers that a prompt token runs.
-        starts: index of each request's first token, then the number of all tokens; vLLM's ``query_start_loc``.
+        starts: index of each request's first token, followed by the number of all tokens; vLLM's ``query_start_loc``.
         ends: length of each request's sequence after the pass.
         prompts: length of each request's prompt.
     """

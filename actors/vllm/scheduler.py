@@ -22,7 +22,7 @@ class PromptCache:
             store(request, min(num_computed_tokens, request.num_prompt_tokens), *args, **options)
 
         def get_computed_blocks(request: Any, *args: Any, **options: Any) -> Any:
-            """Find cached blocks for the prompt only. Generated tokens ran other layers than prompt tokens."""
+            """Find cached blocks for the prompt only, because generated tokens may have run fewer layers."""
             hashes = request.block_hashes
             request.block_hashes = hashes[: request.num_prompt_tokens // manager.block_pool.hash_block_size]
             try:
@@ -33,7 +33,7 @@ class PromptCache:
         manager.coordinator.cache_blocks, manager.get_computed_blocks = cache_blocks, get_computed_blocks
 
     def add_request(self, request: Any) -> None:
-        """Queue a request. Raises UserError if its input streams: earlier answers would become part of the prompt."""
+        """Queue a request. Raises UserError if its input is a stream: answers would become part of the prompt."""
         if request.resumable:
             raise UserError("skipdecode: input that streams into a request is not supported")
         super().add_request(request)  # type: ignore[misc]

@@ -15,7 +15,7 @@ OWN: dict[str, Any] = {  # keys in addition to those of a schedule, with their t
     "speed_adapter": str | None,  # folder of an adapter to merge
     "unadapted": bool,  # run a schedule that the model was not trained for
     "self_check": bool,  # compare attention with a slow reference before the first request
-    "poison": bool,  # for debugging: write huge values where a token skips a layer, and fail if a layer reads one
+    "poison": bool,  # for debugging: write huge values into slots of tokens that skip a layer, and fail if it reads one
 }
 
 
@@ -24,7 +24,7 @@ class Settings:
     """Settings of the add-on; see `OWN`."""
 
     schedule: Schedule
-    speed_adapter: str | None = None  # None at full depth, where the base model runs as published
+    speed_adapter: str | None = None  # None at full depth: the base model then runs unchanged
     self_check: bool = True
     poison: bool = False
 

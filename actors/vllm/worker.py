@@ -70,7 +70,7 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
         log.info("skipdecode: %d to %d of %d layers", schedule.depths[0], schedule.depths[-1], schedule.num_layers)
 
     def set_schedule(self, schedule: Schedule) -> None:
-        """Use another schedule from the next forward pass. No request may be in flight.
+        """Use another schedule, from the next forward pass on. No request may be in flight.
 
         A merged speed adapter stays merged. Raises UserError if the engine began at full depth.
         """
@@ -108,7 +108,7 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Raise UserError if settings of a VllmConfig cannot be combined with skipped layers. The message names all."""
+    """Raise UserError if settings of a VllmConfig cannot be combined with skipped layers. The message lists them."""
     version = vllm.__version__
     if version.split(".")[:2] != TESTED.split("."):
         raise UserError(

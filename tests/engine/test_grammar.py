@@ -262,8 +262,8 @@ def test_a_tokenizer_of_words_and_bytes() -> None:
             {"json_schema": {"properties": {"p": {"oneOf": [CAT, {"$ref": "#/properties/p/oneOf/0"}]}}}},
             "#/properties/p: ",
         ),
-        ({"json_schema": {}, "check": "before"}, "check = 'before': must be 'after', and only for json_schema"),
-        ({"regex": "a", "check": "after"}, "check = 'after': must be 'after', and only for json_schema"),
+        ({"json_schema": {}, "check": "before"}, "check = 'before': must be 'after', and only next to json_schema"),
+        ({"regex": "a", "check": "after"}, "check = 'after': must be 'after', and only next to json_schema"),
         (
             {"json_schema": {"type": "nothing"}, "check": "after"},
             r"json_schema: not a JSON Schema: \$\.type: 'nothing' is",

@@ -117,9 +117,9 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
     for labels, end, message in (
         ([], END, "no choices"),
         ([(5,), ()], END, "choice 1 has no tokens"),
-        ([(5,), (5, END)], END, "choice 1 holds the token that ends an answer"),
+        ([(5,), (5, END)], END, "choice 1 contains the token that ends an answer"),
         ([(5, 6), (7,), (5, 6)], END, "choices 0 and 2 have the same tokens"),
-        ([(5, 6), (5,)], None, "choice 1 is the beginning of another, and the model has no end token"),
+        ([(5, 6), (5,)], None, "choice 1 is the start of another choice, and the model has no end token"),
     ):
         with pytest.raises(ValueError, match=message):
             ChoiceTrie(labels, end)

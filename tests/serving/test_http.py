@@ -186,7 +186,7 @@ TEXT_REFUSED: list[tuple[Any, int, str]] = [
     ({"choices": ["a", "a"]}, 400, "choices: "),
     ({"choices": ["a"], "guided_choice": ["b"]}, 400, "give only one of these: choices, guided_choice"),
     ({"choices": ["a", "b"], "stop": "."}, 400, "choices"),
-    ({"structured_outputs": {"regex": "a+", "choice": ["a"]}}, 400, "needs one of choice, json, regex"),
+    ({"structured_outputs": {"regex": "a+", "choice": ["a"]}}, 400, "needs exactly one of choice, json, regex"),
     ({"structured_outputs": {"regex": "("}}, 400, "regex"),
     ({"structured_outputs": {"json": {"anyOf": 5}}}, 400, "json_schema: not a JSON Schema"),
     ({"speeed": 2}, 400, "did you mean speed?"),

@@ -169,7 +169,7 @@ def test_the_poison_is_met_where_depth_rises(folder: Path) -> None:
     prompts, limits = cases.rows(4, seed=7)
     with cases.engine(folder, {**cases.SPECS["2x"].to_dict(), "unadapted": True, "poison": True}) as llm:
         cases.skipper(llm).depths = np.array([5, 3, 3, 5])
-        with pytest.raises(RuntimeError, match="read the cache slot of a token that skipped it"):
+        with pytest.raises(RuntimeError, match="read the cache slot of a token that skips this layer"):
             cases.answers(llm, prompts, limits)
 
 

@@ -1,1 +1,1 @@
-"""Restricts answers to a format: labels, JSON Schema, regular expression or grammar, also after thinking."""
+"""Restricts answers to a format: labels, JSON Schema, regular expression or grammar. Thinking may come first."""

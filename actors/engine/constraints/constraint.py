@@ -1,7 +1,7 @@
 """The interface between an answer format (a list of labels, or a grammar) and the sampling of tokens.
 
 A constraint is compiled once and shared by rows. Each row has its own `AllowedTokens`, which tracks the row's progress.
-Sampling asks it which tokens may come next, and excludes all other tokens, whichever layers computed the logits.
+Sampling asks it which tokens may come next, and excludes all other tokens. A row's depth makes no difference.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-if TYPE_CHECKING:  # configuration is read without numpy
+if TYPE_CHECKING:  # not imported at run time: configuration is read without numpy
     import numpy as np
     from numpy.typing import NDArray
 
-Bits: TypeAlias = "NDArray[np.int32]"  # [words_of(V)], bit t % 32 of word t // 32 is set if token t is allowed
+Bits: TypeAlias = "NDArray[np.int32]"  # [words_of(V)]; token t is allowed if bit t % 32 of word t // 32 is set
 
 
 def words_of(vocabulary: int) -> int:
@@ -25,7 +25,7 @@ class AllowedTokens(Protocol):
     """The progress of one row's answer through its constraint (answer format).
 
     scored: whether log-probabilities among the allowed tokens are needed. label: index of the label that the row has
-    chosen; None until the choice is certain, and for a grammar. error: why the row cannot continue; None if it can.
+    chosen; None for a grammar, or while the choice is open. error: why the row cannot continue; None if it can.
     """
 
     @property

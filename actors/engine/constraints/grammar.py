@@ -1,7 +1,7 @@
 """Restricts answers to a JSON Schema, a regular expression or a grammar, with the library llguidance.
 
 https://github.com/guidance-ai/llguidance computes the allowed tokens. A format is compiled once to a matcher, and each
-row gets a copy of the matcher. A row ends when nothing can follow. Where an answer may either end or continue, the end
+row gets a copy of the matcher. A row ends when nothing can follow. If an answer may either end or continue, the end
 tokens are allowed too.
 """
 
@@ -27,10 +27,10 @@ class GrammarCompiler:
     Args:
         tokenizer: The model's tokenizer.
         vocab_size: Number of the model's token ids.
-        stop_ids: Tokens that end an answer, at least one.
+        stop_ids: One or more tokens that end an answer.
 
     Raises:
-        UserError: The tokenizer does not tell its tokens' bytes, or the model has no end token.
+        UserError: The bytes of the tokenizer's tokens cannot be read, or the model has no end token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: Collection[int]) -> None:
@@ -40,7 +40,7 @@ class GrammarCompiler:
         if not stop_ids:
             raise UserError("output_format: the model has no token that ends an answer")
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise UserError("output_format: the checkpoint has no tokenizer.json, from which tokens' bytes are read")
+            raise UserError("output_format: the checkpoint has no tokenizer.json, which is needed for tokens' bytes")
         self.stop_ids = frozenset(stop_ids)
         vocabulary = max(vocab_size, len(tokenizer))
         try:

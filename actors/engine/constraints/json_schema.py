@@ -33,7 +33,7 @@ def for_grammar(schema: Schema, *, after: bool) -> Schema:
         branches of a `oneOf` may overlap.
 
     Raises:
-        UserError: the branches of a `oneOf` do not exclude each other. The message gives its place in the schema.
+        UserError: the branches of a `oneOf` do not exclude each other. The message gives the place of the `oneOf`.
     """
     no_patterns = after and overlap(schema) is not None
     held: Schema = _mapped(
@@ -65,8 +65,8 @@ def _held(schema: Schema, root: Schema, place: str, *, after: bool, no_patterns:
         tag = _tag(branches, root)
         if tag is None and not after and not _types_differ(branches, root):
             raise UserError(
-                f"oneOf at #{place}: its branches do not exclude each other: give each another type, or a common "
-                f"property with another const or enum; or write anyOf, or {CHECKED}"
+                f"oneOf at #{place}: its branches do not exclude each other: give each branch its own type, or "
+                f"give all a property with different const or enum values; or write anyOf, or {CHECKED}"
             )
         if tag is not None:
             branches = [{**one, "required": [*dict.fromkeys([*_required(one, root), tag])]} for one in branches]
@@ -87,7 +87,7 @@ def _required(schema: Any, root: Schema) -> list[str]:
 
 
 def _tag(branches: list[Any], root: Schema) -> str | None:
-    """Return a property (discriminator) with different possible values in every branch; None if there is none."""
+    """Return a property (discriminator) whose allowed values differ from branch to branch; None if there is none."""
     values = [
         {
             name: {json.dumps(value) for value in (one["enum"] if "enum" in one else [one["const"]])}
@@ -120,7 +120,7 @@ def _types_differ(branches: list[Any], root: Schema) -> bool:
 
 
 def _resolved(schema: Any, root: Schema) -> Schema:
-    """Replace a schema's `$ref` by the schema in `root` that it names. Other keys next to the `$ref` are merged in.
+    """Replace a schema's `$ref` by the schema in `root` to which it points. Keep the schema's other keys.
 
     Return {} if `schema` is not an object or the `$ref` cannot be resolved.
     """
@@ -139,7 +139,7 @@ def _resolved(schema: Any, root: Schema) -> Schema:
 
 
 def overlap(schema: Schema) -> str | None:
-    """Return an error message if a pattern of `patternProperties` matches a property with another schema; else None.
+    """Return an error message if a `patternProperties` pattern matches a property whose schema differs; else None.
 
     llguidance would let the model begin the name of this property, but never end it.
     """
@@ -166,7 +166,7 @@ def overlap(schema: Schema) -> str | None:
 
 
 def matching(pattern: str, names: list[str]) -> list[str]:
-    """Return the names that `pattern` matches; [] if it is not a valid pattern, which another check reports.
+    """Return the names that `pattern` matches; [] if it is not a valid pattern (another check reports that).
 
     The matching is done by llguidance, because Python's `re` may backtrack for hours.
     """
@@ -176,7 +176,7 @@ def matching(pattern: str, names: list[str]) -> list[str]:
     if not names:
         return found
     grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)  # each byte is a token
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)  # its tokens are single bytes
     for name in [] if matcher.is_error() else names:
         text = list(json.dumps(name, ensure_ascii=False).encode())
         if matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting():
@@ -186,7 +186,7 @@ def matching(pattern: str, names: list[str]) -> list[str]:
 
 
 def problem(text: str, schema: str) -> str | None:
-    """Return why `text` is not JSON or violates `schema` (JSON text); None if it is valid."""
+    """Return why `text` is not JSON or violates `schema` (JSON text); None if `text` is valid."""
     from referencing.exceptions import Unresolvable
 
     try:

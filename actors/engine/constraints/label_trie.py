@@ -45,7 +45,7 @@ class ChoiceTrie:
             if not tokens:
                 raise UserError(f"choice {number} has no tokens")
             if end_id in tokens:
-                raise UserError(f"choice {number} holds the token that ends an answer")
+                raise UserError(f"choice {number} contains the token that ends an answer")
             node = self.root
             for token in tokens:
                 node = node.children.setdefault(token, Node())
@@ -57,12 +57,12 @@ class ChoiceTrie:
     def _settle(self) -> int:
         """Set `only` of every node, and return the maximum number of tokens in an answer."""
         order = [self.root]
-        for node in order:  # parents before children; a loop, since recursion could be too deep for a long label
+        for node in order:  # parents before children; not recursive, because a long label could make recursion too deep
             order += node.children.values()
         deepest: dict[int, int] = {}
         for node in reversed(order):
             if node.label is not None and node.children and self.end_id is None:
-                raise UserError(f"choice {node.label} is the beginning of another, and the model has no end token")
+                raise UserError(f"choice {node.label} is the start of another choice, and the model has no end token")
             labels = {child.only for child in node.children.values()}
             if node.label is not None:
                 labels.add(node.label)

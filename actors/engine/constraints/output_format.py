@@ -12,7 +12,7 @@ from actors.engine.constraints.json_schema import CHECKED, for_grammar, overlap,
 from actors.engine.errors import UserError, flat
 
 KINDS = ("json_schema", "regex", "grammar")
-KEPT_CHARACTERS = 2**16  # the grammar of a longer format is not kept, because a server's clients choose the formats
+KEPT_CHARACTERS = 2**16  # formats with more characters are not cached, because a server's clients may send many
 CHECK, AFTER = "check", "after"  # optional key next to json_schema, and the only value of this key
 # JSON answers have white space as Python writes it. With free white space, a model might write nothing but white space
 ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -28,7 +28,7 @@ class OutputFormat:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> OutputFormat:
-        """Read a mapping with one of the keys KINDS; a schema may be an object or JSON text. Raises UserError."""
+        """Convert a mapping with one key of KINDS; raise UserError if it is wrong. A schema may be JSON text too."""
         given = [kind for kind in KINDS if value.get(kind) is not None]
         unknown = [name for name in value if name not in (*KINDS, CHECK)]
         if unknown or len(given) != 1:
@@ -45,8 +45,8 @@ class OutputFormat:
         check = value.get(CHECK)
         if check not in (None, AFTER) or (check is not None and kind != "json_schema"):
             raise UserError(
-                f"{CHECK} = {check!r}: must be '{AFTER}', and only for json_schema: it checks the finished "
-                f"answer for what no grammar can express"
+                f"{CHECK} = {check!r}: must be '{AFTER}', and only next to json_schema: the finished answer is "
+                f"then checked for what no grammar can express"
             )
         return cls(kind, text, check == AFTER)
 
@@ -55,7 +55,7 @@ class OutputFormat:
         return {self.kind: self.text, **({CHECK: AFTER} if self.after else {})}
 
     def problem(self, text: str) -> str | None:
-        """Return how a finished answer violates the JSON Schema; None if it is valid, or if `after` is false."""
+        """Return how a finished answer violates the JSON Schema; None if it does not, or if `after` is false."""
         if not self.after or (found := problem(text, self.text)) is None:
             return None
         return f"{self.kind}: {found}"
@@ -74,8 +74,8 @@ class OutputFormat:
     def lark(self) -> str:
         """Return the format in llguidance's dialect of Lark. Raises ValueError if a schema is not a JSON object.
 
-        Where the next text is certain, llguidance would by default force the tokens that the tokenizer makes of it,
-        with a wrong space for tokenizers that put a space before words. `no_forcing` allows all tokens for this text.
+        If the next text is certain, llguidance by default forces the tokens that the tokenizer makes of it, with a
+        wrong space if the tokenizer puts a space before words. With `no_forcing`, the text may have any tokens.
         """
         lark = self.text
         if self.kind == "json_schema":

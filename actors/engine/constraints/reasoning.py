@@ -1,4 +1,4 @@
-"""Separates thinking from answers for models that think first. Only the answer after the thinking has a format."""
+"""Separates a model's thinking from the answer that follows it. Only the answer must have the requested format."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Reasoning:
         return prompt.rfind(self.start) > prompt.rfind(self.end)
 
     def is_over(self, prompt: str) -> bool:
-        """Return whether a prompt ends after thinking, as chat templates write it to switch thinking off."""
+        """Return whether a prompt ends with the end delimiter. Chat templates write it there to switch thinking off."""
         return prompt.rstrip().endswith(self.end)
 
 
@@ -104,7 +104,7 @@ class AfterReasoning:
         return ReasoningProgress(self)
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last of `tokens` completes the end delimiter. This seldom needs to decode `tokens`."""
+        """Return whether the last of `tokens` completes the end delimiter. Few calls need to decode `tokens`."""
         return self._end.ended(tokens)
 
     def split(self, tokens: Sequence[int], label: int | None) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from actors.engine.cpu.library import kernel, structure
 from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling, allowed_bits, changed_logits
 from actors.engine.types import TokenLogprob
 
-# changed logits: bounds [B, 2], tokens [C] and new logits [C]; row b has the changes bounds[b, 0] ... bounds[b, 1] - 1
+# changed logits: bounds [B, 2], tokens [C], new logits [C]; row b has the changes from bounds[b, 0] to bounds[b, 1] - 1
 Changes = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
 # sampled tokens [N], their log-probabilities among all tokens [N] and among allowed tokens only [N], likeliest tokens
 # [N, K], and the log-probabilities of the likeliest tokens [N, K]
@@ -65,7 +65,7 @@ def _call(
     most: int,
     logprobs: bool,
 ) -> Results:
-    """Sample the rows with indices `members`. masked: for each of `rows`, whether to exclude tokens not allowed."""
+    """Sample the rows with indices `members`. masked: for each of `rows`, whether to mask forbidden tokens."""
     assert logits.device.type == "cpu" and logits.is_contiguous()
     count, width, own = len(members), logits.shape[1], [rows[index] for index in members]
     places, (bounds, tokens, values) = np.array(members, np.int64), changes

@@ -24,7 +24,7 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Hash keys and positions (int64 [B]) to uniform float64 [B] in [0, 1), with SplitMix64 (Steele et al., 2014)."""
+    """Hash keys and positions (int64 [B]) to float64 [B], uniform in [0, 1). Source: SplitMix64, Steele et al. 2014."""
     bits = keys + (positions + 1) * _GOLDEN
     bits = (bits ^ _shift(bits, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     bits = (bits ^ _shift(bits, 27)) * -7723592293110705685  # 0x94D049BB133111EB
@@ -51,7 +51,7 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
 
 
 def is_greedy(rows: Sequence[RowSampling], *, logprobs: bool) -> bool:
-    """Return whether `rows` need only the argmax of their logits, without penalties or log-probabilities."""
+    """Return whether `rows` need only the argmax of their logits: no penalties and no log-probabilities."""
     return not logprobs and all(row.is_argmax for row in rows)
 
 
@@ -125,7 +125,7 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Return the argmax [B] of logits [B, V]: the first of equal maxima, or `NO_TOKEN` in the cases of `sample`."""
+    """Return each row's likeliest token [B], the first one among equals. `sample` explains when it is `NO_TOKEN`."""
     if logits.device.type == "cpu":  # numpy takes a tenth of torch's time
         values = logits.float().numpy()
         tokens = values.argmax(axis=-1)  # for argmax, NaN is greater than any number
@@ -158,8 +158,8 @@ def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor
 def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
     """Draw a token for each row: the first token at which the cumulated probability exceeds the row's random number.
 
-    probabilities: [N, V] in the order of token ids, because sorted ones could be rounded differently and exchange
-    tokens. numbers: random numbers [N] from `uniforms`.
+    probabilities: [N, V] in the order of token ids. In sorted order, sums could be rounded differently, which could
+    change the token. numbers: random numbers [N] from `uniforms`.
     """
     cumulative = probabilities.cumsum(dim=-1)
     choice = torch.searchsorted(cumulative, numbers[:, None] * cumulative[:, -1:], right=True)
@@ -168,7 +168,7 @@ def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
 
 
 def narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Return probabilities [N, V] after top-k, then top-p, then min-p. Tokens that these exclude have probability 0.
+    """Return probabilities [N, V] after top-k, then top-p, then min-p. Excluded tokens have probability 0.
 
     scaled: [N, V], logits divided by temperature. top_k: int64 [N]; 0 keeps all tokens. top_p, min_p: float64 [N].
     """
@@ -193,7 +193,7 @@ def _adjust(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
 
 
 def _excluded(rows: Sequence[RowSampling], likeliest: Tensor, logits: Tensor) -> tuple[list[int], Tensor]:
-    """Return the indices of rows that need a mask, and their bool masks [rows, V]: true for tokens not allowed.
+    """Return the indices of rows that need a mask, and their bool masks [rows, V]: true for forbidden tokens.
 
     A greedy row needs no mask if its likeliest token (from `likeliest` [B]) is allowed, unless its constraint is
     `scored`.
@@ -212,7 +212,7 @@ def _excluded(rows: Sequence[RowSampling], likeliest: Tensor, logits: Tensor) ->
 
 
 def _top(logits: Tensor, normalizer: Tensor, tokens: Tensor, rows: Sequence[RowSampling]) -> dict[int, TokenLogprob]:
-    """Return row index -> its token and likeliest tokens with log-probabilities, for rows that ask for `logprobs`.
+    """Return row index -> log-probabilities of the row's token and likeliest tokens, if the row asks for `logprobs`.
 
     logits, normalizer: before penalties, temperature, top-k and top-p.
     """

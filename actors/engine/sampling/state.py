@@ -1,4 +1,4 @@
-"""The state of a row that sampling reads, and the result of sampling a batch of rows."""
+"""The part of a row's state that sampling reads, and the result of sampling a batch of rows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RowSampling:
     drawn: int = 0  # number of tokens sampled so far
     # how often each token has occurred so far; counted only if a penalty is set
     counts: TokenCounts = field(default_factory=lambda: TokenCounts(()))
-    allowed: AllowedTokens | None = None  # tokens that may come next, which sampling does not change; None: all tokens
+    allowed: AllowedTokens | None = None  # which tokens may come next; sampling only reads it; None: all tokens
     barred: Collection[int] = ()  # tokens that must not be sampled
     penalized: bool = field(init=False)  # whether a penalty is set
     packed: bytes = field(init=False, repr=False)  # `params` and `key` in the layout of the CPU kernel
@@ -101,7 +101,7 @@ def allowed_bits(rows: Sequence[RowSampling], vocabulary: int) -> NDArray[np.int
 
 
 def changed_logits(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the changes of logits [B, V] by penalties and barred tokens, as in transformers and OpenAI's interface.
+    """Return how penalties and barred tokens change logits [B, V]. The rules are those of transformers and OpenAI.
 
     The result has three tensors: row index, token and new logit (float32) of each change, in order of rows. It is None
     if nothing changes. A barred token has one change, to -inf.
@@ -151,4 +151,4 @@ class Drawn:
     logprobs: list[float]
     # log-probability of each token among the allowed tokens, in nats; valid only for rows with a `scored` constraint
     choice_logprobs: list[float]
-    top: dict[int, TokenLogprob]  # row index -> its token and likeliest tokens, for rows that ask for `logprobs`
+    top: dict[int, TokenLogprob]  # row index -> the row's token and likeliest tokens, if it asks for `logprobs`

@@ -16,13 +16,13 @@ class StopStrings:
     decode: Callable[[list[int]], str]  # token ids -> text
     special_ids: Collection[int] = ()  # tokens that decode to no text
     min_new_tokens: int = 0  # a stop string that is complete after this many tokens or fewer is ignored
-    # text -> index at which the answer begins, after any thinking, which may contain stop strings; None: not begun yet
+    # text -> index at which the answer begins; thinking before it may contain stop strings. None: not begun yet
     answer_start: Callable[[str], int | None] = lambda text: 0
     _may_end: dict[int, bool] = field(default_factory=dict, init=False)  # token -> result of `_may_end_in`
 
     def __post_init__(self) -> None:
         self.special_ids = frozenset(self.special_ids)
-        # every other token than `special_ids` gives at least one byte, so a string has at most one token per byte
+        # each token outside `special_ids` gives at least one byte, so a string has at most one token per byte
         self.window = max(len(string.encode()) for string in self.strings) + SLACK_TOKENS
         self._ends = {string[-1] for string in self.strings}
 
@@ -58,7 +58,7 @@ class StopStrings:
         return text[: self._first(tokens, text)]
 
     def _first(self, tokens: Sequence[int], text: str) -> int | None:
-        """Return the index of the first stop string in the answer that ends after `min_new_tokens` tokens, or None."""
+        """Return the index of the answer's first stop string that ends after `min_new_tokens` tokens, or None."""
         answer = self.answer_start(text)
         if answer is None:
             return None
