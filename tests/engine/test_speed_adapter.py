@@ -130,7 +130,7 @@ def test_weights_that_do_not_fit_are_refused(base: Path, adapter: Path) -> None:
         save_record(adapter, json.loads((adapter / "speed_adapter.json").read_text())["base"])
 
     save({**weights, name: torch.zeros(3, 31)})
-    refused(base, adapter, r"layers.1.self_attn.q_proj.lora_A.weight has shape \(3, 31\), and .* needs \(3, 32\)")
+    refused(base, adapter, r"layers.1.self_attn.q_proj.lora_A.weight has shape \(3, 31\), but .* needs \(3, 32\)")
     save({key: value for key, value in weights.items() if key != name})
     refused(base, adapter, r"layers.1.self_attn.q_proj.lora_A.weight has shape None")
     save({**weights, name.replace("q_proj", "wq"): weights[name].clone()})

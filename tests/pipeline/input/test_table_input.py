@@ -126,7 +126,7 @@ def test_a_data_file_that_is_gone_or_replaced_is_refused(tables: Tables, checkpo
     Path(url).write_bytes(data + b" ")
     assert refusal(job) == f"{url}: has {len(data) + 1} bytes, but {tables.path(NAME)} lists it with {len(data)} bytes"
     Path(url).unlink()
-    assert refusal(job) == f"{url}: a data file of {tables.path(NAME)} is gone"
+    assert refusal(job) == f"{url}: this data file of {tables.path(NAME)} is gone"
 
 
 def test_real_answers_and_try_over_a_table(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:

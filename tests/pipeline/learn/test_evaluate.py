@@ -177,7 +177,7 @@ def test_a_keep_order_is_measured_on_the_rows_once(recipe: dict[str, Any], tmp_p
     assert sorted(json.loads(record.read_text())["keep_order"]) == list(range(4))
     found = run(recipe, tmp_path)
     assert found.exit_code == 0, found.output
-    assert "measured before" in found.stderr
+    assert ", read from " in found.stderr
 
 
 def test_lines_are_compared_with_a_reference_model(recipe: dict[str, Any], tmp_path: Path, checkpoint: Path) -> None:

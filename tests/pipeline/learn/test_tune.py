@@ -373,7 +373,11 @@ def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any], t
         ({"reference": ["a", None]}, {}, r"bad.parquet: row 1: reference is empty"),
         ({"prompt": ["a", " "]}, {}, r"bad.parquet: row 1: prompt is empty"),
         ({"reference": ["red", "yelow"]}, {"data": {"choices": ["red", "yellow"]}}, r"1: 'yelow' is not one of the 2"),
-        ({}, {"model": {"path": "START"}, "adapter": {"targets": ["wq"]}}, r"no 'wq'; it has down_proj, .*v_proj"),
+        (
+            {},
+            {"model": {"path": "START"}, "adapter": {"targets": ["wq"]}},
+            r"no layer 'wq'; it has down_proj, .*v_proj",
+        ),
         (
             {},
             {"model": {"path": "START", "new": {"model_type": "llama"}}},
@@ -437,7 +441,7 @@ def test_a_measured_order_is_stored_as_a_list_and_measured_once(
     again = {**further, "output": str(tmp_path / "again")}
     train_recipe(again, max_steps=2)
     assert inspect(tmp_path / "again").spec == spec
-    assert "measured before" in capsys.readouterr().err
+    assert ", read from " in capsys.readouterr().err
     again["schedule"]["warmup"] = 3
     train_recipe({**again, "output": str(tmp_path / "warm")}, max_steps=2)
     warm = inspect(tmp_path / "warm").spec

@@ -84,7 +84,7 @@ def test_no_file_is_replaced(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "in.parquet")
     (tmp_path / "job.yaml").write_text("mine")
     done, job = written(tmp_path, str(tmp_path / "in.parquet"))
-    assert done.exit_code == 2 and "not replaced" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.exit_code == 2 and "and is kept" in done.stderr and len(done.stderr.splitlines()) == 1
     assert job.read_text() == "mine"
 
 
