@@ -191,7 +191,7 @@ def test_a_missing_ledger_record_is_refused() -> None:
         root.files.update(files)
     for damage in (b"{", b"[]", b'{"format": 9}', b'{"format": 2}', b"[" * 100_000):
         root.replace(claim_name(3), damage)
-        with pytest.raises(ValueError, match=r"^root/_ledger/000003\.json: its format is not "):
+        with pytest.raises(ValueError, match=r"^root/_ledger/000003\.json: (not |its format is not )"):
             ledgers.read(root)
 
 
