@@ -45,7 +45,7 @@ SLOT_COUNTS, SLOT_WEIGHTS = [2, 3, 4, 5, 6, 7], [4, 15, 30, 30, 16, 5]
 
 
 def make_prompt(rng: random.Random) -> str:
-    """Draw a restaurant's slots at random: its name and two to seven other slots. Return them as text."""
+    """Draw a restaurant's attributes at random: its name and two to seven others. Return them as text."""
     slots = {"name": rng.choice(NAMES)}
     chosen = set(rng.sample(list(OPTIONAL_SLOTS), rng.choices(SLOT_COUNTS, SLOT_WEIGHTS)[0]))
     slots |= {slot: rng.choice(values) for slot, values in OPTIONAL_SLOTS.items() if slot in chosen}

@@ -91,7 +91,7 @@ class SkipCache:
         self._device = device
         self._width = 0  # number of slots that the longest row uses; a layer with fewer slots uses all its slots
         self._rows = torch.zeros(0, dtype=torch.int64)  # [B], the cache rows of the current pass
-        self._sources = self._rows  # [B], index of each row's prompt in the prefill, in the order of `_rows`
+        self._sources = self._rows  # [B], for each row of `_rows`, the index of its prompt in the prefill
         self._prefix: PrefixKeys | None = None
         self._positions: Tensor | None = None  # [B, 1], position of each row's token in a decode step; None: prefill
         self._shortest = 0  # number of slots that a step's shortest row attends to in a layer without a window

@@ -29,7 +29,7 @@ class TuneDataConfig(Section):
     dev: Paths = Field(description="files, folders or globs (see input.path) with the dev set's prompts and responses")
     prompt: str = Field("prompt", description="column with the prompts")
     train_reference: str = Field(
-        "reference", description="column of data.train with the responses: a string, or a list of strings"
+        "reference", description="column of data.train whose values are a response, or a list of responses"
     )
     dev_reference: str = Field(
         "references", description="column of data.dev with the responses: a string, or a list of strings"

@@ -21,7 +21,7 @@ from pipeline.input.text_files import TextColumns, read_text, scan_text
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import STORE_ERRORS
 
-OF_PATH = {b"skipdecode.path": b"1"}  # metadata of a column whose value comes from folder names in some file paths
+OF_PATH = {b"skipdecode.path": b"1"}  # marks a column that some files take from folder names in their paths
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 COLUMN_ROWS, COLUMN_BYTES = 2**14, 2**26  # maximum rows and bytes of each read, when whole columns are read
 

@@ -115,7 +115,7 @@ class JsonTypes:
         return False
 
     def schema(self, as_json: frozenset[str]) -> pa.Schema:
-        """Return all columns seen (with type null if not requested). Raises Unreadable if no row is an object."""
+        """Return all columns found (those not requested with type null). Raises Unreadable if no row is an object."""
         if self._columns and self._lines and not self._seen:
             raise Unreadable(f"{counted(self._lines, 'line')} read, and none holds a JSON object")
         fields = []

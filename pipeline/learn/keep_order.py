@@ -163,7 +163,7 @@ def _eliminate(batches: Sequence[ResponsePasses], layers: range) -> LayerRanking
 
 
 def _work_left(layers: int) -> int:
-    """Estimate the work to eliminate all but one of `layers` layers: the sum over steps of candidates × layers left."""
+    """Estimate the work to eliminate all but one of `layers` layers: candidates × layers left, summed over steps."""
     return sum(min(CANDIDATES, left) * left for left in range(2, layers + 1))
 
 

@@ -51,7 +51,7 @@ class OutputFormat:
         return cls(kind, text, check == AFTER)
 
     def to_dict(self) -> dict[str, str]:
-        """Return the format as a mapping that `of` can read."""
+        """Return the format as a mapping that `of()` reads."""
         return {self.kind: self.text, **({CHECK: AFTER} if self.after else {})}
 
     def problem(self, text: str) -> str | None:

@@ -30,7 +30,7 @@ METHOD, PACKED_FORMAT = "compressed-tensors", "pack-quantized"
 FORMATS = ("int-quantized", "float-quantized", "naive-quantized", PACKED_FORMAT)
 STRATEGIES = ("tensor", "channel", "group")
 TYPES: dict[str, Kind] = {"int": "int8", "float": "fp8"}  # type name in compressed-tensors -> kind
-LIMITS: dict[Kind, float] = {"int8": 127.0, "fp8": 448.0}  # kind -> largest code used for a weight
+LIMITS: dict[Kind, float] = {"int8": 127.0, "fp8": 448.0}  # kind -> largest integer that stands for a weight
 CODES: dict[Kind, str] = {"int8": "I8", "fp8": "F8_E4M3"}  # kind -> type name in safetensors
 WEIGHT, PACKED, SCALE, ZERO_POINT = "weight", "weight_packed", "weight_scale", "weight_zero_point"  # a layer's tensors
 CODES_IN_INT32 = 4
@@ -78,7 +78,7 @@ def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | N
 
 
 def _read(entry: Any, key: str) -> StoredWeights | str:
-    """Read the value of `key` in config.json. If it holds an unsupported method or value, return the name of that."""
+    """Read the value of `key` in config.json. If a method or value there is not supported, return its name."""
     if not isinstance(entry, dict):
         return key
     method = entry.get("quant_method", METHOD if "config_groups" in entry else key)

@@ -104,7 +104,7 @@ class Evaluation:
 
 
 def slug(name: str) -> str:
-    """Return the name of a line in a form that fits into a file name."""
+    """Return a table line's name in a form that fits into a file name."""
     return re.sub(r"[^\w.]+", "-", name).strip("-")
 
 
