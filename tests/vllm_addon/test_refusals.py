@@ -80,7 +80,7 @@ def test_layers_and_attention_that_are_not_known_are_refused() -> None:
             return hidden_states
 
     skipper = LayerSkipper(ScheduleSpec(speedup=2, horizon=4).build(1), {}, lambda common: common)
-    with pytest.raises(UserError, match=r"layer 0 takes the arguments positions, hidden_states, per_layer_input; the supp"):
+    with pytest.raises(UserError, match=r"layer 0 takes the arguments positions, hidden_states, per_layer_input; the"):
         skipper.wrap([Layer()])
     with pytest.raises(UserError, match="attention by SimpleNamespace is not supported"):
         skipper.watch(SimpleNamespace(requires_block_table_width=True))
