@@ -240,9 +240,7 @@ def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[in
 
 def _is_same(file: ClaimedFile | InputFile, size: int, version: str) -> bool:
     """Return whether a file that now has this size and version still has the content that was answered."""
-    if (size, version) == (file.size, file.version):
-        return True
-    return size == file.size and has_same_content(file.url, file.digest, version)
+    return has_same_content(file.url, (file.size, file.version), file.digest, (size, version))
 
 
 def compact(root: Folder, ledger: Ledger) -> None:

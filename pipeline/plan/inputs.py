@@ -77,9 +77,15 @@ def with_digests(files: Sequence[InputFile]) -> list[InputFile]:
     return [replace(file, digest=found.get(file, "")) for file in files]
 
 
-def has_same_content(url: str, digest: str, version: str) -> bool:
-    """Return whether a local file has the SHA-256 `digest` and modification time `version`; False if `digest` is ""."""
-    return bool(digest) and _is_local(url) and _digest(url, version) == digest
+def has_same_content(url: str, before: tuple[int, str], digest: str, now: tuple[int, str]) -> bool:
+    """Return whether a file still has the content that was recorded.
+
+    before, now: (bytes, version) at the record and today. digest: the recorded SHA-256 of a local file, or "". If a
+    local file has its old size but another version, the digest decides.
+    """
+    if before == now:
+        return True
+    return before[0] == now[0] and bool(digest) and _is_local(url) and _digest(url, now[1]) == digest
 
 
 def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFile]:
@@ -92,8 +98,7 @@ def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFil
         if file.url not in listed:
             raise UserError(f"{file.url}: gone since the job began; put it back, or start again with --overwrite")
         size, version = listed[file.url]
-        is_same = (size, version) == (file.size, file.version)
-        if not is_same and not (size == file.size and has_same_content(file.url, file.digest, version)):
+        if not has_same_content(file.url, (file.size, file.version), file.digest, (size, version)):
             sizes = f"{file.size} bytes then, {size} now"
             if size == file.size and _is_local(file.url):
                 sizes = "same size, other content" if file.digest else "same size, no digest of its content"
