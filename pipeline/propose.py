@@ -20,7 +20,7 @@ from pipeline.config.forms import normalized
 from pipeline.config.input import InputFormat
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.config.load import dump_yaml, parse_yaml, validated
-from pipeline.input.files import file_format, list_files
+from pipeline.input.files import OtherFormat, file_format, list_files
 from pipeline.input.rows import common_schema, path_values, read_layout, read_shards
 from pipeline.input.schema import ERROR
 from pipeline.input.shards import cut_shards
@@ -32,7 +32,6 @@ from pipeline.prepare.chat import Chat, check_chat
 from pipeline.prepare.tokenizer import tokenizer_of
 
 ROWS, SAMPLE_BYTES = 200, 2**26  # maximum rows and bytes to read from the first file with rows
-FORMATS: tuple[InputFormat, ...] = ("jsonl", "csv")  # formats of text files
 FILES = 8  # maximum number of files in which to look for rows
 IDS = ("id", "uuid", "key", "row_id", "custom_id", "index", "name")
 CHATS = ("messages", "conversation", "conversations", "chat")
@@ -102,7 +101,7 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
     """Read the first rows of the first file that has rows. Raises UserError if the first `FILES` files have none."""
     given: InputFormat | None = None
     first: UserError | None = None
-    for given in (None, *FORMATS):  # the name of a folder does not show the format of its files
+    for given in (None, "jsonl", "csv"):  # the name of a folder does not show the format of its files
         try:
             files = list_files([path], storage, given)
             break
@@ -115,11 +114,10 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
     for url, entry in islice(files.items(), FILES):
         try:
             return Sample(len(files), given, first_rows(url, *entry, file_format(url, given), storage))
+        except OtherFormat as error:
+            return Sample(len(files), error.format, first_rows(url, *entry, error.format, storage))
         except UserError as error:
-            problem = problem or error  # for example, the file is empty
-            for kind in FORMATS:
-                if str(error).endswith(f"set input.format: {kind}"):  # the name of the file does not show its format
-                    return Sample(len(files), kind, first_rows(url, *entry, kind, storage))
+            problem = problem or error  # for example an empty file
     assert problem is not None, "list_files returns a file"
     raise problem
 

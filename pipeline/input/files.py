@@ -239,18 +239,27 @@ def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tu
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, pa.ArrowException) or (type(error) is OSError and error.errno is None):
                 file.seek(0)
-                raise UserError(_not_parquet(url, file.read(4096), error)) from None
+                raise _not_parquet(url, file.read(4096), error) from None
             raise
     rows = tuple(group.num_rows for group in groups)
     return InputFile(url, size, version, rows, tuple(group.total_byte_size for group in groups)), schema
 
 
-def _not_parquet(url: str, head: bytes, error: Exception) -> str:
-    """Return an error message for a file that is not valid Parquet. It names the format of `head`, the first bytes."""
-    kind = _other_format(head)
-    remedy = {"JSON": "set input.format: jsonl", "CSV": "set input.format: csv"}.get(str(kind), "convert it to Parquet")
-    reason = flat(error) if kind is None else f"the file is {kind}; {remedy}"
-    return f"{url}: not readable as Parquet: {reason}"
+class OtherFormat(UserError):
+    """A file without a suffix of its format, which its content shows. format: value for `input.format`."""
+
+    def __init__(self, message: str, format: InputFormat) -> None:
+        super().__init__(message)
+        self.format = format
+
+
+def _not_parquet(url: str, head: bytes, error: Exception) -> UserError:
+    """Return the error for a file that Arrow cannot read as Parquet. Names the format that `head` shows."""
+    kind, start = _other_format(head), f"{url}: not readable as Parquet: "
+    formats: dict[str | None, InputFormat] = {"JSON": "jsonl", "CSV": "csv"}
+    if kind in formats:
+        return OtherFormat(f"{start}the file is {kind}; set input.format: {formats[kind]}", formats[kind])
+    return UserError(start + (flat(error) if kind is None else f"the file is {kind}; convert it to Parquet"))
 
 
 def _other_format(head: bytes) -> str | None:
