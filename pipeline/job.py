@@ -84,7 +84,7 @@ def run(
             check_table(job.config, part_schema(job))
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             make_writable(folder)
-            with backend.ready(config.actors), leased(folder), checked(job, stored, backend) as job:
+            with leased(folder), backend.ready(config.actors), checked(job, stored, backend) as job:
                 claim(folder, stored, job.manifest, overwrite=overwrite)
                 totals, fresh_rows = answer(job, folder, backend, check)
                 commit_table(folder, job.manifest, config)

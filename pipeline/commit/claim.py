@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError
+from pipeline.commit.lease import LeaseHeld
 from pipeline.commit.records import read_all
 from pipeline.commit.results import remove_results
 from pipeline.commit.sink import PART, PARTS_AT_ONCE, SUCCESS, clear, clear_temporaries, part_files, part_name
@@ -98,8 +99,8 @@ def check_same_job(folder: Folder, stored: Manifest | None, planned: Manifest) -
 def claim(folder: Folder, stored: Manifest | None, planned: Manifest, *, overwrite: bool) -> None:
     """Claim the folder for the planned job, and save the job's manifest. The caller must hold the lease.
 
-    Raises UserError if another run has begun a job in the folder since `stored` was read, or if `overwrite` would
-    replace files that no job wrote.
+    Raises UserError if another run has begun another job in the folder since `stored` was read, or if `overwrite` would
+    replace files that no job wrote; LeaseHeld if another run has begun this job since then.
     """
     clear_temporaries(folder)
     now = stored_job(folder, overwrite=overwrite)
@@ -107,6 +108,8 @@ def claim(folder: Folder, stored: Manifest | None, planned: Manifest, *, overwri
         remove_results(folder)
         clear(folder)
     elif (now and now.fingerprint) != (stored and stored.fingerprint):
-        raise UserError(f"{folder.url}: another run has just begun a job here; check that job, then run again")
+        if now and now.fingerprint == planned.fingerprint:
+            raise LeaseHeld("it began, and perhaps finished, this job while this run was planned")
+        raise UserError(f"{folder.url}: another run has just begun another job here; choose another folder")
     if stored is None:
         plan_files.save(folder, planned)

@@ -16,7 +16,8 @@ import pytest
 from in_process import job_config, parts, run_in_process, run_interrupted
 
 from actors.engine.errors import UserError
-from pipeline.commit.lease import LeaseLost
+from pipeline import job
+from pipeline.commit.lease import LeaseHeld, LeaseLost
 from pipeline.commit.sink import PART, check_output
 from pipeline.config.job import JobConfig
 from pipeline.report.summary import JobResult
@@ -49,6 +50,26 @@ def config(inputs: Path, output: Path, checkpoint: Path) -> JobConfig:
 def finished(inputs: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, JobResult]:
     output = tmp_path_factory.mktemp("finished") / "out"
     return output, run_in_process(config(inputs, output, checkpoint))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_another_run_that_began_and_finished_while_this_one_was_planned(
+    inputs: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    plan, this = job.plan, config(inputs, tmp_path / "out", checkpoint)
+    other = this if same else this.model_copy(update={"sampling": this.sampling.model_copy(update={"seed": 6})})
+
+    def slow_plan(*arguments: Any, **options: Any) -> Any:
+        planned = plan(*arguments, **options)
+        monkeypatch.undo()
+        run_in_process(other)
+        return planned
+
+    monkeypatch.setattr(job, "plan", slow_plan)
+    error, message = (LeaseHeld, "this job") if same else (UserError, "another job")
+    with pytest.raises(error, match=message):
+        run_in_process(this)
+    assert parts(tmp_path / "out")
 
 
 def test_an_interrupt_lets_shards_at_work_end_and_the_same_command_finishes(
