@@ -2,19 +2,8 @@
 
     python tests/mutation_check.py [--lines] [NUMBER ...]
 
- 1  commit order: the record is created before the part
- 2  lease fencing: a holder does not check that its epoch is the highest
- 3  nesting of layers: a layer also runs for rows whose depth is its rank
- 4  key of random numbers: without the row's number
- 5  stop handling: a stop token at min_new_tokens does not end the row
- 6  retry budget: after a spent budget, the next call gets a whole one
- 7  quarantine: a row that died alone once too few is quarantined
- 8  plan: digests of its files are not compared
- 9  row order: completions are returned in the order in which rows ended
-10  cache: a layer has one slot less than it has uses
-
-Prints a line per mutation; exit 1 if fewer than nine are caught, 2 if a line is not in the code or the unchanged code
-fails its tests. --lines: only checks that the lines are in the code.
+NUMBER: a place in MUTATIONS, from 1. Prints a line per mutation; exit 1 if fewer than nine are caught, 2 if a line is
+not in the code or the unchanged code fails its tests. --lines: only checks that the lines are in the code.
 """
 
 from __future__ import annotations
@@ -33,7 +22,7 @@ ENOUGH = 9
 
 @dataclass(frozen=True)
 class Mutation:
-    """A line of a file, what replaces it, and the test files that should then fail."""
+    """What breaks, a line of a file, what replaces it, and the test files that should then fail."""
 
     name: str
     file: str
@@ -44,7 +33,7 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
-        "commit order",
+        "commit order: the record is created before the part",
         "pipeline/commit/sink.py",
         "    if not folder.create(part_name(shard.index), part):\n",
         "    folder.create(record_name(shard.index), encode_record(commit_record(part, stats), fingerprint))\n"
@@ -52,63 +41,63 @@ MUTATIONS = [
         ("tests/pipeline/commit/test_sink.py", "tests/pipeline/commit/test_records.py"),
     ),
     Mutation(
-        "lease fencing",
+        "lease fencing: a holder does not check that its epoch is the highest",
         "pipeline/commit/lease.py",
         "        if max(self._epochs(), default=0) != self.epoch or not self._holds(self.epoch):\n",
         "        if not self._holds(self.epoch):\n",
         ("tests/pipeline/commit/test_lease.py", "tests/pipeline/commit/test_lease_model.py"),
     ),
     Mutation(
-        "nesting of layers",
+        "nesting of layers: a layer also runs for rows whose depth is its rank",
         "actors/engine/engine.py",
         "self._sampled([len(rows) - bisect_right(depths, rank) for rank",
         "self._sampled([len(rows) - bisect_right(depths, rank - 1) for rank",
         ("tests/engine/test_engine.py",),
     ),
     Mutation(
-        "key of random numbers",
+        "key of random numbers: without the row's number",
         "actors/engine/types.py",
         '    digest = hashlib.blake2b(f"{seed}\\0{source}\\0{row}\\0{sample}".encode(), digest_size=8).digest()\n',
         '    digest = hashlib.blake2b(f"{seed}\\0{source}\\0{sample}".encode(), digest_size=8).digest()\n',
         ("tests/test_generator.py", "tests/engine/test_sampling.py"),
     ),
     Mutation(
-        "stop handling",
+        "stop handling: a stop token at min_new_tokens does not end the row",
         "actors/engine/row.py",
         "        if count >= request.sampling.min_new_tokens:\n",
         "        if count > request.sampling.min_new_tokens:\n",
         ("tests/engine/test_engine.py",),
     ),
     Mutation(
-        "retry budget",
+        "retry budget: after a spent budget, the next call gets a whole one",
         "pipeline/storage/s3.py",
         "_Budget(0.0 if self._spent else self.retry_seconds)",
         "_Budget(self.retry_seconds)",
         ("tests/pipeline/job/test_store_outages.py",),
     ),
     Mutation(
-        "quarantine",
+        "quarantine: a row that died alone once too few is quarantined",
         "pipeline/runtime/quarantine.py",
         "            if deaths >= quarantine.attempts\n",
         "            if deaths >= quarantine.attempts - 1\n",
         ("tests/pipeline/runtime/test_quarantine.py",),
     ),
     Mutation(
-        "digests of the plan",
+        "plan: digests of its files are not compared",
         "pipeline/plan/plan_files.py",
         '        if _sha256(data[name]) != values["sha256"][name]:\n',
         "        if name not in data:\n",
         ("tests/pipeline/plan/test_manifest.py",),
     ),
     Mutation(
-        "row order",
+        "row order: completions are returned in the order in which rows ended",
         "actors/engine/loop.py",
         "        return [self.completions[row] for row in range(len(self.requests))]\n",
         "        return list(self.completions.values())\n",
         ("tests/engine/test_engine.py",),
     ),
     Mutation(
-        "cache slots",
+        "cache: a layer has one slot less than it has uses",
         "actors/engine/cache.py",
         "        return [self.prompt_tokens + used if used else 0 for used in uses]\n",
         "        return [self.prompt_tokens + used - 1 if used else 0 for used in uses]\n",
@@ -128,18 +117,9 @@ def copy_repository(target: Path) -> None:
 
 def quick_tests(folder: Path, files: list[str]) -> subprocess.CompletedProcess[str]:
     """Run tests of these files as `make test` does, without those that start Ray, up to the first failure."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow and not ceph and not ray",
-    ]
-    return subprocess.run([*command, *files], cwd=folder, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    marks = ["-m", "not slow and not ceph and not ray"]
+    return subprocess.run([*command, *marks, *files], cwd=folder, capture_output=True, text=True)
 
 
 def first_failure(output: str) -> str:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,9 +30,9 @@ sys.path[:0] = PATHS
 os.environ.update(PYTHONPATH=os.pathsep.join(PATHS), OMP_NUM_THREADS="1", RAY_AUTH_MODE="disabled")
 
 import boto3  # noqa: E402
+import bucket_server  # noqa: E402
 import ray  # noqa: E402
 from fault_bench import Bench, Trial  # noqa: E402
-from moto.server import ThreadedMotoServer  # noqa: E402
 from process_kills import TwoNodes, kill_driver, kill_worker  # noqa: E402
 
 from pipeline.config.job import StorageConfig  # noqa: E402
@@ -40,7 +40,6 @@ from pipeline.config.job import StorageConfig  # noqa: E402
 FAULTS = ("actor", "prepare", "write", "raylet", "driver")
 BUCKET = "skipdecode-soak"
 TRIES = 3  # a trial asked for may miss so often, less one
-SHOWN = ("trials", "rows lost", "rows repeated", "parts identical", "recovered by itself", "failed")
 
 
 @contextmanager
@@ -49,23 +48,13 @@ def store(kind: str, folder: Path) -> Iterator[tuple[str, StorageConfig]]:
     if kind == "local":
         yield str(folder / "outputs"), StorageConfig()
         return
-    server = None
     if kind == "moto":
         os.environ.update(AWS_ACCESS_KEY_ID="test", AWS_SECRET_ACCESS_KEY="test", AWS_DEFAULT_REGION="us-east-1")
-        server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-        server.start()
-        host, port = server.get_host_and_port()
-        endpoint = f"http://{host}:{port}"
-    else:
-        endpoint = os.environ["AWS_ENDPOINT_URL"]
-    client = boto3.client("s3", endpoint_url=endpoint)
-    if BUCKET not in [one["Name"] for one in client.list_buckets()["Buckets"]]:
-        client.create_bucket(Bucket=BUCKET)
-    try:
+    with bucket_server.serving() if kind == "moto" else nullcontext(os.environ.get("AWS_ENDPOINT_URL")) as endpoint:
+        client = boto3.client("s3", endpoint_url=endpoint)
+        if BUCKET not in [one["Name"] for one in client.list_buckets()["Buckets"]]:
+            client.create_bucket(Bucket=BUCKET)
         yield f"s3://{BUCKET}", StorageConfig(endpoint_url=endpoint)
-    finally:
-        if server is not None:
-            server.stop()
 
 
 def start_ray() -> None:
@@ -91,13 +80,10 @@ def soak(bench: Bench, fault: str, wanted: int, seed: int, deadline: float) -> l
         if fault == "raylet":
             nodes = TwoNodes()
             stack.callback(nodes.close)
-        elif fault != "driver":
+        elif fault != "driver" or not bench.undisturbed:
             start_ray()
             stack.callback(ray.shutdown)
         if not bench.undisturbed:
-            if nodes is None and not ray.is_initialized():
-                start_ray()
-                stack.callback(ray.shutdown)
             bench.learn()
         for number in range(TRIES * wanted):
             if sum(trial.hit for trial in trials) == wanted or (trials and time.monotonic() > deadline):
@@ -120,15 +106,14 @@ def soak(bench: Bench, fault: str, wanted: int, seed: int, deadline: float) -> l
 
 def summary(trials: list[Trial]) -> dict[str, int]:
     hits = [trial for trial in trials if trial.hit]
-    values = (
-        len(hits),
-        sum(trial.lost for trial in hits),
-        sum(trial.repeated for trial in hits),
-        sum(trial.identical for trial in hits),
-        sum(trial.recovered == "itself" for trial in hits),
-        sum(not trial.passed for trial in trials),
-    )
-    return dict(zip(SHOWN, values, strict=True))
+    return {
+        "trials": len(hits),
+        "rows lost": sum(trial.lost for trial in hits),
+        "rows repeated": sum(trial.repeated for trial in hits),
+        "parts identical": sum(trial.identical for trial in hits),
+        "recovered by itself": sum(trial.recovered == "itself" for trial in hits),
+        "failed": sum(not trial.passed for trial in trials),
+    }
 
 
 def main() -> None:
@@ -155,9 +140,9 @@ def main() -> None:
             share = (deadline - time.monotonic()) / (len(faults) - place)
             done[fault] = soak(bench, fault, asked.trials, asked.seed, time.monotonic() + share)
     table = {fault: summary(trials) for fault, trials in done.items()}
-    print(f"{'fault':10}" + "".join(f"{name:>21}" for name in SHOWN))
+    print(f"{'fault':10}" + "".join(f"{name:>21}" for name in summary([])))
     for fault, row in table.items():
-        print(f"{fault:10}" + "".join(f"{row[name]:>21}" for name in SHOWN))
+        print(f"{fault:10}" + "".join(f"{number:>21}" for number in row.values()))
     failed = any(row["failed"] for row in table.values())
     if failed:
         print(f"outputs and logs are kept: {folder}")
