@@ -8,7 +8,6 @@ E hidden size, H key/value heads, D head size, R rotary size, V vocabulary size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 
 from actors.engine.cache import SkipCache
 from actors.engine.library.packed_attention import Attendance
-from actors.engine.model.compressed import codes_of, set_codes
+from actors.engine.model.compressed import scales_of, set_scales
 from actors.engine.model.families import ModelShape, Rotary, context_length, family_of
 
 
@@ -56,8 +55,8 @@ def _head_of(model: PreTrainedModel, tokens: int) -> nn.Module:
     head.weight = nn.Parameter(whole.weight.detach()[:tokens], requires_grad=False)
     if whole.bias is not None:
         head.bias = nn.Parameter(whole.bias.detach()[:tokens], requires_grad=False)
-    if (codes := codes_of(whole)) is not None:
-        set_codes(head, replace(codes, scales=codes.scales[:tokens]))
+    if (scales := scales_of(whole)) is not None:
+        set_scales(head, scales[:tokens])
     return head
 
 

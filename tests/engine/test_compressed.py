@@ -25,7 +25,7 @@ from actors.engine.cpu.executor import StackDecoder
 from actors.engine.cpu.products import PackedLinear, QuantizedProduct, quantize_weight
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
-from actors.engine.model.compressed import LIMITS, Kind, codes_of, largest_scales
+from actors.engine.model.compressed import CODES, LIMIT, Kind, scales_of
 from actors.engine.model.loading import inspect, load_decoder, memory_needed
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.generator import Generator
@@ -91,7 +91,7 @@ PACKED: dict[str, dict[str, Any]] = {  # int8 alone; the library's choice for we
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", LIMITS)
+@pytest.mark.parametrize("kind", CODES)
 def test_weights_in_float32_are_those_that_the_libraries_expand(
     made: Callable[..., Path], kind: Kind, way: str, tmp_path: Path
 ) -> None:
@@ -116,7 +116,7 @@ def test_asymmetric_weights_that_are_not_packed(made: Callable[..., Path], strat
     assert stored is not None and not stored.multiplied
     assert not any(products(generator(folder).engine.decoder))
     decoder = load_decoder(folder, torch.bfloat16, CPU, keep_codes=True)
-    kept = [module for module in decoder.model.modules() if codes_of(module)]
+    kept = [module for module in decoder.model.modules() if scales_of(module) is not None]
     assert not kept or strategy == "tensor"  # of one scale a zero point may happen to be 0
 
 
@@ -184,8 +184,8 @@ def test_int8_runs_in_8_bits_on_a_cpu(made: Callable[..., Path], way: str) -> No
     assert isinstance(own.head.product, QuantizedProduct) == (way == "all layers")
     stored = load_decoder(folder, torch.bfloat16, CPU, keep_codes=True)
     for block in stored.blocks:
-        if codes_of(block.mlp.down_proj) is not None:
-            codes, scales = quantize_weight(block.mlp.down_proj.weight, codes_of(block.mlp.down_proj).scales)
+        if (kept := scales_of(block.mlp.down_proj)) is not None:
+            codes, scales = quantize_weight(block.mlp.down_proj.weight, kept)
             name = f"model.layers.{block.self_attn.layer_idx}.mlp.down_proj"
             theirs = next(
                 held for path in folder.glob("*.safetensors") if f"{name}.weight" in (held := load_file(path))
@@ -239,7 +239,7 @@ def test_where_8_bits_do_not_run_weights_are_expanded_and_a_line_says_so(
         got = generator(folder, **settings)
     lines = [line for line in caplog.messages if "expanded" in line]
     assert lines == [f"{folder}: {kind} weights, expanded to {settings.get('dtype', 'bfloat16')}"]
-    assert not any(codes_of(module) for module in got.engine.decoder.model.modules())
+    assert all(scales_of(module) is None for module in got.engine.decoder.model.modules())
     if "dtype" in settings:
         return
     plain = AutoModelForCausalLM.from_pretrained(expanded(folder, tmp_path / "plain"), dtype=torch.float32)
@@ -250,7 +250,7 @@ def test_where_8_bits_do_not_run_weights_are_expanded_and_a_line_says_so(
     assert got(column)["generated_text"].tolist() == wanted["generated_text"].tolist()
 
 
-@pytest.mark.parametrize("kind", LIMITS)
+@pytest.mark.parametrize("kind", CODES)
 def test_tied_heads(base: Path, kind: Kind, tmp_path: Path) -> None:
     """One tensor for embedding and head: plain, in codes, and a plain embedding with a head of its own in codes."""
     tied = Path(shutil.copytree(base, tmp_path / "tied"))
@@ -264,7 +264,8 @@ def test_tied_heads(base: Path, kind: Kind, tmp_path: Path) -> None:
     got, want = (load_decoder(path, torch.float32, CPU) for path in (folder, expanded(folder, tmp_path / "plain")))
     assert got.model.lm_head.weight is got.model.model.embed_tokens.weight
     assert torch.equal(logits(got), logits(want))
-    plain, scales = held[table], largest_scales(held[table], kind)
+    plain = held[table]
+    scales = plain.abs().amax(dim=1) / (LIMIT if kind == "int8" else torch.finfo(torch.float8_e4m3fn).max)
     codes = (plain / scales.clamp(min=1e-9)[:, None]).to(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
     near = codes.float() * scales[:, None]
     for coded, expected in (([table], near), (["lm_head.weight"], plain), ([table, "lm_head.weight"], near)):
@@ -329,7 +330,7 @@ def test_what_cannot_be_run_is_refused_by_name(made: Callable[..., Path], name: 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", LIMITS)
+@pytest.mark.parametrize("kind", CODES)
 def test_scales_that_do_not_fit_are_refused(made: Callable[..., Path], kind: Kind, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made(kind), tmp_path / "c"))
     whole, name = load_file(folder / "model.safetensors"), "model.layers.2.mlp.up_proj"

@@ -48,7 +48,7 @@ def fastest_decoder(model: PreTrainedModel, tokens: int | None = None, *, int8: 
         model: The model. Its layers and its head may be replaced.
         tokens: Number of token ids for which logits are computed, from id 0 on; None: all.
         int8: Whether to round linear layers and head to 8 bits (see `cpu.products`). This needs bfloat16 on a CPU.
-            Layers stored as 8-bit codes (`compressed.codes_of`) also need this. They always multiply in 8 bits.
+            Layers stored as 8-bit codes (`compressed.scales_of`) also need this. They always multiply in 8 bits.
     """
     weight = next(model.parameters())
     assert not int8 or (weight.device.type == "cpu" and weight.dtype == torch.bfloat16)

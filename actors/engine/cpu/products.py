@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from actors.engine.cpu.library import PANEL, kernel, multiplies, quantizes
-from actors.engine.model.compressed import Codes, codes_of, largest_scales
+from actors.engine.model.compressed import LIMIT, largest_scales, scales_of
 
 ROWS = 32  # oneDNN optimizes a weight's layout for this number of rows; with other numbers of rows it is about as fast
 GROUP = 64  # number of inputs that share a scale; must equal GROUP in products.h
 PAGE = 2**21  # size of a huge page in bytes; a system whose pages have another size only wastes some memory
 ALIGNED = 64  # the kernels need weights aligned to this many bytes
 GIVEN_BACK = 2**24  # each time this many bytes have been freed, the C library must return memory to the system
-LIMIT = 127  # 8-bit codes are -127 ... 127
 
 
 class PanelProduct:
@@ -110,17 +109,16 @@ class LibraryProduct:
 Product = PanelProduct | LibraryProduct
 
 
-def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False, codes: Codes | None = None) -> Product | None:
+def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False, scales: Tensor | None = None) -> Product | None:
     """Return the fastest function x [..., I] -> x W^T + b [..., O]; None if torch's linear layer is the fastest.
 
     Args:
         weight, bias: W [O, I] and b [O].
         int8: Whether to round W and x to 8 bits.
-        codes: Kind and scales of the 8-bit codes from which W was expanded. With them, x is rounded to 8 bits.
+        scales: Scales of the int8 codes from which W was expanded. With them, x is rounded to 8 bits.
     """
-    if int8 or codes is not None:
-        assert codes is None or codes.kind == "int8"
-        return QuantizedProduct(weight, bias, None if codes is None else codes.scales)
+    if int8 or scales is not None:
+        return QuantizedProduct(weight, bias, scales)
     if multiplies(weight.dtype, weight.device) and weight.shape[1] % (4 // weight.dtype.itemsize) == 0:
         return PanelProduct(weight, bias)
     return LibraryProduct(weight, bias) if packs(weight.dtype, weight.device) else None
@@ -156,7 +154,7 @@ def packed_linear(module: nn.Module, *, int8: bool = False) -> nn.Module:
         weight = module.weight.detach().T
     else:
         return module
-    made = product(weight, module.bias, int8=int8, codes=codes_of(module))
+    made = product(weight, module.bias, int8=int8, scales=scales_of(module))
     return module if made is None else PackedLinear(made, *weight.shape)
 
 
@@ -213,7 +211,7 @@ def quantize_weight(weight: Tensor, scales: Tensor | None = None) -> tuple[Tenso
     """
     weight = weight.detach().float()
     if scales is None:
-        scales = largest_scales(weight, "int8")
+        scales = largest_scales(weight)
     codes = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
     return nn.functional.pad(codes, (0, -weight.shape[1] % GROUP)), scales
 

@@ -91,7 +91,7 @@ def can_stack(weights: LayerWeights, dtype: torch.dtype, device: torch.device, *
     They support silu(gate) * up, gelu(gate) * up and relu(up). All products must be in `dtype`, or all in int8.
     """
     parts = weights.qkv, weights.output, weights.up, weights.down
-    quantized = [int8 or part.codes() is not None for part in parts]
+    quantized = [int8 or part.scales() is not None for part in parts]
     return (
         (weights.gated or weights.relu)
         and weights.head_dim <= LARGEST_HEAD
@@ -313,7 +313,7 @@ def _packed(weights: LayerWeights, int8: bool) -> tuple[dict[str, Any], list[Pan
     """Return a layer's data for `_Layer`: numbers by field name, then products and norm weights in field order."""
 
     def pack(part: Projection) -> PanelProduct:
-        made = product(*part.joined(), int8=int8, codes=part.codes())
+        made = product(*part.joined(), int8=int8, scales=part.scales())
         assert isinstance(made, PanelProduct)
         return made
 

@@ -30,10 +30,10 @@ METHOD, PACKED_FORMAT = "compressed-tensors", "pack-quantized"
 FORMATS = ("int-quantized", "float-quantized", "naive-quantized", PACKED_FORMAT)
 STRATEGIES = ("tensor", "channel", "group")
 TYPES: dict[str, Kind] = {"int": "int8", "float": "fp8"}  # type name in compressed-tensors -> kind
-LIMITS: dict[Kind, float] = {"int8": 127.0, "fp8": 448.0}  # kind -> largest integer that stands for a weight
 CODES: dict[Kind, str] = {"int8": "I8", "fp8": "F8_E4M3"}  # kind -> type name in safetensors
 WEIGHT, PACKED, SCALE, ZERO_POINT = "weight", "weight_packed", "weight_scale", "weight_zero_point"  # a layer's tensors
 CODES_IN_INT32 = 4
+LIMIT = 127  # int8 codes are -127 ... 127
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,6 @@ class StoredWeights:
     def run(self, dtype: str, *, on_gpu: bool) -> bool:
         """Return whether the engine should multiply with the 8-bit codes, if the CPU can, instead of expanding them."""
         return self.multiplied and dtype == "bfloat16" and not on_gpu and self.kind == "int8"
-
-
-@dataclass(frozen=True)
-class Codes:
-    """The kind and scales (float32 [O]) of a layer's 8-bit codes.
-
-    The codes themselves are recovered as weight [O, I] / scales. Even 16-bit weights are exact enough for this.
-    """
-
-    kind: Kind
-    scales: Tensor
 
 
 def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | None:
@@ -127,7 +116,8 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
         model: Model whose parameters hold codes instead of weights. Codes are exact in float32, bfloat16 and float16.
         folder: The checkpoint's folder.
         stored: What `stored_weights` returned.
-        keep: Whether linear layers keep their scales for `codes_of`, if they have neither groups nor zero points.
+        keep: Whether linear layers keep their scales for `scales_of`, if they have neither groups nor zero points. The
+            codes must be int8.
 
     Returns:
         The names of weights that were unpacked from packed codes. transformers reports them as missing.
@@ -160,7 +150,7 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
                 weight.copy_(((groups - zeros[..., None]) * scales[..., None]).view(weight.shape))
                 expanded.add(weight.data_ptr())
             if keep and type(module) is torch.nn.Linear and scales.shape[1] == 1 and not zeros.any():
-                set_codes(module, Codes(stored.kind, scales.reshape(-1).expand(len(weight)).contiguous()))
+                set_scales(module, scales.reshape(-1).expand(len(weight)).contiguous())
     return unpacked
 
 
@@ -238,27 +228,26 @@ def _module(model: PreTrainedModel, layer: str, folder: Path) -> tuple[str, Any]
     raise UserError(f"{folder}: {layer} has a weight_scale, but is no linear layer or embedding of this model")
 
 
-def codes_of(module: nn.Module) -> Codes | None:
-    """Return the `Codes` that `set_codes` has stored for a linear layer; None if it has stored none."""
-    codes: Codes | None = getattr(module, "codes", None)
-    return codes
+def scales_of(module: nn.Module) -> Tensor | None:
+    """Return the scales (float32 [O]) of a linear layer's int8 codes, which `set_scales` has stored, or None.
+
+    The codes themselves are recovered as weight [O, I] / scales. Even 16-bit weights are exact enough for this.
+    """
+    scales: Tensor | None = getattr(module, "scales", None)
+    return scales
 
 
-def set_codes(module: nn.Module, codes: Codes) -> None:
-    """Attach codes to a linear layer, for `codes_of`."""
-    module.codes = codes  # type: ignore[assignment]
+def set_scales(module: nn.Module, scales: Tensor) -> None:
+    """Attach the scales of int8 codes to a linear layer, for `scales_of`."""
+    module.scales = scales
 
 
 def renew(module: nn.Module) -> None:
     """Recompute the scales of a layer with 8-bit codes, after its weight has changed. Do nothing for other layers."""
-    import torch
-
-    codes = codes_of(module)
-    if codes is not None:
-        assert isinstance(module.weight, torch.Tensor)
-        set_codes(module, Codes(codes.kind, largest_scales(module.weight, codes.kind)))
+    if scales_of(module) is not None:
+        set_scales(module, largest_scales(module.weight))  # type: ignore[arg-type]
 
 
-def largest_scales(weight: Tensor, kind: Kind) -> Tensor:
-    """Return scales (float32 [O]) for weight [O, I] with which each output's largest code is the limit of `kind`."""
-    return weight.detach().float().abs().amax(dim=1) / LIMITS[kind]
+def largest_scales(weight: Tensor) -> Tensor:
+    """Return scales (float32 [O]) for weight [O, I] with which each output's largest int8 code is `LIMIT`."""
+    return weight.detach().float().abs().amax(dim=1) / LIMIT

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-from actors.engine.model.compressed import Codes, codes_of
+from actors.engine.model.compressed import scales_of
 
 SILU, GELU = ("silu", "swish"), "gelu_pytorch_tanh"
 
@@ -74,14 +74,14 @@ class Projection:
         ]
         return weight, torch.cat(biases)
 
-    def codes(self) -> Codes | None:
+    def scales(self) -> Tensor | None:
         """Return the scales [O] of the concatenated weight's 8-bit codes; None if a layer has no scales."""
-        found = [codes for layer in self.layers if (codes := codes_of(layer)) is not None]
+        found = [scales for layer in self.layers if (scales := scales_of(layer)) is not None]
         if len(found) < len(self.layers):
             return None
         import torch
 
-        return Codes(found[0].kind, torch.cat([codes.scales for codes in found]))
+        return torch.cat(found)
 
 
 @dataclass(frozen=True)

@@ -278,7 +278,7 @@ def load_model(
         dtype: type of all parameters.
         device: device of the model. None: load it on the CPU; the caller may move it.
         attention: name of the attention implementation in transformers.
-        keep_codes: whether to keep the scales of 8-bit weights, see `compressed.codes_of`.
+        keep_codes: whether to keep the scales of 8-bit weights, see `compressed.scales_of`.
 
     Raises:
         UserError: weights or scales are missing or have a wrong shape, or a tensor does not belong to the model.
