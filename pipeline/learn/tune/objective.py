@@ -52,21 +52,16 @@ class Targets:
     @classmethod
     def joined(cls, parts: Sequence[Targets]) -> Targets:
         """Concatenate `parts` along the tokens."""
-        ids, log_probs, rest = (
-            torch.cat([getattr(one, name) for one in parts]) for name in ("ids", "log_probs", "rest")
-        )
+        tensors = zip(*((one.ids, one.log_probs, one.rest) for one in parts), strict=True)
+        ids, log_probs, rest = map(torch.cat, tensors)
         return cls(ids, log_probs, rest, parts[0].entries)
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> Targets:
+        """Return targets whose tensors are `change` of these tensors."""
+        return replace(self, ids=change(self.ids), log_probs=change(self.log_probs), rest=change(self.rest))
+
     def __getitem__(self, tokens: slice) -> Targets:
-        return replace(self, ids=self.ids[tokens], log_probs=self.log_probs[tokens], rest=self.rest[tokens])
-
-    def copied(self) -> Targets:
-        """Return a copy with memory of its own. Pickling a slice would write the whole tensor that it is a view of."""
-        return replace(self, ids=self.ids.clone(), log_probs=self.log_probs.clone(), rest=self.rest.clone())
-
-    def to(self, device: torch.device | str) -> Targets:
-        """Return these targets on `device`."""
-        return replace(self, ids=self.ids.to(device), log_probs=self.log_probs.to(device), rest=self.rest.to(device))
+        return self.each(lambda values: values[tokens])
 
 
 def summed_loss(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from actors.engine.errors import UserError
 from actors.engine.model.families import context_length
@@ -23,17 +23,8 @@ from pipeline.learn.rows import Text, is_text, token_ids
 from pipeline.learn.tune.adapters import check_targets, started
 
 log = logging.getLogger(__name__)
-Order = tuple[tuple[int, ...], int]  # a measured keep order, and its number of warm-up layers
+Pair = tuple[Text, Text, bool]  # prompt, response, and whether an end-of-sequence token is added to the response
 SHAPE = {"decay", "warmup", "keep_order", "prompt"}  # schedule keys that default to the start checkpoint's values
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A prompt and its response. ended: whether an end-of-sequence token is added to the response."""
-
-    prompt: Text
-    response: Text
-    ended: bool = True
 
 
 def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> list[Pair]:
@@ -61,7 +52,7 @@ def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> li
                     raise UserError(f"{path}: row {row}: {response!r} is not one of the {len(labels)} choices")
                 if isinstance(response, str):
                     response = " ".join(response.split()) if data.collapse_whitespace else response.strip()
-                pairs.append(Pair(prompt, response, ended))
+                pairs.append((prompt, response, ended))
     if not pairs:
         raise UserError(f"{paths[0]}: no rows to train or evaluate on")
     return pairs
@@ -76,11 +67,11 @@ def encode(
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-sequence token, so the model cannot learn where an answer ends")
-    prompts = token_ids(tokenizer, [pair.prompt for pair in pairs])
-    responses = token_ids(tokenizer, [pair.response for pair in pairs], special=False)
+    prompts, responses, ends = zip(*pairs, strict=True)
+    encoded = zip(token_ids(tokenizer, prompts), token_ids(tokenizer, responses, special=False), ends, strict=True)
     rows: list[dict[str, Any]] = []
-    for number, (pair, prompt, response) in enumerate(zip(pairs, prompts, responses, strict=True)):
-        ids = [*prompt, *response, *([tokenizer.eos_token_id] if pair.ended else [])]
+    for number, (prompt, response, ended) in enumerate(encoded):
+        ids = [*prompt, *response, *([tokenizer.eos_token_id] if ended else [])]
         if max(ids) >= vocab_size:
             raise UserError(f"pair {number}: a token id lies outside the model's vocabulary of {vocab_size}")
         rows.append({"input_ids": ids, "prompt_tokens": len(prompt)})
@@ -95,11 +86,12 @@ def encode(
 class TrainingPlan:
     """Inputs of a training.
 
-    train, dev: pairs as `encode` returns them. spec: schedule to store. schedules: by name; each step draws from them.
+    layers: number of the model's layers. train, dev: pairs as `encode` returns them. spec: schedule to store.
+    schedules: by name; each step draws from them.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    architecture: PretrainedConfig
+    layers: int
     train: Sequence[Mapping[str, Any]]
     dev: Sequence[Mapping[str, Any]]
     spec: ScheduleSpec
@@ -109,7 +101,7 @@ class TrainingPlan:
 def plan_training(config: TuneConfig) -> TrainingPlan:
     """Read the data and inspect the checkpoints; loads no weights. Raises UserError of one line for a mistake.
 
-    If the layer order (keep order) is not measured yet, the plan holds the paper's order, which `with_order` replaces.
+    If the layer order (keep order) is to be measured, the plan holds the paper's order until `with_order` replaces it.
     """
     data = config.data
     train_pairs = read_pairs(data, data.train, data.train_reference)
@@ -135,8 +127,8 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
     if len(dev) < 2:
         raise UserError(f"{data.dev[0]}: one pair is not enough for a dev set: give at least two")
     spec = _spec(config, stored, train)
-    schedules = _schedules(config, spec, architecture.num_hidden_layers)
-    return TrainingPlan(tokenizer, architecture, train, dev, spec, schedules)
+    schedules = _schedules(config, spec, start.num_layers)
+    return TrainingPlan(tokenizer, start.num_layers, train, dev, spec, schedules)
 
 
 def training_steps(settings: TrainingConfig, rows: int) -> int:
@@ -145,12 +137,10 @@ def training_steps(settings: TrainingConfig, rows: int) -> int:
     return settings.max_steps if settings.max_steps > 0 else by_epochs
 
 
-def with_order(config: TuneConfig, plan: TrainingPlan, order: Order | None) -> TrainingPlan:
-    """Return the plan with the measured layer order and warm-up in `order`; unchanged if `order` is None."""
-    if order is None:
-        return plan
-    spec = plan.spec.overridden({"keep_order": order[0], "warmup": order[1]})
-    return replace(plan, spec=spec, schedules=_schedules(config, spec, plan.architecture.num_hidden_layers))
+def with_order(config: TuneConfig, plan: TrainingPlan, order: Sequence[int], warmup: int) -> TrainingPlan:
+    """Return the plan with a measured layer order and its number of warm-up layers."""
+    spec = plan.spec.overridden({"keep_order": order, "warmup": warmup})
+    return replace(plan, spec=spec, schedules=_schedules(config, spec, plan.layers))
 
 
 def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mapping[str, Any]]) -> ScheduleSpec:
@@ -175,11 +165,10 @@ def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mappin
 def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str, Schedule]:
     """Return name -> schedule to train for. Equal schedules appear once; an adapter is not trained at full depth."""
     section = config.schedule
-    schedules = {f"{speed:g}x": spec.overridden({"speedup": speed}).build(layers) for speed in section.speedups}
-    for further in section.also:
-        changes = further.changes()
-        name = " ".join(f"{key}={value}" for key, value in changes.items())
-        schedules[name] = spec.overridden(changes).build(layers)
+    named: dict[str, dict[str, Any]] = {f"{speed:g}x": {"speedup": speed} for speed in section.speedups}
+    further = [one.changes() for one in section.also]
+    named |= {" ".join(f"{key}={value}" for key, value in changes.items()): changes for changes in further}
+    schedules = {name: spec.overridden(changes).build(layers) for name, changes in named.items()}
     unique = {json.dumps(schedule.to_dict()): name for name, schedule in reversed(schedules.items())}
     drawn = {name: schedule for name, schedule in schedules.items() if name in unique.values()}
     if config.adapter is None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from actors.engine.cpu.executor import fastest_decoder
-from actors.engine.decoder import Decoder
 from actors.engine.machine import set_threads
 from actors.engine.model.file_digests import digests
 from actors.engine.model.loading import load_decoder
@@ -22,7 +21,7 @@ from actors.engine.schedule.schedule import MEASURED
 from pipeline.config.tune import TuneConfig
 from pipeline.learn.keep_order import measured_order
 from pipeline.learn.tune import resume
-from pipeline.learn.tune.plan import Order, TrainingPlan, plan_training, with_order
+from pipeline.learn.tune.plan import TrainingPlan, plan_training, with_order
 from pipeline.learn.tune.train import train
 from pipeline.learn.tune.workers import check_machine, train_in_processes
 from pipeline.runtime.announce import announce
@@ -45,28 +44,25 @@ def tune(config: TuneConfig) -> Path:
         f"training {config.model.path} on {len(plan.train):,} pairs, with a dev set of {len(plan.dev):,}; "
         f"output: {config.output}"
     )
-    order = measured(config, plan) if config.schedule.keep_order == MEASURED else None
-    if config.workers is None:
-        train(config, with_order(config, plan, order))
-    else:
-        train_in_processes(config, order)
+    if config.schedule.keep_order == MEASURED:
+        plan = with_measured_order(config, plan)
+    run = train if config.workers is None else train_in_processes
+    run(config, plan)
     return Path(config.output)
 
 
-def measured(config: TuneConfig, plan: TrainingPlan) -> Order:
-    """Measure the start checkpoint's layer order (keep order). Return it and the warm-up (measured too, if not set)."""
+def with_measured_order(config: TuneConfig, plan: TrainingPlan) -> TrainingPlan:
+    """Return the plan with the start checkpoint's layer order and warm-up. The warm-up is measured only if not set."""
     path, device = Path(config.model.path), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" and config.training.bf16 else torch.float32
     set_threads(config.training.threads)
-
-    def load() -> Decoder:
-        return fastest_decoder(load_decoder(path, dtype, device).model)
-
     rows = [(row["input_ids"][: row["prompt_tokens"]], row["input_ids"][row["prompt_tokens"] :]) for row in plan.train]
     given = config.schedule.warmup if "warmup" in config.schedule.model_fields_set else None
     identity = {"files": digests(path), "dtype": str(dtype).removeprefix("torch.")}
-    order = measured_order(identity, load, rows, given, None)
+    order, warmup = measured_order(
+        identity, lambda: fastest_decoder(load_decoder(path, dtype, device).model), rows, given, None
+    )
     if device.type == "cuda":  # the training, perhaps in another process, needs the GPU's memory
         gc.collect()
         torch.cuda.empty_cache()
-    return order
+    return with_order(config, plan, order, warmup)

@@ -87,10 +87,10 @@ def harm(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
 
 
 def _training(config: TuneConfig, plan: TrainingPlan) -> Training:
-    settings, workers = config.training, config.workers.count if config.workers else 1
+    workers = config.workers.count if config.workers else 1
     on_gpu = torch.cuda.is_available() and (config.workers is None or config.workers.gpus > 0)
     device = torch.device("cuda" if on_gpu else "cpu")
-    bf16 = settings.bf16 and has_bf16(device)
+    bf16 = config.training.bf16 and has_bf16(device)
     model = load_model(config.model.path, torch.float32, None, packed_attention.register()).to(device)  # type: ignore[arg-type]
     decoder = Decoder(model)
     adapted: Any = model if config.adapter is None else adapters.add_adapters(model, config.adapter)
@@ -100,12 +100,10 @@ def _training(config: TuneConfig, plan: TrainingPlan) -> Training:
         adapted,
         decoder,
         plan,
-        settings,
-        config.loss,
+        config,
         _teacher(config, decoder, adapted, bf16),
-        tokens=settings.micro_batch_tokens or tokens_at_once(model, bf16, workers),
+        tokens=config.training.micro_batch_tokens or tokens_at_once(model, bf16, workers),
         bf16=bf16,
-        folder=resume.folder(config),
     )
 
 
@@ -141,8 +139,6 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def _save(config: TuneConfig, plan: TrainingPlan, trained: Any, record: dict[str, Any]) -> None:
-    layers = plan.architecture.num_hidden_layers
-
     def save(folder: Path) -> None:
         if config.adapter is not None:
             adapters.save_adapters(trained, config.model.path, folder)
@@ -151,7 +147,8 @@ def _save(config: TuneConfig, plan: TrainingPlan, trained: Any, record: dict[str
             dtype = torch.bfloat16 if config.training.bf16 else torch.float32
             trained.to(dtype).save_pretrained(folder, safe_serialization=True)
             plan.tokenizer.save_pretrained(folder)
-        save_spec(plan.spec, layers, folder, Trained.on(plan.spec.build(layers), plan.schedules.values()))
+        trained_for = Trained.on(plan.spec.build(plan.layers), plan.schedules.values())
+        save_spec(plan.spec, plan.layers, folder, trained_for)
 
     resume.finish(config, save, record)
 

@@ -8,7 +8,8 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from torch import Tensor, distributed, nn
 from actors.engine.decoder import Decoder
 from actors.engine.library.forcing import Pair, micro_batches, predicting_states, response_labels
 from actors.engine.schedule.schedule import ScheduleSpec
-from pipeline.config.tune import LossConfig, TrainingConfig
+from pipeline.config.tune import LossConfig, TuneConfig
 from pipeline.learn.tune.objective import Targets, chunks, dev_loss, summed_loss
 from pipeline.learn.tune.plan import TrainingPlan, training_steps
-from pipeline.learn.tune.resume import STATE_FILE
+from pipeline.learn.tune.resume import STATE_FILE, folder
 from pipeline.messages import duration
 from pipeline.runtime.announce import Timer, announce
 from pipeline.storage.owned_folder import replacing
@@ -32,6 +33,7 @@ LOGGED = 20  # the record holds a training loss every 20 steps
 BEST = "best.pt"
 
 
+@dataclass
 class Teacher:
     """A full-depth model whose next-token distributions the student learns.
 
@@ -42,20 +44,12 @@ class Teacher:
         alone: Context manager that gives the student's decoder its start weights, for example by disabling adapters.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        loss: LossConfig,
-        vocabulary: int,
-        alone: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        self.decoder = decoder
-        self.loss = loss
-        self.vocabulary = vocabulary
-        self.alone = alone
-        self.schedule = ScheduleSpec().build(decoder.num_layers)
-        self._kept: dict[Any, Targets] = {}
-        self._new: list[tuple[Any, Targets]] = []  # distributions computed since the last exchange
+    decoder: Decoder
+    loss: LossConfig
+    vocabulary: int
+    alone: Callable[[], AbstractContextManager[Any]] = nullcontext
+    _kept: dict[Any, Targets] = field(default_factory=dict)
+    _new: list[tuple[Any, Targets]] = field(default_factory=list)  # distributions computed since the last exchange
 
     def targets(self, pairs: Sequence[Pair]) -> Targets:
         """Return the teacher's distributions for the response tokens of `pairs`. Cache them for pairs with a key."""
@@ -67,7 +61,7 @@ class Teacher:
             keyed = [(pair[KEY], targets) for pair, targets in zip(missing, found, strict=True) if KEY in pair]
             self._kept |= dict(keyed)
             self._new += keyed
-        return Targets.joined([known[id(pair)] for pair in pairs]).to(self.decoder.device)
+        return Targets.joined([known[id(pair)] for pair in pairs]).each(lambda values: values.to(self.decoder.device))
 
     def exchange(self, gather: Callable[[list[Any]], list[Any]]) -> None:
         """Store what all workers have computed since the last call, because pairs change workers every epoch.
@@ -83,19 +77,16 @@ class Teacher:
         model.eval()  # the student's own decoder may be in training mode, with dropout
         try:
             with torch.no_grad(), self.alone():
-                (states,) = predicting_states(self.decoder, pairs, [self.schedule])
+                (states,) = predicting_states(self.decoder, pairs, [ScheduleSpec().build(self.decoder.num_layers)])
                 parts = [
-                    Targets.of(self.decoder.logits(states[chunk]), self.loss, self.vocabulary).to("cpu")
+                    Targets.of(self.decoder.logits(states[chunk]), self.loss, self.vocabulary).each(Tensor.cpu)
                     for chunk in chunks(len(states), self.decoder.vocab_size)
                 ]
         finally:
             model.train(was_training)
-        whole, first, found = Targets.joined(parts), 0, []
-        for pair in pairs:
-            last = first + len(pair["input_ids"]) - pair["prompt_tokens"]
-            found.append(whole[first:last].copied())
-            first = last
-        return found
+        whole, lengths = Targets.joined(parts), (len(pair["input_ids"]) - pair["prompt_tokens"] for pair in pairs)
+        # cloned, because pickling a slice would write the whole tensor that it is a view of
+        return [whole[first:last].each(torch.clone) for first, last in pairwise(accumulate(lengths, initial=0))]
 
 
 class Training:
@@ -105,11 +96,10 @@ class Training:
         model: Model to train; only weights that require gradients change.
         decoder: Decoder of `model`, with the attention of `packed_attention`.
         plan: Pairs and schedules. All workers and micro-batches of a step use the same schedules.
-        settings, loss: Sections `training` and `loss` of the recipe.
+        config: The recipe.
         teacher: Teacher for the distillation; None: no distillation.
         tokens: Maximum number of tokens of a micro-batch.
         bf16: Whether to compute in bfloat16, with autocast.
-        folder: Folder for the best weights, and for the state to resume from.
     """
 
     def __init__(
@@ -117,32 +107,28 @@ class Training:
         model: nn.Module,
         decoder: Decoder,
         plan: TrainingPlan,
-        settings: TrainingConfig,
-        loss: LossConfig,
+        config: TuneConfig,
         teacher: Teacher | None,
         *,
         tokens: int,
         bf16: bool,
-        folder: Path,
     ) -> None:
         self.model, self.decoder, self.schedules = model, decoder, dict(plan.schedules)
-        self.settings, self.loss, self.teacher, self.tokens = settings, loss, teacher, tokens
-        self.bf16, self.folder = bf16, folder
+        self.settings, self.loss, self.teacher, self.tokens = config.training, config.loss, teacher, tokens
+        self.bf16, self.folder = bf16, folder(config)  # the folder of the best weights, and of the state to resume from
         self.rank, self.workers = 0, 1
         if distributed.is_initialized():
             self.rank, self.workers = distributed.get_rank(), distributed.get_world_size()
-        self.steps = training_steps(settings, len(plan.train))
-        once = self.steps * settings.batch_size <= len(plan.train)
+        self.steps = training_steps(self.settings, len(plan.train))
+        once = self.steps * self.settings.batch_size <= len(plan.train)
         self.train = plan.train if once else _with_keys(plan.train, "train")
         self.dev = _with_keys(plan.dev, "dev")
         self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        matrices: dict[str, Any] = {"params": [one for one in self.weights.values() if one.ndim > 1]}
-        others: dict[str, Any] = {
-            "params": [one for one in self.weights.values() if one.ndim <= 1],
-            "weight_decay": 0.0,
-        }
-        groups = [group for group in (matrices, others) if group["params"]]
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=settings.weight_decay, fused=True)
+        matrices = [one for one in self.weights.values() if one.ndim > 1]
+        vectors = [one for one in self.weights.values() if one.ndim <= 1]
+        decays = ((matrices, self.settings.weight_decay), (vectors, 0.0))
+        groups: list[dict[str, Any]] = [{"params": some, "weight_decay": decay} for some, decay in decays if some]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
         self._order: tuple[int, list[int]] = (-1, [])  # number of the current epoch, and its order of rows
         self.step, self.began_at = 0, 0
         self.losses: list[dict[str, float]] = []  # step and training loss, every `LOGGED` steps
@@ -150,16 +136,18 @@ class Training:
 
     def run(self) -> None:
         """Train from the last saved step to the end."""
-        every = min(self.settings.eval_steps, math.ceil(self.steps / 10))
+        every, patience = min(self.settings.eval_steps, math.ceil(self.steps / 10)), self.settings.early_stopping
         self._resume()
         if not self.dev_losses:
             self.evaluate()
-        progress, sums = StepProgress(self.step, self.steps) if self.rank == 0 else None, list[Tensor]()
-        while self.step < self.steps and not self._is_worse():
+        if self.rank == 0:
+            announce(f"training: {self.step:,} of {self.steps:,} steps")
+        began, timer, sums = time.monotonic(), Timer(), list[Tensor]()
+        while self.step < self.steps and (patience is None or self._since_best() < patience):
             sums.append(self._step())
             self.step += 1
-            if progress is not None:
-                progress.done(self.step, sums[-1])
+            if self.rank == 0 and (timer.is_due() or self.step == self.began_at + 1):
+                self._announce(time.monotonic() - began, sums[-1])
             if self.step % LOGGED == 0:
                 self.losses.append({"step": self.step, "loss": float(torch.stack(sums).mean())})
                 sums = []
@@ -167,6 +155,14 @@ class Training:
                 self.evaluate()
             if self.step % self.settings.save_steps == 0 or self.step == self.steps:
                 self._save(STATE_FILE)
+
+    def _announce(self, seconds: float, loss: Tensor) -> None:
+        """Announce how many steps are done. seconds: their time. loss: loss of the latest step, nats per token."""
+        each = seconds / (self.step - self.began_at)
+        announce(
+            f"training: {self.step:,} of {self.steps:,} steps, {duration(each)} a step, about "
+            f"{duration(each * (self.steps - self.step))} left; loss {float(loss):.3f}"
+        )
 
     def load_best(self) -> dict[str, float]:
         """Load the weights with the lowest dev-set loss into the model. Return their step and dev-set losses."""
@@ -285,11 +281,6 @@ class Training:
         losses = [entry[LOSS] for entry in self.dev_losses]
         return len(losses) - 1 - losses.index(min(losses))
 
-    def _is_worse(self) -> bool:
-        """Tell whether the training stops early because the dev-set loss no longer falls."""
-        patience = self.settings.early_stopping
-        return patience is not None and self._since_best() >= patience
-
     def _save(self, name: str) -> None:
         """Write weights and losses to the file `name`. The file to resume from gets the optimizer's state too."""
         if self.rank > 0:
@@ -343,21 +334,3 @@ def by_length(lengths: Sequence[int], together: int, seed: str) -> list[int]:
     window = max(1, min(50, len(lengths) // (4 * together))) * together
     cuts = [order[start : start + window] for start in range(0, len(order), window)]
     return [row for cut in cuts for row in sorted(cut, key=lambda row: -lengths[row])]
-
-
-class StepProgress:
-    """Announces the start of the training, and from time to time how many steps are done."""
-
-    def __init__(self, first: int, steps: int) -> None:
-        self._began, self._first, self._steps, self._timer = time.monotonic(), first, steps, Timer()
-        announce(f"training: {first:,} of {steps:,} steps")
-
-    def done(self, step: int, loss: Tensor) -> None:
-        """Announce that `step` steps are done. loss: loss of the latest step, nats per response token."""
-        if self._timer.is_due() or step == self._first + 1:
-            each = (time.monotonic() - self._began) / (step - self._first)
-            left = duration(each * (self._steps - step))
-            announce(
-                f"training: {step:,} of {self._steps:,} steps, {duration(each)} a step, about {left} left; loss "
-                f"{float(loss):.3f}"
-            )

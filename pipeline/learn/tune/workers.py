@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from actors.engine.errors import UserError
 from actors.engine.machine import process_cpus
 from pipeline.config.tune import TuneConfig, WorkersConfig
-from pipeline.learn.tune.plan import Order, plan_training, with_order
+from pipeline.learn.tune.plan import TrainingPlan
 from pipeline.learn.tune.train import train
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -63,17 +63,14 @@ def run_processes(count: int, function: Callable[..., None], *arguments: Any) ->
             process.join()
 
 
-def train_in_processes(config: TuneConfig, order: Order | None) -> None:
-    """Run `train` in `workers.count` processes, each of which loads the model. Raises what `run_processes` raises.
-
-    order: Measured layer order (keep order) and warm-up, or None.
-    """
+def train_in_processes(config: TuneConfig, plan: TrainingPlan) -> None:
+    """Run `train` in `workers.count` processes, each of which loads the model. Raises what `run_processes` raises."""
     assert config.workers is not None
     with tempfile.TemporaryDirectory(prefix="skipdecode-workers-") as folder:
-        run_processes(config.workers.count, _work, f"{folder}/store", config, order)
+        run_processes(config.workers.count, _work, f"{folder}/store", config, plan)
 
 
-def _work(rank: int, store: str, config: TuneConfig, order: Order | None) -> None:
+def _work(rank: int, store: str, config: TuneConfig, plan: TrainingPlan) -> None:
     """Train as worker number `rank`. store: path of the file through which the processes find each other."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     workers = config.workers
@@ -87,7 +84,7 @@ def _work(rank: int, store: str, config: TuneConfig, order: Order | None) -> Non
     backend = "nccl" if workers.gpus else "gloo"
     torch.distributed.init_process_group(backend, store=meeting, rank=rank, world_size=workers.count)
     with redirect_stdout(sys.stderr):  # losses are progress, and stdout is only for a command's result
-        train(config, with_order(config, plan_training(config), order))
+        train(config, plan)
     # not run after an error, because other processes would then fail before this one has written its traceback
     torch.distributed.destroy_process_group()
     sys.stderr.flush()

@@ -27,7 +27,7 @@ from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.config.tune import TuneConfig, TuneDataConfig
 from pipeline.learn.tune.plan import encode, plan_training, read_pairs
 from pipeline.learn.tune.run import tune
-from pipeline.learn.tune.trainer import StepProgress
+from pipeline.learn.tune.trainer import Training
 
 
 @pytest.fixture
@@ -223,12 +223,15 @@ def test_a_killed_adapter_training_ends_as_one_without_a_pause(
     settings = {"max_steps": 6, "learning_rate": 0.05, "save_steps": 3, "bf16": False, "warmup_steps": 0}
     assert train_recipe({**recipe, **taught, "output": str(tmp_path / "whole")}, **settings)["steps"] == 6
 
-    def kill(self: StepProgress, step: int, loss: Any) -> None:
-        if step == 4:
+    step = Training._step
+
+    def killed(self: Training) -> torch.Tensor:
+        if self.step == 4:
             raise KeyboardInterrupt
+        return step(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StepProgress, "done", kill)
+        patch.setattr(Training, "_step", killed)
         with pytest.raises(KeyboardInterrupt):
             train_recipe({**recipe, **taught}, **settings)
     assert train_recipe({**recipe, **taught}, **settings)["resumed_at_step"] == 3
