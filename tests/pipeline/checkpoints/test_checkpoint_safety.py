@@ -107,6 +107,7 @@ def test_files_that_hold_something_else_are_one_line(checkpoint: Path, tmp_path:
         assert name == "tokenizer_config.json" and text == "{}"
     assert str(folder) in refusal
     assert len(refusal.splitlines()) == 1
+    assert ("the tokenizer cannot be loaded: " in refusal) == ((name, text) == ("tokenizer.json", "{}"))
 
 
 @pytest.mark.parametrize("shard", ["../../x.safetensors", "/etc/x.safetensors", "a/../x.safetensors", "x.bin", 3])

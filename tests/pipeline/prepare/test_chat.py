@@ -19,7 +19,7 @@ from actors.requests import RequestBuilder
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.job import run
-from pipeline.prepare.chat import Chat, check_chat, conversation, render_chat
+from pipeline.prepare.chat import Chat, check_chat, render_chat
 from pipeline.prepare.prompt_spec import check_spec, prompt_spec
 from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, SAMPLING, prepare_table
 from pipeline.prepare.templates import compile_template, template_columns
@@ -59,11 +59,15 @@ def test_text_parts_become_lines_and_null_fields_are_dropped(chat_checkpoint: Pa
 
 def test_the_jobs_system_message_and_examples_come_first(chat_checkpoint: Path) -> None:
     examples = [{"user": "a", "assistant": "b"}, {"user": "c", "assistant": "d"}]
-    own = [{"role": "system", "content": "be rude"}, *USER]
-    texts, errors = prepared(chat_checkpoint, [USER, own], system="be nice", examples=examples)
-    shots = "[user]a</s>[assistant]b</s>[user]c</s>[assistant]d</s>[user]hi</s>[assistant]"
-    assert errors == [None, None]
-    assert texts == [f"<s>[system]be nice</s>{shots}", f"<s>[system]be rude</s>{shots}"]
+    rude = {"role": "system", "content": "be rude"}
+    texts, errors = prepared(chat_checkpoint, [USER, [rude, *USER], [*USER, rude]], system="be nice", examples=examples)
+    shots = "[user]a</s>[assistant]b</s>[user]c</s>[assistant]d</s>[user]hi</s>"
+    assert errors == [None] * 3
+    assert texts == [
+        f"<s>[system]be nice</s>{shots}[assistant]",
+        f"<s>[system]be rude</s>{shots}[assistant]",
+        f"<s>{shots}[system]be rude</s>[assistant]",
+    ]
 
 
 def test_system_message_and_examples_may_be_templates_over_the_row(chat_checkpoint: Path) -> None:
@@ -79,16 +83,10 @@ def test_system_message_and_examples_may_be_templates_over_the_row(chat_checkpoi
     assert errors[0].startswith("template: UndefinedError")
 
 
-def test_a_later_system_message_replaces_the_jobs() -> None:
-    later = [*USER, {"role": "system", "content": "be rude"}]
-    assert conversation(Chat("be nice"), later) == later
-
-
-def test_text_becomes_a_users_message(chat_checkpoint: Path) -> None:
-    for changes in ({"prompt": "m"}, {"template": "{{ m }}"}):
-        texts, errors = prepared(chat_checkpoint, ["hi", None], messages=None, system="be nice", **changes)
-        assert texts[0] == "<s>[system]be nice</s>[user]hi</s>[assistant]" and errors[0] is None
-        assert errors[1] is not None
+def test_a_templates_text_becomes_a_users_message(chat_checkpoint: Path) -> None:
+    texts, errors = prepared(chat_checkpoint, ["hi", None], messages=None, system="be nice", template="{{ m }}")
+    assert texts[0] == "<s>[system]be nice</s>[user]hi</s>[assistant]" and errors[0] is None
+    assert errors[1] is not None
 
 
 def test_chat_template_kwargs_reach_the_template(chat_checkpoint: Path) -> None:
@@ -125,12 +123,6 @@ def test_invalid_messages_are_a_row_error(chat_checkpoint: Path, messages: str |
     texts, errors = prepared(chat_checkpoint, [json.dumps(USER), messages])
     assert errors[0] is None and texts[0] == "<s>[user]hi</s>[assistant]"
     assert errors[1].startswith(error) and "\n" not in errors[1] and texts[1] == ""
-
-
-def test_a_null_in_a_list_of_structs(chat_checkpoint: Path) -> None:
-    kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-    _, errors = prepared(chat_checkpoint, pa.array([[None], [], None, [{"role": "user", "content": None}]], kind))
-    assert errors == ["message 1 is null", "messages is empty", "messages is null", "message 1 (user) has no content"]
 
 
 def refusal(checkpoint: Path, chat: Chat) -> str:
@@ -257,32 +249,14 @@ def test_a_prompt_that_spells_the_token_which_begins_a_text_has_one(checkpoint: 
     assert builder.prompt("<s>food").ids == expected
 
 
-HEADERS = (
+TEMPLATES = [  # what reads the values that a template gets here; transformers compiles it
     "{{- bos_token }}{%- for message in messages %}{{- '<|' + message.role + '|>\\n' + message.content | trim }}"
-    "{%- endfor %}{% if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}"
-)
-TEMPLATES = [
-    HEADERS,
-    "{% set ns = namespace(found=false, text='') %}\n    {% for m in messages %}\n  {% if m.role == 'user' %}"
-    "{% set ns.found = true %}{% set ns.text = ns.text ~ m.content %}{% else %}{% continue %}{% endif %}"
-    "\n{% endfor %}\n{{ ns.text if ns.found else 'none' }}",
-    "{% for m in messages[::-1] %}{{ m['content'].split('i')[0] | upper }}{% break %}{% endfor %}",
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-    "{% else %}{{ m.content }}{% endif %}{% endfor %}",
-    "{% set x = 1 %}{% for m in messages %}{% generation %}{% set x = loop.index %}{{ x }}{% endgeneration %}{{ x }}"
-    "{% endfor %}{% generation %}\n  {% set x = 5 %}\n  {{ x }}\n  {% endgeneration %}\n  {{ x }}",
-    "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}"
-    "{{ {'b': '<&\u00fc>', 'a': none} | tojson(sort_keys=true) }}",
-    "{{ dict(a=1, b=messages[0].content).items() | list }}{{ dict.fromkeys(['x', 'y'], 2) }}",
-    "{% macro turn(m, first=false) %}[{{ m.role }}{{ ' first' if first }}]{{ m.content }}{% endmacro %}"
-    "{% for m in messages %}{{ turn(m, loop.first) }}{% endfor %}{{ eos_token }}",
+    "{%- endfor %}{% if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}{{ eos_token }}",
+    "{{ messages | tojson }}{% for m in messages %}{% generation %}{{ m.name }}{% endgeneration %}{% endfor %}",
     "{% for m in messages %}{% if m.reasoning_content is defined %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     "{{ m.thinking }}{{ m.content }}{{ m.nothing }}{% endfor %}",
     "{{ tools is none }}{{ tools }}{{ documents }}{% if tools %}tools{% endif %}{{ thinking }}{{ messages[5] }}",
-    "{{ messages | map(attribute='role') | join(', ') }}{{ '%s|%5d' % (messages[0].role, 3) }}"
-    "{{ '{:>8}'.format('x') }}",
     "{{ raise_exception('no') if messages | length > 3 }}{{ strftime_now('%Y') | length }}",
-    "{{ '<b>{}</b>' | safe }}{{ messages[0].content | e }}{{ loop_messages | default([]) }}",
 ]
 
 
@@ -301,25 +275,10 @@ def test_a_chat_template_renders_as_in_transformers(chat_checkpoint: Path, templ
 
 
 @pytest.mark.parametrize(
-    "template",
-    [
-        "{{ dict.__class__ }}{{ dict.mro() }}",
-        "{{ namespace.__init__.__globals__ }}",
-        "{% set ns = namespace(__class__=1) %}",
-        "{% set ns = namespace(a=1) %}{% set ns._b = 1 %}",
-        "{{ raise_exception.__globals__.os }}",
-        "{{ strftime_now.func.__globals__.os }}",
-        "{{ messages.append(1) }}",
-    ],
+    "template", ["{{ dict.mro() }}", "{{ strftime_now.func.__globals__.os }}", "{{ messages.append(1) }}"]
 )
 def test_a_chat_template_stays_in_its_sandbox(chat_checkpoint: Path, template: str) -> None:
     tokenizer = load_tokenizer(chat_checkpoint)
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=r"^chat template: (SecurityError|UndefinedError): [^\n]+$"):
         render_chat(tokenizer, Chat(), USER)
-
-
-def test_a_row_error_is_valid_unicode(checkpoint: Path) -> None:
-    spec = spec_of(checkpoint, sampling="own")
-    table = pa.table({"prompt": ["a"], "own": ['{"\\ud800": 1}']})
-    assert prepare_table(table, spec)[ERROR].to_pylist()[0].startswith("sampling: unknown key ?")

@@ -66,6 +66,8 @@ def test_null_and_blank_prompts_are_row_errors(checkpoint: Path) -> None:
     ids, errors = prepared(checkpoint, {"prompt": [None, "", " \n\t", "fine", "\u2003"]})
     assert errors == ["prompt is null", "prompt is empty", "prompt is empty", None, "prompt is empty"]
     assert [bool(one) for one in ids] == [False, False, False, True, False]
+    _, errors = by_template(checkpoint, "{{ x }}", x=["", "  ", "a"])
+    assert errors == ["prompt is empty", "prompt is empty", None]
 
 
 def test_a_prompt_that_fills_the_context(checkpoint: Path) -> None:
@@ -84,16 +86,11 @@ def test_a_prompt_that_fills_the_context(checkpoint: Path) -> None:
     assert ids[2] == tokens(checkpoint, columns["prompt"][2])[-(CONTEXT - 10) :]
 
 
-def test_a_template_sees_the_row(checkpoint: Path) -> None:
-    ids, errors = by_template(checkpoint, "Q: {{ q | upper }}? {{ n + 1 }}", q=["ab", "cd"], n=[1, 2])
-    assert ids == [tokens(checkpoint, "Q: AB? 2"), tokens(checkpoint, "Q: CD? 3")]
-    assert errors == [None, None]
-
-
 def test_a_template_reaches_into_nested_columns(checkpoint: Path) -> None:
     meta = [{"question": "why", "items": "x", "deep": {"list": [{"k": "v"}]}}]
     text = "{{ meta.question }} {{ tags[0] }} {{ meta.items }} {{ meta.deep.list[0].k }} {{ meta['question'] }}"
     assert template_columns(text) == ["meta", "tags"]
+    assert template_columns("{{ b }} {{ a.x }} {% for i in c %}{{ i }}{% endfor %}{% set d = 1 %}{{ d }}") == [*"abc"]
     ids, errors = by_template(checkpoint, text, meta=meta, tags=[["a", "b"]])
     assert errors == [None] and ids == [tokens(checkpoint, "why a x v why")]
 
@@ -185,16 +182,6 @@ def test_a_process_that_prepares_rows_imports_neither_torch_nor_models(checkpoin
     assert int(length) > 0 and is_heavy == "False"
 
 
-@pytest.mark.parametrize("text", ["{", "{}"])
-def test_a_damaged_tokenizer_is_named(checkpoint: Path, tmp_path: Path, text: str) -> None:
-    for name in ("config.json", "tokenizer_config.json"):
-        shutil.copy(checkpoint / name, tmp_path)
-    (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(ValueError, match="the tokenizer cannot be loaded: ") as caught:
-        tokenizer_of(str(tmp_path))
-    assert str(caught.value).startswith(f"{tmp_path}: ") and "\n" not in str(caught.value)
-
-
 def test_values_that_python_cannot_hold_are_a_row_error(checkpoint: Path) -> None:
     """A year 300,000, and a lone surrogate that only a template can write."""
     days = pa.array([0, 10**18, 1], pa.timestamp("us"))
@@ -224,22 +211,17 @@ def test_what_templates_render(checkpoint: Path, template: str, row: dict[str, A
 @pytest.mark.parametrize(
     ("template", "error"),
     [
-        ("{{ x.nothing }}", "UndefinedError"),
-        ("{{ x[7] }}", "UndefinedError"),
         ("{{ 1 / x }}", "TypeError"),
-        ("{{ x + 1 }}", "TypeError"),
         ("{{ x.index('q') }}", "ValueError"),
         ("{{ 1 // (x | length - 1) }}", "ZeroDivisionError"),
-        ("{{ meta.answer }}", "UndefinedError: 'dict object' has no attribute 'answer'"),
         ("{{ meta.none.deeper }}", "UndefinedError: 'None' has no attribute 'deeper'"),
-        ("{{ tags[3] }}", "UndefinedError: list object has no element 3"),
         ("{{ meta.none }}", "UndefinedError: a null is printed"),
         ("{{ x[0].title }}", "UndefinedError: a method or function is printed"),
         ("{{ range }}", "UndefinedError: a method or function is printed"),
     ],
 )
 def test_a_failing_template_is_a_row_error(checkpoint: Path, template: str, error: str) -> None:
-    ids, errors = by_template(checkpoint, template, x=["a"], meta=[{"question": "why", "none": None}], tags=[["a"]])
+    ids, errors = by_template(checkpoint, template, x=["a"], meta=[{"question": "why", "none": None}])
     assert ids == [[]] and errors[0] is not None
     assert errors[0].startswith(f"template: {error}") and "\n" not in errors[0]
 
@@ -249,11 +231,6 @@ def test_a_bad_row_affects_no_other(checkpoint: Path) -> None:
     good = {0: "6 a", 2: "3 c", 4: "2 e"}
     assert [error is None for error in errors] == [row in good for row in range(5)]
     assert {row: ids[row] for row in good} == {row: tokens(checkpoint, text) for row, text in good.items()}
-
-
-def test_a_template_over_empty_columns_may_render_nothing(checkpoint: Path) -> None:
-    _, errors = by_template(checkpoint, "{{ x }}", x=["", "  ", "a"])
-    assert errors == ["prompt is empty", "prompt is empty", None]
 
 
 def test_text_that_is_not_utf8_is_a_row_error(checkpoint: Path) -> None:
@@ -289,11 +266,6 @@ def test_the_stage_keeps_shards_whole(checkpoint: Path) -> None:
     for table, data in zip(tables, done["rows"], strict=True):
         assert from_ipc(data).equals(prepare_table(table, spec(checkpoint)))
     assert done["prepare_seconds"].shape == (2,) and (done["prepare_seconds"] > 0).all()
-
-
-def test_columns_of_a_template() -> None:
-    text = "{{ b }} {{ a.x }} {% for i in c %}{{ i }}{% endfor %}{% set d = 1 %}{{ d }}"
-    assert template_columns(text) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("text", ["{{ a", "{% for x in y %}", "{{ a | no_such_filter }}", "a\n{% nothing %}"])

@@ -70,6 +70,7 @@ def test_lists_of_stops(checkpoint: Path) -> None:
         ('{"n": 2}', "sampling: n = 2: needs a temperature above 0"),
         ('{"seed": -1}', "sampling: seed = -1: "),
         ('{"a\\nb": 1}', "sampling: unknown key a b; known: "),
+        ('{"\\ud800": 1}', "sampling: unknown key ?"),
         ("{", "sampling: not JSON: JSONDecodeError: "),
         ("[1]", "sampling is a list; it must be an object"),
         ("7", "sampling is a int; it must be an object"),

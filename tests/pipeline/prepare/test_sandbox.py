@@ -66,13 +66,11 @@ def test_a_template_that_python_cannot_compile_is_one_line(template: str) -> Non
     "template",
     [
         "{{ ''.__class__.__mro__ }}",
-        "{{ q.__init__.__globals__ }}",
         "{{ q['__class__'] }}",
         "{{ q | attr('__class__') }}",
         "{{ '{0.__class__}'.format(q) }}",
         "{{ tags.append(1) }}",
         "{% include '/etc/passwd' %}",
-        "{% import 'os' as os %}",
     ],
 )
 def test_a_template_stays_in_its_sandbox(template: str) -> None:
