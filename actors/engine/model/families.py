@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from actors.engine.errors import UserError
@@ -126,95 +127,46 @@ def _rotary_by_kind(model: Any, hidden: Tensor, positions: Tensor) -> list[Rotar
     return [by_kind[kind] for kind in kinds]
 
 
-def _gated_layer(layer: Any, qkv: Projection, up: Projection, norms: dict[str, Any]) -> LayerWeights:
-    """Describe a layer with a gated feed-forward block. norms: field name in `LayerWeights` -> norm."""
-    attention, config = layer.self_attn, layer.self_attn.config
-    return LayerWeights(
-        number=attention.layer_idx,
-        query_heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=attention.head_dim,
-        scaling=attention.scaling,
-        qkv=qkv,
-        output=Projection.of(attention.o_proj),
-        up=up,
-        down=Projection.of(layer.mlp.down_proj),
-        activation=_activation(config),
-        gated=True,
-        **norms,
-    )
+# field of `LayerWeights` -> path of the norm in transformers' layer
+_BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_BEFORE_IN_GEMMA3 = {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
+_AFTER = {"attention_after": "post_attention_layernorm", "mlp_after": "post_feedforward_layernorm"}
+_OF_HEADS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
+
+
+def _gated(norms: dict[str, str], offset: float = 0.0) -> Callable[[Any], LayerWeights]:
+    """Return a function that describes a layer with a gated feed-forward block. offset: see `NormWeights.of`."""
+
+    def describe(layer: Any) -> LayerWeights:
+        attention, mlp, config = layer.self_attn, layer.mlp, layer.self_attn.config
+        found: dict[str, Any] = {name: NormWeights.of(attrgetter(path)(layer), offset) for name, path in norms.items()}
+        if config.model_type == "phi3":  # one matrix for queries, keys and values, and one matrix for gate and up
+            qkv, up = Projection.of(attention.qkv_proj), Projection.of(mlp.gate_up_proj)
+        else:
+            qkv = Projection.of(attention.q_proj, attention.k_proj, attention.v_proj)
+            up = Projection.of(mlp.gate_proj, mlp.up_proj)
+        return LayerWeights(
+            number=attention.layer_idx,
+            query_heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            scaling=attention.scaling,
+            qkv=qkv,
+            output=Projection.of(attention.o_proj),
+            up=up,
+            down=Projection.of(mlp.down_proj),
+            activation=_activation(config),
+            gated=True,
+            rope=bool(getattr(attention, "use_rope", True)),  # some layers of SmolLM3 lack the rotary embedding
+            **found,
+        )
+
+    return describe
 
 
 def _activation(config: PretrainedConfig) -> str:
     """Return the name of the activation in a family with a gated feed-forward block."""
     return str(config.hidden_activation if config.model_type == "gemma3_text" else config.hidden_act)
-
-
-def _llama_norms(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
-    """Return the norms before the attention and feed-forward blocks. offset: see `NormWeights.of`."""
-    return {
-        "attention_norm": NormWeights.of(layer.input_layernorm, offset),
-        "mlp_norm": NormWeights.of(layer.post_attention_layernorm, offset),
-    }
-
-
-def _llama_layer(layer: Any, norms: dict[str, Any] | None = None) -> LayerWeights:
-    """Describe a layer of Llama, Mistral or Qwen2. norms: field name in `LayerWeights` -> norm; None: as in Llama."""
-    attention, mlp = layer.self_attn, layer.mlp
-    qkv = Projection.of(attention.q_proj, attention.k_proj, attention.v_proj)
-    return _gated_layer(layer, qkv, Projection.of(mlp.gate_proj, mlp.up_proj), norms or _llama_norms(layer))
-
-
-def _qwen3_layer(layer: Any) -> LayerWeights:
-    """Describe a Qwen3 layer. Unlike a Llama layer, it normalizes the queries and keys of each head."""
-    return _llama_layer(layer, _llama_norms(layer) | _head_norms(layer))
-
-
-def _head_norms(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
-    """Return the norms of queries and keys. offset: see `NormWeights.of`."""
-    attention = layer.self_attn
-    return {
-        "query_norm": NormWeights.of(attention.q_norm, offset),
-        "key_norm": NormWeights.of(attention.k_norm, offset),
-    }
-
-
-def _phi3_layer(layer: Any) -> LayerWeights:
-    """Describe a Phi-3 layer. It has one matrix for queries, keys and values, and one matrix for gate and up."""
-    qkv, up = Projection.of(layer.self_attn.qkv_proj), Projection.of(layer.mlp.gate_up_proj)
-    return _gated_layer(layer, qkv, up, _llama_norms(layer))
-
-
-def _olmo2_layer(layer: Any) -> LayerWeights:
-    """Describe an OLMo 2 layer. It normalizes each block's output, and queries and keys over all heads together."""
-    return _llama_layer(layer, _norms_after(layer) | _head_norms(layer))
-
-
-def _norms_after(layer: Any, offset: float = 0.0) -> dict[str, NormWeights]:
-    """Return the norms after the attention and feed-forward blocks. offset: see `NormWeights.of`."""
-    return {
-        "attention_after": NormWeights.of(layer.post_attention_layernorm, offset),
-        "mlp_after": NormWeights.of(layer.post_feedforward_layernorm, offset),
-    }
-
-
-def _gemma_layer(layer: Any) -> LayerWeights:
-    """Describe a Gemma layer. Unlike the norms of a Llama layer, its norms multiply by 1 + weight."""
-    return _llama_layer(layer, _llama_norms(layer, 1.0))
-
-
-def _gemma3_layer(layer: Any) -> LayerWeights:
-    """Describe a Gemma 3 layer. Unlike a Gemma layer, it also normalizes queries, keys and each block's output."""
-    before = {
-        "attention_norm": NormWeights.of(layer.input_layernorm, 1.0),
-        "mlp_norm": NormWeights.of(layer.pre_feedforward_layernorm, 1.0),
-    }
-    return _llama_layer(layer, before | _norms_after(layer, 1.0) | _head_norms(layer, 1.0))
-
-
-def _smollm3_layer(layer: Any) -> LayerWeights:
-    """Describe a SmolLM3 layer. It is like a Llama layer, but may lack the rotary embedding."""
-    return replace(_llama_layer(layer), rope=bool(layer.self_attn.use_rope))
 
 
 def _opt_layer(layer: Any) -> LayerWeights:
@@ -253,17 +205,22 @@ _GEMMA = replace(
 )
 
 FAMILIES: dict[str, Family] = {
-    "llama": replace(_LLAMA, weights=_llama_layer),
-    "mistral": replace(_LLAMA, windows=_one_window, weights=_llama_layer),
-    "qwen2": replace(_BY_LAYER, weights=_llama_layer),
-    "qwen3": replace(_BY_LAYER, weights=_qwen3_layer),
-    "gemma": replace(_GEMMA, weights=_gemma_layer),
+    "llama": replace(_LLAMA, weights=_gated(_BEFORE)),
+    "mistral": replace(_LLAMA, windows=_one_window, weights=_gated(_BEFORE)),
+    "qwen2": replace(_BY_LAYER, weights=_gated(_BEFORE)),
+    "qwen3": replace(_BY_LAYER, weights=_gated(_BEFORE | _OF_HEADS)),
+    "gemma": replace(_GEMMA, weights=_gated(_BEFORE, 1.0)),
     "gemma2": replace(_BY_LAYER, attention="eager"),  # sdpa cannot cap scores
-    "gemma3_text": replace(_GEMMA, windows=_window_by_layer, rotary=_rotary_by_kind, weights=_gemma3_layer),
-    "phi3": replace(_LLAMA, windows=_one_window, weights=_phi3_layer),
-    "olmo2": replace(_LLAMA, weights=_olmo2_layer),
-    "olmo3": replace(_BY_LAYER, rotary=_rotary_by_kind, weights=_olmo2_layer),
-    "smollm3": replace(_BY_LAYER, weights=_smollm3_layer),
+    "gemma3_text": replace(
+        _GEMMA,
+        windows=_window_by_layer,
+        rotary=_rotary_by_kind,
+        weights=_gated(_BEFORE_IN_GEMMA3 | _AFTER | _OF_HEADS, 1.0),
+    ),
+    "phi3": replace(_LLAMA, windows=_one_window, weights=_gated(_BEFORE)),
+    "olmo2": replace(_LLAMA, weights=_gated(_AFTER | _OF_HEADS)),
+    "olmo3": replace(_BY_LAYER, rotary=_rotary_by_kind, weights=_gated(_AFTER | _OF_HEADS)),
+    "smollm3": replace(_BY_LAYER, weights=_gated(_BEFORE)),
     "gpt_neox": Family(
         layers=lambda model: model.gpt_neox.layers,
         embed=lambda model, ids, positions: model.gpt_neox.emb_dropout(model.gpt_neox.embed_in(ids)),
@@ -346,8 +303,7 @@ def unknown_value(config: PretrainedConfig) -> str | None:
     for key in ACTIVATION_KEYS:
         if (name := getattr(config, key, None)) is not None and name not in ACTIVATIONS:
             return f"{key} = {name!r}: supported: {', '.join(ACTIVATIONS)}"
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):
+    for parameters in _rope_parameters(config):
         if (name := parameters.get("rope_type", "default")) not in ROPE_TYPES:
             return f"rope_type = {name!r}: supported: {', '.join(ROPE_TYPES)}"
     kinds = getattr(config, "layer_types", None) or ()
@@ -390,10 +346,14 @@ def context_length(config: PretrainedConfig) -> int:
     Beyond a certain length, the rope types `dynamic` and `longrope` change the rotation of earlier keys. Cached keys
     keep their old rotation, so rows must end at this length. For `dynamic` it is the model's context length.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
     lengths: list[int] = [config.max_position_embeddings]
-    # Gemma 3 has rope parameters for each kind of layer, one level deeper
-    for parameters in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):
+    for parameters in _rope_parameters(config):
         if parameters.get("rope_type") == "longrope":
             lengths.append(parameters["original_max_position_embeddings"])
     return min(lengths)
+
+
+def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Return the rope parameters of a config. Gemma 3 has rope parameters for each kind of layer, one level deeper."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(nested for nested in rope.values() if isinstance(nested, dict))]
