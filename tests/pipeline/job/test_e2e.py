@@ -66,11 +66,7 @@ def test_killed_half_way_and_started_again_the_bytes_are_the_same(tmp_path: Path
     code, out, err = Command(tmp_path, job(tmp_path / "whole", **changes), "--json").end()
     assert code == 0, err
     assert_short_of_half_the_depth(tmp_path / "whole", ROWS, json.loads(out.splitlines()[-1]))
-    assert_the_same_when_killed(tmp_path, job(tmp_path / "out", **changes), parts(tmp_path / "whole"))
-
-
-def assert_the_same_when_killed(tmp_path: Path, config: JobConfig, whole: dict[str, bytes]) -> None:
-    """Killed half-way and started again, a job into `out` writes these parts, and the early ones once."""
+    config, whole = job(tmp_path / "out", **changes), parts(tmp_path / "whole")
     first = Command(tmp_path, config)
     first.wait_for_parts(tmp_path / "out", len(whole) // 2)
     os.killpg(first.process.pid, signal.SIGKILL)

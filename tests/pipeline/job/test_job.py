@@ -207,18 +207,6 @@ def test_resume_answers_only_what_is_left(
     assert rebuilt["rebuilt"]
 
 
-def test_overwrite_replaces_another_job(
-    undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
-) -> None:
-    output, _ = undisturbed
-    copy = tmp_path / "out"
-    subprocess.run(["cp", "-r", str(output), str(copy)], check=True)
-    fewer = config(inputs, copy, checkpoint, shard_rows=50)
-    outcome = run_in_process(fewer, limit=30, overwrite=True)
-    assert outcome.totals.rows == 30 == pq.read_table(copy).num_rows
-    assert len(list(copy.glob("part-*.parquet"))) == len(list((copy / "_job" / "commits").iterdir())) == 1
-
-
 def test_a_bucket_holds_the_same_bytes(
     undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, s3: StorageConfig
 ) -> None:
@@ -255,16 +243,6 @@ def test_actors_that_ask_for_gpus_see_their_own(
     )
     assert jobs.run(job).totals.rows == ROWS
     assert set(pq.read_table(tmp_path / "_job" / "stats.parquet")["device"].to_pylist()) == devices
-
-
-def test_a_template_and_ids_from_file_and_row(inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
-    source = {"template": "{{ prompt }} about {{ topic }}"}
-    job = config(inputs / "in-0.parquet", tmp_path, checkpoint, input=source, output={"keep": ["prompt"]})
-    outcome = run_in_process(job)
-    rows = pq.read_table(tmp_path).to_pylist()
-    assert {row["id"] for row in rows} == {f"in-0.parquet:{row}" for row in range(40)}
-    assert [row["id"] for row in rows if row["error"] is not None] == ["in-0.parquet:17"]  # its prompt is null
-    assert outcome.totals.errors == 1
 
 
 def test_placement_is_checked_before_it_can_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,23 +336,6 @@ def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
         run_in_process(job)
         assert parts(output) == parts(whole)
         assert_released(output)
-
-
-def test_actors_that_do_not_fit_this_machine_are_refused_before_ray_starts(
-    inputs: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("too late"))
-    result = invoke(tmp_path, config(inputs, tmp_path / "out", checkpoint, actors={"cache_bytes": 2**50}))
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "do not fit in this machine's" in result.stderr.splitlines()[-1]
-    assert not (tmp_path / "out").exists()
-
-
-def test_too_many_row_errors_exit_3(in_process: None, inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
-    result = invoke(tmp_path, config(inputs, tmp_path / "out", checkpoint, max_error_rate=0.001))
-    assert result.exit_code == 3
-    assert "2 of 90 rows have an error, more than max_error_rate = 0.001" in result.stderr.splitlines()[-1]
-    assert "90 rows in" in result.stdout
 
 
 def test_missing_weights_fail_the_job_in_one_line(
