@@ -1,11 +1,12 @@
-"""The actor, without Ray around it."""
+"""The actor, without Ray around it, and the statistics of its shards."""
 
 from __future__ import annotations
 
 import io
+import json
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +23,7 @@ from actors.generator import Generator, RowsAtWork
 from pipeline.commit.records import commit_record, decode_record, encode_record
 from pipeline.generate import stage as generate
 from pipeline.generate.coordinator import Coordinator
-from pipeline.generate.stats import ShardStats
+from pipeline.generate.stats import KINDS, ShardStats, error_kinds, kind_of
 from pipeline.prepare.prompts import prepare_table
 
 
@@ -66,24 +67,17 @@ def test_an_actor_shows_an_answer_with_the_end_of_its_prompt(checkpoint: Path) -
     assert prompt.startswith("…") and "alpha" in prompt and answer
 
 
-def without(answers: list[Answer]) -> list[Answer]:
-    return answers[:1] + answers[2:]
-
-
-def twice(answers: list[Answer]) -> list[Answer]:
-    return [answers[0], answers[0], answers[2]]
-
-
-def out_of_order(answers: list[Answer]) -> list[Answer]:
-    return answers[::-1]
-
-
-@pytest.mark.parametrize("change", [without, twice, out_of_order])
+@pytest.mark.parametrize("rows", [[0, 2], [0, 0, 2], [2, 1, 0]], ids=["without", "twice", "out of order"])
 def test_a_part_that_lacks_a_row_is_not_committed(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[list[Answer]], list[Answer]]
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rows: list[int]
 ) -> None:
     finish = Generator.finish
-    monkeypatch.setattr(Generator, "finish", lambda self, work: change(finish(self, work)))
+
+    def wrong(self: Generator, work: RowsAtWork) -> list[Answer]:
+        answers = finish(self, work)
+        return [answers[row] for row in rows]
+
+    monkeypatch.setattr(Generator, "finish", wrong)
     with pytest.raises(RuntimeError, match=r"^part-000003.parquet \(in/a.parquet from row 30\) is not committed\. Of "):
         committed(checkpoint)
 
@@ -122,3 +116,24 @@ def test_a_measured_value_that_no_record_can_hold_is_left_out(
     assert (stats.peak_memory_bytes, stats.device) == (0, "") and stats.rows == 3
     record = decode_record(encode_record(commit_record(commits.parts[3], stats), "f"), 3, "f")
     assert record == commit_record(commits.parts[3], stats)
+
+
+def test_numbers_and_quoted_texts_do_not_make_another_kind() -> None:
+    assert kind_of("prompt of 9,003 tokens leaves no room in a context of 512") == kind_of(
+        "prompt of 7 tokens leaves no room in a context of 4096"
+    )
+    assert kind_of("label 'a' twice") == kind_of("label 'b' twice") != kind_of("label twice")
+
+
+def test_the_most_frequent_kinds_are_named_and_the_rest_counted() -> None:
+    errors = ["a 1", "a 2", None, "b", "b", "b", "c", "c", "d", "e"]
+    part = pa.table({"id": [f"row-{place}" for place in range(len(errors))], "error": errors})
+    kinds = json.loads(error_kinds(part))
+    assert kinds == [
+        ["b", 3, "row-3", "b"],
+        ["a …", 2, "row-0", "a 1"],
+        ["c", 2, "row-6", "c"],
+        ["", 2, "", ""],
+    ]
+    assert len(kinds) == KINDS + 1
+    assert error_kinds(part.slice(2, 1)) == ""

@@ -185,12 +185,5 @@ def test_the_engine_answers_the_second_shard_while_the_first_one_is_committed(
             super().__call__(shard, data, stats)
 
     commits = Slow()
-    one = actor(checkpoint, commits)
-    with ThreadPoolExecutor(2) as calls:
-        before = one._last_turn
-        first = calls.submit(one, shards[0])
-        while one._last_turn is before:
-            threading.Event().wait(0.001)
-        calls.submit(one, shards[1]).result()
-        first.result()
+    at_once(actor(checkpoint, commits), shards[:2])
     assert list(commits.parts) == [1, 0]

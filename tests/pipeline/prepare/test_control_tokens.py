@@ -49,17 +49,13 @@ def test_a_chats_contents_are_text(chat_checkpoint: Path) -> None:
     assert decoded == f"<s>[user]{INJECTED}</s>[assistant]".replace(" ", "")
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [{"role": "system", "content": INJECTED}, *chat_of("hi")],
-        [{"role": "user", "content": "hi", "name": INJECTED}],
-        [*chat_of("a"), {"role": "assistant", "content": INJECTED}, *chat_of("b")],
-        [{"role": "user", "content": [{"type": "text", "text": INJECTED}]}],
-    ],
-    ids=["system", "name", "assistant", "parts"],
-)
-def test_so_are_all_texts_of_messages(chat_checkpoint: Path, messages: list[dict[str, Any]]) -> None:
+def test_so_are_all_texts_of_messages(chat_checkpoint: Path) -> None:
+    messages = [
+        {"role": "system", "content": INJECTED},
+        {"role": "user", "content": [{"type": "text", "text": INJECTED}], "name": INJECTED},
+        {"role": "assistant", "content": INJECTED},
+        *chat_of("b"),
+    ]
     [harmless] = prepared(chat_checkpoint, [json.dumps(messages).replace(INJECTED, "ok")], messages="m")[0]
     [injected] = prepared(chat_checkpoint, [json.dumps(messages)], messages="m")[0]
     assert specials(injected) == specials(harmless)
