@@ -114,7 +114,7 @@ def rank_layers(decoder: Decoder, rows: Sequence[Row], *, warmup: int = 0) -> La
     skip layers gets an order biased towards the layers that it was tuned to keep.
 
     Args:
-        decoder: The model.
+        decoder: The model, in evaluation mode.
         rows: Prompts and responses. Rows without a prompt or response, and rows beyond the memory limits, are ignored.
             If a response has one token, the prompt's last token counts as a response token too.
         warmup: Number of lowest layers. They come first in the order, and are never left out.
@@ -122,14 +122,9 @@ def rank_layers(decoder: Decoder, rows: Sequence[Row], *, warmup: int = 0) -> La
     Raises:
         UserError: No row has a prompt and a response.
     """
-    was_training = decoder.model.training
-    decoder.model.eval()
-    try:
-        with torch.inference_mode(), packed(decoder.model):
-            passes = [ResponsePasses(decoder, pairs) for pairs in batches(rows, decoder.vocab_size)]
-            return _eliminate(passes, range(warmup, decoder.num_layers))
-    finally:
-        decoder.model.train(was_training)
+    with torch.inference_mode(), packed(decoder.model):
+        passes = [ResponsePasses(decoder, pairs) for pairs in batches(rows, decoder.vocab_size)]
+        return _eliminate(passes, range(warmup, decoder.num_layers))
 
 
 def _eliminate(batches: Sequence[ResponsePasses], layers: range) -> LayerRanking:
@@ -210,13 +205,9 @@ class ResponsePasses:
 
     def divergence_without(self, layer: int) -> float:
         """Return KL(full depth || model without `layer` and the bypassed layers) in nats, summed over tokens."""
-        return self._divergence(self._logits(self._run(self._inputs[: layer + 1], {layer})))
-
-    def agreement(self, layers: Collection[int]) -> tuple[int, float]:
-        """Run only `layers`. Return how often they predict full depth's likeliest token, and the total divergence."""
-        logits = self._logits(self._run(self._inputs[:1], set(range(self._decoder.num_layers)) - set(layers)))
-        agreed = logits.argmax(dim=-1) == self._expected.argmax(dim=-1)
-        return int(agreed.sum()), self._divergence(logits)
+        logits = self._logits(self._run(self._inputs[: layer + 1], {layer}))
+        cross = logits.logsumexp(dim=-1) - (self._expected * logits).sum(dim=-1)
+        return float((cross - self._entropy).clamp(min=0).sum(dtype=torch.float64))  # rounding may make it negative
 
     def bypass(self, layer: int) -> None:
         """Bypass `layer` in all later passes, as well as the layers that are bypassed already."""
@@ -229,10 +220,6 @@ class ResponsePasses:
         running = set(range(self._decoder.num_layers)) - self._bypassed - set(without)
         ranks = prompt_ranks(self._decoder.num_layers, running)
         return run_level(self._decoder, self._responses, ranks, self._rows, [self._prompts], inputs=inputs)[0]
-
-    def _divergence(self, logits: Tensor) -> float:
-        cross = logits.logsumexp(dim=-1) - (self._expected * logits).sum(dim=-1)
-        return float((cross - self._entropy).clamp(min=0).sum(dtype=torch.float64))  # rounding may make it negative
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._decoder.logits(hidden[0]).float()

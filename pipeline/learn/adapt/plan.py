@@ -180,6 +180,7 @@ class StageRecord:
         self.done: dict[str, dict[str, Any]] = {}  # stage -> {"settings", "result"}
         self.seconds: dict[str, float] = {}  # stage -> seconds of all attempts together
         self.job_text = ""  # the text last written to the job file
+        self.settings: Mapping[str, Mapping[str, Any]] = {}  # of each stage; set by `check`
         values = self.folder.values()
         if not values.keys() - {FILES}:
             return  # no record, or no finished stage in it
@@ -193,6 +194,7 @@ class StageRecord:
 
     def check(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise UserError if a finished stage had other settings than `settings`. The error names those keys."""
+        self.settings = settings
         names = [
             name
             for stage, done in self.done.items()
@@ -204,20 +206,20 @@ class StageRecord:
                 "remove the folder, or choose another adapt.output"
             )
 
-    def run(
-        self, stage: str, settings: Mapping[str, Any], files: Sequence[str], work: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
+    def run(self, stage: str, purpose: str, files: Sequence[str], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the result of `stage`. Call `work` to compute it, unless the stage is done and its `files` exist.
 
-        The stage's seconds include failed attempts.
+        purpose: announced before the call of `work`. The stage's seconds include failed attempts.
         """
         if stage in self.done and all((self.folder.path / name).exists() for name in files):
             return dict(self.done[stage]["result"])
-        for later in STAGES[STAGES.index(stage) :]:
+        number = STAGES.index(stage)
+        for later in STAGES[number:]:
             self.done.pop(later, None)
+        announce(f"stage {number + 1} of {len(STAGES)}: {purpose}")
         began = time.monotonic()
         try:
-            self.done[stage] = json.loads(json.dumps({"settings": settings, "result": work()}))
+            self.done[stage] = json.loads(json.dumps({"settings": self.settings[stage], "result": work()}))
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - began
             self._save()

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from actors.answers import Prompt
 from actors.engine.errors import UserError
-from actors.engine.library.packed_attention import packed
-from actors.engine.schedule.schedule import MEASURED
+from actors.engine.library.divergence import Model, teacher_forced
+from actors.engine.schedule.schedule import MEASURED, Schedule
 from actors.generator import Generator
 from pipeline.checkpoints.resolve import fetch
 from pipeline.config.job import JobConfig
@@ -28,7 +28,7 @@ from pipeline.learn.adapt.configs import Task
 from pipeline.learn.adapt.plan import plan_adaptation
 from pipeline.learn.adapt.rows import draw, prompt_ids, read_sample
 from pipeline.learn.adapt.run import working_actors
-from pipeline.learn.keep_order import ROWS, ResponsePasses, Row, batches, measured_order
+from pipeline.learn.keep_order import ROWS, Row, batches, measured_order
 from pipeline.messages import duration
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.runtime.announce import announce
@@ -113,17 +113,18 @@ def _head_seconds(generator: Generator, rows: int) -> float:
     return (time.perf_counter() - began) / HEAD_CALLS / rows
 
 
-def _divergence(generator: Generator, pairs: Sequence[Row], order: Sequence[int]) -> list[dict[str, float]]:
+def _divergence(generator: Generator, pairs: Sequence[Row], order: tuple[int, ...]) -> list[dict[str, float]]:
     """Run only the first n layers of `order`, for several n. Compare their next-token probabilities to full depth's."""
-    decoder, found = generator.engine.decoder, list[dict[str, float]]()
-    with torch.inference_mode(), packed(decoder.model):
-        passes = [ResponsePasses(decoder, batch) for batch in batches(pairs, decoder.vocab_size)]
-        tokens = sum(one.tokens for one in passes)
-        for share in SHARES:
-            kept = order[: max(1, round(share * len(order)))]
-            agreed, nats = (sum(each) for each in zip(*(one.agreement(kept) for one in passes), strict=True))
-            found.append({"layers": len(kept), "of": len(order), "token_kl": nats / tokens, "agreed": agreed / tokens})
-    return found
+    decoder, layers = generator.engine.decoder, len(order)
+    rows = [row for batch in batches(pairs, decoder.vocab_size) for row in batch]
+    kept = [max(1, round(share * layers)) for share in SHARES]
+    lines = [Model(decoder, Schedule(layers, (count,), order, warmup=0)) for count in kept]
+    scores = teacher_forced(Model(decoder, generator.schedule), lines, rows, first=1)
+    shares = [(each.sum() / score.tokens.sum() for each in (score.kl, score.agreed)) for score in scores]
+    return [
+        {"layers": count, "of": layers, "token_kl": float(nats), "agreed": float(agreed)}
+        for count, (nats, agreed) in zip(kept, shares, strict=True)
+    ]
 
 
 def _speed(

@@ -13,7 +13,7 @@ import gc
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -94,21 +94,11 @@ def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose:
     with interruptible(), leased(LocalFolder(str(task.folder), task.folder)):
         record = StageRecord(task.folder)  # read again: another run may have changed it before this one got the lease
         record.check(settings)
-        return _adapt(task, values, record, settings, verbose)
+        return _adapt(task, values, record, verbose)
 
 
-def _adapt(
-    task: Task, values: Mapping[str, Any], record: StageRecord, settings: Mapping[str, Any], verbose: bool
-) -> Adapted:
-    config, folder, options = task.config, task.folder, task.options
-
-    def run(stage: str, purpose: str, files: list[str], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        def announced() -> dict[str, Any]:
-            announce(f"stage {STAGES.index(stage) + 1} of {len(STAGES)}: {purpose}")
-            return work()
-
-        return record.run(stage, settings[stage], files, announced)
-
+def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: bool) -> Adapted:
+    config, folder, options, run = task.config, task.folder, task.options, record.run
     sampled = run("sample", f"draw {options.rows:,} of {task.rows:,} rows", [configs.SAMPLE], lambda: _sample(task))
     if sampled["inputs"] != task.inputs:
         log.warning("%s: changed since the sample was drawn; new rows are not sampled", ", ".join(config.input.path))

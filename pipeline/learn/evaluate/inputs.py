@@ -159,12 +159,13 @@ def prepare(config: EvalConfig) -> EvalInputs:
         trie = ChoiceTrie([ids[label] for label in config.choices], tokenizer.eos_token_id)
         reserved = new_tokens = trie.most_tokens
     prompts = _tokenized(rows, model, reserved)
-    local, others = {"model.path": model, "model.speed_adapter": model}, dict[str, ResolvedCheckpoint]()
+    others: dict[str, ResolvedCheckpoint] = {}
+    sources = {"model.path": model.source, "model.speed_adapter": model.adapter}
     paths = {} if config.reference_model is None else {REFERENCE: ("reference_model", config.reference_model)}
     for name, (key, path) in (paths | {one: (f"baselines.{one}", at) for one, at in config.baselines.items()}).items():
-        local[key] = others[name] = _same_tokenizer(key, path, model, config)
+        others[name] = _same_tokenizer(key, path, model, config)
         _check_context(prompts, others[name], reserved, f"{key}'s context")
-    sources = {key: found.adapter if key.endswith("adapter") else found.source for key, found in local.items()}
+        sources[key] = others[name].source
     used = {key: [source] for key, source in sources.items() if isinstance(source, str)}
     check_apart("output", folder.path, {"data.path": config.data.path, **used})
     return EvalInputs(config, rows, prompts, new_tokens, model, others, spec, folder)
