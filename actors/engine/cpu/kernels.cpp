@@ -68,13 +68,13 @@ KERNELS(BFloat16, bfloat16)
 #endif
 
 #if CAN_QUANTIZE
-extern "C" int64_t multiply_int8_bfloat16(const BFloat16* x, const char* weight, const BFloat16* bias,
+extern "C" int64_t multiply_int8_bfloat16(const BFloat16* x, const BFloat16* weight, const BFloat16* bias,
                                           const BFloat16* residual, BFloat16* out, int64_t rows, int64_t inputs,
                                           int64_t outputs, int64_t relu) {
     return status_of([=] {
         Kept memory;
         const Codes codes = codes_in(memory.at_least(bytes_of_codes(rows, inputs)), rows, inputs);
-        const QuantizedProduct product{codes, weight, bias, residual, out, inputs, outputs, relu != 0};
+        const QuantizedProduct product{{x, weight, bias, residual, out, inputs, outputs, relu != 0}, codes};
 #pragma omp parallel if (rows * inputs * outputs > 65536)
         {
             quantize(x, rows, inputs, codes);

@@ -49,7 +49,7 @@ inline void multiply(const Layer<T>& l, const Workspace<T>& w, const Product<T>&
         if (l.quantized) {
             const Codes codes = codes_in(w.codes, rows, p.inputs);
             quantize(p.x, rows, p.inputs, codes);
-            return multiply(QuantizedProduct{codes, (const char*)p.weight, p.bias, p.residual, p.out, p.inputs, p.outputs, p.relu}, rows);
+            return multiply(QuantizedProduct{p, codes}, rows);
         }
 #endif
     multiply(p, rows);

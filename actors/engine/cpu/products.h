@@ -343,21 +343,16 @@ inline void sum_quantized_panel(const Codes& x, int64_t from, int64_t to, int64_
     }
 }
 
-struct QuantizedProduct {
-    Codes x;
-    const char* weight;               // [outputs / 48 rounded up] packed panels, aligned to 64 bytes
-    const BFloat16 *bias, *residual;  // [outputs], [rows, outputs], or null
-    BFloat16* out;                    // [rows, outputs]
-    int64_t inputs, outputs;
-    bool relu;
+// A product of `codes`, which are the codes of `x`. `weight` has [outputs / 48 rounded up] packed panels of int8.
+struct QuantizedProduct : Product<BFloat16> {
+    Codes codes;
 };
 
 inline void multiply_panel(const QuantizedProduct& p, int64_t panel, int64_t first, int64_t last) {
     alignas(64) float sums[MOST_ROWS * PANEL];
-    const char* packed = p.weight + panel * panel_bytes(p.inputs);
-    sum_quantized_panel(p.x, first, last, p.inputs, packed, sums);
-    const Product<BFloat16> whole{nullptr, nullptr, p.bias, p.residual, p.out, p.inputs, p.outputs, p.relu};
-    const Write<BFloat16> write{whole, first, panel * PANEL};
+    const char* packed = (const char*)p.weight + panel * panel_bytes(p.inputs);
+    sum_quantized_panel(p.codes, first, last, p.inputs, packed, sums);
+    const Write<BFloat16> write{p, first, panel * PANEL};
     for (int64_t row = 0; row < last - first; row++)
         for (int64_t n = 0; n < VECTORS; n++)
             write(row, n, *(const Vector*)(sums + row * PANEL + n * LANES) * *(const Vector*)(packed + n * 64));

@@ -126,13 +126,13 @@ class Stack:
         for one, weight in zip(every, weights, strict=True):
             one.packed = weight
         self._held = described, embedding  # keep the tensors alive, since the structures hold only their addresses
-        self._layers = (_Layer * len(blocks))()
+        self.layers = (_Layer * len(blocks))()
         for number, (fields, products, norms) in enumerate(described):
             parts = [*norms, *(part for one in products for part in (one.packed, one.bias))]
-            self._layers[number] = _Layer(*map(_address, parts), **fields)
-        first = self._layers[0]
+            self.layers[number] = _Layer(*map(_address, parts), **fields)
+        first = self.layers[0]
         names = ("hidden", "heads", "group", "size", "intermediate", "gated")
-        assert all(getattr(layer, name) == getattr(first, name) for layer in self._layers for name in names)
+        assert all(getattr(layer, name) == getattr(first, name) for layer in self.layers for name in names)
         self._hidden, self._heads, self._head_dim = first.hidden, first.heads, first.size
         self._dtype = embedding.tokens.dtype
         self._embedding = embedding
@@ -152,10 +152,10 @@ class Stack:
         """
         assert not torch.is_grad_enabled() and places.dtype == slots.dtype == torch.int64
         assert len(places) == len(slots) == len(tokens) and max(rows_per_layer) <= len(tokens)
-        assert len(rows_per_layer) == len(self._layers) == len(table)
+        assert len(rows_per_layer) == len(self.layers) == len(table)
         hidden = torch.empty(len(tokens), self._hidden, dtype=self._dtype)
         given = (ctypes.c_int64 * len(tokens))(*tokens)
-        counts = (ctypes.c_int64 * len(self._layers))(*rows_per_layer)
+        counts = (ctypes.c_int64 * len(self.layers))(*rows_per_layer)
         step = _Step(
             hidden=_address(hidden),
             tokens=ctypes.addressof(given),
@@ -164,7 +164,7 @@ class Stack:
             rows=len(tokens),
         )
         inputs = ctypes.byref(self._inputs_for(int(slots.max()) + 1))
-        kernel("step", self._dtype)(self._layers, table, counts, ctypes.byref(step), inputs, len(counts))
+        kernel("step", self._dtype)(self.layers, table, counts, ctypes.byref(step), inputs, len(counts))
         return hidden
 
     def _inputs_for(self, positions: int) -> Any:
@@ -176,7 +176,7 @@ class Stack:
             each = embedding.rotary(most)
             tables = {id(both): both for both in each if both is not None}
             numbers = {one: number for number, one in enumerate(tables, 1)}
-            for layer, both in zip(self._layers, each, strict=True):
+            for layer, both in zip(self.layers, each, strict=True):
                 layer.rope = numbers[id(both)] if layer.rope else 0
             # [tables, 2, positions, R]
             rotations = torch.stack([torch.cat(both) for both in tables.values()]) if tables else None
@@ -219,7 +219,7 @@ class Stack:
             keys, values = buffers[:, :, :, begins:]
             prompts.keys, prompts.values = keys.data_ptr(), values.data_ptr()
             prompts.buffer_row, prompts.buffer_head = keys.stride()[:2]
-        kernel("prompts", self._dtype)(ctypes.byref(self._layers[layer]), ctypes.byref(prompts))
+        kernel("prompts", self._dtype)(ctypes.byref(self.layers[layer]), ctypes.byref(prompts))
         del tables  # the tables must live until here, because the structure holds only their addresses
 
     def packed_prefix(self, states: Tensor) -> PackedPrefix:
@@ -235,7 +235,7 @@ class Stack:
     def _set_rotary(self, target: Any, rotary: Rotary, tokens: int) -> Rotary:
         """Write the addresses of cosines and sines [B, S, R] to `target`; return tensors that must outlive the call."""
         if rotary is None:
-            assert not any(layer.rope for layer in self._layers)
+            assert not any(layer.rope for layer in self.layers)
             return None
         cosines, sines = (table.reshape(-1, table.shape[-1]).contiguous() for table in rotary)
         if len(cosines) < tokens:  # all rows have the same cosines and sines
@@ -250,7 +250,7 @@ class Stack:
         If `attended` is None, return queries, keys and values [N, Q + 2 H, D]. Otherwise `attended` [N, Q D] is the
         attention's result. Then overwrite `hidden` with the layer's output, and return it.
         """
-        fields, tokens = self._layers[layer], len(hidden)
+        fields, tokens = self.layers[layer], len(hidden)
         heads = fields.heads * (fields.group + 2)
         target = _Prompts()
         tables = None if attended is not None else self._set_rotary(target, rotary, tokens)
@@ -264,15 +264,6 @@ class Stack:
         )
         del tables
         return found
-
-    @property
-    def query_heads(self) -> int:
-        """Q, the number of query heads."""
-        return int(self._heads * self._layers[0].group)
-
-    def scale(self, layer: int) -> float:
-        """Return the factor by which a layer multiplies its attention scores."""
-        return float(self._layers[layer].scale)
 
 
 class StackedLayer(nn.Module):
@@ -291,20 +282,19 @@ class StackedLayer(nn.Module):
         **more: Any,
     ) -> Tensor:
         """Run the layer: [B, S, E] -> [B, S, E]. attention_mask: None for causal attention."""
-        stack, (rows, columns, size) = self.stack, hidden.shape
+        stack, fields, (rows, columns, size) = self.stack, self.stack.layers[self.number], hidden.shape
         flat = hidden.reshape(-1, size).clone()
         states = stack.half(self.number, flat, position_embeddings, None).unflatten(0, (rows, columns)).transpose(1, 2)
-        heads = stack.query_heads
-        query, key, value = states.split([heads, (states.shape[1] - heads) // 2, (states.shape[1] - heads) // 2], dim=1)
-        scale = stack.scale(self.number)
+        heads = fields.heads * fields.group
+        query, key, value = states.split([heads, fields.heads, fields.heads], dim=1)
         if isinstance(attention_mask, Attendance):
-            attended, _ = packed_attention.attend(self, query, key, value, attention_mask, scaling=scale)
+            attended, _ = packed_attention.attend(self, query, key, value, attention_mask, scaling=fields.scale)
         else:
             if past_key_values is not None:
                 key, value = past_key_values.update(key, value, self.number)
             causal = attention_mask is None and columns > 1
             attended = scaled_dot_product_attention(
-                query, key, value, attention_mask, is_causal=causal, scale=scale, enable_gqa=heads != key.shape[1]
+                query, key, value, attention_mask, is_causal=causal, scale=fields.scale, enable_gqa=fields.group > 1
             ).transpose(1, 2)
         return stack.half(self.number, flat, None, attended.reshape(len(flat), -1)).view(hidden.shape)
 
