@@ -1,12 +1,15 @@
-"""Checkpoints from a bucket: pinned without their weights, fetched once, checked, never half of one."""
+"""Checkpoints from a bucket or a hub: pinned without their weights, fetched once, checked, never half of one."""
 
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -15,13 +18,17 @@ from typing import Any
 
 import boto3
 import pytest
+from hub_server import REPO, Hub, running_hub
+from part_builders import Commits, part_spec, shard_generator
 from transformers import AutoModelForCausalLM
 
 from actors.engine.model.weights import StoredTensor, folder_tensors
+from pipeline.checkpoints import resolve
 from pipeline.checkpoints import stores as checkpoint_stores
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.checkpoints.stores import BucketStore, RemoteFile
 from pipeline.config.job import ModelConfig, StorageConfig
+from pipeline.generate.coordinator import Coordinator
 from pipeline.storage.errors import StoreFailed
 
 WEIGHTS = "model.safetensors"
@@ -80,6 +87,12 @@ def refusal(path: str, storage: StorageConfig | None = None) -> str:
     return str(caught.value)
 
 
+def flipped(path: Path) -> bytes:
+    """The file with another last bit."""
+    data = path.read_bytes()
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
 def held(place: Path) -> set[str]:
     """Names of the checkpoint files that lie in the cache, hidden ones too."""
     return {path.name for folder in place.iterdir() if folder.is_dir() for path in folder.iterdir()}
@@ -127,9 +140,7 @@ def test_planning_leaves_the_weights_in_the_bucket(checkpoint: Path, s3: Storage
     assert fetch(resolved.source, weights=False) == resolved.checkpoint.path
     assert held(place) == small
     folder = fetch(resolved.source)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
-        path.name: path.read_bytes() for path in checkpoint.iterdir()
-    }
+    assert files(folder) == files(checkpoint)
 
 
 def test_a_sharded_checkpoint_is_fetched_by_its_index(sharded: Path, s3: StorageConfig, place: Path) -> None:
@@ -146,10 +157,8 @@ def test_a_change_in_the_bucket_makes_another_checkpoint(checkpoint: Path, s3: S
     before = find(url, s3)
     fetch(before.source)
     assert find(url, s3) == before
-    client = client_of(s3)
-    weights = bytearray((checkpoint / WEIGHTS).read_bytes())
-    weights[-1] ^= 1
-    client.put_object(Bucket="bucket", Key=f"changing/{WEIGHTS}", Body=bytes(weights))
+    weights = flipped(checkpoint / WEIGHTS)
+    client_of(s3).put_object(Bucket="bucket", Key=f"changing/{WEIGHTS}", Body=weights)
     after = find(url, s3)
     assert before.identity() != after.identity()
     assert fetch(after.source) != fetch(before.source)  # the old one is still there, and still itself
@@ -160,9 +169,7 @@ def test_a_change_in_the_bucket_makes_another_checkpoint(checkpoint: Path, s3: S
 def test_a_file_that_changed_after_the_plan_is_refused(checkpoint: Path, s3: StorageConfig, place: Path) -> None:
     url = put(checkpoint, "s3://bucket/changed", s3)
     resolved = find(url, s3)
-    weights = bytearray((checkpoint / WEIGHTS).read_bytes())
-    weights[-1] ^= 1
-    client_of(s3).put_object(Bucket="bucket", Key=f"changed/{WEIGHTS}", Body=bytes(weights))
+    client_of(s3).put_object(Bucket="bucket", Key=f"changed/{WEIGHTS}", Body=flipped(checkpoint / WEIGHTS))
     with pytest.raises(ValueError, match=rf"^{url}/{WEIGHTS}: changed since the job was planned; restore it"):
         fetch(resolved.source)
     assert WEIGHTS not in held(place)
@@ -227,9 +234,7 @@ def test_a_damaged_download_is_tried_once_more_then_refused(
         original(store, file, folder)
         if file.name == WEIGHTS and damages[0] > 0:
             damages[0] -= 1
-            data = bytearray((folder / file.name).read_bytes())
-            data[-1] ^= 1
-            (folder / file.name).write_bytes(data)
+            (folder / file.name).write_bytes(flipped(folder / file.name))
 
     monkeypatch.setattr(BucketStore, "_get", flip)
     folder = fetch(resolved.source)
@@ -290,8 +295,7 @@ def test_weights_that_are_cut_short_in_the_bucket_are_known_before_loading(
 ) -> None:
     put(checkpoint, "s3://bucket/short", s3)
     data = (checkpoint / WEIGHTS).read_bytes()[:-100]
-    client = client_of(s3)
-    client.put_object(Bucket="bucket", Key=f"short/{WEIGHTS}", Body=data)
+    client_of(s3).put_object(Bucket="bucket", Key=f"short/{WEIGHTS}", Body=data)
     resolved = find("s3://bucket/short", s3)
     with pytest.raises(ValueError, match=rf"^s3://bucket/short/{WEIGHTS}: {len(data)} bytes, but its header says"):
         resolved.tensors()
@@ -324,3 +328,142 @@ def test_a_job_may_say_where_the_cache_is(checkpoint: Path, s3: StorageConfig, t
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot hold checkpoints: .*; set model\.cache"):
         resolve_checkpoint(ModelConfig(path=url, cache=str(tmp_path / "file")), s3)
+
+
+def test_a_download_logs_its_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert resolve.FIRST_SECONDS < 2 and resolve.SECONDS == 10
+    monkeypatch.setattr(resolve, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(resolve, "SECONDS", 0.05)
+    (tmp_path / "earlier").write_bytes(bytes(2**20))
+    with caplog.at_level(logging.INFO), resolve.download_progress("s3://b/m", 4 * 2**20, tmp_path):
+        (tmp_path / ".part.incomplete").write_bytes(bytes(2**21))
+        deadline = time.monotonic() + 10
+        while len(caplog.messages) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert caplog.messages[1] == "downloading s3://b/m: 2 MiB of 4 MiB"
+
+
+def test_a_short_download_reports_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), resolve.download_progress("s3://b/m", 10, tmp_path / "none"):
+        pass
+    assert caplog.messages == []
+
+
+def test_an_actor_reports_its_download_to_the_coordinator(
+    checkpoint: Path, s3: StorageConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = put(checkpoint, "s3://bucket/download", s3)
+    source = find(url, s3).pinned()
+    lines: list[str] = []
+
+    class Recorder(Coordinator):
+        def downloading(self, actor: str | None, line: str) -> None:
+            lines.append(line)
+
+    original = BucketStore.download
+
+    def wait_for_a_line(store: BucketStore, files: Any, folder: Path) -> Path:
+        while not lines:
+            time.sleep(0.01)
+        return original(store, files, folder)
+
+    monkeypatch.setattr(resolve, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(BucketStore, "download", wait_for_a_line)
+    coordinator = Recorder()
+    settings = {"checkpoint": source, "dtype": "float32", "threads": 1}
+    shard_generator(settings, part_spec(), Commits(), coordinator=coordinator)
+    assert lines[0].startswith(f"downloading {url}: 0 MiB of ") and coordinator.read().loading == 0
+
+
+@pytest.fixture
+def hub(checkpoint: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with running_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.push("main", {**files(checkpoint), "README.md": b"about it", "pytorch_model.bin": b"a pickle"})
+        yield hub
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def of_hub(revision: str = "main", pinned: ResolvedCheckpoint | None = None) -> ResolvedCheckpoint:
+    stored = None if pinned is None else pinned.identity()
+    return resolve_checkpoint(ModelConfig(path=f"{REPO}@{revision}"), StorageConfig(), stored)
+
+
+def test_a_branch_is_pinned_to_its_commit_without_the_weights(hub: Hub, checkpoint: Path) -> None:
+    resolved = of_hub()
+    assert set(hub.downloads()) == {path.name for path in checkpoint.glob("*.json")}
+    assert shapes(resolved.tensors()) == shapes(folder_tensors(checkpoint))
+    assert WEIGHTS not in hub.downloads()  # its header alone
+    identity = resolved.identity()
+    assert (identity["commit"], identity["hub"]) == (hub.branches["main"], f"{REPO}@main")
+    assert set(identity["files"]) == set(files(checkpoint))
+
+
+def test_a_node_downloads_each_file_once(hub: Hub, checkpoint: Path) -> None:
+    resolved = of_hub()
+    folder = fetch(resolved.source)
+    assert files(folder) == files(checkpoint)  # no pickle, no model card
+    assert sorted(hub.downloads()) == sorted(files(checkpoint))
+    asked = len(hub.asked)
+    assert fetch(resolved.source) == folder == fetch(resolved.source, weights=False)
+    assert len(hub.asked) == asked  # not even a question
+
+
+def test_a_moved_branch_is_another_checkpoint_but_not_for_a_job_that_has_begun(hub: Hub, checkpoint: Path) -> None:
+    before = of_hub()
+    weights = flipped(checkpoint / WEIGHTS)
+    hub.push("main", {**files(checkpoint), WEIGHTS: weights})
+    after = of_hub()
+    assert before.identity()["commit"] != after.identity()["commit"]
+    assert before.identity()["files"][WEIGHTS] != after.identity()["files"][WEIGHTS]
+    resumed = of_hub(pinned=before)
+    assert resumed.identity() == before.identity()
+    assert (fetch(resumed.source) / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
+    assert (fetch(after.source) / WEIGHTS).read_bytes() == weights
+    hub.branches["other"] = hub.branches["main"]
+    assert of_hub("other", pinned=before).identity()["commit"] == after.identity()["commit"]
+    commit = before.identity()["commit"]
+    assert of_hub(commit).identity()["commit"] == commit
+
+
+def test_weights_that_do_not_have_the_hubs_digest_are_refused(hub: Hub, checkpoint: Path) -> None:
+    resolved = of_hub()
+    hub.wrong[WEIGHTS] = flipped(checkpoint / WEIGHTS)
+    with pytest.raises(ValueError, match=r"model\.safetensors: damaged in the download: its sha256 is not the store's"):
+        fetch(resolved.source)
+    assert hub.downloads().count(WEIGHTS) == 2
+    hub.wrong.clear()
+    assert (fetch(resolved.source) / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
+
+
+def test_quantized_weights_on_the_hub_are_refused_before_they_are_fetched(hub: Hub, checkpoint: Path) -> None:
+    config = {**json.loads((checkpoint / "config.json").read_text()), "quantization_config": {"quant_method": "fp8"}}
+    hub.push("main", {**files(checkpoint), "config.json": json.dumps(config).encode()})
+    assert "quantized weights (fp8) are not supported; give the bfloat16 checkpoint" in refusal(f"{REPO}@main")
+    assert WEIGHTS not in hub.downloads()
+    hub.push("main", {"config.json": b'{"model_type": "llama"}', "m.Q4_1.gguf": b"GGUF"})
+    assert "m.Q4_1.gguf is GGUF: fetch it and convert it (skipdecode convert)" in refusal(f"{REPO}@main")
+
+
+def test_a_missing_model_or_revision_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no such model on the hub, or no access" in refusal("someone/else@main")
+    assert "no such revision: give a branch, tag or commit" in refusal(f"{REPO}@v9")
+    hub.gated = True
+    assert "ask for access on the hub, and set HF_TOKEN" in refusal(f"{REPO}@main")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(StoreFailed, match=rf"^{REPO}@main: the hub at http://127\.0\.0\.1:9 cannot be reached"):
+        of_hub()
+
+
+def test_the_hub_travels_with_the_checkpoint(hub: Hub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node need not have HF_ENDPOINT in its environment."""
+    resolved = of_hub()
+    assert isinstance(resolved.source, RemoteCheckpoint) and hash(resolved.source)
+    monkeypatch.delenv("HF_ENDPOINT")
+    assert files(fetch(resolved.source)) == files(checkpoint)
