@@ -107,10 +107,12 @@ def _head_seconds(generator: Generator, rows: int) -> float:
     hidden = torch.randn(rows, decoder.model.config.hidden_size).to(decoder.device, decoder.dtype)
     head = getattr(decoder, "likeliest", decoder.logits)  # the CPU decoder finds the likeliest token without all logits
     head(hidden)
-    began = time.perf_counter()
+    seconds = []
     for _ in range(HEAD_CALLS):
+        began = time.perf_counter()
         head(hidden)
-    return (time.perf_counter() - began) / HEAD_CALLS / rows
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds) / rows  # the mean would count a moment in which the machine did other work
 
 
 def _divergence(generator: Generator, pairs: Sequence[Row], order: tuple[int, ...]) -> list[dict[str, float]]:
