@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipeline.commit.duplicates import record_duplicates, repeated_error, with_duplicates
 from pipeline.commit.records import drop_records, read_all, record_name
@@ -17,6 +16,7 @@ from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
 from pipeline.runtime.announce import announced
 from pipeline.storage.folder import FileInfo, Folder, write_json
+from pipeline.storage.parquet import parquet_bytes
 
 STATS, SUMMARY = "_job/stats.parquet", "_job/summary.json"
 
@@ -105,9 +105,7 @@ def check_rows(records: pa.Table, parts: Mapping[int, FileInfo], shards: Sequenc
 def write_statistics(folder: Folder, manifest: Manifest, records: pa.Table) -> Totals:
     """Write statistics and summary files from `records`, and return the totals. The job may be unfinished."""
     totals = with_duplicates(folder, totals_of(records))
-    sink = pa.BufferOutputStream()
-    pq.write_table(records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA), sink)
-    folder.replace(STATS, sink.getvalue().to_pybytes())
+    folder.replace(STATS, parquet_bytes(records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA)))
     write_json(folder, SUMMARY, summary(folder, manifest, totals), indent=2)
     return totals
 

@@ -22,13 +22,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError, flat
 from pipeline.generate.stats import LATER, STATS_SCHEMA, ShardStats
 from pipeline.storage.concurrency import in_parallel, repeating
 from pipeline.storage.folder import STORE_ERRORS, Folder
-from pipeline.storage.parquet import read_parquet
+from pipeline.storage.parquet import parquet_bytes, read_parquet
 
 log = logging.getLogger(__name__)
 COMMITS, SEGMENTS = "_job/commits", "_job/segments"
@@ -167,9 +166,7 @@ def damaged_record(folder: Folder, name: str) -> str:
 
 def write_segment(folder: Folder, table: pa.Table, fingerprint: str) -> None:
     """Write the records in `table` as a new segment. Does nothing if this segment exists already."""
-    sink = pa.BufferOutputStream()
-    pq.write_table(table.replace_schema_metadata({"skipdecode.fingerprint": fingerprint}), sink, compression="zstd")
-    data = sink.getvalue().to_pybytes()
+    data = parquet_bytes(table.replace_schema_metadata({"skipdecode.fingerprint": fingerprint}), compression="zstd")
     folder.create(_segment_name(data), data)
 
 

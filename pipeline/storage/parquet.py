@@ -1,8 +1,9 @@
-"""Reads Parquet files held in memory."""
+"""Reads and writes Parquet files held in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,3 +17,11 @@ def read_parquet(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
     """
     file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
     return file.read(columns=columns, use_threads=False)
+
+
+def parquet_bytes(table: pa.Table, **options: Any) -> bytes:
+    """Return the bytes of a Parquet file with the rows of `table`. options: arguments of `pq.write_table`."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, **options)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,19 +11,15 @@ import boto3
 import bucket_server
 import pytest
 import ray
+from fault_proxy import Proxy, fault_proxy
 from in_process import InProcess
-from tiny_checkpoint import tiny_checkpoint
+from ray_free_run import MadeUpParts
 
 from actors.engine.cpu.library import library
 from pipeline import job as jobs
 from pipeline.config.job import StorageConfig
 from pipeline.incremental import runs
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama with tokenizer and schedule."""
-    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+from pipeline.storage.folder import Folder, open_folder
 
 
 @pytest.fixture
@@ -91,6 +88,38 @@ def ceph(s3: StorageConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             subprocess.run([CEPH_SCRIPT, "stop", folder], check=True, timeout=60)
 
 
+@pytest.fixture
+def local(tmp_path: Path) -> Folder:
+    """A local output folder that does not exist yet."""
+    return open_folder(str(tmp_path / "deep" / "out"), StorageConfig())
+
+
+@pytest.fixture(params=["local", "s3", pytest.param("ceph", marks=pytest.mark.ceph)])
+def folder(request: pytest.FixtureRequest) -> Folder:
+    """An output folder that does not exist yet, on a disk or in a bucket."""
+    if request.param == "local":
+        found: Folder = request.getfixturevalue("local")
+        return found
+    return open_folder(f"s3://bucket/{uuid.uuid4().hex}/out/", request.getfixturevalue(request.param))
+
+
+@pytest.fixture(scope="module")
+def behind(s3: StorageConfig) -> Iterator[Proxy]:
+    """One proxy before `s3` for all tests of a file."""
+    assert s3.endpoint_url
+    with fault_proxy(s3.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(behind: Proxy) -> Iterator[Proxy]:
+    """A proxy that passes everything on, until a test says otherwise."""
+    behind.script, behind.requests = (lambda request: None), []
+    behind.done.clear()
+    yield behind
+    behind.script = lambda request: None
+
+
 @pytest.fixture(scope="session")
 def own_ray(s3: StorageConfig) -> Iterator[None]:
     """One Ray for all tests that run jobs on Ray in this process; it has two GPUs that do not exist.
@@ -131,6 +160,12 @@ def _without_announcements(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """All jobs of the test run in this process, without Ray: those of the command line and of `adapt` too."""
     monkeypatch.setattr(jobs, "ray_backend", lambda **_: InProcess())
+
+
+@pytest.fixture
+def made_up_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All jobs of the test run in this process, and no model writes their parts."""
+    monkeypatch.setattr(jobs, "ray_backend", lambda **_: MadeUpParts())
 
 
 @pytest.fixture

@@ -88,6 +88,17 @@ def invoke(folder: Path, job: dict[str, Any] | JobConfig, *options: str, command
     return CliRunner().invoke(app, [command, str(folder / "job.yaml"), *options])
 
 
+def report(output: Path | str, *options: str) -> Result:
+    """Call `skipdecode report` in this process."""
+    return CliRunner().invoke(app, ["report", str(output), *options], env={"COLUMNS": "200"})
+
+
+def files_of(folder: Path | str) -> dict[str, tuple[int, int, bytes]]:
+    """Inode, modification time and bytes of every file below a folder."""
+    paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
+
+
 def answered_rows(output: Path) -> list[dict[str, Any]]:
     """The rows of all parts, in order."""
     return [row for part in sorted(output.glob("part-*.parquet")) for row in pq.read_table(part).to_pylist()]

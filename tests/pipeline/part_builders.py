@@ -12,6 +12,7 @@ from memory_folder import MemoryFolder
 
 from actors.answers import Answer
 from pipeline.commit.finalize import finalize, write_success
+from pipeline.commit.sink import commit
 from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.stage import ShardGenerator
@@ -132,6 +133,11 @@ def part_stats(shard: Shard, **changes: Any) -> ShardStats:
     return ShardStats(**{**values, **changes})
 
 
+def commit_made_up_parts(shards: Iterable[Shard], folder: Folder, fingerprint: str = FINGERPRINT) -> None:
+    for shard in shards:
+        commit(folder, shard, part(shard, fingerprint=fingerprint), part_stats(shard), fingerprint)
+
+
 def manifest_of(shards: list[Shard]) -> Manifest:
     """Of a job of these shards."""
     identity = {"schedule": {"speedup": 2.0, "num_layers": LAYERS}}
@@ -140,6 +146,14 @@ def manifest_of(shards: list[Shard]) -> Manifest:
         rows[shard.url] = rows.get(shard.url, 0) + shard.rows
     files = [InputFile(url, 1, "1", (count,), (1,)) for url, count in rows.items()]
     return Manifest(FINGERPRINT, identity, Batching(5, 1, 1, 1, 1), files, shards, pa.schema([]))
+
+
+SHARDS = [Shard(0, "in/a.parquet", 0, 4), Shard(1, "in/a.parquet", 4, 5), Shard(2, "in/b.parquet", 0, 1)]
+MANIFEST = manifest_of(SHARDS)
+COUNTED = [  # statistics that a part shows
+    *("shard", "rows", "answers", "errors", "duplicate_ids", "prompt_tokens", "generated_tokens", "mean_depth"),
+    *("decode_steps", "layer_steps", "full_layer_steps", "stopped", "cut_off", "error_kinds", "label_counts"),
+]
 
 
 def finish(folder: Folder, manifest: Manifest) -> Totals:

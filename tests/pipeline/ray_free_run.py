@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from in_process import InProcess, InProcessSession
-from part_builders import part, part_stats
+from part_builders import commit_made_up_parts
 
 from pipeline import job as jobs
-from pipeline.commit.sink import commit
 from pipeline.config.job import ActorsConfig, JobConfig
 from pipeline.generate.coordinator import Workload
 from pipeline.input.shards import Shard
@@ -18,11 +17,6 @@ from pipeline.run.stages import Stages
 from pipeline.storage.folder import Folder
 
 Answer = Callable[[Sequence[Shard], Folder, str], None]  # shards, output folder, fingerprint
-
-
-def commit_made_up_parts(shards: Sequence[Shard], folder: Folder, fingerprint: str) -> None:
-    for shard in shards:
-        commit(folder, shard, part(shard, fingerprint=fingerprint), part_stats(shard), fingerprint)
 
 
 class MadeUpParts(InProcess):

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-import boto3
 import pytest
-import yaml
+from in_process import invoke, job_values
 from input_files import write_rows
-from ray_free_run import MadeUpParts
-from typer.testing import CliRunner
 
-from pipeline import job as jobs
-from pipeline.cli.app import app
-from pipeline.commit.records import SEGMENTS, compact, record_name
+from pipeline.commit.records import SEGMENTS, compact, decode_record, encode_record, record_name
 from pipeline.commit.sink import DAMAGED, SUCCESS, part_name
 from pipeline.config.job import StorageConfig
 from pipeline.plan import plan_files
-from pipeline.storage.folder import Folder, open_folder
+from pipeline.storage.folder import open_folder
 
 ROWS = 12
 
@@ -30,22 +25,17 @@ class Job:
     """A command whose parts are made up, and its output folder with four parts."""
 
     def __init__(self, url: str, storage: StorageConfig, checkpoint: Path, folder: Path) -> None:
-        self.output, self.file = open_folder(url, storage), folder / "job.yaml"
+        self.output, self.folder = open_folder(url, storage), folder
         write_rows(folder / "in.parquet", [ROWS])
-        values: dict[str, Any] = {
-            "input": {"path": str(folder / "in.parquet"), "id": "id"},
-            "output": {"path": url},
-            "model": {"path": str(checkpoint)},
-            "schedule": {"agreement_rows": 0},
-            "shard_rows": 3,
-            "max_error_rate": 1,
-            "storage": storage.model_dump(include={"endpoint_url"}),
-        }
-        self.file.write_text(yaml.safe_dump(values))
+        own = {"input": {"id": "id"}, "shard_rows": 3, "storage": storage.model_dump(include={"endpoint_url"})}
+        self.values = job_values(folder / "in.parquet", url, checkpoint, **own)
         assert self.run().exit_code == 0
+        manifest = plan_files.load(self.output)
+        assert manifest is not None
+        self.fingerprint = manifest.fingerprint
 
     def run(self, *options: str) -> Any:
-        return CliRunner().invoke(app, ["run", str(self.file), *options])
+        return invoke(self.folder, self.values, *options)
 
     def flip(self, shard: int) -> bytes:
         """Flip a bit in the middle of a part. Returns the damaged bytes."""
@@ -56,16 +46,10 @@ class Job:
 
 
 @pytest.fixture
-def new_job(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Callable[[str], Job]:
-    monkeypatch.setattr(jobs, "ray_backend", lambda **_: MadeUpParts())
-
+def new_job(checkpoint: Path, tmp_path: Path, made_up_parts: None, s3: StorageConfig) -> Callable[[str], Job]:
     def make(store: str) -> Job:
-        if store == "local":
-            return Job(str(tmp_path / "out"), StorageConfig(), checkpoint, tmp_path)
-        storage = request.getfixturevalue("s3")
-        return Job(f"s3://bucket/{time.monotonic_ns()}", storage, checkpoint, tmp_path)
+        url = str(tmp_path / "out") if store == "local" else f"s3://bucket/{uuid4().hex}"
+        return Job(url, s3, checkpoint, tmp_path)
 
     return make
 
@@ -94,9 +78,7 @@ def test_a_flipped_bit_is_named_and_repaired(store: str, finished: bool, new_job
 
 def test_a_damaged_part_whose_record_is_in_a_segment_or_gone_is_repaired(new_job: Callable[[str], Job]) -> None:
     job = new_job("local")
-    manifest = plan_files.load(job.output)
-    assert manifest is not None
-    compact(job.output, manifest.fingerprint, least=1)
+    compact(job.output, job.fingerprint, least=1)
     job.flip(0)
     assert job.run().exit_code == 2
     assert job.run("--repair").exit_code == 0
@@ -110,30 +92,20 @@ def test_a_damaged_part_whose_record_is_in_a_segment_or_gone_is_repaired(new_job
 
 
 def test_records_without_the_stores_checksum_are_checked_by_size_and_said(
-    new_job: Callable[[str], Job], s3: StorageConfig, caplog: pytest.LogCaptureFixture
+    new_job: Callable[[str], Job], caplog: pytest.LogCaptureFixture
 ) -> None:
     """As records of earlier versions; --verify reads the parts."""
     job = new_job("s3")
-    strip_tags(job.output)
+    for shard in range(4):
+        record = decode_record(job.output.read(record_name(shard)), shard, job.fingerprint)
+        assert record is not None and record["tag"]
+        job.output.replace(record_name(shard), encode_record({**record, "tag": ""}, job.fingerprint))
     job.flip(1)
     assert job.run().exit_code == 0 and "4 parts were checked by size alone" in caplog.text
     result = job.run("--verify")
     assert result.exit_code == 2 and "sha256 differs" in result.stderr
     assert job.run("--repair").exit_code == 0 and job.run("--verify").exit_code == 0
     data = job.output.read(part_name(0))
-    bucket, _, prefix = job.output.url.removeprefix("s3://").partition("/")
-    client = boto3.client("s3", endpoint_url=s3.endpoint_url)
-    client.put_object(Bucket=bucket, Key=f"{prefix}/{part_name(0)}", Body=data[:-1])
+    job.output.replace(part_name(0), data[:-1])
     result = job.run()
     assert result.exit_code == 2 and f"{len(data) - 1:,} bytes, {len(data):,} were committed" in result.stderr
-
-
-def strip_tags(output: Folder) -> None:
-    from pipeline.commit.records import decode_record, encode_record
-
-    manifest = plan_files.load(output)
-    assert manifest is not None
-    for shard in range(4):
-        record = decode_record(output.read(record_name(shard)), shard, manifest.fingerprint)
-        assert record is not None and record["tag"]
-        output.replace(record_name(shard), encode_record({**record, "tag": ""}, manifest.fingerprint))

@@ -9,14 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from in_process import run_in_process
-from typer.testing import CliRunner
+from in_process import invoke, job_values, report, run_in_process
 
 from actors.engine.errors import UserError
-from pipeline.cli.app import app
 from pipeline.commit import duplicates
 from pipeline.commit.duplicates import count_repeated
 from pipeline.config.job import JobConfig
@@ -32,7 +29,6 @@ IDS = st.lists(st.lists(st.one_of(st.none(), st.integers(-5, 5)), max_size=6), m
 
 
 @given(IDS, st.sampled_from([pa.int64(), pa.string(), pa.timestamp("ms"), pa.list_(pa.int64())]), st.integers(1, 9))
-@settings(deadline=None)
 def test_rows_are_counted_as_a_set_would(ids: list[list[Any]], kind: pa.DataType, at_once: int) -> None:
     values = [
         [
@@ -75,21 +71,14 @@ def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
     (tmp_path / "in").mkdir()
     for number, ids in enumerate((["a", "b", "c"], ["d", "b", "e"])):
         pq.write_table(pa.table({"id": ids, "prompt": ["alpha"] * 3}), tmp_path / "in" / f"{number}.parquet")
-    return {
-        "input": {"path": str(tmp_path / "in"), "id": "id"},
-        "output": {"path": str(tmp_path / "out")},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 2, "n": 2, "temperature": 1.0},
-        "actors": {"threads": 1},
-    }
+    sampling = {"max_new_tokens": 2, "n": 2, "temperature": 1.0}
+    return job_values(tmp_path / "in", tmp_path / "out", checkpoint, input={"id": "id"}, sampling=sampling)
 
 
 def test_a_job_says_how_many_rows_repeat_an_id_of_another_shard(
     values: dict[str, Any], tmp_path: Path, in_process: None, reports: None
 ) -> None:
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(values))
-    done = CliRunner().invoke(app, ["run", str(tmp_path / "job.yaml")])
+    done = invoke(tmp_path, values)
     files = [f"{tmp_path}/in/{number}.parquet" for number in range(2)]
     example = f"'b': row 1 of {files[0]} and row 1 of {files[1]}"
     assert done.exit_code == 0, done.output
@@ -97,7 +86,7 @@ def test_a_job_says_how_many_rows_repeat_an_id_of_another_shard(
     summary = json.loads((tmp_path / "out" / "_job" / "summary.json").read_text())
     assert (summary["duplicate_ids"], summary["duplicate_examples"]) == (1, [example])
     assert example.replace("'", "&#39;") in (tmp_path / "out" / "_job" / "report.html").read_text()
-    assert example in CliRunner().invoke(app, ["report", str(tmp_path / "out")]).stdout
+    assert example in report(tmp_path / "out").stdout
     assert run_in_process(JobConfig.model_validate(values)).totals.duplicate_ids == 1  # finished
     values["input"]["duplicate_ids"] = "error"
     with pytest.raises(UserError, match=r"^input\.id: 1 rows have the id of an earlier row"):
@@ -114,7 +103,7 @@ def test_error_refuses_before_anything_is_written(values: dict[str, Any], tmp_pa
 def test_rows_that_cannot_be_read_repeat_no_id_and_say_where_they_are(values: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "alpha"}\n{\n{"id": "b", "prompt": "b"}\nx\n')
     values["input"] |= {"path": str(tmp_path / "in.jsonl"), "duplicate_ids": "error"}
-    result = run_in_process(JobConfig.model_validate({**values, "max_error_rate": 1, "shard_rows": 2}))
+    result = run_in_process(JobConfig.model_validate({**values, "shard_rows": 2}))
     assert (result.totals.errors, result.totals.duplicate_ids) == (2, 0)
     answered = [row for row in pq.read_table(tmp_path / "out").to_pylist() if row["sample_index"] == 0]
     assert [row["id"] for row in answered] == ["a", None, "b", None]

@@ -11,17 +11,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from cli_command import Command, assert_released
+from in_process import invoke, job_config
 from in_process import parts as parts_of
-from part_builders import FINGERPRINT, part, part_stats
-from typer.testing import CliRunner
+from part_builders import FINGERPRINT, commit_made_up_parts, part
 
-from pipeline.cli.app import app
-from pipeline.commit.sink import commit, committed_shards, part_name
+from pipeline.commit.sink import committed_shards, part_name
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.input.shards import Shard
-from pipeline.storage.folder import LocalFolder, open_folder
+from pipeline.storage.folder import Folder, open_folder
 
 SHARDS = [Shard(index, "in.parquet", 6 * index, 6) for index in range(12)]
 
@@ -50,16 +48,10 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     subprocess.run(["umount", "-l", str(found.path)], check=True)
 
 
-def commit_shards(folder: LocalFolder) -> None:
-    for shard in SHARDS:
-        commit(folder, shard, part(shard), part_stats(shard), FINGERPRINT)
-
-
 def test_what_is_committed_on_a_full_disk_stays_and_the_rest_follows(disk: Disk) -> None:
     folder = open_folder(str(disk.path / "out"), StorageConfig())
-    assert isinstance(folder, LocalFolder)
     with pytest.raises(OSError, match="No space left on device") as caught:
-        commit_shards(folder)
+        commit_made_up_parts(SHARDS, folder)
     assert caught.value.errno == errno.ENOSPC and str(caught.value.filename).startswith(folder.url)
     assert folder.names("_job/tmp") == []
     parts = [name for name in folder.names() if name.endswith(".parquet")]
@@ -67,43 +59,32 @@ def test_what_is_committed_on_a_full_disk_stays_and_the_rest_follows(disk: Disk)
     assert all(folder.read(name) == part(shard) for name, shard in zip(parts, SHARDS, strict=False))
     disk.remount("size=1m")
     assert committed_shards(folder, SHARDS, FINGERPRINT) == set(range(len(parts)))
-    commit_shards(folder)
+    commit_made_up_parts(SHARDS, folder)
     assert {name: folder.read(name) for name in folder.names()} == {part_name(s.index): part(s) for s in SHARDS}
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("method", ["create", "replace"])
 def test_half_a_file_is_not_left_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, method: str
+    local: Folder, monkeypatch: pytest.MonkeyPatch, number: int, method: str
 ) -> None:
-    folder = open_folder(str(tmp_path / "out"), StorageConfig())
-    folder.replace("b", b"before")
+    local.replace("b", b"before")
 
     def fail(handle: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fail)
-        with pytest.raises(OSError, match=rf"{os.strerror(number)}: '{tmp_path}/out/b'"):
-            getattr(folder, method)("b", b"data")
-    assert folder.names("_job/tmp") == [] and folder.read("b") == b"before"
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=rf"{os.strerror(number)}: '{local.url}/b'"):
+        getattr(local, method)("b", b"data")
+    assert local.names("_job/tmp") == [] and local.read("b") == b"before"
 
 
 @pytest.fixture
 def job(tmp_path: Path, checkpoint: Path, disk: Disk) -> JobConfig:
     table = pa.table({"id": list(range(48)), "prompt": [f"alpha {row}" for row in range(48)]})
     pq.write_table(table, tmp_path / "in.parquet")
-    return JobConfig.model_validate(
-        {
-            "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
-            "output": {"path": str(disk.path / "out")},
-            "model": {"path": str(checkpoint), "dtype": "float32"},
-            "schedule": {"agreement_rows": 0},
-            "sampling": {"max_new_tokens": 8},
-            "actors": {"threads": 1},
-            "shard_rows": 4,
-        }
-    )
+    own = {"input": {"id": "id"}, "sampling": {"max_new_tokens": 8}, "shard_rows": 4}
+    return job_config(tmp_path / "in.parquet", disk.path / "out", checkpoint, **own)
 
 
 def test_an_output_that_may_not_be_written_is_one_line_at_once(
@@ -112,12 +93,11 @@ def test_an_output_that_may_not_be_written_is_one_line_at_once(
     disk.remount("ro")
     for name in ("ray.init", "actors.engine.build.load_decoder"):
         monkeypatch.setattr(name, lambda *args, **kwargs: pytest.fail("too late"))
-    file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
-    result = CliRunner().invoke(app, ["run", str(file)])
+    result = invoke(tmp_path, job)
     assert result.exit_code == 2
     said = [line for line in result.stderr.splitlines() if not line.startswith("memory")]
-    assert said[-1] == (f"skipdecode: {file}: output.path: {disk.path}/out cannot be made: {disk.path} is not writable")
+    refused = f"output.path: {disk.path}/out cannot be made: {disk.path} is not writable"
+    assert said[-1] == f"skipdecode: {tmp_path}/job.yaml: {refused}"
 
 
 @pytest.mark.ray

@@ -3,67 +3,35 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
-import uuid
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from part_builders import FINGERPRINT, LAYERS, fake_answers, part, part_spec, part_stats
+from part_builders import (
+    COUNTED,
+    FINGERPRINT,
+    LAYERS,
+    SHARDS,
+    commit_made_up_parts,
+    fake_answers,
+    part,
+    part_spec,
+    part_stats,
+)
 
 from actors.answers import OPTIONAL_TYPES
 from pipeline.commit.records import COMMITS, read_records, record_name
-from pipeline.commit.sink import (
-    clear,
-    clear_temporaries,
-    commit,
-    commit_shard,
-    committed_shards,
-    part_name,
-)
-from pipeline.config.job import StorageConfig
+from pipeline.commit.sink import clear, commit, commit_shard, committed_shards, part_name
 from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.output import part_table
 from pipeline.generate.stats import ShardStats
 from pipeline.input.shards import Shard
 from pipeline.runtime.quarantine import QUARANTINE, marker_name
-from pipeline.storage.folder import Folder, open_folder
-
-SHARDS = [Shard(0, "in/a.parquet", 0, 4), Shard(1, "in/a.parquet", 4, 5), Shard(2, "in/b.parquet", 0, 1)]
-COUNTS = [
-    "shard",
-    "rows",
-    "answers",
-    "errors",
-    "duplicate_ids",
-    "prompt_tokens",
-    "generated_tokens",
-    "mean_depth",
-    "decode_steps",
-    "layer_steps",
-    "full_layer_steps",
-    "stopped",
-    "cut_off",
-    "error_kinds",
-    "label_counts",
-]
-
-
-@pytest.fixture(params=["local", "s3", pytest.param("ceph", marks=pytest.mark.ceph)])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
-    if request.param == "local":
-        return open_folder(str(tmp_path / "out"), StorageConfig())
-    return open_folder(f"s3://bucket/{uuid.uuid4().hex}", request.getfixturevalue(request.param))
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> Folder:
-    return open_folder(str(tmp_path / "out"), StorageConfig())
+from pipeline.storage.folder import Folder
+from pipeline.storage.parquet import parquet_bytes, read_parquet
 
 
 def records(folder: Folder) -> list[ShardStats]:
@@ -71,14 +39,17 @@ def records(folder: Folder) -> list[ShardStats]:
     return [ShardStats(**row) for row in table.drop_columns(["sha256", "bytes", "tag"]).to_pylist()]
 
 
-def commit_all(folder: Folder) -> None:
-    for shard in SHARDS:
-        assert commit(folder, shard, part(shard), part_stats(shard), FINGERPRINT)
+def test_commit_writes_part_and_then_record(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record without its part would lose rows; a part without its record is only read again."""
+    data, made, create = part(SHARDS[1]), list[str](), type(folder).create
 
+    def noted(self: Any, name: str, data: bytes) -> bool:
+        made.append(name)
+        return create(self, name, data)
 
-def test_commit_writes_part_and_record(folder: Folder) -> None:
-    data = part(SHARDS[1])
+    monkeypatch.setattr(type(folder), "create", noted)
     assert commit(folder, SHARDS[1], data, part_stats(SHARDS[1]), FINGERPRINT)
+    assert made == [part_name(1), record_name(1)]
     assert folder.names() == ["part-000001.parquet"] == [part_name(1)]
     assert folder.names(COMMITS) == ["000001.json"]
     assert folder.read(part_name(1)) == data
@@ -88,20 +59,6 @@ def test_commit_writes_part_and_record(folder: Folder) -> None:
     (stats,) = records(folder)
     assert stats.commit_seconds > 0
     assert replace(stats, commit_seconds=0.0) == part_stats(SHARDS[1])
-
-
-def test_a_part_is_written_before_its_record(local: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record without its part would lose rows; a part without its record is only read again."""
-    made: list[str] = []
-    create = type(local).create
-
-    def noted(self: Folder, name: str, data: bytes) -> bool:
-        made.append(name)
-        return create(self, name, data)
-
-    monkeypatch.setattr(type(local), "create", noted)
-    commit(local, SHARDS[0], part(SHARDS[0]), part_stats(SHARDS[0]), FINGERPRINT)
-    assert made == [part_name(0), record_name(0)]
 
 
 def test_a_later_attempt_is_discarded(folder: Folder) -> None:
@@ -121,9 +78,9 @@ def test_a_rebuilt_record_counts_the_same(local: Folder, shard: Shard, caplog: p
     assert f"{part_name(shard.index)} had no commit record" in caplog.text
     (stats,) = records(local)
     known = part_stats(shard)
-    assert {name: getattr(stats, name) for name in COUNTS} == {name: getattr(known, name) for name in COUNTS}
+    assert {name: getattr(stats, name) for name in COUNTED} == {name: getattr(known, name) for name in COUNTED}
     assert stats.rebuilt
-    unknown = {one.name: getattr(stats, one.name) for one in fields(stats) if one.name not in [*COUNTS, "rebuilt"]}
+    unknown = {one.name: getattr(stats, one.name) for one in fields(stats) if one.name not in [*COUNTED, "rebuilt"]}
     assert not any(unknown.values())
 
 
@@ -147,9 +104,7 @@ def test_parts_of_other_jobs_and_damaged_parts_are_named(folder: Folder) -> None
     data = part(SHARDS[1])
     folder.replace(part_name(1), part(SHARDS[1], fingerprint="0" * 64))
     assert "written by another job" in refusal(folder, 1)
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({"a": [1]}), sink)
-    folder.replace(part_name(1), sink.getvalue().to_pybytes())
+    folder.replace(part_name(1), parquet_bytes(pa.table({"a": [1]})))
     assert "written by another program" in refusal(folder, 1)
     page = data[:8] + bytes(192) + data[200:]
     for damaged in (data[:-1], data[: len(data) // 2], b"", b"PAR1", page):
@@ -165,7 +120,7 @@ def test_parts_of_other_jobs_and_damaged_parts_are_named(folder: Folder) -> None
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b'{"stats": {}}', b'{"stats": null}', b"\xff\xfe"])
 def test_a_damaged_record_is_named(local: Folder, text: bytes) -> None:
-    commit_all(local)
+    commit_made_up_parts(SHARDS, local)
     local.replace(record_name(1), text)
     with pytest.raises(ValueError, match="damaged; run the job again") as caught:
         records(local)
@@ -173,27 +128,15 @@ def test_a_damaged_record_is_named(local: Folder, text: bytes) -> None:
 
 
 def test_clear_removes_a_job_and_nothing_else(folder: Folder) -> None:
-    commit_all(folder)
-    for name in (
-        "_SUCCESS",
-        "_job/job.json",
-        "_job/plan.parquet",
-        "_job/lease/000001.json",
-        "notes.txt",
-        "other.parquet",
-    ):
+    commit_made_up_parts(SHARDS, folder)
+    for name in ("_SUCCESS", "_job/job.json", "_job/plan.parquet", "_job/lease/000001.json"):
+        folder.replace(name, b"x")
+    for name in ("notes.txt", "other.parquet"):
         folder.replace(name, b"x")
     clear(folder)
     assert folder.names() == ["notes.txt", "other.parquet"]
     assert folder.names("_job") == folder.names(COMMITS) == [] and folder.names("_job/lease") == ["000001.json"]
     assert committed_shards(folder, SHARDS, FINGERPRINT) == set()
-
-
-def test_temporary_files_of_killed_processes_are_removed(local: Folder) -> None:
-    commit_all(local)
-    local.replace("_job/tmp/part-000000.parquet.0123", b"half")
-    clear_temporaries(local)
-    assert local.names("_job/tmp") == [] and len(local.names()) == 3
 
 
 def test_a_commit_is_reported_and_removes_the_shards_markers(local: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,12 +153,8 @@ def test_a_commit_is_reported_and_removes_the_shards_markers(local: Folder, monk
         assert counts == [stats.rows, stats.errors, stats.generated_tokens, stats.error_kinds]
 
 
-def read(data: bytes) -> pa.Table:
-    return pq.read_table(io.BytesIO(data))
-
-
 def test_a_part_holds_id_columns_kept_and_answers() -> None:
-    table = read(part(SHARDS[0], keep=("topic", "id"), optional=("token_ids", "cumulative_logprob")))
+    table = read_parquet(part(SHARDS[0], keep=("topic", "id"), optional=("token_ids", "cumulative_logprob")))
     answers = "sample_index generated_text finish_reason prompt_tokens generated_tokens mean_depth error"
     assert table.column_names == f"id topic {answers} token_ids cumulative_logprob".split()
     assert table["id"].to_pylist() == ["row-0", "row-0", "row-1", "row-2"]
@@ -227,7 +166,7 @@ def test_a_part_holds_id_columns_kept_and_answers() -> None:
 
 def test_a_part_depends_only_on_its_rows() -> None:
     assert part(SHARDS[0]) == part(SHARDS[0])
-    metadata = pq.read_schema(io.BytesIO(part(SHARDS[1]))).metadata
+    metadata = read_parquet(part(SHARDS[1])).schema.metadata
     assert {key: value for key, value in metadata.items() if key.startswith(b"skipdecode")} == {
         b"skipdecode.fingerprint": FINGERPRINT.encode(),
         b"skipdecode.shard": b"1",

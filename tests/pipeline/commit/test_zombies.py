@@ -16,13 +16,13 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from cli_command import Command, assert_released
+from in_process import files_of, job_config
 from in_process import parts as parts_of
 from part_builders import FINGERPRINT, part, part_stats
 
 from pipeline.commit.sink import clear_temporaries, commit
-from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.config.job import StorageConfig
 from pipeline.input.shards import Shard
 from pipeline.storage.folder import Folder, LocalFolder, open_folder
 
@@ -92,8 +92,7 @@ def wait_until_stopped(process: psutil.Process) -> None:
 def contents(folder: Folder) -> dict[str, Any]:
     """Every file, and when it was last written, but the lease's."""
     if isinstance(folder, LocalFolder):
-        paths = [path for path in folder.path.rglob("*") if path.is_file() and path.parent.name != "lease"]
-        return {str(path): (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_ino) for path in paths}
+        return {name: content for name, content in files_of(folder.path).items() if "/lease/" not in name}
     names = [f"{below}/{name}".strip("/") for below in ("", "_job", "_job/commits") for name in folder.names(below)]
     fs: Any = folder.fs  # type: ignore[attr-defined]
     return {name: (folder.read(name), fs.info(f"{folder.path}/{name}")["LastModified"]) for name in names}  # type: ignore[attr-defined]
@@ -171,17 +170,8 @@ def test_a_whole_run_that_wakes_up_after_it_was_replaced_changes_nothing(
     table = pa.table({"id": list(range(96)), "prompt": [f"alpha {row}" for row in range(96)]})
     pq.write_table(table, tmp_path / "in.parquet")
     output = tmp_path / "out"
-    job = JobConfig.model_validate(
-        {
-            "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
-            "output": {"path": str(output)},
-            "model": {"path": str(checkpoint), "dtype": "float32"},
-            "schedule": {"agreement_rows": 0},
-            "sampling": {"max_new_tokens": 24, "ignore_eos": True},
-            "actors": {"threads": 1, "max_batch": 2},
-            "shard_rows": 4,
-        }
-    )
+    own: dict[str, Any] = {"input": {"id": "id"}, "sampling": {"max_new_tokens": 24, "ignore_eos": True}}
+    job = job_config(tmp_path / "in.parquet", output, checkpoint, **own, actors={"max_batch": 2}, shard_rows=4)
     first = WatchingCommand(tmp_path, job)
     first.wait_for_parts(output, 2)
     driver = psutil.Process(first.process.pid)
@@ -206,4 +196,4 @@ def test_a_whole_run_that_wakes_up_after_it_was_replaced_changes_nothing(
     passing = ("/_job/tmp/", "/_job/quarantine/")  # which the next command clears away
     assert {name: one for name, one in after.items() if not any(part in name for part in passing)} == finished
     first.assert_nothing_left()
-    assert yaml.safe_load((output / "_SUCCESS").read_text())["rows"] == 96
+    assert json.loads((output / "_SUCCESS").read_text())["rows"] == 96
