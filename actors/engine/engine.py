@@ -190,7 +190,7 @@ class Engine:
         ended = self.retire()
         rows = self.rows
         if rows:
-            # a row with a faster schedule may now have less depth than older rows; the sort is stable for equal depths
+            # sort by depth again: a row with a faster schedule may now have fewer layers to run than a row before it
             rows.sort(key=lambda row: row.schedule.depth(row.position))
             depths = [row.schedule.depth(row.position) for row in rows]
             record(rows, self._sampled([len(rows) - bisect_right(depths, rank) for rank in self.schedule.ranks]))

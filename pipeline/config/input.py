@@ -138,13 +138,13 @@ class InputConfig(Section):
     )
     changed: Literal["error", "reprocess", "ignore"] = Field(
         "error",
-        description="with since, what happens if a file changed after it was answered. error: the run stops; "
-        "reprocess: the file is answered again; ignore: the old answers stay",
+        description="what a run with `since` does if a file changed after it was answered. error: stop; "
+        "reprocess: answer the file again; ignore: keep the old answers",
     )
     unreadable: Literal["error", "later"] = Field(
         "error",
-        description="with since, what happens if a new file cannot be read or lacks a column. error: the run stops; "
-        "later: the file is left for a later run",
+        description="what a run with `since` does if a new file cannot be read or lacks a column. error: stop; later: "
+        "leave the file for a later run",
     )
     retry: Literal["errors"] | None = Field(
         None,

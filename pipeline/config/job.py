@@ -352,8 +352,8 @@ class JobConfig(Section):
     shard_rows: int | None = Field(
         None,
         ge=1,
-        description="rows per shard, the unit of commit and progress. Default for up to 8,192 rows per actor: a "
-        "quarter of an actor's rows, at most 256; for more: 1/32 of an actor's rows, at most 4,096",
+        description="rows per shard, the unit of commit and progress. The default is a quarter of an actor's rows, "
+        "at most 256; with more than 8,192 rows per actor it is 1/32 of an actor's rows, at most 4,096",
     )
     shard_bytes: int = Field(64 * 2**20, ge=1, description="uncompressed input bytes per shard")
     max_error_rate: float = Field(
@@ -371,7 +371,7 @@ class JobConfig(Section):
         description="price of one device (a GPU, or an actor on CPUs) per hour; used by `plan` and budget.money",
     )
     budget: BudgetConfig | None = Field(
-        None, description="what all runs of the job together may use; at a limit, `run` stops with exit status 4"
+        None, description="limits on what all runs of the job use together; at a limit, `run` stops with exit status 4"
     )
     adapt: AdaptConfig | None = Field(None, description="settings of `skipdecode adapt`; `run` ignores them")
 

@@ -28,7 +28,8 @@ from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.isolated import Died
 
 log = logging.getLogger(__name__)
-LITTLE = 0.1  # print a hint if a schedule skips this share of layer runs in answers, but less with the prompts included
+# log a hint if the schedule skips less than this share of all layer runs (prompts and answers), but more in answers
+LITTLE = 0.1
 
 
 def can_gain(schedule: Schedule, spec: PromptSpec) -> bool:

@@ -166,7 +166,9 @@ def coverage_problems(manifest: Manifest) -> list[str]:
             problems.append(f"{name}: begins at row {shard.first_row} of {shard.url}; expected row {expected}")
         covered[shard.url] = shard.first_row + shard.rows
         if shard.rows <= 0 or covered[shard.url] > rows[shard.url]:
-            problems.append(f"{name}: {shard.rows} rows from row {shard.first_row}; {shard.url} has {rows[shard.url]}")
+            problems.append(
+                f"{name}: {shard.rows} rows from row {shard.first_row}, but {shard.url} has {rows[shard.url]} rows"
+            )
     limit = manifest.identity.get("limit")
     if manifest.batching.retries:
         return problems

@@ -318,7 +318,7 @@ def make_writable(folder: Folder) -> None:
             raise
         if error.errno in NO_LINKS:
             raise UserError(
-                f"output.path: the file system of {folder.path} has no hard links ({error.strerror}), which commits "
-                "need; choose a local disk, NFS or s3://"
+                f"output.path: the file system of {folder.path} has no hard links ({error.strerror}), and a commit "
+                "needs one; choose a local disk, NFS or s3://"
             ) from None
         raise UserError(f"output.path: {folder.path} cannot be written: {error.strerror}") from None

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 CREDENTIALS_SECONDS = 30.0  # maximum time of retries if a credentials service fails or is slow
 CONNECTIONS = 64  # number of parallel connections; must exceed the number of calling threads
 STORE_FAILURES = (OSError, boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError)
-WRITER = "writer"  # metadata key; a conditional put sets it to a random name that identifies the put
+WRITER = "writer"  # metadata key: each conditional put stores a random id here, so that it can recognize its own object
 QUIET_SECONDS = 5.0  # no warning is logged during the first seconds of retries
 WARNING_SECONDS = 60.0  # minimum time between two warnings of one client
 
@@ -139,7 +139,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             raise no_credentials(url, error) from None
         except MISSING_CREDENTIALS as error:
             self._lacking = self._s3
-            # during planning, the user has probably set no credentials; a running job has found them earlier
+            # while planning, the user has probably set no credentials, so do not retry; a running job had them before
             forgotten = isinstance(error, boto.NoCredentialsError) and self.contact_seconds < self.retry_seconds
             raise _Temporary(error, 0.0 if forgotten else CREDENTIALS_SECONDS) from None
         except STORE_FAILURES as error:

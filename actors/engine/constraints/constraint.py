@@ -1,7 +1,7 @@
 """The interface between an answer format (a list of labels, or a grammar) and the sampling of tokens.
 
 A constraint is compiled once and shared by rows. Each row has its own `AllowedTokens`, which tracks the row's progress.
-Sampling asks it which tokens may come next, and excludes all other tokens. A row's depth makes no difference.
+Sampling asks it which tokens may come next, and excludes all other tokens.
 """
 
 from __future__ import annotations

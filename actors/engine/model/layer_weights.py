@@ -133,5 +133,5 @@ class LayerWeights:
 
     @property
     def relu(self) -> bool:
-        """Whether the activation is ReLU without a gate. If so, the product with `up` can include it."""
+        """Whether the activation is ReLU without a gate. If so, the product with `up` can apply the ReLU too."""
         return not self.gated and self.activation == "relu"

@@ -227,7 +227,7 @@ def memory_needed(
     tensors = folder_tensors(checkpoint.path) if tensors is None else tensors
     tied = bool(config.tie_word_embeddings)
     needed = need(tensors, tied=tied, dtype=dtype, cache_bytes=cache_bytes)
-    if dtype == "bfloat16" and not on_gpu:  # memory holds the head three times: unchanged, packed, and in 8 bits
+    if dtype == "bfloat16" and not on_gpu:  # the vocabulary head is kept unchanged, packed, and in 8 bits
         head = config.vocab_size * (getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
         needed = replace(needed, weights=needed.weights + head * ITEM_BYTES[dtype] + head * 17 // 16)
     return needed
