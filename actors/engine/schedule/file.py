@@ -33,7 +33,7 @@ class Trained:
     def on(cls, stored: Schedule, drawn: Iterable[Schedule]) -> Trained:
         """Return the record of a training run that sampled the schedules `drawn`.
 
-        stored: the checkpoint's own schedule. Sampled schedules with another keep order or warm-up than this one are ignored.
+        stored: the checkpoint's own schedule. Sampled schedules with another keep order or warm-up than it are ignored.
         """
         kept = [one for one in drawn if (one.keep_order, one.warmup) == (stored.keep_order, stored.warmup)]
         return cls(
