@@ -7,13 +7,13 @@ The slot values are from the E2E data set (CC BY-SA 4.0); no sentence of the dat
 
 from __future__ import annotations
 
-import argparse
 import random
 from importlib.metadata import files
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import typer
 
 from actors.engine.errors import UserError
 
@@ -86,17 +86,11 @@ def write_demo(folder: Path, rows: int = 2000) -> Path:
     return job
 
 
-def main() -> None:
-    """Run the command line that the module docstring shows."""
-    parser = argparse.ArgumentParser(prog="python -m pipeline.demo_data", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--rows", type=int, default=2000)
-    parser.add_argument("--files", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    write_prompts(arguments.folder, arguments.rows, arguments.files, arguments.seed)
-    print(f"{arguments.rows} prompts in {arguments.files} files: {arguments.folder}")
+def main(folder: Path, rows: int = 2000, files: int = FILES, seed: int = 0) -> None:
+    """Write the demo's prompts to Parquet files in a folder."""
+    write_prompts(folder, rows, files, seed)
+    print(f"{rows} prompts in {files} files: {folder}")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -46,7 +46,6 @@ class Advice:
     failed: str = ""  # clause that says what to do after an error
     interrupted: str = "run the same command again"
     out_of_memory: str = ""  # clause that says which settings to lower if torch runs out of memory
-    verbose: bool = False  # whether to print the traceback before the last line
 
     def load(self, model: type[Model], file: Path, changes: list[str] | None) -> Model:
         """Load a configuration file, and return its values. Messages of later UserErrors begin with the file's name."""
@@ -72,7 +71,7 @@ def command(verbose: bool = False, log_json: bool = False, **clauses: str) -> It
     the output. 1: any other error; the line names a log file with the traceback. clauses: fields of `Advice`.
     """
     setup(verbose, log_json)
-    advice = Advice(**clauses, verbose=verbose)
+    advice = Advice(**clauses)
     try:
         yield advice
     except (typer.Exit, typer.Abort, typer.BadParameter):
@@ -82,7 +81,7 @@ def command(verbose: bool = False, log_json: bool = False, **clauses: str) -> It
         next_step = getattr(error, "advice", None) or advice.interrupted  # BudgetSpent has its own advice
         raise stop(INTERRUPTED, f"interrupted{signal}; {next_step}") from None
     except Exception as error:
-        if advice.verbose:
+        if verbose:
             logging.exception("the command failed")
         raise _end(error, advice) from None
 

@@ -53,10 +53,7 @@ def report(
             advice.failed = "if the bucket is not on AWS, give --endpoint-url or the job file"
         if html and (check or write):
             raise UserError("--html cannot be combined with --verify or --write")
-        if html:
-            _html(url, storage, to)
-        else:
-            _report(url, storage, check, write)
+        _report(url, storage, check=check, write=write, html=html, to=to)
 
 
 def _location(output: str, endpoint_url: str | None) -> tuple[str, StorageConfig]:
@@ -71,7 +68,7 @@ def _location(output: str, endpoint_url: str | None) -> tuple[str, StorageConfig
     return output, validated(StorageConfig, given, "--endpoint-url")
 
 
-def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
+def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html: bool, to: Path | None) -> None:
     from rich.console import Console
 
     from pipeline.commit.duplicates import with_duplicates
@@ -81,16 +78,24 @@ def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
     from pipeline.commit.verify import verify
     from pipeline.incremental.ledger import holds_ledger, print_ledger
     from pipeline.incremental.ledger import read as read_ledger
+    from pipeline.plan import plan_files
     from pipeline.report.summary import print_report
     from pipeline.storage.folder import open_folder
 
     folder = open_folder(url, storage)
     if holds_ledger(folder):
+        if html:
+            raise UserError(f"{url}: --html shows one run: name a dated folder in this folder")
         if check or write:
             raise UserError(f"{url}: --verify and --write work on one run: name a dated folder in this folder")
         print_ledger(Console(soft_wrap=True), read_ledger(folder))
         return
-    manifest = _manifest(folder, url)
+    manifest = plan_files.load(folder)
+    if manifest is None:
+        raise UserError(f"{url}: no job here (no _job/job.json)")
+    if html:
+        typer.echo(_write_page(folder, manifest, storage, to))
+        return
     if check:
         bad = 0
         for line in verify(folder, manifest, storage):
@@ -107,32 +112,16 @@ def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
     print_report(Console(soft_wrap=True), manifest, records, totals, read_runs(folder))
 
 
-def _html(url: str, storage: StorageConfig, to: Path | None) -> None:
-    """Write the job's report page into the job's folder, or to the local file `to`."""
+def _write_page(folder: Folder, manifest: Manifest, storage: StorageConfig, to: Path | None) -> str:
+    """Write the job's report page into the job's folder, or to the local file `to`. Return the page's place."""
     from pipeline.commit.records import read_records
-    from pipeline.incremental.ledger import holds_ledger
     from pipeline.report.job_page import REPORT, job_page
-    from pipeline.storage.folder import open_folder
 
-    folder = open_folder(url, storage)
-    if holds_ledger(folder):
-        raise UserError(f"{url}: --html shows one run: name a dated folder in this folder")
-    manifest = _manifest(folder, url)
     page = job_page(folder, manifest, read_records(folder, manifest.fingerprint), storage)
     if to is None:
         folder.replace(REPORT, page)
-    elif to.exists() and b"<title>SkipDecode" not in to.read_bytes():
+        return f"{folder.url}/{REPORT}"
+    if to.exists() and b"<title>SkipDecode" not in to.read_bytes():
         raise UserError(f"--to {to}: this file exists and is not a SkipDecode report; choose another name")
-    else:
-        to.write_bytes(page)
-    typer.echo(str(to or f"{folder.url}/{REPORT}"))
-
-
-def _manifest(folder: Folder, url: str) -> Manifest:
-    """Return the plan of the job in a folder. Raises UserError if there is none."""
-    from pipeline.plan import plan_files
-
-    manifest = plan_files.load(folder)
-    if manifest is None:
-        raise UserError(f"{url}: no job here (no _job/job.json)")
-    return manifest
+    to.write_bytes(page)
+    return str(to)

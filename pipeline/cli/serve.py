@@ -34,11 +34,9 @@ def serve(
         values = {} if file is None else load_values(file)
         if {"input", "output"} <= values.keys():
             raise UserError(f"{file}: this is a job file; answer its rows with `skipdecode run`")
-        if model is not None:
-            values = changed(values, [f"model.path={model!r}"])
-        if port is not None:
-            values = changed(values, [f"http.port={port}"])
-        config = validated(ServeConfig, changed(values, changes or []), str(file or "serve"))
+        options = {"model.path": model, "http.port": port}
+        given = [f"{key}={value!r}" for key, value in options.items() if value is not None]
+        config = validated(ServeConfig, changed(values, [*given, *(changes or [])]), str(file or "serve"))
         advice.file = str(file or "")
 
         for name in PATIENT:  # Ray Serve and its processes read these variables on import

@@ -49,11 +49,16 @@ def without_removed(stored: Mapping[str, Any], section: type[Section]) -> dict[s
     for key, value in stored.items():
         if key in section.removed and value == section.removed[key][0]:
             continue
-        field = section.model_fields.get(key)
-        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
-        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        nested = section_of(section.model_fields[key].annotation) if key in section.model_fields else None
         kept[key] = without_removed(value, nested) if nested is not None and isinstance(value, Mapping) else value
     return kept
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """Return the section class in a field's type, which may be a list of sections. None: the type has no section."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(section_of, get_args(annotation))), None)
 
 
 SECRET = "secret"  # type of a pydantic error whose message must not show the value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
@@ -13,8 +13,8 @@ from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from actors.engine.errors import UserError, flat, suggestion
-from pipeline.config.base import SECRET
-from pipeline.messages import check_unicode, counted, where_sought, without_secrets
+from pipeline.config.base import SECRET, section_of
+from pipeline.messages import check_unicode, counted, shortened, where_sought, without_secrets
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
@@ -107,28 +107,23 @@ def load_values(path: str | Path, changes: Sequence[str] = ()) -> dict[str, Any]
 def changed(values: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
     """Apply the ``a.b=value`` changes to `values`, and return them. Raises UserError if a change is not valid."""
     for change in changes:
-        _apply(values, change)
+        dotted, equals, text = change.partition("=")
+        keys = dotted.strip().split(".")
+        if not equals or not all(keys):
+            raise UserError(f"--set {without_secrets(change)}: must look like section.key=value")
+        try:
+            value = parse_yaml(text)
+        except ValueError:
+            value = text
+        if "#" in text and (value is None or (isinstance(value, str) and "#" not in value)):
+            value = text  # YAML dropped a part of the text as a comment
+        node = values
+        for key in keys[:-1]:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise UserError(f"--set {without_secrets(change)}: {key} is not a section")
+        node[keys[-1]] = value
     return values
-
-
-def _apply(values: dict[str, Any], change: str) -> None:
-    dotted, equals, text = change.partition("=")
-    keys = dotted.strip().split(".")
-    if not equals or not all(keys):
-        raise UserError(f"--set {without_secrets(change)}: must look like section.key=value")
-    try:
-        value = parse_yaml(text)
-    except ValueError:
-        value = text
-    if "#" in text and (value is None or (isinstance(value, str) and "#" not in value)):
-        value = text  # YAML dropped a part of the text as a comment
-    node = values
-    for key in keys[:-1]:
-        below = node.setdefault(key, {})
-        if not isinstance(below, dict):
-            raise UserError(f"--set {without_secrets(change)}: {key} is not a section")
-        node = below
-    node[keys[-1]] = value
 
 
 def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
@@ -140,8 +135,10 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
     key = ".".join(part if part.isprintable() else repr(part) for part in where)
     more = f" (and {counted(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
     if problem["type"] == "extra_forbidden":
-        known = list(_section(kind, where[:-1]).model_fields)
-        return f"unknown key {key}; {suggestion(where[-1], known)}{more}"
+        section = kind
+        for name in where[:-1]:  # section_of gives None for an index in a list of sections
+            section = section_of(getattr(section.model_fields.get(name), "annotation", None)) or section
+        return f"unknown key {key}; {suggestion(where[-1], list(section.model_fields))}{more}"
     if problem["type"] == "missing":
         return f"{key} is missing; give it a value{more}"
     if problem["type"] == "model_type":
@@ -155,16 +152,5 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
 
 def _shown(given: Any) -> str:
     """Return a value as text for an error message: without secrets, and cut off if it is long."""
-    text = without_secrets(repr(given) if not isinstance(given, int) or given.bit_length() < 256 else "a huge number")
-    return text if len(text) <= 200 else f"{text[:200]}…"
-
-
-def _section(kind: type[BaseModel], where: Sequence[str]) -> type[BaseModel]:
-    for name in where:
-        if name.isdigit():  # an index in a list of sections
-            continue
-        below: Any = kind.model_fields[name].annotation
-        below = next(iter(get_args(below)), below)
-        assert isinstance(below, type) and issubclass(below, BaseModel)
-        kind = below
-    return kind
+    is_huge = isinstance(given, int) and given.bit_length() >= 256
+    return shortened(without_secrets("a huge number" if is_huge else repr(given)), 200)

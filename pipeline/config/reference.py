@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from actors.engine.errors import UserError
-from pipeline.config.base import Section
+from pipeline.config.base import Section, section_of
 from pipeline.config.evaluate import EvalConfig
 from pipeline.config.job import JobConfig
 from pipeline.config.serve import ServeConfig
@@ -67,15 +67,6 @@ def parts(annotation: Any) -> tuple[Any, ...]:
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(entry for entry in get_args(annotation) if entry is not type(None))
     return (annotation,)
-
-
-def section_of(annotation: Any) -> type[Section] | None:
-    """Return the section class in a field's type, which may be a list of sections. None: the type has no section."""
-    for part in parts(annotation):
-        for kind in (part, *get_args(part)):
-            if isinstance(kind, type) and issubclass(kind, Section):
-                return kind
-    return None
 
 
 def kind_of(annotation: Any) -> str:
