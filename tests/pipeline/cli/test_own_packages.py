@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from in_process import job_values
 
 SKIPDECODE = Path(sys.executable).with_name("skipdecode")
 
@@ -24,20 +25,9 @@ def theirs(tmp_path: Path, checkpoint: Path) -> Path:
     for module in ("pipeline/__init__.py", "actors.py"):
         (tmp_path / module).write_text("raise SystemExit('the wrong module')\n")
     (tmp_path / "in.csv").write_text("id,prompt\n" + "".join(f"{row},alpha {row}\n" for row in range(6)))
-    job = {
-        "input": {"path": str(tmp_path / "in.csv"), "id": "id"},
-        "output": {"path": str(tmp_path / "out")},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 4},
-        "actors": {"count": 1, "threads": 1},
-    }
+    job = job_values(tmp_path / "in.csv", tmp_path / "out", checkpoint, input={"id": "id"})
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     return tmp_path
-
-
-def answered(folder: Path) -> list[str]:
-    return sorted(pq.read_table(folder / "out")["id"].to_pylist())
 
 
 def test_the_command_and_the_module_import_their_own(theirs: Path) -> None:
@@ -53,4 +43,4 @@ def test_so_do_the_workers_of_a_ray_of_its_own(theirs: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run([SKIPDECODE, "run", "job.yaml"], cwd=theirs, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert answered(theirs) == list("012345")
+    assert sorted(pq.read_table(theirs / "out")["id"].to_pylist()) == list("012345")

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cli_command import Command
-from in_process import job_config
+from in_process import invoke, job_config, job_values
 from leaks import assert_no_secret, planted_secrets
 from typer.testing import CliRunner
 
@@ -60,10 +60,8 @@ def test_a_job_that_fails_tells_no_secret(checkpoint: Path, s3: StorageConfig, t
     ],
 )
 def test_a_password_in_a_place_is_refused_and_not_repeated(tmp_path: Path, change: str) -> None:
-    file = tmp_path / "job.yaml"
-    file.write_text("input: {path: a}\noutput: {path: b}\nmodel: {path: c}\n")
     for options in ([], ["--verbose"]):
-        result = CliRunner().invoke(app, ["run", str(file), "--set", change, *options])
+        result = invoke(tmp_path, job_values("a", "b", "c"), "--set", change, *options)
         assert result.exit_code == 2
         assert len(result.stderr.splitlines()) == 1
         assert PASSWORD not in result.output

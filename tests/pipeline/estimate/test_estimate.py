@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process import InProcess, run_in_process
+from in_process import InProcess, invoke, job_values, run_in_process
 from rich.console import Console
-from typer.testing import CliRunner
 
 from actors.answers import Prompt
 from actors.engine.model.loading import inspect
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import EngineStats
-from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.estimate import TimedCall, estimate, longest, losses, predict, sample_places, time_speeds
 from pipeline.input.shards import Shard
@@ -36,15 +34,9 @@ def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
     prompts = [" ".join(WORDS[: 1 + row % 6]) for row in range(60)]
     table = pa.table({"id": range(60), "prompt": [*prompts[:3], None, *prompts[4:]]})
     pq.write_table(table, tmp_path / "in.parquet")
-    return {
-        "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
-        "output": {"path": str(tmp_path / "out")},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 12, "temperature": 1.0, "seed": 5},
-        "actors": {"threads": 1, "max_batch": 8},
-        "max_error_rate": 1,
-    }
+    sampling = {"max_new_tokens": 12, "temperature": 1.0, "seed": 5}
+    own: dict[str, Any] = {"input": {"id": "id"}, "sampling": sampling, "actors": {"max_batch": 8}}
+    return job_values(tmp_path / "in.parquet", tmp_path / "out", checkpoint, **own)
 
 
 @given(st.floats(1e-4, 10), st.lists(st.integers(1, 400), min_size=1, max_size=8), st.floats(0, 60), st.floats(1, 1e6))
@@ -159,28 +151,14 @@ def test_a_trained_checkpoint_is_planned_at_its_speeds(
     values |= {"model": model, "price_per_hour": 2}
     values["schedule"] = {"agreement_rows": 0, "speedup": 2}
     values["budget"] = {"tokens": 1}
-    (trained / "table.json").write_text(
-        json.dumps(
-            [
-                {
-                    "nominal": 2.0,
-                    "prompt": "full",
-                    "group": "speed",
-                    "bleu_loss": 0.3,
-                    "bleu_loss_low": -0.5,
-                    "bleu_loss_high": 1.1,
-                }
-            ]
-        )
-    )
-    job = tmp_path / "job.yaml"
-    job.write_text(yaml.safe_dump(values))
-    done = CliRunner().invoke(app, ["plan", str(job), "--seconds", "20"])
+    loss = {"bleu_loss": 0.3, "bleu_loss_low": -0.5, "bleu_loss_high": 1.1}
+    (trained / "table.json").write_text(json.dumps([{"nominal": 2.0, "prompt": "full", "group": "speed", **loss}]))
+    done = invoke(tmp_path, values, "--seconds", "20", command="plan")
     assert done.exit_code == 0, done.output
     assert "2x *" in done.stdout and "1x" in done.stdout and "speed-up" in done.stdout and "ideal" in done.stdout
     assert "against 1x; loses 0.3 [-0.5, 1.1] bleu" in done.stdout
     assert "budget: not enough, the job would stop: tokens" in done.stdout
-    done = CliRunner().invoke(app, ["plan", str(job), "--seconds", "20", "--json"])
+    done = invoke(tmp_path, values, "--seconds", "20", "--json", command="plan")
     found = json.loads(done.stdout)
     config = JobConfig.model_validate({**values, "budget": {"tokens": 10**6}})
     for used, says in (({}, "budget: enough"), ({"tokens": 10**6}, "budget: not enough")):  # by earlier runs
@@ -195,8 +173,6 @@ def test_a_trained_checkpoint_is_planned_at_its_speeds(
 @pytest.fixture
 def trained(checkpoint: Path, tmp_path: Path) -> Path:
     """The tiny checkpoint, said to be trained for every speed."""
-    import shutil
-
     folder = tmp_path / "trained"
     shutil.copytree(checkpoint, folder)
     stored = json.loads((folder / "skipdecode.json").read_text())
@@ -218,10 +194,8 @@ def test_what_an_adaptation_recorded_is_found(values: dict[str, Any], trained: P
 
 
 def test_a_job_that_cannot_be_planned_is_one_line(values: dict[str, Any], in_process: None, tmp_path: Path) -> None:
-    job = tmp_path / "job.yaml"
     values["input"]["template"] = "{{ missing }}"
-    job.write_text(yaml.safe_dump(values))
-    done = CliRunner().invoke(app, ["plan", str(job)])
+    done = invoke(tmp_path, values, command="plan")
     assert done.exit_code == 2 and len(done.stderr.strip().splitlines()) == 1
 
 
@@ -229,9 +203,7 @@ def test_a_finished_job_has_nothing_left_and_that_is_no_error(
     values: dict[str, Any], in_process: None, tmp_path: Path
 ) -> None:
     run_in_process(JobConfig.model_validate(values))
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(values))
-    plan = ["plan", str(tmp_path / "job.yaml")]
-    said, as_json = (CliRunner().invoke(app, [*plan, *options]) for options in ((), ("--json",)))
+    said, as_json = (invoke(tmp_path, values, *options, command="plan") for options in ((), ("--json",)))
     assert (said.exit_code, as_json.exit_code) == (0, 0)
     assert said.stdout == f"{values['output']['path']}: nothing left to do: every row is answered\n"
     assert json.loads(as_json.stdout)["rows_left"] == 0

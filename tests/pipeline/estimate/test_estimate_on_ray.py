@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from in_process import job_values
 
 from pipeline import job as jobs
 from pipeline.commit.budget import BudgetSpent
@@ -20,15 +21,9 @@ ROWS = 240
 @pytest.fixture
 def values(checkpoint: Path, tmp_path: Path) -> dict[str, Any]:
     pq.write_table(pa.table({"prompt": [f"cheap pub {row}" for row in range(ROWS)]}), tmp_path / "in.parquet")
-    return {
-        "input": {"path": str(tmp_path / "in.parquet")},
-        "output": {"path": str(tmp_path / "out")},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0, "speedup": 1},
-        "sampling": {"max_new_tokens": 4, "ignore_eos": True},
-        "actors": {"count": 2, "threads": 1, "max_batch": 8},
-        "shard_rows": 2,
-    }
+    own: dict[str, Any] = {"schedule": {"speedup": 1}, "sampling": {"max_new_tokens": 4, "ignore_eos": True}}
+    own |= {"actors": {"count": 2, "max_batch": 8}, "shard_rows": 2}
+    return job_values(tmp_path / "in.parquet", tmp_path / "out", checkpoint, **own)
 
 
 @pytest.mark.slow

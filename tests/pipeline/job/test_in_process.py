@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,24 +89,6 @@ def test_an_interrupt_lets_shards_at_work_end_and_the_same_command_finishes(
     assert parts(tmp_path / "out") == parts(finished[0])
 
 
-def in_threads(*jobs_to_run: Callable[[], Any]) -> list[Any]:
-    """What each function returns or raises, called in a thread of its own."""
-
-    def call(position: int) -> None:
-        try:
-            results[position] = jobs_to_run[position]()
-        except BaseException as error:
-            results[position] = error
-
-    results: list[Any] = [None] * len(jobs_to_run)
-    threads = [threading.Thread(target=call, args=(position,)) for position in range(len(jobs_to_run))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    return results
-
-
 def test_a_job_in_a_thread_that_loses_its_lease_ends_alone(
     finished: tuple[Path, JobResult],
     inputs: Path,
@@ -130,14 +111,13 @@ def test_a_job_in_a_thread_that_loses_its_lease_ends_alone(
     signals: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     try:
-        lost, ended = in_threads(
-            lambda: run_in_process(config(inputs, tmp_path / "loses", checkpoint)),
-            lambda: run_in_process(config(inputs, tmp_path / "other", checkpoint)),
-        )
+        jobs = [config(inputs, tmp_path / name, checkpoint) for name in ("loses", "other")]
+        with ThreadPoolExecutor(2) as threads:
+            lost, ended = (threads.submit(run_in_process, job) for job in jobs)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert isinstance(lost, LeaseLost) and signals == []
-    assert ended.fresh_rows == ROWS and parts(tmp_path / "other") == parts(finished[0])
+    assert isinstance(lost.exception(), LeaseLost) and signals == []
+    assert ended.result().fresh_rows == ROWS and parts(tmp_path / "other") == parts(finished[0])
 
 
 def test_an_actor_that_does_not_see_the_jobs_output_answers_nothing(

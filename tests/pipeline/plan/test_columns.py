@@ -12,7 +12,7 @@ from actors.answers import ANSWER_TYPES, OPTIONAL_TYPES
 from pipeline.config.job import JobConfig
 from pipeline.input.schema import plain
 from pipeline.plan.columns import check_columns, check_type, needed_columns
-from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS
+from pipeline.prepare.prompts import ADDED
 
 TEXT = pa.string()
 MESSAGE = pa.struct([("role", TEXT), ("content", TEXT)])
@@ -92,8 +92,6 @@ def test_columns_of_a_job_with_everything() -> None:
         (["id"], {}, r"^output\.keep: the job writes its own ids"),
         (["id"], {"id": "key"}, r"^output\.keep: the job writes its own ids"),
         (["topic", "topic"], {}, r"^output\.keep: topic"),  # many readers refuse two columns of one name
-        ([], {"prompt": ERROR}, "__"),
-        ([], {"id": PROMPT_IDS}, "__"),
         ([], {"template": "{{ __error }}"}, "__"),
     ],
 )

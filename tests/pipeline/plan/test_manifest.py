@@ -200,11 +200,9 @@ def test_a_plan_that_cannot_be_read_is_named(inputs: Path, checkpoint: Path, fol
 @pytest.mark.parametrize("name", [INPUTS, PLAN, SCHEMA])
 def test_a_plan_of_which_a_part_is_gone_is_named(inputs: Path, checkpoint: Path, folder: Folder, name: str) -> None:
     save(folder, plan(job(inputs, checkpoint)))
-    folder.replace(name, b"PAR1")
-    for damage in (lambda: None, lambda: folder.remove(name)):
-        damage()
-        with pytest.raises(UserError, match=rf"^{folder.url}/{name}: (damaged|missing).*start again with --overwrite$"):
-            load(folder)
+    folder.remove(name)
+    with pytest.raises(UserError, match=rf"^{folder.url}/{name}: missing; .*start again with --overwrite$"):
+        load(folder)
 
 
 @given(data=st.data())
@@ -286,21 +284,16 @@ def test_where_and_how_fast_is_not_what(inputs: Path, checkpoint: Path, sections
         ({"sampling": {"seed": 1}}, ["sampling.seed"]),
         ({"sampling": {"max_new_tokens": 9, "top_k": 3}}, ["sampling.max_new_tokens", "sampling.top_k"]),
         ({"input": {"template": "{{ prompt }}!"}}, ["input.template"]),
-        ({"input": {"prompt": "topic"}}, ["input.prompt"]),
-        ({"input": {"id": "id"}}, ["input.id"]),
         ({"input": {"too_long": "truncate_left"}}, ["input.too_long"]),
         ({"input": {"special_tokens": "text"}}, ["input.special_tokens"]),
         ({"output": {"keep": ["topic"]}}, ["output.keep"]),
-        ({"output": {"token_ids": True}}, ["output.token_ids"]),
         ({"model": {"dtype": "float32"}}, ["model.dtype"]),
-        ({"model": {"engine": "library"}}, ["model.engine"]),
         ({"model": {"weights": "int8"}}, ["model.weights"]),
         ({"schedule": {"speedup": 1}}, ["schedule.depths", "schedule.speedup"]),
         ({"choices": ["a", "b"]}, ["choices"]),
         ({"shard_rows": 2}, ["shard_rows"]),
         ({"shard_bytes": 1000}, ["shard_bytes"]),
         ({"schedule": {"prompt": "first"}}, ["schedule.prompt"]),
-        ({"schedule": {"keep_order": [0, 1, 2, 3]}}, ["schedule.keep_order"]),
     ],
 )
 def test_what_changes_answers_is_named(
@@ -477,8 +470,6 @@ def test_input_of_the_wrong_shape_is_refused(inputs: Path, checkpoint: Path) -> 
     said = refusal(job(inputs, checkpoint, input={"prompt": "question"}))
     assert said == f"{a}: no column 'question'; it has id, prompt, topic"
     assert f"{a}: no column 'x'" in refusal(job(inputs, checkpoint, input={"template": "{{ prompt }} {{ x }}"}))
-    assert f"{a}: no column 'x'" in refusal(job(inputs, checkpoint, output={"keep": ["x"]}))
-    assert f"{a}: no column 'key'" in refusal(job(inputs, checkpoint, input={"id": "key"}))
     said = refusal(job(inputs, checkpoint, input={"prompt": "id"}))
     assert said == f"{a}: column 'id' is int64; a prompt must be string, or a list of token ids"
 

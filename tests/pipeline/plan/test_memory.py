@@ -10,13 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
-import yaml
-from typer.testing import CliRunner
+from in_process import invoke, job_values
 
 from actors.engine.errors import UserError
 from actors.engine.model.loading import inspect
 from actors.engine.model.weights import ALLOWANCE, Need, StoredTensor, folder_tensors
-from pipeline.cli.app import app
 from pipeline.config.job import ActorsConfig, ModelConfig
 from pipeline.plan import memory
 from pipeline.plan.memory import check_fits, describe
@@ -54,17 +52,14 @@ def test_a_job_that_cannot_fit_is_told_and_exits_2(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests of this process have one
     pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet")
-    job = {
-        "input": {"path": str(tmp_path / "in.parquet")},
-        "output": {"path": str(tmp_path / "out")},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "actors": {"count": 3, "cache_bytes": 10**14},
-    }
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    actors = {"count": 3, "cache_bytes": 10**14}
+    job = job_values(
+        tmp_path / "in.parquet", tmp_path / "out", checkpoint, actors=actors, sampling={"max_new_tokens": 64}
+    )
     told: list[logging.LogRecord] = []
     monkeypatch.setattr(memory.log, "level", logging.NOTSET)
     monkeypatch.setattr(memory.log, "handle", told.append)
-    result = CliRunner().invoke(app, ["run", str(tmp_path / "job.yaml")])
+    result = invoke(tmp_path, job)
     assert result.exit_code == 2
     assert "3 x 93132.8 GiB" in result.stderr and "lower actors.count" in result.stderr.splitlines()[-1]
     (line,) = told  # said without --verbose
