@@ -14,7 +14,6 @@ from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError
 from pipeline.config.base import without_removed
@@ -26,7 +25,7 @@ from pipeline.messages import one_line, printable
 from pipeline.plan.batching import Batching
 from pipeline.plan.manifest import Manifest
 from pipeline.storage.folder import Folder
-from pipeline.storage.parquet import read_parquet
+from pipeline.storage.parquet import parquet_bytes, read_parquet
 
 JOB, PLAN, INPUTS, SCHEMA = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet", "_job/schema.arrow"
 FORMAT = 5
@@ -37,8 +36,8 @@ def save(folder: Folder, manifest: Manifest) -> None:
     """Write the plan. `job.json`, which holds the digests of the other files, is written last."""
     columns = {name: [getattr(shard, name) for shard in manifest.shards] for name in _SHARDS.names}
     files = {
-        INPUTS: _parquet(pa.Table.from_pylist([asdict(file) for file in manifest.files], schema=_FILES)),
-        PLAN: _parquet(pa.table(columns, schema=_SHARDS)),
+        INPUTS: parquet_bytes(pa.Table.from_pylist([asdict(file) for file in manifest.files], schema=_FILES)),
+        PLAN: parquet_bytes(pa.table(columns, schema=_SHARDS)),
         SCHEMA: manifest.schema.serialize().to_pybytes(),
     }
     for name, data in files.items():
@@ -132,17 +131,9 @@ _SHARDS = pa.schema([("index", pa.int64()), ("url", pa.string()), ("first_row", 
 def _shards(table: pa.Table) -> list[Shard]:
     """Return the shards in plan.parquet. To save memory, all shards of a file share one URL string."""
     urls: dict[str, str] = {}
-    indices, files, firsts, rows = (table[name].to_pylist() for name in _SHARDS.names)
-    shared = [urls.setdefault(url, url) for url in files]
-    return [Shard(*values) for values in zip(indices, shared, firsts, rows, strict=True)]
+    columns = (table[name].to_pylist() for name in _SHARDS.names)
+    return [Shard(index, urls.setdefault(url, url), *rows) for index, url, *rows in zip(*columns, strict=True)]
 
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _parquet(table: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
