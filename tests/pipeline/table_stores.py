@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import uuid
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 from deltalake import DeltaTable, write_deltalake
+from in_process import job_config
 from pyiceberg.catalog import Catalog, load_catalog
 from pyiceberg.io.pyarrow import _dataframe_to_data_files
 from pyiceberg.table import Table
@@ -22,41 +23,11 @@ from pipeline.storage.folder import open_folder
 LOCAL = StorageConfig()
 
 
-class Tables(Protocol):
-    """A place for tables of one format. Names are namespace.table."""
-
-    kind: str  # iceberg or delta
-    root: str  # folder for outputs
-
-    def storage(self) -> dict[str, Any]:
-        """The job's section `storage`."""
-        ...
-
-    def path(self, name: str) -> str:
-        """What a job file calls a table."""
-        ...
-
-    def append(self, name: str, rows: pa.Table) -> None: ...
-
-    def delete(self, name: str, condition: str) -> None: ...
-
-    def compact(self, name: str) -> None:
-        """Rewrite all data files as one; no row changes."""
-        ...
-
-    def expire(self, name: str) -> None:
-        """Forget how the table came to its newest snapshot."""
-        ...
-
-    def rows(self, name: str) -> pa.Table: ...
-
-    def snapshots(self, name: str) -> list[int]:
-        """Snapshots with their own rows, oldest first."""
-        ...
-
-
 class IcebergTables:
-    """A SQL catalog in a file; the warehouse in a local folder or a bucket."""
+    """A SQL catalog in a file; the warehouse in a local folder or a bucket. root: folder for outputs.
+
+    Names of tables are namespace.table.
+    """
 
     kind = "iceberg"
 
@@ -68,10 +39,12 @@ class IcebergTables:
         self.catalog: Catalog = load_catalog("test", type="sql", uri=self.uri, warehouse=f"{root}/warehouse", **own)
 
     def storage(self) -> dict[str, Any]:
+        """The job's section `storage`."""
         catalog = {"name": "test", "type": "sql", "uri": self.uri, "warehouse": f"{self.root}/warehouse"}
         return {**self.store.model_dump(exclude_none=True, exclude={"catalog"}), "catalog": catalog}
 
     def path(self, name: str) -> str:
+        """What a job file calls a table."""
         return name
 
     def table(self, name: str) -> Table:
@@ -86,6 +59,7 @@ class IcebergTables:
         self.table(name).delete(condition)
 
     def compact(self, name: str) -> None:
+        """Rewrite all data files as one; no row changes."""
         table = self.table(name)
         old = [task.file for task in table.scan().plan_files()]
         rows = table.scan().to_arrow()
@@ -98,15 +72,14 @@ class IcebergTables:
             producer.commit()
 
     def expire(self, name: str) -> None:
-        newest = self.snapshots(name)[-1]
-        self.table(name).maintenance.expire_snapshots().by_ids(
-            [number for number in self.snapshots(name) if number != newest]
-        ).commit()
+        """Forget how the table came to its newest snapshot."""
+        self.table(name).maintenance.expire_snapshots().by_ids(self.snapshots(name)[:-1]).commit()
 
     def rows(self, name: str) -> pa.Table:
         return self.table(name).scan().to_arrow()
 
     def snapshots(self, name: str) -> list[int]:
+        """Snapshots with their own rows, oldest first."""
         return [snapshot.snapshot_id for snapshot in self.table(name).snapshots()]
 
 
@@ -119,7 +92,7 @@ class _Replace(_OverwriteFiles):
 
 
 class DeltaTables:
-    """Folders of tables, local or in a bucket."""
+    """Folders of tables, local or in a bucket; see `IcebergTables`."""
 
     kind = "delta"
 
@@ -162,9 +135,19 @@ class DeltaTables:
         return [version for version, text in sorted(commits.items()) if b'{"add":' in text or b'{"remove":' in text]
 
 
+Tables = IcebergTables | DeltaTables
+
+
+def local_iceberg(folder: Path) -> IcebergTables:
+    return IcebergTables(folder, f"{folder}/tables", LOCAL)
+
+
+def local_delta(folder: Path) -> DeltaTables:
+    return DeltaTables(f"{folder}/tables", LOCAL)
+
+
 def local_tables(kind: str, folder: Path) -> Tables:
-    root = str(folder / "tables")
-    return IcebergTables(folder, root, LOCAL) if kind == "iceberg" else DeltaTables(root, LOCAL)
+    return local_iceberg(folder) if kind == "iceberg" else local_delta(folder)
 
 
 def bucket_tables(kind: str, folder: Path, store: StorageConfig) -> Tables:
@@ -174,25 +157,16 @@ def bucket_tables(kind: str, folder: Path, store: StorageConfig) -> Tables:
 
 def prompts(first: int, count: int) -> pa.Table:
     """Rows with ids from `first` on."""
-    numbers = range(first, first + count)
-    values = {
-        "id": [f"r{number}" for number in numbers],
-        "prompt": [f"name[{number}], area[river]" for number in numbers],
-    }
-    return pa.table(values, schema=pa.schema([("id", pa.string()), ("prompt", pa.string())]))
+    rows = [{"id": f"r{row}", "prompt": f"name[{row}], area[river]"} for row in range(first, first + count)]
+    return pa.Table.from_pylist(rows, pa.schema([("id", pa.string()), ("prompt", pa.string())]))
 
 
 def config(tables: Tables, checkpoint: Path, **sections: Any) -> JobConfig:
-    """A job of these sections and of defaults for others; None leaves one out."""
-    values: dict[str, Any] = {
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
-        "sampling": {"max_new_tokens": 3},
-        "actors": {"threads": 1},
-        "storage": tables.storage(),
-        "shard_rows": 2,
-        "shared_prefix": False,
-        "max_error_rate": 1.0,
-        **sections,
-    }
-    return JobConfig.model_validate({name: section for name, section in values.items() if section is not None})
+    """A job of these sections and of defaults for others."""
+    own = {"sampling": {"max_new_tokens": 3}, "storage": tables.storage(), "shard_rows": 2, "shared_prefix": False}
+    return job_config("", "", checkpoint, **{**own, **sections})
+
+
+def with_output(job: JobConfig, **changes: Any) -> JobConfig:
+    """The job with other values in its section `output`."""
+    return job.model_copy(update={"output": job.output.model_copy(update=changes)})

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_process import InProcess
 from ray_free_run import MadeUpParts, commit_made_up_parts
-from table_stores import LOCAL, DeltaTables, IcebergTables, Tables, bucket_tables, config, local_tables, prompts
+from table_stores import DeltaTables, IcebergTables, Tables, bucket_tables, config, local_tables, prompts, with_output
 
 from actors.engine.errors import UserError
 from pipeline.commit import table as commit_tables
@@ -30,11 +28,6 @@ from pipeline.plan import plan_files
 from pipeline.storage.folder import Folder, open_folder
 
 NAME, OUT = "in.prompts", "out.answers"
-
-
-@pytest.fixture(params=["iceberg", "delta"])
-def tables(request: pytest.FixtureRequest, tmp_path: Path) -> Tables:
-    return local_tables(request.param, tmp_path)
 
 
 def job_over(tables: Tables, checkpoint: Path, into_table: bool = False) -> JobConfig:
@@ -114,7 +107,7 @@ def test_every_appended_row_is_answered_once(
                 model.claimed = set(model.live)
                 model.begin()
             with suppress(OSError, UserError):
-                run(job, _fails)
+                run(job, _half)
         elif step == "run":
             model.due |= model.claimed or set()
             model.claimed, refusal = None, model.refusal()
@@ -132,52 +125,25 @@ def test_every_appended_row_is_answered_once(
 def test_each_run_takes_what_was_appended_since(tables: Tables, checkpoint: Path) -> None:
     job = job_over(tables, checkpoint)
     tables.append(NAME, prompts(0, 3))
+    assert estimate(job, backend=InProcess(), seconds=0.1)["rows_left"] == 3
     first = run(job)
     assert [done.result.fresh_rows for done in first.finished] == [3]
     assert run(job).finished == []
+    with pytest.raises(NothingLeft, match="no file is new"):
+        estimate(job, backend=InProcess())
     tables.append(NAME, prompts(3, 1))
     tables.compact(NAME)
     tables.append(NAME, prompts(4, 1))
+    assert estimate(job, backend=InProcess(), seconds=0.1)["rows_left"] == 2
     second = run(job)
     assert [done.result.fresh_rows for done in second.finished] == [2]  # compacted meanwhile: as they were appended
     assert answered(job) == [f"r{row}" for row in range(5)]
     tables.compact(NAME)
     before = sorted(Path(job.output.path).rglob("*"))
     assert run(job).finished == [] and sorted(Path(job.output.path).rglob("*")) == before
-    ledger = ledgers.read(open_folder(job.output.path, LOCAL))
+    ledger = ledgers.read(open_folder(job.output.path, job.storage))
     assert ledger.runs[0].table == ledger.runs[1].table != ""
     assert ledger.answered_snapshot(ledger.runs[0].table) == ledger.runs[1].snapshot
-
-
-def test_plan_estimates_what_was_appended_since(tables: Tables, checkpoint: Path) -> None:
-    job = job_over(tables, checkpoint)
-    tables.append(NAME, prompts(0, 3))
-    assert estimate(job, backend=InProcess(), seconds=0.1)["rows_left"] == 3
-    run(job)
-    tables.append(NAME, prompts(3, 2))
-    assert estimate(job, backend=InProcess(), seconds=0.1)["rows_left"] == 2
-    run(job)
-    with pytest.raises(NothingLeft, match="no file is new"):
-        estimate(job, backend=InProcess())
-
-
-def test_a_run_that_fails_is_finished_over_its_own_snapshot(tables: Tables, checkpoint: Path) -> None:
-    job = job_over(tables, checkpoint)
-    tables.append(NAME, prompts(0, 4))
-
-    def half(shards: Sequence[Shard], folder: Folder, fingerprint: str) -> None:
-        commit_made_up_parts(shards[:1], folder, fingerprint)
-        raise OSError("the disk is full")
-
-    with pytest.raises(OSError, match="disk is full"):
-        run(job, half)
-    tables.append(NAME, prompts(4, 1))
-    done = run(job)
-    assert [(one.run.number, one.resumed, one.result.fresh_rows) for one in done.finished] == [
-        (1, True, 2),
-        (2, False, 1),
-    ]
-    assert answered(job) == [f"r{row}" for row in range(5)]
 
 
 def test_deleted_rows_and_a_log_that_is_gone_are_refused_by_name(tables: Tables, checkpoint: Path) -> None:
@@ -198,7 +164,7 @@ def test_deleted_rows_and_a_log_that_is_gone_are_refused_by_name(tables: Tables,
     tables.expire(NAME)
     with pytest.raises(UserError, match=rf"is not known.* since {at} {since}, .* successful run answered|gone"):
         run(job)
-    again = job.model_copy(update={"output": job.output.model_copy(update={"path": f"{tables.root}/again"})})
+    again = with_output(job, path=f"{tables.root}/again")
     run(again)
     assert answered(again) == ["r1", "r2", "r3"]
 
@@ -217,26 +183,19 @@ def test_a_table_made_anew_under_the_same_name_is_answered_whole(tables: Tables,
     assert [done.result.fresh_rows for done in run(job).finished] == [2]
 
 
-def test_a_table_that_went_back_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    tables = local_tables("iceberg", tmp_path)
-    assert isinstance(tables, IcebergTables)
+def test_a_table_that_went_back_is_refused(tables: Tables, checkpoint: Path) -> None:
     job = job_over(tables, checkpoint)
-    tables.append(NAME, prompts(0, 1))
-    first = tables.snapshots(NAME)[0]
-    tables.append(NAME, prompts(1, 1))
-    run(job)
-    with tables.table(NAME).manage_snapshots() as manage:
-        manage.rollback_to_snapshot(first)
-    with pytest.raises(UserError, match=r"is not known .* since snapshot \d+.*: .* is not a parent ancestor"):
-        run(job)
-    delta = local_tables("delta", tmp_path / "delta")
-    assert isinstance(delta, DeltaTables)
-    job = job_over(delta, checkpoint)
     for row in range(2):
-        delta.append(NAME, prompts(row, 1))
+        tables.append(NAME, prompts(row, 1))
     run(job)
-    delta.table(NAME).restore(0)
-    with pytest.raises(UserError, match=r"version 2 \(RESTORE\) changed or deleted rows since version 1"):
+    if isinstance(tables, DeltaTables):
+        tables.table(NAME).restore(0)
+        why = r"version 2 \(RESTORE\) changed or deleted rows since version 1"
+    else:
+        with tables.table(NAME).manage_snapshots() as manage:
+            manage.rollback_to_snapshot(tables.snapshots(NAME)[0])
+        why = r"is not known .* since snapshot \d+.*: .* is not a parent ancestor"
+    with pytest.raises(UserError, match=why):
         run(job)
 
 
@@ -252,21 +211,6 @@ def test_the_appended_file_that_is_gone_by_now_is_named(tables: Tables, checkpoi
     with pytest.raises(UserError) as error:
         run(job)
     assert str(error.value) == f"{new}: this data file of {tables.path(NAME)} is gone"
-
-
-def into_table_rows(tables: Tables) -> list[str]:
-    return sorted(tables.rows(OUT)["id"].to_pylist())
-
-
-def parts(job: JobConfig) -> list[str]:
-    root = open_folder(job.output.path, job.storage)
-    ids: list[str] = []
-    for one in ledgers.read(root).runs:
-        folder = open_folder(f"{root.url}/{one.folder}", job.storage)
-        for name in folder.names() if one.state == "success" else ():
-            if name.startswith("part-"):
-                ids += pq.read_table(io.BytesIO(folder.read(name)))["id"].to_pylist()
-    return sorted(ids)
 
 
 @pytest.mark.parametrize("store", ["disk", "bucket"])
@@ -288,16 +232,17 @@ def test_each_run_is_one_snapshot_of_the_output_table(
             run(job)
     assert [one.state for one in ledgers.read(open_folder(job.output.path, job.storage)).runs] == ["success"] * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit_tables, "write_json", _once_then_dies())  # after the table's commit
+        append = commit_tables._append
+        patch.setattr(commit_tables, "_append", lambda *args: _dies(append(*args)))
         with pytest.raises(KeyboardInterrupt):
             run(job)
     assert len(tables.snapshots(OUT)) == 2
     assert run(job).finished == [] and len(tables.snapshots(OUT)) == 2
     tables.append(NAME, prompts(4, 2))
     with pytest.raises(OSError, match="disk is full"):
-        run(job, _fails)
+        run(job, _half)
     runs.run(job, backend=MadeUpParts(), overwrite=True)
-    assert len(tables.snapshots(OUT)) == 3 and into_table_rows(tables) == parts(job)
+    assert len(tables.snapshots(OUT)) == 3 and len(tables.rows(OUT)) == len(answered(job)) == 6
     assert run(job).finished == []
 
 
@@ -305,16 +250,6 @@ def _dies(*args: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _fails(*args: Any) -> None:
+def _half(shards: Sequence[Shard], folder: Folder, fingerprint: str) -> None:
+    commit_made_up_parts(shards[: len(shards) // 2], folder, fingerprint)
     raise OSError("the disk is full")
-
-
-def _once_then_dies() -> Any:
-    record, calls = commit_tables.write_json, iter([True])
-
-    def write(*args: Any) -> None:
-        if not next(calls, False):
-            raise KeyboardInterrupt
-        record(*args)
-
-    return write

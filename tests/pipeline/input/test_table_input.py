@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pyiceberg.schema import Schema as IcebergSchema
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 from ray_free_run import MadeUpParts, commit_made_up_parts
-from table_stores import LOCAL, DeltaTables, IcebergTables, Tables, config, local_tables, prompts
+from table_stores import LOCAL, DeltaTables, IcebergTables, Tables, config, local_tables, prompts, with_output
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
@@ -35,15 +36,9 @@ from pipeline.try_rows import answer_first_rows
 NAME = "in.prompts"
 
 
-@pytest.fixture(params=["iceberg", "delta"])
-def tables(request: pytest.FixtureRequest, tmp_path: Path) -> Tables:
-    return local_tables(request.param, tmp_path)
-
-
-def job_over(tables: Tables, checkpoint: Path, tmp_path: Path, **section: Any) -> JobConfig:
+def job_over(tables: Tables, checkpoint: Path, keep: Sequence[str] = ("prompt",), **section: Any) -> JobConfig:
     source = {"path": tables.path(NAME), "format": tables.kind, "id": "id", **section}
-    output = {"path": str(tmp_path / "out"), **({"keep": ["prompt"]})}
-    return config(tables, checkpoint, input=source, output=output)
+    return config(tables, checkpoint, input=source, output={"path": f"{tables.root}/out", "keep": list(keep)})
 
 
 def planned(job: JobConfig) -> Manifest:
@@ -76,8 +71,7 @@ def refusal(job: JobConfig) -> str:
 def test_a_snapshot_is_read_row_by_row_as_the_library_reads_it(
     counts: list[int], at: int, kind: str, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = tmp_path_factory.mktemp("law")
-    tables = local_tables(kind, folder)
+    tables = local_tables(kind, tmp_path_factory.mktemp("law"))
     for number, count in enumerate(counts):
         tables.append(NAME, prompts(10 * number, count))
     snapshots = tables.snapshots(NAME)
@@ -86,19 +80,19 @@ def test_a_snapshot_is_read_row_by_row_as_the_library_reads_it(
         expected = tables.table(NAME).scan(snapshot_id=snapshot).to_arrow()
     else:
         expected = DeltaTable(tables.path(NAME), version=snapshot).to_pyarrow_table()
-    manifest = planned(job_over(tables, checkpoint, folder, snapshot=snapshot))
+    manifest = planned(job_over(tables, checkpoint, snapshot=snapshot))
     assert sorted(rows_of(manifest)) == sorted(expected["id"].to_pylist())
     assert sorted(rows_of(manifest, "prompt")) == sorted(expected["prompt"].to_pylist())
     assert manifest.identity["input"]["snapshot"] == snapshot
 
 
 def test_a_job_answers_the_snapshot_of_its_planning_whatever_happens_to_the_table(
-    tables: Tables, checkpoint: Path, tmp_path: Path
+    tables: Tables, checkpoint: Path
 ) -> None:
     tables.append(NAME, prompts(0, 3))
     tables.append(NAME, prompts(3, 3))
     (_, pinned) = tables.snapshots(NAME)
-    job = job_over(tables, checkpoint, tmp_path)
+    job = job_over(tables, checkpoint)
 
     def half(shards: Any, folder: Any, fingerprint: str) -> None:
         commit_made_up_parts(shards[:1], folder, fingerprint)
@@ -111,16 +105,16 @@ def test_a_job_answers_the_snapshot_of_its_planning_whatever_happens_to_the_tabl
     result = jobs.run(job, backend=MadeUpParts())
     assert (result.totals.rows, result.fresh_rows) == (6, 4)
     assert result.manifest.identity["input"]["snapshot"] == pinned
-    named = job_over(tables, checkpoint, tmp_path, snapshot=pinned)
+    named = job_over(tables, checkpoint, snapshot=pinned)
     assert jobs.run(named, backend=MadeUpParts()).fresh_rows == 0  # the same job
-    newer = job_over(tables, checkpoint, tmp_path, snapshot=tables.snapshots(NAME)[-1])
+    newer = job_over(tables, checkpoint, snapshot=tables.snapshots(NAME)[-1])
     with pytest.raises(UserError, match=r"holds another job, which differs in input.snapshot; --overwrite"):
         jobs.run(newer, backend=MadeUpParts())
 
 
-def test_a_data_file_that_is_gone_or_replaced_is_refused(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_data_file_that_is_gone_or_replaced_is_refused(tables: Tables, checkpoint: Path) -> None:
     tables.append(NAME, prompts(0, 3))
-    job = job_over(tables, checkpoint, tmp_path)
+    job = job_over(tables, checkpoint)
     (url,) = list_input(job.input, job.storage)
     data = Path(url).read_bytes()
     Path(url).write_bytes(data + b" ")
@@ -129,22 +123,13 @@ def test_a_data_file_that_is_gone_or_replaced_is_refused(tables: Tables, checkpo
     assert refusal(job) == f"{url}: this data file of {tables.path(NAME)} is gone"
 
 
-def test_real_answers_and_try_over_a_table(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
-    tables.append(NAME, prompts(0, 3))
-    job = job_over(tables, checkpoint, tmp_path)
-    assert [row.id for row in answer_first_rows(job, 2)] == ["r0", "r1"]
-    assert run_in_process(job, limit=2).totals.rows == 2
-    table = pq.read_table(tmp_path / "out")
-    assert table["id"].to_pylist() == ["r0", "r1"] and table["generated_text"].null_count == 0
-
-
 def test_adapt_samples_the_rows_of_a_table_and_answers_them_as_a_file(
     tables: Tables, checkpoint: Path, tmp_path: Path
 ) -> None:
     tables.append(NAME, prompts(0, 3))
-    job = job_over(tables, checkpoint, tmp_path)
-    output = job.output.model_copy(update={"format": tables.kind, "table": f"{tmp_path}/out"})
-    job = job.model_copy(update={"output": output, "adapt": AdaptConfig(rows=4, held_out=2)})
+    job = job_over(tables, checkpoint)
+    job = with_output(job, format=tables.kind, table=job.output.path)
+    job = job.model_copy(update={"adapt": AdaptConfig(rows=4, held_out=2)})
     pinned = with_snapshot(job, pinned_snapshot(job, None))
     files, schema = layout(pinned, list_input(pinned.input, job.storage))
     sample, readable = read_sample(job, files, schema, [2, 0])
@@ -155,132 +140,121 @@ def test_adapt_samples_the_rows_of_a_table_and_answers_them_as_a_file(
     JobConfig.model_validate(over_sample.model_dump())
 
 
-def test_rows_that_delete_files_delete_are_never_read(checkpoint: Path, tmp_path: Path) -> None:
-    tables = local_tables("iceberg", tmp_path)
-    assert isinstance(tables, IcebergTables)
-    tables.append(NAME, prompts(0, 3))
-    before = tables.snapshots(NAME)[-1]
-    url = delete_by_file(tables.table(NAME), tmp_path)
-    assert tables.rows(NAME)["id"].to_pylist() == ["r1", "r2"]  # the library applies it
-    assert refusal(job_over(tables, checkpoint, tmp_path)) == (
+def test_rows_that_delete_files_delete_are_never_read(iceberg: IcebergTables, checkpoint: Path, tmp_path: Path) -> None:
+    iceberg.append(NAME, prompts(0, 3))
+    before = iceberg.snapshots(NAME)[-1]
+    url = delete_by_file(iceberg.table(NAME), tmp_path)
+    assert iceberg.rows(NAME)["id"].to_pylist() == ["r1", "r2"]  # the library applies it
+    assert refusal(job_over(iceberg, checkpoint)) == (
         f"{url}: rows of this data file are deleted by delete files of in.prompts; compact the table "
         "(rewrite_data_files) and read the new snapshot"
     )
-    assert planned(job_over(tables, checkpoint, tmp_path, snapshot=before)).rows == 3
-    delete_by_file(tables.table(NAME), tmp_path, equality=True)
-    assert "does not yet support equality deletes" in refusal(job_over(tables, checkpoint, tmp_path))
+    assert planned(job_over(iceberg, checkpoint, snapshot=before)).rows == 3
+    delete_by_file(iceberg.table(NAME), tmp_path, equality=True)
+    assert "does not yet support equality deletes" in refusal(job_over(iceberg, checkpoint))
 
 
-def test_rows_that_a_deletion_vector_deletes_are_never_read(checkpoint: Path, tmp_path: Path) -> None:
-    tables = local_tables("delta", tmp_path)
-    table = tables.path(NAME)
+def test_rows_that_a_deletion_vector_deletes_are_never_read(delta: DeltaTables, checkpoint: Path) -> None:
+    table = delta.path(NAME)
     write_deltalake(table, prompts(0, 3), configuration={"delta.enableDeletionVectors": "true"})
-    assert planned(job_over(tables, checkpoint, tmp_path)).rows == 3  # enabled, and none there
+    assert planned(job_over(delta, checkpoint)).rows == 3  # enabled, and none there
     url = delete_by_vector(Path(table))
-    assert refusal(job_over(tables, checkpoint, tmp_path)) == (
+    assert refusal(job_over(delta, checkpoint)) == (
         f"{url}: a deletion vector of {table} deletes rows of this data file; rewrite the table (OPTIMIZE, or REORG "
         "TABLE ... APPLY (PURGE)) and read the new version"
     )
 
 
-def test_a_column_that_came_later_is_null_in_older_files(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_column_that_came_later_is_null_in_older_files(tables: Tables, checkpoint: Path) -> None:
     tables.append(NAME, prompts(0, 2))
     if isinstance(tables, IcebergTables):
         with tables.table(NAME).update_schema() as update:
             update.add_column("topic", StringType())
     else:
         DeltaTable(tables.path(NAME)).alter.add_columns([Field("topic", "string")])
-    job = job_over(tables, checkpoint, tmp_path)
-    job = job.model_copy(update={"output": job.output.model_copy(update={"keep": ["prompt", "topic"]})})
+    job = job_over(tables, checkpoint, ["prompt", "topic"])
     assert rows_of(planned(job), "topic") == [None, None]  # in no file yet
     tables.append(NAME, prompts(2, 1).append_column("topic", pa.array(["rivers"])))
     manifest = planned(job)
     expected = tables.rows(NAME)
-    found = dict(zip(rows_of(manifest), rows_of(manifest, "topic"), strict=True))
+    ids = rows_of(manifest)
+    found = dict(zip(ids, rows_of(manifest, "topic"), strict=True))
     assert found == dict(zip(expected["id"].to_pylist(), expected["topic"].to_pylist(), strict=True))
-    used = {"path": tables.path(NAME), "format": tables.kind, "id": "id", "template": "{{ prompt }} {{ topic or '' }}"}
-    output = {"path": str(tmp_path / "out"), "keep": ["topic"]}
-    asked = config(tables, checkpoint, input=used, output=output, shared_prefix=True)
-    assert run_in_process(asked).totals.errors == 0
-    answered = pq.read_table(tmp_path / "out")
+    asked = job_over(tables, checkpoint, ["topic"], template="{{ prompt }} {{ topic or '' }}")
+    assert run_in_process(asked.model_copy(update={"shared_prefix": True})).totals.errors == 0
+    assert [row.id for row in answer_first_rows(asked, 2)] == ids[:2]
+    answered = pq.read_table(asked.output.path)
     assert dict(zip(answered["id"].to_pylist(), answered["topic"].to_pylist(), strict=True)) == found
 
 
-def test_a_renamed_or_reused_column_name_is_never_read_from_older_files(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_renamed_or_reused_column_name_is_never_read_from_older_files(
+    iceberg: IcebergTables, checkpoint: Path
+) -> None:
     """By name the old files would give another column's values: Iceberg knows columns by their ids."""
-    tables = local_tables("iceberg", tmp_path)
-    assert isinstance(tables, IcebergTables)
-    tables.append(NAME, prompts(0, 2).append_column("text", pa.array(["old"] * 2)))
-    job = job_over(tables, checkpoint, tmp_path)
-    with tables.table(NAME).update_schema() as update:
+    iceberg.append(NAME, prompts(0, 2).append_column("text", pa.array(["old"] * 2)))
+    job = job_over(iceberg, checkpoint)
+    with iceberg.table(NAME).update_schema() as update:
         update.rename_column("prompt", "question").rename_column("text", "prompt")
     assert "its column 'prompt' is not the table's column of this name; compact the table" in refusal(job)
-    with tables.table(NAME).update_schema(allow_incompatible_changes=True) as update:
+    with iceberg.table(NAME).update_schema(allow_incompatible_changes=True) as update:
         update.delete_column("prompt")
-    with tables.table(NAME).update_schema() as update:
+    with iceberg.table(NAME).update_schema() as update:
         update.add_column("prompt", StringType())
     assert "its column 'prompt' is not the table's column of this name" in refusal(job)
-    renamed = job_over(tables, checkpoint, tmp_path, prompt="question")
-    renamed = renamed.model_copy(update={"output": renamed.output.model_copy(update={"keep": []})})
+    renamed = job_over(iceberg, checkpoint, [], prompt="question")
     assert "has column 'question' under its earlier name 'prompt'" in refusal(renamed)
 
 
-def test_a_nested_field_is_known_by_its_id_too(checkpoint: Path, tmp_path: Path) -> None:
-    tables = local_tables("iceberg", tmp_path)
-    assert isinstance(tables, IcebergTables)
+def test_a_nested_field_is_known_by_its_id_too(iceberg: IcebergTables, checkpoint: Path) -> None:
     meta = pa.array([{"a": "x", "b": "y"}] * 2)
-    tables.append(NAME, prompts(0, 2).append_column("meta", meta))
-    job = job_over(tables, checkpoint, tmp_path, template="{{ meta.a }}")
+    iceberg.append(NAME, prompts(0, 2).append_column("meta", meta))
+    job = job_over(iceberg, checkpoint, template="{{ meta.a }}")
     assert planned(job).rows == 2
-    with tables.table(NAME).update_schema() as update:
+    with iceberg.table(NAME).update_schema() as update:
         update.rename_column("meta.a", "c")
     assert "its column 'meta.a' is not the table's column of this name" in refusal(job)
-    with tables.table(NAME).update_schema() as update:
+    with iceberg.table(NAME).update_schema() as update:
         update.add_column(("meta", "d"), LongType())
     assert "its column 'meta.a' is not the table's column" in refusal(job)
 
 
-def test_files_without_field_ids_are_read_by_the_name_mapping(checkpoint: Path, tmp_path: Path) -> None:
-    tables = local_tables("iceberg", tmp_path)
-    assert isinstance(tables, IcebergTables)
-    tables.catalog.create_namespace("in")
+def test_files_without_field_ids_are_read_by_the_name_mapping(
+    iceberg: IcebergTables, checkpoint: Path, tmp_path: Path
+) -> None:
+    iceberg.catalog.create_namespace("in")
     pq.write_table(prompts(0, 2), tmp_path / "plain.parquet")
-    table = tables.catalog.create_table(NAME, prompts(0, 0).schema)
+    table = iceberg.catalog.create_table(NAME, prompts(0, 0).schema)
     table.add_files([str(tmp_path / "plain.parquet")])
-    job = job_over(tables, checkpoint, tmp_path)
+    job = job_over(iceberg, checkpoint)
     assert rows_of(planned(job)) == ["r0", "r1"]
-    with tables.table(NAME).update_schema() as update:
+    with iceberg.table(NAME).update_schema() as update:
         update.rename_column("prompt", "question")
-    renamed = job_over(tables, checkpoint, tmp_path, prompt="question")
-    renamed = renamed.model_copy(update={"output": renamed.output.model_copy(update={"keep": []})})
+    renamed = job_over(iceberg, checkpoint, [], prompt="question")
     assert "has column 'question' under its earlier name 'prompt'" in refusal(renamed)
     assert refusal(job).startswith("in.prompts: no column 'prompt' at snapshot")
 
 
-def test_a_partition_column_that_the_files_lack_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    delta = local_tables("delta", tmp_path)
+def test_a_partition_column_that_the_files_lack_is_refused(
+    delta: DeltaTables, iceberg: IcebergTables, checkpoint: Path
+) -> None:
     write_deltalake(delta.path(NAME), prompts(0, 2), partition_by=["prompt"])
-    assert refusal(job_over(delta, checkpoint, tmp_path)) == (
+    assert refusal(job_over(delta, checkpoint)) == (
         f"{delta.path(NAME)}: 'prompt' is a partition column, which the data files do not hold; leave it out"
     )
-    job = job_over(delta, checkpoint, tmp_path, template="{{ id }}")
-    job = job.model_copy(update={"output": job.output.model_copy(update={"keep": []})})
-    assert sorted(rows_of(planned(job))) == ["r0", "r1"]
-    iceberg = local_tables("iceberg", tmp_path)
-    assert isinstance(iceberg, IcebergTables)
+    assert sorted(rows_of(planned(job_over(delta, checkpoint, [], template="{{ id }}")))) == ["r0", "r1"]
     iceberg.catalog.create_namespace("in")
     spec = PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "prompt"))
     fields = [NestedField(number, name, StringType(), required=False) for number, name in ((1, "id"), (2, "prompt"))]
     iceberg.catalog.create_table(NAME, IcebergSchema(*fields), partition_spec=spec)
     iceberg.table(NAME).append(prompts(0, 2))  # whose files hold it
-    assert sorted(rows_of(planned(job_over(iceberg, checkpoint, tmp_path)))) == ["r0", "r1"]
+    assert sorted(rows_of(planned(job_over(iceberg, checkpoint)))) == ["r0", "r1"]
 
 
-def test_what_is_missing_is_named(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
-    job = job_over(tables, checkpoint, tmp_path)
+def test_what_is_missing_is_named(tables: Tables, checkpoint: Path) -> None:
+    job = job_over(tables, checkpoint)
     if tables.kind == "iceberg":
         assert refusal(job) == "input.path: no table in.prompts in catalog 'test'; check storage.catalog"
-        bare = job_over(tables, checkpoint, tmp_path, path="prompts")
+        bare = job_over(tables, checkpoint, path="prompts")
         assert refusal(bare) == "prompts: the name of a table in a catalog must be namespace.table"
     else:
         assert refusal(job) == f"input.path: {tables.path(NAME)} holds no Delta table"
@@ -288,37 +262,33 @@ def test_what_is_missing_is_named(tables: Tables, checkpoint: Path, tmp_path: Pa
     snapshot = tables.snapshots(NAME)[-1]
     at = "snapshot" if tables.kind == "iceberg" else "version"
     assert refusal(job) == f"{tables.path(NAME)}: no column 'prompt' at {at} {snapshot}; it has id"
-    assert "77" in refusal(job_over(tables, checkpoint, tmp_path, snapshot=77))
+    assert "77" in refusal(job_over(tables, checkpoint, snapshot=77))
 
 
-def test_a_table_without_rows_is_refused(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_table_without_rows_is_refused(tables: Tables, checkpoint: Path) -> None:
     if isinstance(tables, IcebergTables):
         tables.catalog.create_namespace("in")
         tables.catalog.create_table(NAME, prompts(0, 0).schema)
     else:
         DeltaTable.create(tables.path(NAME), Schema.from_arrow(prompts(0, 0).schema))
-    assert refusal(job_over(tables, checkpoint, tmp_path)) == f"{tables.path(NAME)}: the table has no rows"
+    assert refusal(job_over(tables, checkpoint)) == f"{tables.path(NAME)}: the table has no rows"
 
 
-def test_a_mapped_delta_table_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    tables = local_tables("delta", tmp_path)
-    assert isinstance(tables, DeltaTables)
-    tables.append(NAME, prompts(0, 2))
-    log = Path(tables.path(NAME)) / "_delta_log" / f"{0:020}.json"
+def test_a_mapped_delta_table_is_refused(delta: DeltaTables, checkpoint: Path) -> None:
+    delta.append(NAME, prompts(0, 2))
+    log = Path(delta.path(NAME)) / "_delta_log" / f"{0:020}.json"
     log.write_text(log.read_text().replace('"configuration":{}', '"configuration":{"delta.columnMapping.mode":"name"}'))
-    assert "the table's columns have other names in its files (delta.columnMapping.mode = name)" in refusal(
-        job_over(tables, checkpoint, tmp_path)
-    )
+    refused = refusal(job_over(delta, checkpoint))
+    assert "the table's columns have other names in its files (delta.columnMapping.mode = name)" in refused
 
 
-def test_a_catalog_that_cannot_be_opened_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
-    tables = local_tables("iceberg", tmp_path)
+def test_a_catalog_that_cannot_be_opened_is_one_line(iceberg: IcebergTables, checkpoint: Path, tmp_path: Path) -> None:
     for uri, said in (
         (f"sqlite:///{tmp_path}/no/such/folder.db", "unable to open database file"),
         (f"sqlite:///{tmp_path}/empty.db", "no such table: iceberg_tables"),
         ("nonsense", "Could not parse SQLAlchemy URL"),
     ):
         storage = {"catalog": {"name": "prod", "type": "sql", "uri": uri}}
-        job = job_over(tables, checkpoint, tmp_path).model_copy(update={"storage": LOCAL.model_validate(storage)})
+        job = job_over(iceberg, checkpoint).model_copy(update={"storage": LOCAL.model_validate(storage)})
         line = refusal(job)
         assert line.startswith("storage.catalog 'prod': ") and said in line

@@ -6,6 +6,7 @@ import io
 import json
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 from ray_free_run import MadeUpParts
-from table_stores import IcebergTables, Tables, bucket_tables, config, local_tables, prompts
+from table_stores import IcebergTables, Tables, bucket_tables, config, prompts, with_output
 from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
@@ -41,16 +42,6 @@ from pipeline.storage.folder import Folder, open_folder
 
 NAME = "out.answers"
 OUTPUTS = {"iceberg": IcebergOutput, "delta": DeltaOutput}
-
-
-@pytest.fixture(params=["iceberg", "delta"])
-def tables(request: pytest.FixtureRequest, tmp_path: Path) -> Tables:
-    return local_tables(request.param, tmp_path)
-
-
-@pytest.fixture(params=["iceberg", "delta"])
-def in_bucket(request: pytest.FixtureRequest, tmp_path: Path, s3: StorageConfig) -> Tables:
-    return bucket_tables(request.param, tmp_path, s3)
 
 
 def job_into(tables: Tables, checkpoint: Path, tmp_path: Path, run: str = "run 1", rows: int = 6) -> JobConfig:
@@ -88,7 +79,11 @@ def _pairs(table: pa.Table) -> list[tuple[str, str | None]]:
     return list(zip(table["id"].to_pylist(), table["generated_text"].to_pylist(), strict=True))
 
 
-def test_real_answers_from_a_table_in_a_bucket_into_another(in_bucket: Tables, checkpoint: Path) -> None:
+@pytest.mark.parametrize("kind", ["iceberg", "delta"])
+def test_real_answers_from_a_table_in_a_bucket_into_another(
+    kind: str, checkpoint: Path, tmp_path: Path, s3: StorageConfig
+) -> None:
+    in_bucket = bucket_tables(kind, tmp_path, s3)
     in_bucket.append("in.prompts", prompts(0, 3))
     in_bucket.append("in.prompts", prompts(3, 2))
     source = {"path": in_bucket.path("in.prompts"), "format": in_bucket.kind, "id": "id"}
@@ -109,14 +104,13 @@ def test_a_finished_job_is_one_snapshot_and_a_second_job_one_more(
 ) -> None:
     """Also where the table is asked for later; run again, or in another folder, the job adds nothing, and says so."""
     first, second = (job_into(tables, checkpoint, tmp_path, run) for run in ("run 1", "run%2"))
-    plain = first.model_copy(update={"output": first.output.model_copy(update={"format": None, "table": None})})
+    plain = with_output(first, format=None, table=None)
     assert made_up(plain) == 6
     assert made_up(first) == 0  # it gets the parts without answering again
     (snapshot,) = tables.snapshots(NAME)
     (record,) = recorded(folder_of(first)).values()
     assert (record.table, record.snapshot) == (tables.path(NAME), snapshot)
-    elsewhere = first.output.model_copy(update={"path": f"{tables.root}/out/answers/elsewhere"})
-    assert made_up(first.model_copy(update={"output": elsewhere})) == 6
+    assert made_up(with_output(first, path=f"{tables.root}/out/answers/elsewhere")) == 6
     assert f"nothing is added, because snapshot {snapshot} added this job's answers from another" in caplog.text
     assert tables.snapshots(NAME) == [snapshot] and table_rows(tables) == part_rows(first)
     assert made_up(second) == 6 and len(tables.snapshots(NAME)) == 2
@@ -131,21 +125,18 @@ def test_killed_around_the_commit_it_adds_its_parts_once(
 ) -> None:
     job = job_into(tables, checkpoint, tmp_path)
 
-    def dies(*args: Any, **options: Any) -> Any:
+    append = OUTPUTS[tables.kind].append
+
+    def dies(*args: Any) -> Any:
+        if moment == "after the snapshot":
+            append(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         if moment == "before _SUCCESS":
             patch.setattr(jobs, "write_success", dies)
         else:
-            append = OUTPUTS[tables.kind].append
-
-            def append_and_die(self: Any, *args: Any) -> None:
-                if moment == "after the snapshot":
-                    append(self, *args)
-                raise KeyboardInterrupt
-
-            patch.setattr(OUTPUTS[tables.kind], "append", append_and_die)
+            patch.setattr(OUTPUTS[tables.kind], "append", dies)
         with pytest.raises(KeyboardInterrupt):
             made_up(job)
     assert not folder_of(job).exists("_SUCCESS")
@@ -194,25 +185,16 @@ def loaded(job: JobConfig) -> Manifest:
 
 
 def test_appends_of_one_job_at_once_are_one_snapshot(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
-    job = job_into(tables, checkpoint, tmp_path)
-    job = job.model_copy(update={"output": job.output.model_copy(update={"format": None, "table": None})})
-    assert made_up(job) == 6
     wanted = job_into(tables, checkpoint, tmp_path)
-    barrier, errors = threading.Barrier(4), []
+    assert made_up(with_output(wanted, format=None, table=None)) == 6
+    barrier = threading.Barrier(4)
 
-    def run() -> None:
+    def run(_: int) -> None:
         barrier.wait()
-        try:
-            commit_table(folder_of(wanted), loaded(wanted), wanted)
-        except Exception as error:
-            errors.append(error)
+        commit_table(folder_of(wanted), loaded(wanted), wanted)
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(run, range(4)))
     assert len(tables.snapshots(NAME)) == 1 and table_rows(tables) == part_rows(wanted)
 
 
@@ -250,19 +232,17 @@ def test_a_damaged_record_is_named(tables: Tables, checkpoint: Path, tmp_path: P
 
 
 def test_an_expired_snapshot_whose_files_are_still_there_is_not_added_again(
-    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    iceberg: IcebergTables, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tables = local_tables("iceberg", tmp_path)
-    assert isinstance(tables, IcebergTables)
-    job = job_into(tables, checkpoint, tmp_path)
+    job = job_into(iceberg, checkpoint, tmp_path)
     made_up(job)
-    (own,) = tables.snapshots(NAME)
-    made_up(job_into(tables, checkpoint, tmp_path, "other", rows=1))
-    tables.table(NAME).maintenance.expire_snapshots().by_id(own).commit()
+    (own,) = iceberg.snapshots(NAME)
+    made_up(job_into(iceberg, checkpoint, tmp_path, "other", rows=1))
+    iceberg.table(NAME).maintenance.expire_snapshots().by_id(own).commit()
     folder_of(job).remove(RECORD)
     folder_of(job).remove("_SUCCESS")
     assert made_up(job) == 0
-    assert len(tables.rows(NAME)) == 7 and "an expired snapshot has" in caplog.text
+    assert len(iceberg.rows(NAME)) == 7 and "an expired snapshot has" in caplog.text
 
 
 def refused(job: JobConfig, tmp_path: Path) -> str:
@@ -280,36 +260,30 @@ def refused(job: JobConfig, tmp_path: Path) -> str:
 def test_a_table_with_other_columns_is_refused_in_one_line(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
     job = job_into(tables, checkpoint, tmp_path)
     made_up(job_into(tables, checkpoint, tmp_path, "first"))
-    kept = job.model_copy(update={"output": job.output.model_copy(update={"keep": ["prompt"]})})
-    kind = "string"
-    name = tables.path(NAME)
-    assert refused(kept, tmp_path) == (
-        f"output.table: {name} has no column 'prompt', which the job writes ({kind}); choose another table, or change "
-        "output.keep"
+    assert refused(with_output(job, keep=["prompt"]), tmp_path) == (
+        f"output.table: {tables.path(NAME)} has no column 'prompt', which the job writes (string); choose another "
+        "table, or change output.keep"
     )
     other = output_table(job.output, job.storage)
     tables.append("in.other", pa.table({"id": pa.array([1], pa.int64())}))
-    job = job.model_copy(update={"output": job.output.model_copy(update={"table": tables.path("in.other")})})
+    job = with_output(job, table=tables.path("in.other"))
     if tables.kind == "delta":
         assert "does not hold output.path" in refused(job, tmp_path)
-        inside = f"{tables.path('in.other')}/run"
-        job = job.model_copy(update={"output": job.output.model_copy(update={"path": inside})})
+        job = with_output(job, path=f"{tables.path('in.other')}/run")
     assert refused(job, tmp_path).startswith(f"output.table: {tables.path('in.other')} has column 'id' of type long, ")
     assert other.snapshot_of("none") is None
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_new_table_without_a_place_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    tables = local_tables("iceberg", tmp_path)
-    job = job_into(tables, checkpoint, tmp_path)
+def test_a_new_table_without_a_place_is_refused(iceberg: IcebergTables, checkpoint: Path, tmp_path: Path) -> None:
+    job = job_into(iceberg, checkpoint, tmp_path)
     catalog = job.storage.catalog.model_copy(update={"warehouse": None})
     job = job.model_copy(update={"storage": job.storage.model_copy(update={"catalog": catalog})})
     assert refused(job, tmp_path) == (
         "output.table: out.answers does not exist: create it, or set storage.catalog.warehouse"
     )
-    assert isinstance(tables, IcebergTables)
-    tables.catalog.create_namespace("out", {"location": f"{tmp_path}/elsewhere"})
-    assert made_up(job) == 6 and len(tables.rows(NAME)) == 6
+    iceberg.catalog.create_namespace("out", {"location": f"{tmp_path}/elsewhere"})
+    assert made_up(job) == 6 and len(iceberg.rows(NAME)) == 6
 
 
 @pytest.mark.usefixtures("in_process")
@@ -317,8 +291,7 @@ def test_a_column_that_no_table_holds_is_refused(tables: Tables, checkpoint: Pat
     job = job_into(tables, checkpoint, tmp_path)
     rows = prompts(0, 2).append_column("n", pa.array([[1], [2]], pa.list_(pa.uint32())))
     pq.write_table(rows, tmp_path / "run 1.parquet")
-    kept = job.model_copy(update={"output": job.output.model_copy(update={"keep": ["n"]})})
-    assert refused(kept, tmp_path) == (
+    assert refused(with_output(job, keep=["n"]), tmp_path) == (
         f"output.table: {tables.path(NAME)} cannot hold column 'n' of type uint32; leave it out of output.keep, or "
         "convert the input's column"
     )
@@ -339,11 +312,9 @@ def test_partitioned_and_strict_tables_are_refused(tables: Tables, checkpoint: P
         return
     write_deltalake(tables.path(NAME), prompts(0, 1), partition_by=["id"])
     assert "is partitioned by id; choose a table without" in refused(job, tmp_path)
-    tables.path("out.strict")
     strict = pa.schema([pa.field("n", pa.int64(), nullable=False)])
     write_deltalake(tables.path("out.strict"), pa.table({"n": [1]}, schema=strict))
-    into = {"table": tables.path("out.strict"), "path": f"{tables.path('out.strict')}/run"}
-    job = job.model_copy(update={"output": job.output.model_copy(update=into)})
+    job = with_output(job, table=tables.path("out.strict"), path=f"{tables.path('out.strict')}/run")
     assert "does not allow null in 'n'" in refused(job, tmp_path)
     DeltaTable(tables.path("out.strict")).alter.drop_column_not_null("n")
     DeltaTable(tables.path("out.strict")).alter.add_constraint({"positive": "n > 0"})
@@ -354,6 +325,5 @@ def test_partitioned_and_strict_tables_are_refused(tables: Tables, checkpoint: P
     entries = [json.loads(line) for line in log.read_text().splitlines()]
     entries = [{"protocol": protocol} if "protocol" in entry else entry for entry in entries]
     log.write_text("\n".join(map(json.dumps, entries)) + "\n")
-    into = {"table": tables.path("out.tracked"), "path": f"{tables.path('out.tracked')}/run"}
-    job = job.model_copy(update={"output": job.output.model_copy(update=into)})
+    job = with_output(job, table=tables.path("out.tracked"), path=f"{tables.path('out.tracked')}/run")
     assert "uses rowTracking, which a job's files do not support" in refused(job, tmp_path)
