@@ -33,13 +33,7 @@ from actors.engine.model.weights import ITEM_BYTES
 from actors.engine.no_collections import without_collections
 from actors.engine.schedule.schedule import Schedule
 from actors.engine.scheduler import constant_prefix
-from actors.engine.types import (
-    SCHEDULERS,
-    Completion,
-    EngineStats,
-    Request,
-    SamplingParams,
-)
+from actors.engine.types import SCHEDULERS, Completion, EngineStats, Request, SamplingParams
 from actors.requests import RequestBuilder
 
 if TYPE_CHECKING:

@@ -24,10 +24,8 @@ from actors.tool_calls import form_of, split_calls
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-KEPT_CONSTRAINTS, KEPT_CHARACTERS = (
-    64,
-    2**20,
-)  # limits of the cache of constraints: their number, and the characters of their formats or labels
+KEPT_CONSTRAINTS = 64  # maximum number of constraints in the cache
+KEPT_CHARACTERS = 2**20  # maximum number of characters of the formats and labels in the cache
 
 
 class RequestBuilder:

@@ -282,11 +282,10 @@ class Loop:
             size = self.engine.row_bytes(*lengths, schedule)
             return min(self.max_rows, self.budget_bytes // size) if size else self.max_rows
 
-        if self.online:
-            context = self.engine.decoder.context_length
-            prompt, new = (max(one, min(max(64, 1 << (one - 1).bit_length()), context)) for one in shape)
-            if most((prompt, new)) >= min(wanted, self.max_rows):
-                shape = prompt, new
+        context = self.engine.decoder.context_length
+        prompt, new = (max(one, min(max(64, 1 << (one - 1).bit_length()), context)) for one in shape)
+        if most((prompt, new)) >= min(wanted, self.max_rows):
+            shape = prompt, new
         return most(shape), shape
 
     @property

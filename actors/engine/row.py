@@ -87,13 +87,7 @@ class Row:
 
 
 def begin_row(
-    request: Request,
-    ticket: int,
-    *,
-    context_length: int,
-    vocab_size: int,
-    stop_ids: frozenset[int],
-    schedule: Schedule,
+    request: Request, ticket: int, *, context_length: int, vocab_size: int, stop_ids: frozenset[int], schedule: Schedule
 ) -> Row:
     """Build the row for a request. stop_ids: the model's end tokens. schedule: used if the request sets none."""
     sampling = RowSampling.begin(request.sampling, request.key, request.prompt_ids)

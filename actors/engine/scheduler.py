@@ -18,9 +18,8 @@ LEAST_TOKENS = 32  # a beginning shared by some prompts must be this many tokens
 LEAST_SAVED = 512  # if sharing a beginning saves fewer tokens than this, its separate prefill pass costs more
 MOST_NESTED = 50  # maximum recursion depth of the search for shared beginnings
 Prompt = tuple[int, ...]
-Saved = tuple[
-    int, list[tuple[Prompt, Sequence[Prompt]]]
-]  # number of prompt tokens saved; list of (shared beginning, prompts that begin with it)
+# number of prompt tokens saved; list of (shared beginning, prompts that begin with it)
+Saved = tuple[int, list[tuple[Prompt, Sequence[Prompt]]]]
 
 
 @dataclass(frozen=True)

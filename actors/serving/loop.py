@@ -139,12 +139,7 @@ class OnlineLoop:
         self.ended = self.cancelled = self.failed = 0  # numbers of rows so far
         self.failures = 0  # failed turns since a row was last answered
         self._loop = Loop(
-            engine,
-            budget_bytes=cache_bytes,
-            max_rows=max_rows,
-            share_prefixes=False,
-            scheduler="refill",
-            online=True,
+            engine, budget_bytes=cache_bytes, max_rows=max_rows, share_prefixes=False, scheduler="refill", online=True
         )
         self._wake: Callable[[set[Submission]], object] = wake
         self._waiting: deque[ServedRow] = deque()

@@ -141,9 +141,8 @@ class VllmEngine:
 
     def _begin_at(self, schedule: Schedule) -> None:
         self.schedule, self.stats = schedule, EngineStats()
-        self.rows: dict[
-            int, tuple[Row, Call, int]
-        ] = {}  # ticket -> row in flight, its call, and the index of its request in the call
+        # ticket -> row in flight, its call, and the index of its request in the call
+        self.rows: dict[int, tuple[Row, Call, int]] = {}
         self._queue: deque[Call] = deque()  # calls that `add` has queued and that have not begun
 
     def at(self, schedule: Schedule) -> VllmEngine:

@@ -86,11 +86,7 @@ def tokens_of(
 
 
 def oracle_answers(
-    decoder: Decoder,
-    schedule: Schedule,
-    rows: Iterable[Request],
-    stop_ids: set[int],
-    guesses: Iterable[Sequence[int]],
+    decoder: Decoder, schedule: Schedule, rows: Iterable[Request], stop_ids: set[int], guesses: Iterable[Sequence[int]]
 ) -> list[list[int]]:
     """`oracle` of each row; guesses: the engine's answers."""
     return [oracle(decoder, schedule, row, stop_ids, guess) for row, guess in zip(rows, guesses, strict=True)]

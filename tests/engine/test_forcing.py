@@ -33,10 +33,7 @@ def pairs(shared: int, seed: int = 5, count: int = 5) -> list[dict[str, Any]]:
     prefix = rng.choices(range(3, VOCAB), k=shared)
     lengths = [(rng.randint(1, 9), rng.randint(1, 8)) for _ in range(count)]
     return [
-        {
-            "input_ids": prefix + rng.choices(range(3, VOCAB), k=prompt + response),
-            "prompt_tokens": shared + prompt,
-        }
+        {"input_ids": prefix + rng.choices(range(3, VOCAB), k=prompt + response), "prompt_tokens": shared + prompt}
         for prompt, response in lengths
     ]
 

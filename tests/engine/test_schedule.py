@@ -35,7 +35,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         "power": draw(st.floats(0.1, 8)),
         "steps": draw(st.integers(2, 9)),
         "keep_order": draw(
-            st.sampled_from(KEEP_ORDERS)
+            st.sampled_from([*KEEP_ORDERS])
             | st.permutations(range(warmup, layers)).map(lambda rest: (*range(warmup), *rest))
         ),
     }

@@ -155,12 +155,7 @@ def test_a_tensor_of_two_files_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "shape", "reason"),
     [
-        (
-            "llama",
-            "model.layers.1.mlp.up_proj.weight",
-            (60, 32),
-            "has shape [60, 32], but config.json needs [64, 32]",
-        ),
+        ("llama", "model.layers.1.mlp.up_proj.weight", (60, 32), "has shape [60, 32], but config.json needs [64, 32]"),
         ("llama", "model.embed_tokens.weight", (99, 32), "has shape [99, 32], but config.json needs [97, 32]"),
         (
             "llama",

@@ -41,10 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**GATED, "sliding_window": WINDOW, "head_dim": 12}),
     "mistral-full": ("mistral", {**GATED, "sliding_window": None}),
     "qwen2": ("qwen2", GATED),
-    "qwen2-window": (
-        "qwen2",
-        {**GATED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
-    ),
+    "qwen2-window": ("qwen2", {**GATED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
     "qwen3": ("qwen3", {**GATED, "head_dim": 12, "tie_word_embeddings": True}),
     "gemma": ("gemma", {**GATED, "head_dim": 16}),
     "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 0.5}),
@@ -55,10 +52,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {**GATED, "sliding_window": WINDOW, "partial_rotary_factor": 0.5}),
     "olmo2": ("olmo2", GATED),
     # full layers alone stretch their positions
-    "olmo3": (
-        "olmo3",
-        {**GATED, "sliding_window": WINDOW, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-    ),
+    "olmo3": ("olmo3", {**GATED, "sliding_window": WINDOW, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     "smollm3": ("smollm3", {**GATED, "use_sliding_window": True, "sliding_window": WINDOW}),
 }
 

@@ -37,10 +37,7 @@ class Running:
 
 @contextmanager
 def running(
-    checkpoint: Path,
-    limits: Limits | None = None,
-    max_waiting: int = 256,
-    **generator: Any,
+    checkpoint: Path, limits: Limits | None = None, max_waiting: int = 256, **generator: Any
 ) -> Iterator[Running]:
     """A server for the block. generator: arguments of `Generator`."""
     arguments = {"checkpoint": str(checkpoint), "dtype": "float32", "sampling": SAMPLING, "max_batch": 8}

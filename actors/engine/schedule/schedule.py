@@ -18,7 +18,6 @@ from typing import Any
 from actors.engine.errors import UserError
 
 DECAYS = ("linear", "cosine", "power", "step", "constant")
-KEEP_ORDERS = ("paper", "even", "early_exit")
 MEASURED = "measured"  # value of keep_order that `pipeline.learn.keep_order` replaces with a list of layers
 PROMPT_POLICIES = ("full", "first")
 MAX_HORIZON = 2**17  # maximum horizon in tokens; a longer depth curve is surely a mistake, and takes seconds to build
@@ -163,12 +162,8 @@ class ScheduleSpec:
             return tuple(self.keep_order)
         if not 0 <= self.warmup <= num_layers:
             raise UserError(f"warmup = {self.warmup}: must lie in [0, {num_layers}]")
-        if self.keep_order == "paper":
-            return paper_order(num_layers, self.warmup)
-        if self.keep_order == "even":
-            return even_order(num_layers, self.warmup)
-        if self.keep_order == "early_exit":
-            return early_exit_order(num_layers)
+        if self.keep_order in KEEP_ORDERS:
+            return KEEP_ORDERS[self.keep_order](num_layers, self.warmup)
         if self.keep_order == MEASURED:
             raise UserError(
                 "keep_order = measured: `skipdecode adapt` measures the order and stores it with what it trains; here "
@@ -306,9 +301,12 @@ def even_order(num_layers: int, warmup: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def early_exit_order(num_layers: int) -> tuple[int, ...]:
+def early_exit_order(num_layers: int, warmup: int = 0) -> tuple[int, ...]:
     """Return the layers from the lowest one up. Schedules then skip upper layers, as if tokens left the model early."""
     return tuple(range(num_layers))
+
+
+KEEP_ORDERS = {"paper": paper_order, "even": even_order, "early_exit": early_exit_order}
 
 
 def _ratio(speedup: float) -> Fraction:
