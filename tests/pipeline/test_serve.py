@@ -36,24 +36,24 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def tiny_application(checkpoint: Path, replicas: int) -> Application:
+def tiny_application(checkpoint: Path, replicas: dict[str, Any]) -> Application:
     values = {
         "model": {"path": str(checkpoint), "dtype": "float32"},
         "name": "tiny",
-        "replicas": {"count": replicas, "max_batch": 4, "threads": 1},
+        "replicas": {"max_batch": 4, "threads": 1, **replicas},
     }
     return application(plan_server(validated(ServeConfig, values, "serve"), on_this_machine=True))
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_as_many_replicas_are_asked_for_as_the_file_says(chat_checkpoint: Path, count: int) -> None:
-    built = tiny_application(chat_checkpoint, count)
+    built = tiny_application(chat_checkpoint, {"count": count})
     assert built._bound_deployment.num_replicas == count
 
 
 @pytest.fixture
 def deployed(own_ray: None, chat_checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """The tiny checkpoint in `request.param` replicas; gives the URL."""
+    """The tiny checkpoint, `request.param` being the section replicas; gives the URL."""
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(tiny_application(chat_checkpoint, request.param))
@@ -70,7 +70,7 @@ def counted(url: str, name: str) -> float:
     return max(found)
 
 
-@pytest.mark.parametrize("deployed", [1, pytest.param(2, marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("deployed", [{"count": 1}, pytest.param({"count": 2}, marks=pytest.mark.slow)], indirect=True)
 def test_replicas_answer_stream_and_free_the_rows_of_clients_that_leave(deployed: str, chat_checkpoint: Path) -> None:
     client = openai.OpenAI(base_url=f"{deployed}/v1", api_key="none", max_retries=0)
     generator = Generator(str(chat_checkpoint), dtype="float32", sampling={"max_new_tokens": 12}, strip=False)
@@ -94,16 +94,9 @@ def test_replicas_answer_stream_and_free_the_rows_of_clients_that_leave(deployed
 
 
 @pytest.mark.slow
-def test_a_replica_is_added_under_load(own_ray: None, chat_checkpoint: Path) -> None:
-    port = free_port()
-    values = {
-        "model": {"path": str(chat_checkpoint), "dtype": "float32"},
-        "name": "tiny",
-        "replicas": {"min": 1, "max": 2, "max_batch": 4, "threads": 1, "cpus": 0.5},
-    }
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(application(plan_server(validated(ServeConfig, values, "serve"), on_this_machine=True)))
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+@pytest.mark.parametrize("deployed", [{"min": 1, "max": 2, "cpus": 0.5}], indirect=True)
+def test_a_replica_is_added_under_load(deployed: str) -> None:
+    client = openai.OpenAI(base_url=f"{deployed}/v1", api_key="none", max_retries=0)
     until = time.monotonic() + 240
     loaded = threading.Event()
 
@@ -129,7 +122,6 @@ def test_a_replica_is_added_under_load(own_ray: None, chat_checkpoint: Path) -> 
         loaded.set()
         assert all(one.result() > 0 for one in asked)  # none was refused or lost meanwhile
     assert replicas() == 2
-    serve.shutdown()
 
 
 @pytest.mark.slow

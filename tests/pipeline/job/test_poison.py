@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
-from in_process import invoke, job_config
+from in_process import answered_rows, invoke, job_config, run_and_read
 from transformers import AutoTokenizer
 
 from pipeline import job as jobs
@@ -32,8 +32,7 @@ def job(checkpoint: Path, tmp_path: Path) -> JobConfig:
     prompts = [" ".join(["cheap"] * (1 + row % 3)) for row in range(ROWS)]
     prompts[POISON] = f"food {poison_stages.KILLER}"
     lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
-    assert lengths.count(lengths[POISON]) == 1, lengths
-    assert lengths[POISON] == poison_stages.DEADLY_TOKENS, lengths
+    assert [row for row in range(ROWS) if lengths[row] == poison_stages.DEADLY_TOKENS] == [POISON], lengths
     pq.write_table(pa.table({"id": [f"row-{row}" for row in range(ROWS)], "prompt": prompts}), tmp_path / "in.parquet")
     return job_config(
         tmp_path / "in.parquet",
@@ -48,31 +47,6 @@ def job(checkpoint: Path, tmp_path: Path) -> JobConfig:
     )
 
 
-def answers(job: JobConfig) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = pq.read_table(job.output.path).to_pylist()
-    assert [row["id"] for row in rows] == [f"row-{row}" for row in range(ROWS)]
-    return rows
-
-
-def undisturbed(job: JobConfig, folder: Path) -> list[dict[str, Any]]:
-    """The same rows, answered here and now by the bare stages."""
-    from actors.generator import Generator
-    from pipeline.checkpoints.resolve import resolve_checkpoint
-    from pipeline.generate.stage import prompts
-    from pipeline.input.shards import Shard
-    from pipeline.prepare.prompt_spec import prompt_spec
-    from pipeline.prepare.prompts import prepare_table
-
-    sampling = job.sampling.model_dump(exclude={"seed"})
-    generator = Generator(job.model.path, sampling=sampling, seed=3, dtype="float32", threads=1, max_batch=2)
-    table = pq.read_table(folder / "in.parquet")
-    spec = prompt_spec(job, resolve_checkpoint(job.model, job.storage, None), time.time())
-    found = generator.answer(
-        prompts(prepare_table(table, spec), Shard(0, str(folder / "in.parquet"), 0, table.num_rows))
-    )
-    return [{"token_ids": one.token_ids, "generated_text": one.generated_text} for one in found]
-
-
 @pytest.mark.parametrize(
     ("stage", "deadly"),
     [
@@ -84,18 +58,16 @@ def undisturbed(job: JobConfig, folder: Path) -> list[dict[str, Any]]:
 def test_a_row_that_kills_its_process_is_found(
     own_ray: None, stage: str, deadly: Any, job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = undisturbed(job, tmp_path)
+    elsewhere = {"path": str(tmp_path / "undisturbed"), "token_ids": True}
+    want = run_and_read({**job.model_dump(exclude_none=True), "output": elsewhere})
     monkeypatch.setattr(stages, stage, deadly)
     outcome = jobs.run(job)
     assert (outcome.totals.rows, outcome.totals.errors) == (ROWS, 1)
-    rows = answers(job)
-    for place, (row, right) in enumerate(zip(rows, want, strict=True)):
-        if place == POISON:
-            assert (row["finish_reason"], row["generated_text"]) == ("error", None)
-            assert row["error"] == "the process died 1 time while it worked on this row alone"
-        else:
-            assert row["error"] is None
-            assert {name: row[name] for name in right} == right
+    rows = answered_rows(tmp_path / "out")
+    row = rows.pop(POISON)
+    assert (row["id"], row["finish_reason"], row["generated_text"]) == (want.pop(POISON)["id"], "error", None)
+    assert row["error"] == "the process died 1 time while it worked on this row alone"
+    assert rows == want and all(row["error"] is None for row in rows)
     assert list((tmp_path / "out" / "_job" / "quarantine").iterdir()) == []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import job_values, run_and_read, run_in_process
+from in_process import job_values, run_and_read
 from openai.types.chat import ChatCompletion
 
 from actors import requests
@@ -52,11 +52,20 @@ def model_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestBuilder, "text", lambda *_: (SAID[next(count) % len(SAID)], None))
 
 
-def values(folder: Path, checkpoint: Path, rows: pa.Table, **changes: Any) -> dict[str, Any]:
-    pq.write_table(rows, folder / "in.parquet")
+def values(folder: Path, checkpoint: Path, tools: list[Any], **changes: Any) -> dict[str, Any]:
+    """The file of a job whose rows have one chat. tools: the tools of each row."""
+    pq.write_table(pa.table({"messages": [CHAT] * len(tools), "tools": tools}), folder / "in.parquet")
     own = {"input": {"messages": "messages", "tools": "tools"}, "schedule": {"speedup": 1}}
     own |= {"sampling": {"max_new_tokens": 4}, "shard_rows": 100}
     return job_values(folder / "in.parquet", folder / "out", checkpoint, **{**own, **changes})
+
+
+def of_requests(folder: Path, checkpoint: Path, bodies: list[dict[str, Any]]) -> dict[str, Any]:
+    """The file of a job whose rows are requests for the same chat. bodies: what else each asks for."""
+    how = {"method": "POST", "url": "/v1/chat/completions"}
+    lines = [{"custom_id": str(n), **how, "body": {"messages": CHAT, **body}} for n, body in enumerate(bodies)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return values(folder, checkpoint, [], input={"path": str(folder / "in.jsonl"), "format": "openai_batch"})
 
 
 def test_the_prompt_is_transformers_own(tool_checkpoint: Path) -> None:
@@ -74,7 +83,7 @@ def test_the_prompt_is_transformers_own(tool_checkpoint: Path) -> None:
 def test_calls_are_a_column_of_structs(model_says: None, tmp_path: Path, tool_checkpoint: Path, as_text: bool) -> None:
     offered = [TOOLS, TOOLS, TOOLS, TOOLS, None]
     column = [None if one is None else json.dumps(one) for one in offered] if as_text else offered
-    rows = run_and_read(values(tmp_path, tool_checkpoint, pa.table({"messages": [CHAT] * 5, "tools": column})))
+    rows = run_and_read(values(tmp_path, tool_checkpoint, column))
     call = [{"name": "find", "arguments": '{"place": "Zizzi"}'}]
     assert [row["tool_calls"] for row in rows] == [call, call, [], None, None]
     assert [row["generated_text"] for row in rows] == ["Let me see.", "", "no call", SAID[3], SAID[0]]
@@ -84,7 +93,7 @@ def test_calls_are_a_column_of_structs(model_says: None, tmp_path: Path, tool_ch
 
 def test_rows_with_wrong_tools_have_errors(model_says: None, tmp_path: Path, tool_checkpoint: Path) -> None:
     column = ["{", json.dumps(TOOLS), '[{"type": "x"}]']
-    rows = run_and_read(values(tmp_path, tool_checkpoint, pa.table({"messages": [CHAT] * 3, "tools": column})))
+    rows = run_and_read(values(tmp_path, tool_checkpoint, column))
     assert rows[0]["error"].startswith("tools: not JSON") and rows[2]["error"].startswith("tool 1 must be")
     assert rows[1]["tool_calls"] and rows[1]["error"] is None
 
@@ -98,15 +107,7 @@ def test_requests_of_a_batch_file_call_tools(model_says: None, tmp_path: Path, t
         {"tools": TOOLS, "response_format": {"type": "json_object"}},
         {"tools": [{"type": "file_search"}]},
     ]
-    lines = [
-        {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": {"messages": CHAT, **body}}
-        for number, body in enumerate(bodies)
-    ]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    job = values(tmp_path, tool_checkpoint, pa.table({"messages": [CHAT], "tools": [TOOLS]}))
-    run_in_process(
-        JobConfig.model_validate({**job, "input": {"path": str(tmp_path / "in.jsonl"), "format": "openai_batch"}})
-    )
+    run_and_read(of_requests(tmp_path, tool_checkpoint, bodies))
     bodies = [json.loads(line)["response"]["body"] for line in (tmp_path / "out" / "results.jsonl").open()]
     choices = [ChatCompletion.model_validate(body, strict=True).choices[0] for body in bodies]
     assert [choice.finish_reason for choice in choices] == ["tool_calls", "tool_calls", choices[2].finish_reason]
@@ -141,19 +142,9 @@ def test_a_request_can_force_a_call(tmp_path: Path, tool_checkpoint: Path, monke
     """
     monkeypatch.setattr(requests, "row_key", lambda seed, source, *place: row_key(seed, "", *place))
     named = {"type": "function", "function": {"name": "f"}}
-    body = {"messages": CHAT, "tools": [FIND, BARE], "temperature": 1.0, "max_tokens": 200}
-    lines = [
-        {
-            "custom_id": f"{number}",
-            "method": "POST",
-            "url": "/v1/chat/completions",
-            "body": {**body, "seed": number, "tool_choice": named if number % 2 else "required"},
-        }
-        for number in range(8)
-    ]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    job = values(tmp_path, tool_checkpoint, pa.table({"messages": [CHAT], "tools": [TOOLS]}))
-    rows = run_and_read({**job, "input": {"path": str(tmp_path / "in.jsonl"), "format": "openai_batch"}})
+    body = {"tools": [FIND, BARE], "temperature": 1.0, "max_tokens": 200}
+    bodies = [{**body, "seed": n, "tool_choice": named if n % 2 else "required"} for n in range(8)]
+    rows = run_and_read(of_requests(tmp_path, tool_checkpoint, bodies))
     for number, row in enumerate(rows):
         if row["error"] is not None:
             begin, text = '<tool_call>\n{"name": "', row["generated_text"]
@@ -168,9 +159,8 @@ def test_a_request_can_force_a_call(tmp_path: Path, tool_checkpoint: Path, monke
 
 
 def test_a_template_that_takes_no_tools_is_refused_at_the_plan(tmp_path: Path, chat_checkpoint: Path) -> None:
-    rows = pa.table({"messages": [CHAT], "tools": [TOOLS]})
     with pytest.raises(UserError, match="tools: the chat template does not support tools"):
-        run_and_read(values(tmp_path, chat_checkpoint, rows))
+        run_and_read(values(tmp_path, chat_checkpoint, [TOOLS]))
 
 
 @pytest.mark.parametrize(
@@ -184,9 +174,8 @@ def test_a_template_that_takes_no_tools_is_refused_at_the_plan(tmp_path: Path, c
 def test_what_does_not_go_with_tools_is_refused(
     tmp_path: Path, tool_checkpoint: Path, changes: dict[str, Any], message: str
 ) -> None:
-    job = values(tmp_path, tool_checkpoint, pa.table({"messages": [CHAT], "tools": [TOOLS]}), **changes)
     with pytest.raises(UserError, match=message):
-        validated(JobConfig, job, "job.yaml")
+        validated(JobConfig, values(tmp_path, tool_checkpoint, [TOOLS], **changes), "job.yaml")
 
 
 @pytest.mark.parametrize(
@@ -203,16 +192,14 @@ def test_thinking_is_split_by_the_templates_marks(
         return plain(self, tokens) if len(tokens) > 8 else "it is</thinking> so"
 
     monkeypatch.setattr(RequestBuilder, "decode", decoded)
-    job = values(tmp_path, folder, pa.table({"messages": [CHAT], "tools": [None]}), reasoning="auto")
-    del job["input"]["tools"]
-    [row] = run_and_read(job)
+    [row] = run_and_read(values(tmp_path, folder, [None], reasoning="auto", input={"messages": "messages"}))
     assert row["reasoning"] == ("it is" if thinking else None)
     assert row["generated_text"] == ("so" if thinking else "it is</thinking> so")
 
 
 def test_a_mark_that_is_a_special_token_is_refused_at_the_plan(tmp_path: Path, checkpoint: Path) -> None:
-    job = values(tmp_path, checkpoint, pa.table({"messages": [CHAT], "tools": [None]}), reasoning={"end": "</s>"})
-    job["input"] = {"path": job["input"]["path"], "template": "{{ messages[0].content }}"}
+    changes = {"reasoning": {"end": "</s>"}, "input": {"template": "{{ messages[0].content }}"}}
+    job = values(tmp_path, checkpoint, [None], **changes)
     with pytest.raises(UserError, match="reasoning: '</s>' is a special token"):
         run_and_read(job)
     assert not (tmp_path / "out").exists()
