@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,10 @@ def speeds(spec: ScheduleSpec, speedups: Sequence[float], prompts: Sequence[str]
     """Return variants of `spec`: 1x, each speed-up, and each speed-up above 1x with each prompt policy in `prompts`."""
     speedups = list(dict.fromkeys([1.0, *map(float, speedups)]))
     variants = [Variant(f"{each:g}x", "speed", spec.overridden({"speedup": each}), each) for each in speedups]
-    for prompt in prompts:
-        for speedup in speedups:
-            if prompt != spec.prompt and speedup > 1:
-                changed = spec.overridden({"speedup": speedup, "prompt": prompt})
-                variants.append(Variant(f"{speedup:g}x prompt={prompt}", "prompt", changed, speedup))
+    for prompt, speedup in product(prompts, speedups):
+        if prompt != spec.prompt and speedup > 1:
+            changed = spec.overridden({"speedup": speedup, "prompt": prompt})
+            variants.append(Variant(f"{speedup:g}x prompt={prompt}", "prompt", changed, speedup))
     return variants
 
 

@@ -24,8 +24,6 @@ from pipeline.config.tune import LossConfig
 CHUNK_BYTES = 64 * 2**20  # limit for the fp32 logits of one chunk
 BLOCK_BYTES = 4 * 2**20  # limit for the fp32 logits differentiated at once, so that they stay in the processor's caches
 
-LogitsLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
-
 
 @dataclass(frozen=True)
 class Targets:
@@ -72,21 +70,24 @@ def summed_loss(
     Gradients are computed together with each chunk's logits, which are then freed. Memory holds at most the logits of
     one chunk, and the head is computed only once.
     """
-
-    def logits_loss(logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-        total, of_logits = logits.new_zeros((), dtype=torch.float32), torch.empty_like(logits)
+    layers = {id(weight) for block in decoder.blocks for weight in block.parameters()}
+    others = [weight for weight in decoder.model.parameters() if weight.requires_grad and id(weight) not in layers]
+    of_hidden, of_others = torch.empty_like(hidden), list[Tensor | None]([None] * len(others))
+    total = hidden.new_zeros((), dtype=torch.float32)
+    for chunk in chunks(len(hidden), decoder.vocab_size):
+        states = hidden[chunk].detach().requires_grad_()
+        logits = decoder.logits(states)
+        of_logits = torch.empty_like(logits)
         for block in chunks(len(logits), decoder.vocab_size, BLOCK_BYTES):
             tokens = slice(chunk.start + block.start, chunk.start + block.stop)
             taught = None if targets is None else targets[tokens]
-            part, of_logits[block] = loss_and_gradient(logits[block], labels[tokens], taught, loss, smoothing)
+            part, of_logits[block] = loss_and_gradient(logits.detach()[block], labels[tokens], taught, loss, smoothing)
             total += part
-        return total, of_logits
-
-    layers = {id(weight) for block in decoder.blocks for weight in block.parameters()}
-    others = [weight for weight in decoder.model.parameters() if weight.requires_grad and id(weight) not in layers]
-    pieces = chunks(len(hidden), decoder.vocab_size)
-    total: Tensor = _Chunked.apply(decoder.logits, logits_loss, pieces, hidden, *others)
-    return total
+        of_hidden[chunk], *found = torch.autograd.grad(logits, [states, *others], of_logits, allow_unused=True)
+        for number, (before, gradient) in enumerate(zip(of_others, found, strict=True)):
+            of_others[number] = gradient if before is None else before.add_(gradient)
+    summed: Tensor = _WithGradients.apply(total, (of_hidden, *of_others), hidden, *others)
+    return summed
 
 
 @torch.no_grad()
@@ -161,43 +162,17 @@ def _divergence(scores: Tensor, targets: Targets, temperature: float) -> tuple[T
     return total, probabilities.scatter_(1, ids, kept - taught)
 
 
-class _Chunked(torch.autograd.Function):
-    """Sums a loss over chunks of hidden states. The forward pass computes the gradients too, chunk by chunk."""
+class _WithGradients(torch.autograd.Function):
+    """Returns `total`, whose `gradients` with respect to `inputs` are known."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        head: Callable[[Tensor], Tensor],
-        logits_loss: LogitsLoss,
-        pieces: Sequence[slice],
-        hidden: Tensor,
-        *weights: Any,
-    ) -> Tensor:
-        of_hidden = torch.empty_like(hidden)
-        of_weights: list[Tensor | None] = [None] * len(weights)
-        total = hidden.new_zeros((), dtype=torch.float32)
-        for chunk in pieces:
-            states = hidden[chunk].detach().requires_grad_()
-            with torch.enable_grad():
-                logits = head(states)
-            part, of_logits = logits_loss(logits.detach(), chunk)
-            found, *rest = torch.autograd.grad(logits, [states, *weights], of_logits, allow_unused=True)
-            of_hidden[chunk] = found
-            for number, gradient in enumerate(rest):
-                if gradient is not None:
-                    before = of_weights[number]
-                    of_weights[number] = gradient if before is None else before.add_(gradient)
-            total += part
-        ctx.save_for_backward(of_hidden)
-        ctx.of_weights = of_weights
-        return total
+    def forward(ctx: Any, total: Tensor, gradients: Sequence[Tensor | None], *inputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return total.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (of_hidden,) = ctx.saved_tensors
-        (scale,) = gradients
-        of_weights = [None if one is None else one.mul_(scale) for one in ctx.of_weights]
-        return (None, None, None, of_hidden * scale, *of_weights)
+    def backward(ctx: Any, *scales: Tensor) -> Any:
+        return (None, None, *(None if one is None else one.mul_(scales[0]) for one in ctx.gradients))
 
 
 def chunks(tokens: int, vocabulary: int, most: int | None = None) -> list[slice]:

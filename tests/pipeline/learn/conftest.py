@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from adapt_fakes import Fakes, Run, values, write_inputs
+from tune_recipes import copying_recipe
 from typer.testing import CliRunner, Result
 
 from pipeline.cli.app import app
@@ -14,6 +15,11 @@ from pipeline.config.load import dump_yaml
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     return Fakes(monkeypatch)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> dict[str, Any]:
+    return copying_recipe(tmp_path)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import weakref
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,10 +22,11 @@ from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, r
 from pipeline.checkpoints.stores import HubStore
 from pipeline.config.job import JobConfig, ModelConfig, StorageConfig
 from pipeline.config.load import load_config, load_values
+from pipeline.input.files import list_files
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt import run as adaptation
 from pipeline.learn.adapt.configs import job_text
-from pipeline.learn.adapt.rows import metric_of
+from pipeline.learn.adapt.rows import layout, metric_of, read_sample
 from pipeline.plan.manifest import plan_job
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
@@ -391,3 +393,22 @@ def test_every_stage_is_announced(tmp_path: Path, fakes: Fakes, command: Run) ->
     (estimate,) = [line for line in result.stderr.splitlines() if line.startswith("estimate: ")]
     assert " training steps; " in estimate and " left on this machine; by stage: tune " in estimate
     assert not [line for line in command("--json").stderr.splitlines() if line.startswith("stage ")]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "groups"), [([29, 3, 0], [(13, 0), (16, 3)]), ([13, 12], [(13, 3), (1, 0)]), ([5, 6], [(13, 1)])]
+)
+def test_the_sample_is_the_rows_drawn_in_their_order_and_other_row_groups_are_not_read(
+    tmp_path: Path, checkpoint: Path, drawn: list[int], groups: list[tuple[int, int]]
+) -> None:
+    inputs = write_inputs(tmp_path / "in")
+    config = JobConfig.model_validate(values(inputs, tmp_path / "out", checkpoint, references="right"))
+    files, schema = layout(config, list_files(config.input.path, config.storage))
+    whole, plain = pq.read_table(inputs), pq.ParquetFile.iter_batches
+    with patch.object(pq.ParquetFile, "iter_batches", autospec=True, side_effect=plain) as read:
+        table, readable = read_sample(config, files, schema, drawn)
+    assert readable == [True] * len(drawn)
+    assert table.column_names == ["key", "q", "right"]  # what the job reads, and the references
+    assert table.schema.field("key").type == pa.int16()
+    assert table.to_pylist() == whole.select(table.column_names).take(drawn).to_pylist()
+    assert [(one.args[0].metadata.num_rows, *one.kwargs["row_groups"]) for one in read.mock_calls] == groups

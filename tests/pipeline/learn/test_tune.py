@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from random_adapter import random_adapter
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import tiny_checkpoint
-from tune_recipes import copying_recipe, train_recipe
+from tune_recipes import train_recipe
 
 from actors.engine.errors import UserError
 from actors.engine.library.divergence import Model, teacher_forced
@@ -28,11 +28,6 @@ from pipeline.config.tune import TuneConfig, TuneDataConfig
 from pipeline.learn.tune.plan import encode, plan_training, read_pairs
 from pipeline.learn.tune.run import tune
 from pipeline.learn.tune.trainer import Training
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> dict[str, Any]:
-    return copying_recipe(tmp_path)
 
 
 def parquet(path: Path, **columns: Any) -> str:

@@ -19,7 +19,7 @@ import pytest
 import typer
 from leaks import listening, loopback
 from tiny_checkpoint import tiny_checkpoint
-from tune_recipes import copying_recipe, train_recipe
+from tune_recipes import train_recipe
 from worker_faults import killed, out_of_memory, sleep, user_error, wrong_value
 
 from pipeline.cli.command import command
@@ -27,11 +27,6 @@ from pipeline.learn.tune.workers import run_processes
 from pipeline.runtime.signals import Interrupted, interrupter, interruptible
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> dict[str, Any]:
-    return copying_recipe(tmp_path)
 
 
 def test_two_processes_learn_as_one(
