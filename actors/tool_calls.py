@@ -51,11 +51,10 @@ def tool_format(template: str) -> ToolFormat:
 def form_of(tokenizer: Any) -> ToolFormat:
     """Return the tool-call format of a tokenizer's chat template. Raises UserError if its calls cannot be read."""
     try:
-        form = tool_format(tokenizer.get_chat_template(tools=[{}]))
-    except UserError:
-        raise
+        template = tokenizer.get_chat_template(tools=[{}])
     except ValueError:
         raise UserError("tools: the tokenizer has no chat template, so it cannot take tools") from None
+    form = tool_format(template)
     if form == "hermes" and BEGIN in special_tokens(tokenizer):
         raise UserError(f"tools: {BEGIN!r} is a special token, which has no text, so calls cannot be read")
     return form

@@ -8,24 +8,16 @@ E hidden size, H key/value heads, D head size, R rotary size, V vocabulary size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from actors.engine.cache import SkipCache
+from actors.engine.cache import PrefixKeys, SkipCache
 from actors.engine.library.packed_attention import Attendance
 from actors.engine.model.compressed import scales_of, set_scales
 from actors.engine.model.families import ModelShape, Rotary, context_length, family_of
-
-
-class KeyValueStore(Protocol):
-    """The methods of a KV cache that transformers' attention layers call."""
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store new keys and values; return all that the pass attends to: [rows, KV heads, tokens, head size]."""
-        ...
 
 
 def part(rotary: Rotary, rows: Any = slice(None), columns: Any = slice(None)) -> Rotary:
@@ -111,7 +103,7 @@ class Decoder:
         # None: all keys for a single query, else causal attention. `Attendance`: a mask for `packed_attention`
         mask: Tensor | Attendance | None,
         # stores new keys and values, and returns all keys and values to attend to; None: attend to the new ones only
-        cache: KeyValueStore | None = None,
+        cache: SkipCache | PrefixKeys | None = None,
     ) -> Tensor:
         """Run one layer over hidden states [B, S, E]."""
         if self._adds_masks and not isinstance(mask, Attendance):
@@ -124,13 +116,6 @@ class Decoder:
             **{self.family.cache_argument: cache},
         )
         return output
-
-    def skip_layer(self, layer: int, hidden: Tensor, skipping: Tensor) -> Tensor:
-        """Return `hidden` [1, tokens, hidden size] unchanged. skipping: bool [tokens], true: the token skips the layer.
-
-        Only `token_tree` calls this method. A subclass can override it to try another way to skip a layer.
-        """
-        return hidden
 
     def _added_mask(self, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
         """Convert a bool mask (None: causal) to numbers to add to scores. Return None for one token without a mask."""
@@ -157,7 +142,7 @@ class Decoder:
         positions: Tensor,
         last: Tensor,
         layers: Sequence[int],
-        cache: KeyValueStore,
+        cache: SkipCache | PrefixKeys,
         prefix_columns: int = 0,
     ) -> Tensor:
         """Run `layers` over right-padded prompts [B, S]; return the logits [B, V] at each row's column in `last` [B].

@@ -70,22 +70,14 @@ class _ServerKeys(BaseModel):
 
 @dataclass(frozen=True)
 class Call:
-    """A request body as rows of the engine, one row for each answer. The rows of one prompt are adjacent."""
+    """A request body as rows of the engine, one row for each answer."""
 
     model: str | None  # the model's name in the body
     stream: bool  # whether tokens are sent as they are sampled
     usage: bool  # whether token counts are sent after the last token
     rows: Sequence[Request]
-    prompts: Sequence[Prompt]
-
-    def prompt_of(self, index: int) -> Prompt:
-        """Return the prompt of row `index`."""
-        return self.prompts[index * len(self.prompts) // len(self.rows)]
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of tokens of all prompts."""
-        return sum(len(prompt.ids) for prompt in self.prompts)
+    prompts: Sequence[Prompt]  # the prompt of each row
+    prompt_tokens: int  # number of tokens of all prompts, each counted once
 
 
 class ServedModel:
@@ -144,13 +136,16 @@ class ServedModel:
             requests = [replace(request, output_format=form) for request in requests]
         prompts = [self._prompt(number, request, labels) for number, request in enumerate(requests)]
         rows: list[Request] = []
+        owners: list[Prompt] = []
         for prompt in prompts:
             try:
                 samples = self._builder.requests(prompt)
             except UserError as error:
                 raise UserError(_as_in_bodies(str(error))) from None
             rows += [replace(sample, schedule=schedule) for sample in samples]
-        return Call(rest.get("model"), keys.stream, keys.stream_options.include_usage, rows, prompts)
+            owners += [prompt] * len(samples)
+        tokens = sum(len(prompt.ids) for prompt in prompts)
+        return Call(rest.get("model"), keys.stream, keys.stream_options.include_usage, rows, owners, tokens)
 
     def _prompt(self, number: int, request: CompletionRequest, labels: list[str] | None) -> Prompt:
         # as JSON text, because nulls would be dropped from a list; a body's nulls are values, e.g. {"const": null}
@@ -175,7 +170,7 @@ class ServedModel:
 
     def answer_stream(self, call: Call, index: int) -> AnswerStream:
         """Return the object that streams the answer of row `index`."""
-        row, builder, prompt = call.rows[index], self._builder, call.prompt_of(index)
+        row, builder, prompt = call.rows[index], self._builder, call.prompts[index]
         thinks_first, constraint = isinstance(row.constraint, AfterReasoning), row.constraint
         has_label = prompt.choices is not None or (builder.choices is not None and prompt.output_format is None)
         read = builder.decode
@@ -194,7 +189,7 @@ class ServedModel:
 
     def answer(self, call: Call, index: int, completion: Completion) -> dict[str, Any]:
         """Return a row's answer with the fields that `completion_body` reads. The completion must have tokens."""
-        return vars(self.generator.completed(call.prompt_of(index), 0, index, call.rows[index], completion))
+        return vars(self.generator.completed(call.prompts[index], 0, index, call.rows[index], completion))
 
 
 def _prompts(value: Any) -> list[Any]:

@@ -78,12 +78,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "groups of layers": {"groups": ({"targets": "re:.*self_attn.*"}, {"targets": "re:.*mlp.*", "strategy": "tensor"})},
 }
 PACKED: dict[str, dict[str, Any]] = {  # int8 alone; the library's choice for weights alone
-    "channel": {},
-    "tensor": {"strategy": "tensor"},
+    **{way: WAYS[way] for way in ("channel", "tensor", "short scales", "shards", "all layers")},
     "group": {"strategy": "group"},
-    "short scales": {"dtype": torch.bfloat16},
-    "shards": {"shards": "20KB"},
-    "all layers": {"ignore": ()},
     "asymmetric": {"symmetric": False},
     "asymmetric tensor": {"symmetric": False, "strategy": "tensor"},
     "asymmetric group": {"symmetric": False, "strategy": "group"},

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from engine_cases import answer
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import LAYERS, tiny_model
+from tiny_models import LAYERS
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.loop import generate
 from actors.engine.sampling.stopping import StopStrings
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import FinishReason, Request, SamplingParams
@@ -75,25 +77,17 @@ def test_a_string_within_the_first_tokens_does_not_count() -> None:
     assert stops.ended([1, 2, 12, 3]) and stops.cut([1, 2, 12, 3]) == "ab "
 
 
-def test_the_engine_ends_a_row_at_its_string() -> None:
-    decoder = Decoder(tiny_model("llama"))
-    schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
-    engine = Engine(decoder, schedule, set())
+def test_the_engine_ends_a_row_at_its_string(llama: Decoder) -> None:
+    engine = Engine(llama, ScheduleSpec(speedup=2, horizon=6).build(LAYERS), set())
 
     def text(tokens: list[int]) -> str:
         return "".join(chr(0x4E00 + token) for token in tokens)
 
-    whole = generate(
-        engine,
-        [Request([row], SamplingParams(max_new_tokens=12)) for row in range(3, 9)],
-        budget_bytes=2**40,
-        max_rows=4,
-    )
-    stopped = [
-        Request([row], SamplingParams(max_new_tokens=12), ending=StopStrings([text(list(one.token_ids[4:6]))], text))
-        for row, one in zip(range(3, 9), whole, strict=True)
-    ]
-    for before, after in zip(whole, generate(engine, stopped, budget_bytes=2**40, max_rows=4), strict=True):
+    rows = [Request([row], SamplingParams(max_new_tokens=12)) for row in range(3, 9)]
+    whole = answer(engine, rows)
+    strings = [text(list(one.token_ids[4:6])) for one in whole]
+    stopped = [replace(row, ending=StopStrings([string], text)) for row, string in zip(rows, strings, strict=True)]
+    for before, after in zip(whole, answer(engine, stopped), strict=True):
         pairs = [before.token_ids[place : place + 2] for place in range(5)]
         first = pairs.index(before.token_ids[4:6])
         assert after.token_ids == before.token_ids[: first + 2]

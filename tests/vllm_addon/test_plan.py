@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_cases import any_schedule
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import LAYERS
 from torch import Tensor
 
 from actors.engine.schedule.schedule import Schedule
 from actors.vllm.plan import PassPlan, cut_metadata
-
-LAYERS = 5
 
 
 @dataclass
@@ -45,13 +45,6 @@ def batches(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     """Prompt length, tokens computed before the pass, and tokens of the pass, of each request."""
     numbers = st.integers(1, 6)
     return [(draw(numbers), draw(st.integers(0, 9)), draw(numbers)) for _ in range(draw(st.integers(1, 5)))]
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    depths = sorted(draw(st.lists(st.integers(1, LAYERS), min_size=1, max_size=7)), reverse=True)
-    order = tuple(draw(st.permutations(range(LAYERS))))
-    return Schedule(LAYERS, tuple(depths), order, 0, draw(st.sampled_from(["full", "first"])))
 
 
 def metadata(batch: list[tuple[int, int, int]]) -> Metadata:
@@ -86,7 +79,7 @@ def plan(schedule: Schedule, batch: list[tuple[int, int, int]], common: Metadata
     return PassPlan(np.asarray(schedule.depths), depth, starts, ends, prompts, torch.device("cpu"))
 
 
-@given(schedules(), batches())
+@given(any_schedule(), batches())
 def test_metadata_of_a_subset_is_that_of_a_pass_without_the_other_tokens(
     schedule: Schedule, batch: list[tuple[int, int, int]]
 ) -> None:

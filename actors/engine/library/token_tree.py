@@ -85,7 +85,6 @@ def run_level(
     for layer in range(len(inputs), decoder.num_layers):
         inputs.append(hidden)
         if not runs[layer].any():
-            hidden = decoder.skip_layer(layer, hidden, ~runs[layer])
             continue
         window, seen = decoder.windows[layer], [one for one in above if layer in one.states]
         key = (runs[layer].numpy().tobytes(), window, *(id(one.places[layer]) for one in seen))
@@ -104,10 +103,7 @@ def run_level(
 
         states = hidden if index is None else hidden.index_select(1, index)
         output, keys, values = checkpoint(run, states, use_reentrant=False) if recompute else run(states)
-        if index is None:
-            hidden = output
-        else:
-            hidden = decoder.skip_layer(layer, hidden, ~runs[layer]).index_copy(1, index, output)
+        hidden = output if index is None else hidden.index_copy(1, index, output)
         level.states[layer] = keys, values
     inputs.append(hidden)
     return hidden, level
