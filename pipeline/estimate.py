@@ -30,6 +30,7 @@ from pipeline.commit.budget import open_budget
 from pipeline.commit.claim import check_same_job, stored_job
 from pipeline.commit.records import read_records
 from pipeline.config.adapt import TOLERANCES
+from pipeline.config.evaluate import DEPTH_KEYS
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.generate.answer_checks import texts_of, warnings_of
 from pipeline.generate.settings import fetched
@@ -63,7 +64,6 @@ CROWDED = 1.05  # if all actors share a machine: an actor's time in a run ÷ its
 REPLICATES, LOW, HIGH = 400, 5, 95  # number of bootstrap samples; percentiles that bound the interval
 SPREAD, STARTUP_SPREAD = 0.08, 0.1  # relative standard deviations of a run's speed and of its start-up on one machine
 OFFERED = (1.5, 2.0, 3.0, 4.0, 5.0)  # speeds to time if no tune.json lists trained speeds
-DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")
 METRICS = tuple(dict.fromkeys(("bleu", "rouge_l", "exact_match", *TOLERANCES)))  # preferred metrics first
 
 
@@ -189,12 +189,8 @@ def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[Pl
         root = open_folder(config.output.path, config.storage)
         new = runs.new_input(config, ledger := ledgers.read(root))
         if not new.files:
-            failed = runs.to_retry(root, config, ledger)[0]
-            again = (
-                f"; `run` answers {counted(sum(map(len, failed.values())), 'row')} with an error again"
-                if failed
-                else ""
-            )
+            failed = sum(map(len, runs.to_retry(root, config, ledger)[0].values()))
+            again = f"; `run` answers {counted(failed, 'row')} with an error again" if failed else ""
             raise NothingLeft(f"{config.output.path}: nothing left to plan: no file is new{again}")
         job = plan(new.config, None, backend, files=new.files)
         return job, None, job.manifest.shards

@@ -63,7 +63,8 @@ def plan(
     with announced("reading the checkpoint's description"):
         config = with_snapshot(config, pinned_snapshot(config, stored))
         checkpoint = resolve_checkpoint(config.model, config.storage, stored.identity.get("model") if stored else None)
-    schedule = planned_schedule(config, checkpoint)
+    unadapted = config.schedule.unadapted
+    schedule = checkpoint.schedule(config.schedule.changes(), config.model, unadapted=unadapted)
     check_generation(config, checkpoint)
     check_spec(prompt_spec(config, checkpoint, time.time()))
     marks_of_thinking(config, checkpoint)  # raises UserError for wrong delimiters before a model is loaded
@@ -102,12 +103,6 @@ def _check_ids(config: JobConfig, manifest: Manifest) -> None:
         raise UserError(f"custom_id repeats in {repeated}, such as {'; '.join(examples)}; make it unique")
     if found:
         raise repeated_error(found, examples)
-
-
-def planned_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Schedule:
-    """Return the job's schedule. Raises UserError like `ResolvedCheckpoint.schedule`."""
-    changes = config.schedule.changes()
-    return checkpoint.schedule(changes, config.model, unadapted=config.schedule.unadapted)
 
 
 def generator_arguments(job: PlannedJob) -> dict[str, Any]:

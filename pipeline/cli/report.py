@@ -35,10 +35,7 @@ def report(
     write: Annotated[
         bool, typer.Option("--write", help="Also write _job/stats.parquet and _job/summary.json; not for running jobs.")
     ] = False,
-    html: Annotated[
-        bool,
-        typer.Option("--html", help="Print no statistics. Write _job/report.html."),
-    ] = False,
+    html: Annotated[bool, typer.Option("--html", help="Print no statistics. Write _job/report.html.")] = False,
     to: Annotated[Path | None, typer.Option("--to", help="With --html: write the page to this local file.")] = None,
 ) -> None:
     """Print the statistics of a finished or unfinished job. Only --write and --html write files.

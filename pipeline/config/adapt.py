@@ -38,13 +38,7 @@ LOSS = {"references": 0.0, "distillation": 1.0}
 # the rate for full weights is small because the model can do its task already; an adapter starts from zero
 LEARNING_RATE = {"adapter": 1e-3, "full": 1e-4}
 # defaults for a few thousand rows
-TRAINING = {
-    "epochs": 3.0,
-    "batch_size": 16,
-    "warmup_steps": 20,
-    "eval_steps": 100,
-    "save_steps": 100,
-}
+TRAINING = {"epochs": 3.0, "batch_size": 16, "warmup_steps": 20, "eval_steps": 100, "save_steps": 100}
 
 
 class AdaptConfig(Section):

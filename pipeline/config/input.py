@@ -22,16 +22,13 @@ def one_or_many(value: Any) -> Any:
 
 
 def _sampling_columns(value: Any) -> Any:
-    if isinstance(value, dict):
-        known = [one.name for one in fields(SamplingParams)]
-        for name, column in value.items():
-            if name not in known:
-                raise UserError(f"unknown parameter {name}; {suggestion(name, known)}")
-            if not isinstance(column, str):
-                raise UserError(f"{name} must name a column")
-        if value:
-            return value
-    if value is None or (isinstance(value, str) and value):
+    known = [one.name for one in fields(SamplingParams)]
+    for name, column in value.items() if isinstance(value, dict) else ():
+        if name not in known:
+            raise UserError(f"unknown parameter {name}; {suggestion(name, known)}")
+        if not isinstance(column, str):
+            raise UserError(f"{name} must name a column")
+    if value is None or (isinstance(value, str | dict) and value):
         return value
     raise UserError("must name a struct column, or give columns as {parameter: column}")
 

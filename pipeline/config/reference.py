@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from actors.engine.errors import UserError
 from pipeline.config.base import Section, section_of
@@ -24,7 +23,7 @@ FILES: dict[str, type[Section]] = {
     "Serving files: `serve`": ServeConfig,
 }
 WORDS = {
-    "str": "text", "SecretStr": "text", "int": "whole number", "float": "number", "bool": "true or false",
+    "str": "text", "int": "whole number", "float": "number", "bool": "true or false",
     "Any": "any value", "dict": "keys", "OutputFormat": "keys and values"
 }  # fmt: skip
 
@@ -93,13 +92,11 @@ def default_of(field: FieldInfo) -> str:
     """Return a key's default as YAML writes it; `required` if the key must be given, `-` if the default is None."""
     if field.is_required():
         return "required"
-    value = field.default if field.default is not PydanticUndefined else field.get_default(call_default_factory=True)
+    value = field.get_default(call_default_factory=True)
     if value is None:
         return "-"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(str, value))}]"
-    if isinstance(value, dict):
-        return "{}" if not value else str(value)
     return f"{value:g}" if isinstance(value, float) else str(value)

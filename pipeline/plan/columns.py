@@ -102,7 +102,7 @@ def check_type(config: JobConfig, name: str, kind: pa.DataType, url: str) -> Non
             "sampling must be a struct, a map with string keys, or JSON as string",
         ),
         ("custom_id" if section.is_batch else None, is_text(kind), "a custom_id must be string"),
-        (_format_column(config), is_text(kind), "an output format must be string"),
+        (next(iter((section.output_format or {}).values()), None), is_text(kind), "an output format must be string"),
         (section.tools, is_text(kind) or _is_structs(kind), "tools must be a list of structs, or JSON as string"),
         (section.choices, _is_list(kind) and is_text(kind.value_type), "choices must be a list of strings"),
     ):
@@ -112,10 +112,6 @@ def check_type(config: JobConfig, name: str, kind: pa.DataType, url: str) -> Non
         raise UserError(f"{url}: column {name!r} is {printable(kind)}; an id must be one plain value")
     if name == section.prompt_column and section.is_chat and _is_ids(kind):
         raise UserError(f"{url}: column {name!r} is {printable(kind)}; a chat needs text: remove chat and system")
-
-
-def _format_column(config: JobConfig) -> str | None:
-    return next(iter((config.input.output_format or {}).values()), None)
 
 
 def _is_list(kind: pa.DataType) -> bool:

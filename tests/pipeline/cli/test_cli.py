@@ -17,18 +17,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import typer
-from in_process import invoke, job_values
+from in_process import InProcess, invoke, job_values
 from shown_commands import ROOT
 from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
-from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
 from pipeline.cli.app import app
 from pipeline.cli.command import cause_line
 from pipeline.cli.command import command as running
-from pipeline.config.job import JobConfig, ModelConfig, StorageConfig
+from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.messages import install_command
-from pipeline.planned import planned_schedule
+from pipeline.planned import plan
 from pipeline.storage.errors import StoreFailed
 
 
@@ -99,12 +98,8 @@ def test_a_checkpoint_that_no_training_made_fast_is_refused(
     (published / "skipdecode.json").write_text('{"num_layers": 4, "speedup": 2, "horizon": 6}')
     job["schedule"] = {}
     assert "(skipdecode.json records no training)" in refused(tmp_path, job, command=command)
-    planned_schedule(JobConfig.model_validate({**job, "schedule": {"speedup": 1}}), resolved(published))
-    planned_schedule(JobConfig.model_validate({**job, "schedule": {"unadapted": True}}), resolved(published))
-
-
-def resolved(folder: Path) -> ResolvedCheckpoint:
-    return resolve_checkpoint(ModelConfig(path=str(folder)), StorageConfig())
+    for allowed in ({"speedup": 1}, {"unadapted": True}):
+        plan(JobConfig.model_validate({**job, "schedule": allowed}), None, InProcess())
 
 
 @pytest.mark.parametrize("section", ["input", "model", "output"])
@@ -176,7 +171,6 @@ def test_a_file_system_without_hard_links_is_exit_2(
 
 def test_a_lease_that_is_held_is_exit_5(tmp_path: Path, job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.commit import lease
-    from pipeline.config.job import StorageConfig
     from pipeline.storage.folder import open_folder
 
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.1)

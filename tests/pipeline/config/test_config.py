@@ -60,10 +60,7 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(input={"prompt": "a", "template": "b"}), r"input: give prompt or template, not both$"),
         (merged(input={"chat_template_kwargs": {"a": 1}}), r"input: chat_template_kwargs is for chats: "),
         (merged(input={"examples": [{"user": "a"}]}), r"input\.examples\.0\.assistant is missing"),
-        (
-            merged(input={"sampling": {"temprature": "t"}}),
-            r"input\.sampling: unknown parameter temprature; did you",
-        ),
+        (merged(input={"sampling": {"temprature": "t"}}), r"input\.sampling: unknown parameter temprature; did you"),
         (merged(input={"sampling": {"temperature": 1}}), r"input\.sampling: temperature must name a column"),
         (merged(input={"sampling": {}}), r"input\.sampling: must name a struct column, or give columns as"),
         (merged(choices=["a", "a"]), r"choices: 'a' is repeated"),
@@ -255,11 +252,7 @@ def test_a_table_is_any_of_the_formats(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "package"),
-    [
-        ({"input": ICEBERG}, "pyiceberg"),
-        ({"input": {"format": "delta"}}, "deltalake"),
-    ],
+    ("sections", "package"), [({"input": ICEBERG}, "pyiceberg"), ({"input": {"format": "delta"}}, "deltalake")]
 )
 def test_a_package_that_is_not_installed_is_named_with_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], package: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,7 @@ def refusal(*arguments: str) -> str:
         ((), "give --model CHECKPOINT"),
         (("--model", "no/such/folder"), "no such checkpoint folder"),
         (("configs/demo.yaml",), "this is a job file; answer its rows with `skipdecode run`"),
-        (("{file}", "--set", "replicas.min=2"), "min and max go together"),
-        (("{file}", "--set", "http.prot=80"), "did you mean port?"),
         (("{file}", "--set", "batches.folder=b"), "batches was removed: answer a batch file with `skipdecode run`"),
-        (("{file}", "--set", "http.haproxy=true"), "haproxy was removed: Ray Serve's own proxy is used"),
-        (("{file}", "--set", "replicas.events_per_second=9"), "events_per_second was removed: the tokens of each step"),
         (("{file}", "--set", "schedule.speedup=0.5"), "speedup = 0.5"),
         (("{file}", "--set", "http.api_key_env=NO_SUCH_KEY"), "NO_SUCH_KEY is empty"),
         (
@@ -81,11 +78,8 @@ def test_a_plan_holds_what_a_replica_needs_and_no_key(checkpoint: Path, monkeypa
 
 
 def test_a_schedule_that_was_not_trained_is_refused_unless_allowed(checkpoint: Path, tmp_path: Path) -> None:
-    untrained = tmp_path / "untrained"
-    untrained.mkdir()
-    for path in checkpoint.iterdir():
-        if path.name != "skipdecode.json":
-            (untrained / path.name).write_bytes(path.read_bytes())
+    ignore = shutil.ignore_patterns("skipdecode.json")
+    untrained = shutil.copytree(checkpoint, tmp_path / "untrained", ignore=ignore)
     with pytest.raises(UserError, match=r"schedule\.unadapted: true"):
         plan_server(config_of(untrained, schedule={"speedup": 2, "horizon": 8}), on_this_machine=True)
     allowed = {"speedup": 2, "horizon": 8, "unadapted": True}
@@ -111,12 +105,7 @@ def test_messages_are_checked_and_rendered_by_the_sandbox(chat_checkpoint: Path,
         for role in ("system", "developer")
     ]
     assert named[0] == named[1] and "be kind" in named[0][0]
-    for messages, says in (
-        ([], "messages is empty"),
-        ([{"role": "nobody", "content": "x"}], "role 'nobody'"),
-        ([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "roles must alternate"),
-    ):
-        with pytest.raises(UserError, match=says):
-            render(tokenizer, messages)
+    with pytest.raises(UserError, match="role 'nobody'"):
+        render(tokenizer, [{"role": "nobody", "content": "x"}])
     with pytest.raises(UserError, match="no chat template"):
         render(load_tokenizer(checkpoint), [{"role": "user", "content": "hi"}])

@@ -232,9 +232,3 @@ def test_long_answers_are_cut_off(values: dict[str, Any], monkeypatch: pytest.Mo
     monkeypatch.setattr(agreements, "MOST_TOKENS", 4)
     found = measured(job(values, sampling={"min_new_tokens": 10, "ignore_eos": True}))
     assert (found.answer_tokens, found.compared, found.skipped) == (4, 3 * found.rows, None)
-
-
-def test_the_keys_of_the_checks_are_no_part_of_the_fingerprint(values: dict[str, Any]) -> None:
-    allowed = job(values, schedule={"unadapted": True, "min_agreement": 0.3, "agreement_rows": 3})
-    one, other = (plan(config).manifest.identity for config in (job(values), allowed))
-    assert one == other

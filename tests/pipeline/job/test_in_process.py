@@ -72,11 +72,7 @@ def test_another_run_that_began_and_finished_while_this_one_was_planned(
 
 
 def test_an_interrupt_lets_shards_at_work_end_and_the_same_command_finishes(
-    finished: tuple[Path, JobResult],
-    inputs: Path,
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    finished: tuple[Path, JobResult], inputs: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = config(inputs, tmp_path / "out", checkpoint)
     run_interrupted(monkeypatch, job)
@@ -90,11 +86,7 @@ def test_an_interrupt_lets_shards_at_work_end_and_the_same_command_finishes(
 
 
 def test_a_job_in_a_thread_that_loses_its_lease_ends_alone(
-    finished: tuple[Path, JobResult],
-    inputs: Path,
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    finished: tuple[Path, JobResult], inputs: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scheduler's process, in which another job runs, gets no signal; the other job ends as if alone."""
     monkeypatch.setattr("pipeline.commit.lease.BEAT_SECONDS", 0.05)

@@ -268,6 +268,7 @@ def test_the_package_version_is_not_part_of_the_job(
         {"storage": {"region": "eu-west-1", "retry_seconds": 2}},
         {"output": {"path": "elsewhere"}},
         {"max_error_rate": 0.5, "attempts": 1},
+        {"schedule": {"unadapted": True, "min_agreement": 0.3, "agreement_rows": 3}},
         {"shard_rows": 3},
     ],
 )
@@ -293,6 +294,7 @@ def test_where_and_how_fast_is_not_what(inputs: Path, checkpoint: Path, sections
         ({"choices": ["a", "b"]}, ["choices"]),
         ({"shard_rows": 2}, ["shard_rows"]),
         ({"shard_bytes": 1000}, ["shard_bytes"]),
+        ({"shared_prefix": False}, ["shared_prefix"]),
         ({"schedule": {"prompt": "first"}}, ["schedule.prompt"]),
     ],
 )
@@ -417,51 +419,50 @@ def test_a_resumed_job_keeps_its_batching(inputs: Path, checkpoint: Path, caplog
     ]
 
 
-def test_answers_do_not_go_where_the_input_lies(inputs: Path, checkpoint: Path) -> None:
-    for output in (inputs, inputs.parent, f"{inputs}/"):
-        said = refusal(job(inputs, checkpoint, output={"path": str(output)}))
-        assert said == f"output.path: {output} holds the input file {inputs}/a.parquet; choose another folder"
-    said = refusal(job(inputs, checkpoint, output={"path": f"{inputs}/answers"}))
-    assert said == f"output.path: {inputs}/answers lies in the input folder {inputs}; choose another folder"
-    for output in (f"{inputs}-answers", str(inputs)[:-1]):
-        assert plan(job(inputs, checkpoint, output={"path": str(output)})).rows == 10
-
-
 @pytest.mark.parametrize(
-    ("pattern", "output"),
-    [("*/*.parquet", "answers"), ("**/*.parquet", "in/answers"), ("*/*", "answers"), ("i*/part-*.parquet", "in-out")],
+    ("given", "output", "said"),
+    [
+        ("~/in", "~/in", "~/in holds the input file ~/in/a.parquet"),
+        ("~/in", "~", "~ holds the input file ~/in/a.parquet"),
+        ("~/in", "~/in/", "~/in/ holds the input file ~/in/a.parquet"),
+        ("~/in", "~/in/answers", "~/in/answers lies in the input folder ~/in"),
+        ("~/in", "~/link/answers", "~/link/answers lies in the input folder ~/in"),
+        ("~/link", "~/in/answers", "~/in/answers lies in the input folder ~/link"),
+        ("~/in", "~/link", "~/link holds the input file ~/in/a.parquet"),
+        ("~/in/*.parquet", "~/link", "~/link holds the input file ~/in/a.parquet"),
+        ("~/linked", "~/link", "~/link holds the input file ~/linked/one.parquet"),
+        ("~/in/*/*.parquet", "~/in/answers", "the input glob ~/in/*/*.parquet matches files in ~/in/answers"),
+        ("~/**/*.parquet", "~/in/answers", "the input glob ~/**/*.parquet matches files in ~/in/answers"),
+        ("~/*/*", "~/answers", "the input glob ~/*/* matches files in ~/answers"),
+        ("~/i*/part-*.parquet", "~/in-out", "the input glob ~/i*/part-*.parquet matches files in ~/in-out"),
+    ],
 )
-def test_a_glob_that_matches_the_output_is_refused_at_the_first_plan(
-    inputs: Path, checkpoint: Path, pattern: str, output: str
+def test_answers_do_not_go_where_the_input_lies_or_would_be_read_as_input(
+    inputs: Path, checkpoint: Path, given: str, output: str, said: str
 ) -> None:
-    """Later runs would list the job's own parts as input, also with --overwrite."""
-    (inputs / "part-a.parquet").write_bytes((inputs / "a.parquet").read_bytes())
-    given, folder = f"{inputs.parent}/{pattern}", f"{inputs.parent}/{output}"
-    said = refusal(job([given], checkpoint, output={"path": folder}))
-    assert said == f"output.path: the input glob {given} matches files in {folder}; choose another folder"
-    if "**" not in given:
-        assert plan(job([given], checkpoint, output={"path": f"{inputs.parent}/far/from/here"})).rows >= 6
+    """At the first plan: later runs would list the job's own parts as input, also with --overwrite. ~: a folder."""
+    home = inputs.parent
+    for copy in (inputs / "part-a.parquet", inputs / "deep" / "part-a.parquet"):
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes((inputs / "a.parquet").read_bytes())
+    (home / "link").symlink_to(inputs)
+    (home / "linked").mkdir()
+    (home / "linked" / "one.parquet").symlink_to(inputs / "a.parquet")
+    given, output, said = (text.replace("~", str(home)) for text in (given, output, said))
+    assert refusal(job([given], checkpoint, output={"path": output})) == f"output.path: {said}; choose another folder"
+    for apart in (f"{inputs}-answers", str(inputs)[:-1]) if given == str(inputs) else ():
+        assert plan(job([given], checkpoint, output={"path": apart})).rows == 22
+    if "*/" in given and "**" not in given:
+        assert plan(job([given], checkpoint, output={"path": f"{home}/far/from/here"})).rows >= 6
 
 
-def test_a_symlink_does_not_hide_that_the_output_lies_in_the_input(inputs: Path, checkpoint: Path) -> None:
-    link = inputs.parent / "link"
-    link.symlink_to(inputs)
-    said = refusal(job(inputs, checkpoint, output={"path": f"{link}/answers"}))
-    assert said == f"output.path: {link}/answers lies in the input folder {inputs}; choose another folder"
-    said = refusal(job(link, checkpoint, output={"path": f"{inputs}/answers"}))
-    assert said == f"output.path: {inputs}/answers lies in the input folder {link}; choose another folder"
-    said = refusal(job(inputs, checkpoint, output={"path": str(link)}))
-    assert said == f"output.path: {link} holds the input file {inputs}/a.parquet; choose another folder"
-    said = refusal(job([f"{inputs}/*.parquet"], checkpoint, output={"path": str(link)}))
-    assert "choose another folder" in said and "--overwrite" not in said
-    (inputs.parent / "linked").mkdir()
-    (inputs.parent / "linked" / "one.parquet").symlink_to(inputs / "a.parquet")
-    said = refusal(job(inputs.parent / "linked", checkpoint, output={"path": str(link)}))
-    assert said == f"output.path: {link} holds the input file {inputs.parent}/linked/one.parquet; choose another folder"
-    for output in (inputs, link, inputs.parent):  # before the files are listed
-        with pytest.raises(
-            UserError, match=rf"^output.path: {output} holds the input {inputs}; choose another folder$"
-        ):
+def test_an_output_folder_that_holds_the_input_is_refused_before_files_are_listed(
+    inputs: Path, checkpoint: Path
+) -> None:
+    (inputs.parent / "link").symlink_to(inputs)
+    for output in (inputs, inputs.parent / "link", inputs.parent):
+        said = rf"^output.path: {output} holds the input {inputs}; choose another folder$"
+        with pytest.raises(UserError, match=said):
             check_output_disjoint(job(inputs, checkpoint, output={"path": str(output)}))
 
 

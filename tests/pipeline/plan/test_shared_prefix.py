@@ -20,7 +20,7 @@ from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.plan import shared_prefix
 from pipeline.plan.hardware import Hardware
-from pipeline.plan.manifest import Manifest, difference, plan_job
+from pipeline.plan.manifest import Manifest, plan_job
 from pipeline.plan.plan_files import load, save
 from pipeline.run.ray_data import RayData
 from pipeline.storage.folder import open_folder
@@ -78,18 +78,9 @@ def test_a_templates_beginning_is_found_and_pinned(inputs: Path, checkpoint: Pat
     assert len(manifest.batching.prefix) <= len(whole) + 1
 
     folder = open_folder(str(tmp_path / "out"), StorageConfig())
-    save(folder, manifest)
-    stored = load(folder)
-    assert stored == manifest
     save(folder, replace(manifest, batching=replace(manifest.batching, prefix=(1, 2, 3))))
     resumed = plan(inputs, checkpoint, load(folder))
     assert resumed.batching.prefix == (1, 2, 3) and resumed.fingerprint == manifest.fingerprint
-
-
-def test_it_can_be_left(inputs: Path, checkpoint: Path) -> None:
-    plain, without = plan(inputs, checkpoint), plan(inputs, checkpoint, shared_prefix=False)
-    assert plain.batching.prefix and without.batching.prefix == ()
-    assert difference(plain.identity, without.identity) == ["shared_prefix"]
 
 
 def test_bad_rows_have_no_say_and_alone_no_prefix(inputs: Path, checkpoint: Path) -> None:
