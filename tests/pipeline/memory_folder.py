@@ -68,10 +68,8 @@ class MemoryFolder:
 
     def names(self, subfolder: str = "") -> list[str]:
         self.gate()
-        start = f"{self.prefix}/{subfolder}".rstrip("/") + "/"
-        return sorted(
-            name[len(start) :] for name in self.files if name.startswith(start) and "/" not in name[len(start) :]
-        )
+        paths = (path.rpartition("/") for path in self.files)
+        return sorted(name for folder, _, name in paths if folder == f"{self.prefix}/{subfolder}".rstrip("/"))
 
 
 class Killed(BaseException):

@@ -11,55 +11,48 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from part_builders import FINGERPRINT, finish, manifest_of, part, part_stats
-from typer.testing import CliRunner
+from in_process import files_of
+from part_builders import FINGERPRINT, LAYERS, MANIFEST, SHARDS, commit_made_up_parts, finish, part, part_stats
 
 from actors.engine.errors import UserError
-from pipeline.cli.app import app
-from pipeline.commit.finalize import RowsMissing, finalize, finished_totals, write_statistics, write_success
-from pipeline.commit.records import compact, loose_shards, read_records
+from pipeline.commit.finalize import (
+    STATS,
+    SUMMARY,
+    RowsMissing,
+    finalize,
+    finished_totals,
+    write_statistics,
+    write_success,
+)
+from pipeline.commit.records import commit_record, encode_record, loose_shards, read_records, record_name
 from pipeline.commit.sink import DAMAGED, SUCCESS, commit, committed_shards, part_name
 from pipeline.commit.verify import plan_problems, verify
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import list_files, read_footer
 from pipeline.input.shards import Shard
 from pipeline.plan import plan_files
-from pipeline.storage.folder import Folder, open_folder
-
-SHARDS = [Shard(0, "in/a.parquet", 0, 4), Shard(1, "in/a.parquet", 4, 5), Shard(2, "in/b.parquet", 0, 1)]
-MANIFEST = manifest_of(SHARDS)
+from pipeline.report.summary import shown_rows
+from pipeline.storage.folder import Folder
+from pipeline.storage.parquet import read_parquet
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
+def folder(local: Folder) -> Folder:
     """An output with three committed shards."""
-    output = open_folder(str(tmp_path / "out"), StorageConfig())
-    plan_files.save(output, MANIFEST)
-    for shard in SHARDS:
-        commit(output, shard, part(shard), part_stats(shard), FINGERPRINT)
-    return output
+    plan_files.save(local, MANIFEST)
+    commit_made_up_parts(SHARDS, local)
+    return local
 
 
-def files(folder: Folder) -> dict[str, tuple[int, int, bytes]]:
-    """Inode, modification time and bytes of every file."""
-    paths = [path for path in Path(folder.url).rglob("*") if path.is_file()]
-    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
-
-
-@pytest.mark.parametrize("compacted", [False, True])
-def test_a_refused_part_is_refused_until_it_is_repaired(folder: Folder, compacted: bool) -> None:
+def test_a_refused_part_is_refused_until_it_is_repaired(folder: Folder) -> None:
     """A retry by a scheduler must not accept a part that was rewritten with other text."""
-    if compacted:
-        compact(folder, FINGERPRINT, 1)
     changed = part(SHARDS[1], keep=("topic",))
     assert len(changed) != len(part(SHARDS[1]))
     folder.replace(part_name(1), changed)
     for _ in range(3):
         with pytest.raises(UserError, match=r"/part-000001.parquet: damaged \(.* committed\); run again with --repair"):
             committed_shards(folder, SHARDS, FINGERPRINT)
-        with pytest.raises(
-            RowsMissing, match=r"^part-000001.parquet differs from what was committed: run again with --repair"
-        ):
+        with pytest.raises(RowsMissing, match=r"^part-000001.parquet differs from what was committed: run again with"):
             finalize(folder, MANIFEST)
         assert len(list(verify(folder, MANIFEST, StorageConfig()))) == 1
     assert committed_shards(folder, SHARDS, FINGERPRINT, "repair") == {0, 2}
@@ -67,6 +60,60 @@ def test_a_refused_part_is_refused_until_it_is_repaired(folder: Folder, compacte
     assert folder.read(f"{DAMAGED}/{kept}") == changed and not folder.exists(part_name(1))
     commit(folder, SHARDS[1], part(SHARDS[1]), part_stats(SHARDS[1]), FINGERPRINT)
     assert finish(folder, MANIFEST).rows == 10 and list(verify(folder, MANIFEST, StorageConfig())) == []
+
+
+def test_a_finished_job_has_success_summary_and_statistics(folder: Folder) -> None:
+    totals = finish(folder, MANIFEST)
+    assert totals.rows == 10 == MANIFEST.rows and totals.shards == 3
+    summary = json.loads(folder.read(SUMMARY))
+    assert folder.read(SUCCESS) == folder.read(SUMMARY)
+    assert summary == {
+        "output": folder.url,
+        "fingerprint": FINGERPRINT,
+        "planned_shards": 3,
+        "planned_rows": 10,
+        "nominal_speedup": 2.0,
+        "num_layers": LAYERS,
+        **totals.to_dict(),
+    }
+    table = read_parquet(folder.read(STATS))
+    assert table["shard"].to_pylist() == [0, 1, 2] and table.schema.field("rows").metadata[b"unit"] == b"input rows"
+    answers = [row["generated_text"] for row, _ in shown_rows(folder, MANIFEST, 5)]
+    assert answers == ["answer 0", "answer 1", None, "answer 3", "answer 0"]  # the second part follows
+
+
+def test_missing_rows_prevent_success(folder: Folder) -> None:
+    data = folder.read(part_name(1))
+    folder.replace(SUCCESS, b"{}")
+    folder.remove(part_name(1))
+    again = r"^part-000001.parquet was committed and is gone: run the same command again to write it$"
+    with pytest.raises(RowsMissing, match=again):
+        finish(folder, MANIFEST)
+    assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 2}
+    with pytest.raises(RowsMissing, match=r"^part-000001.parquet is missing: run the same command again"):
+        finish(folder, MANIFEST)
+    folder.create("part-000003.parquet", data)
+    with pytest.raises(RowsMissing, match=r"^part-000003.parquet belongs to no shard of this job: delete it$"):
+        finish(folder, MANIFEST)
+    folder.remove("part-000003.parquet")
+    assert SUCCESS not in folder.names() and "summary.json" not in folder.names("_job")
+    folder.create(part_name(1), data)
+    assert finish(folder, MANIFEST).rows == 10
+
+
+def test_a_record_of_no_shard_prevents_success(folder: Folder) -> None:
+    record = commit_record(b"", part_stats(Shard(9, "in/b.parquet", 1, 1)))
+    folder.replace(record_name(9), encode_record(record, FINGERPRINT))
+    with pytest.raises(RowsMissing, match=r"^_job/commits/000009.json belongs to no shard of this job: delete it$"):
+        finish(folder, MANIFEST)
+
+
+def test_statistics_of_an_unfinished_job(folder: Folder) -> None:
+    folder.remove(part_name(2))
+    folder.remove(record_name(2))
+    totals = write_statistics(folder, MANIFEST, read_records(folder, FINGERPRINT))
+    assert (totals.shards, totals.rows) == (2, 9) and SUCCESS not in folder.names()
+    assert json.loads(folder.read(SUMMARY))["planned_rows"] == 10
 
 
 def test_success_holds_the_totals_that_were_checked(folder: Folder) -> None:
@@ -79,25 +126,12 @@ def test_success_holds_the_totals_that_were_checked(folder: Folder) -> None:
     assert (values["rows"], values["shards"]) == (10, 3)
 
 
-def test_a_report_only_reads(folder: Folder) -> None:
-    finish(folder, MANIFEST)
-    before = files(folder)
-    result = CliRunner().invoke(app, ["report", folder.url])
-    assert result.exit_code == 0 and "10 rows in 3 shards" in result.stdout
-    assert files(folder) == before
-    folder.remove("_job/stats.parquet")
-    assert CliRunner().invoke(app, ["report", folder.url, "--write"]).exit_code == 0
-    assert {name: values[2] for name, values in files(folder).items()} == {
-        name: values[2] for name, values in before.items()
-    }
-
-
 def test_the_check_of_a_finished_job_writes_nothing(folder: Folder) -> None:
     assert finished_totals(folder, MANIFEST) is None
     totals = finish(folder, MANIFEST)
-    before = files(folder)
+    before = files_of(folder.url)
     assert finished_totals(folder, MANIFEST) == totals
-    assert files(folder) == before
+    assert files_of(folder.url) == before
     data = folder.read(part_name(1))
     for damage in (
         lambda: folder.remove(part_name(1)),
@@ -108,9 +142,9 @@ def test_the_check_of_a_finished_job_writes_nothing(folder: Folder) -> None:
         lambda: folder.remove(SUCCESS),
     ):
         damage()
-        damaged = files(folder)
+        damaged = files_of(folder.url)
         assert finished_totals(folder, MANIFEST) is None
-        assert files(folder) == damaged
+        assert files_of(folder.url) == damaged
         folder.remove(part_name(7))
         folder.replace(part_name(1), data)
         folder.replace(SUCCESS, b"{}")
@@ -135,6 +169,6 @@ def test_verify_compares_the_plan_with_the_footers_of_the_input(folder: Folder, 
     assert problems() == []
     assert problems(group_rows=(9,), group_bytes=(1,)) == [
         f"{url}: it holds 10 rows, but the plan says 9",
-        f"shard 1: 6 rows from row 4; {url} has 9",
+        f"shard 1: 6 rows from row 4, but {url} has 9 rows",
     ]
     assert problems(version="1", group_rows=(4, 6)) == []  # changed since: nothing can be said of it

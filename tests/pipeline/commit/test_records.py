@@ -7,18 +7,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from in_process import files_of, report
 from memory_folder import MemoryFolder, Stepped
 from part_builders import FINGERPRINT, finish, manifest_of, part, part_stats
-from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
-from pipeline.cli.app import app
 from pipeline.commit import records, sink
 from pipeline.commit.finalize import RowsMissing, finalize
 from pipeline.commit.records import (
@@ -28,30 +26,21 @@ from pipeline.commit.records import (
     compact,
     compacting,
     read_records,
-    record_name,
     write_segment,
 )
 from pipeline.commit.sink import commit, committed_shards, part_name
 from pipeline.commit.verify import verify
 from pipeline.config.job import StorageConfig
-from pipeline.generate.stats import LATER
 from pipeline.input.shards import Shard
 from pipeline.plan import plan_files
 from pipeline.storage.concurrency import in_parallel
-from pipeline.storage.folder import Folder, open_folder
+from pipeline.storage.folder import Folder
 
 FIRST_ROWS = [0, 2, 5, 9, 11, 14]
 SHARDS = [Shard(index, "in/a.parquet", FIRST_ROWS[index], 2 + index % 3) for index in range(6)]
 MANIFEST = manifest_of(SHARDS)
 PARTS = [part(shard) for shard in SHARDS]
 ROWS, TOKENS = MANIFEST.rows, sum(part_stats(shard).generated_tokens for shard in SHARDS)
-
-
-@pytest.fixture(params=["local", "s3"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
-    if request.param == "local":
-        return open_folder(str(tmp_path / "out"), StorageConfig())
-    return open_folder(f"s3://bucket/{tmp_path.name}-{time.monotonic_ns()}", request.getfixturevalue("s3"))
 
 
 @pytest.fixture
@@ -65,7 +54,7 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "in_parallel", inline)
 
 
-def commit_all(folder: Folder, shards: Iterable[Shard] = SHARDS) -> None:
+def commit_all(folder: Folder | MemoryFolder, shards: Iterable[Shard] = SHARDS) -> None:
     for shard in shards:
         commit(folder, shard, PARTS[shard.index], part_stats(shard), FINGERPRINT)
 
@@ -122,7 +111,7 @@ def test_every_record_can_be_read_during_compaction(one_at_a_time: None) -> None
     root = MemoryFolder()
     commit_all(root)
     before = read_records(root, FINGERPRINT)
-    rolling = Stepped(lambda gate: compact(MemoryFolder(root.files, root.prefix, gate), FINGERPRINT, 1))
+    rolling = Stepped(lambda gate: compact(MemoryFolder(root.files, gate=gate), FINGERPRINT, 1))
     while not rolling.ended:
         rolling.step(1)
         assert read_records(root, FINGERPRINT).equals(before)
@@ -139,22 +128,6 @@ def test_a_segment_of_another_job_is_removed(folder: Folder, caplog: pytest.LogC
     assert_complete(folder)
 
 
-@pytest.mark.parametrize("lacking", [["common_answers"], list(LATER)], ids=["the last", "all"])
-def test_a_segment_of_an_older_version_keeps_its_records(folder: Folder, lacking: list[str]) -> None:
-    """Its columns are those of the older version's statistics."""
-    commit_all(folder)
-    current = read_records(folder, FINGERPRINT)
-    write_segment(folder, current.drop_columns(lacking), FINGERPRINT)
-    folder.remove_all([record_name(shard.index) for shard in SHARDS])
-    read = read_records(folder, FINGERPRINT)
-    assert read.drop_columns(lacking).equals(current.drop_columns(lacking))
-    assert all(read[name].unique().to_pylist() == [LATER[name]] for name in lacking)
-    names = folder.names(SEGMENTS)
-    run_job(folder)
-    assert_complete(folder)
-    assert folder.names(SEGMENTS) == names and not any(read_records(folder, FINGERPRINT)["rebuilt"].to_pylist())
-
-
 def test_a_segment_that_lacks_another_column_is_damaged(folder: Folder) -> None:
     commit_all(folder)
     write_segment(folder, read_records(folder, FINGERPRINT).drop_columns("rows"), FINGERPRINT)
@@ -163,7 +136,7 @@ def test_a_segment_that_lacks_another_column_is_damaged(folder: Folder) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=35, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=35, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_each_shard_counts_once_after_any_deaths(one_at_a_time: None, data: st.DataObject) -> None:
     """Overlapping runs that compact and are killed between any two operations, followed by an undisturbed run."""
     root = MemoryFolder()
@@ -172,7 +145,7 @@ def test_each_shard_counts_once_after_any_deaths(one_at_a_time: None, data: st.D
         what = data.draw(st.sampled_from(["run", "roll", "late"]))
 
         def work(gate: Callable[[], None]) -> None:
-            gated = MemoryFolder(root.files, root.prefix, gate)
+            gated = MemoryFolder(root.files, gate=gate)
             if what == "run":
                 run_job(gated)
             elif what == "roll":
@@ -218,7 +191,7 @@ def outputs(rolled: int, done: int) -> dict[str, bytes]:
     return folder.files
 
 
-DAMAGES = ["truncate", "flip", "remove", "empty", "garbage", "swap", "copy", "foreign"]
+DAMAGES = ["truncate", "flip", "remove", "garbage", "swap", "copy", "foreign"]
 
 
 def damage(folder: MemoryFolder, data: st.DataObject) -> str:
@@ -234,8 +207,6 @@ def damage(folder: MemoryFolder, data: st.DataObject) -> str:
         folder.replace(name, held[:place] + bytes([held[place] ^ data.draw(st.integers(1, 255))]) + held[place + 1 :])
     elif how == "remove":
         folder.remove(name)
-    elif how == "empty":
-        folder.replace(name, b"")
     elif how == "garbage":
         folder.replace(name, data.draw(st.binary(max_size=60) | st.sampled_from([b"[]", b"null", b"[" * 9999, b"1"])))
     elif how in ("swap", "copy"):
@@ -256,7 +227,7 @@ def damage(folder: MemoryFolder, data: st.DataObject) -> str:
 
 
 @given(data=st.data())
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damage_is_repaired_or_named(one_at_a_time: None, data: st.DataObject) -> None:
     folder = MemoryFolder(dict(outputs(data.draw(st.sampled_from([0, 4])), data.draw(st.sampled_from([4, 6])))))
     before, damaged = dict(folder.files), [damage(folder, data) for _ in range(data.draw(st.integers(1, 3)))]
@@ -270,7 +241,7 @@ def test_damage_is_repaired_or_named(one_at_a_time: None, data: st.DataObject) -
         except (ValueError, RowsMissing) as error:
             said = str(error)
             assert "\n" not in said and said.isprintable()
-            named = [name for name in folder_names(folder) if name in said]
+            named = [name for path in folder.files if (name := path.removeprefix("root/")) in said]
             again = "run the same command again to write it" in said
             assert named or again, said
             if "--repair" in said:
@@ -287,36 +258,28 @@ def test_damage_is_repaired_or_named(one_at_a_time: None, data: st.DataObject) -
     assert_complete(folder, set() if alone else changed)
 
 
-def folder_names(folder: MemoryFolder) -> list[str]:
-    return [name.removeprefix(f"{folder.prefix}/") for name in folder.files]
-
-
-def test_a_job_is_verified(tmp_path: Path) -> None:
-    folder = open_folder(str(tmp_path / "out"), StorageConfig())
-    plan_files.save(folder, MANIFEST)
-    commit_all(folder)
-    compact(folder, FINGERPRINT, 1)
-    finish(folder, MANIFEST)
-    result = CliRunner().invoke(app, ["report", folder.url, "--verify"])
-    assert (result.exit_code, result.stdout) == (0, f"{folder.url}: every part is as it was committed\n")
-    folder.replace(part_name(0), part(SHARDS[0], keep=("topic",)))  # whole and well made, of other bytes
-    folder.replace(part_name(1), PARTS[1][:-9])
-    folder.remove(part_name(2))
-    folder.replace(part_name(3), part(SHARDS[3], fingerprint="0" * 64))
-    folder.replace(part_name(9), PARTS[5])
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    result = CliRunner().invoke(app, ["report", folder.url, "--verify"])
+def test_a_job_is_verified(local: Folder) -> None:
+    plan_files.save(local, MANIFEST)
+    commit_all(local)
+    compact(local, FINGERPRINT, 1)
+    finish(local, MANIFEST)
+    result = report(local.url, "--verify")
+    assert (result.exit_code, result.stdout) == (0, f"{local.url}: every part is as it was committed\n")
+    local.replace(part_name(0), part(SHARDS[0], keep=("topic",)))  # whole and well made, of other bytes
+    local.replace(part_name(1), PARTS[1][:-9])
+    local.remove(part_name(2))
+    local.replace(part_name(3), part(SHARDS[3], fingerprint="0" * 64))
+    local.replace(part_name(9), PARTS[5])
+    before = files_of(local.url)
+    result = report(local.url, "--verify")
     assert result.exit_code == 1
-    lines = [line.removeprefix(f"{folder.url}/part-00000") for line in result.stdout.splitlines()]
+    lines = [line.removeprefix(f"{local.url}/part-00000") for line in result.stdout.splitlines()]
     assert [line[0] for line in lines] == ["0", "1", "2", "3", "9"]
-    for line, said in zip(
-        lines,
-        ("differs from the file that was committed (sha256)", "damaged", "gone", "another job", "no shard"),
-        strict=True,
-    ):
+    differences = ("differs from the file that was committed (sha256)", "damaged", "gone", "another job", "no shard")
+    for line, said in zip(lines, differences, strict=True):
         assert said in line
     assert "5 files differ from what was committed" in result.stderr
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert files_of(local.url) == before
 
 
 def test_parallel_keeps_the_order_and_raises_the_first_error() -> None:
