@@ -1,22 +1,26 @@
-"""Who answers a workload: this engine at several speeds, and peers in processes of their own."""
+"""Who answers a workload, this engine and peers in processes of their own, and how their figures are compared."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
 import select
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
+from ideal import Ceilings
 from peak_memory import forget_peak, peak_bytes
 from transformers import AutoModelForCausalLM
 from workloads import Forced, Workload
@@ -28,33 +32,44 @@ from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 from actors.engine.types import EngineStats, Request, SamplingParams
 
 HERE = Path(__file__).parent
+INSTALLED = HERE.parents[1] / "work" / "peers"
+PEERS: dict[str, tuple[str, Path, dict[str, str]]] = {  # script, Python, environment
+    "vllm": ("peer_vllm.py", INSTALLED / "vllm/bin/python", {}),
+}
 CACHE_BYTES = 2**32  # as vLLM has them
 PEER_LIMIT = 3600  # seconds for one answer
 
 
 @dataclass
 class Timing:
-    """seconds: of the whole run; prefill and decode: where they can be told apart. peak_bytes: most memory resident
-    in the process that answered."""
+    """seconds: of the whole run. peak_bytes: most memory resident in the process that answered. stats, schedule: of
+    this engine alone."""
 
     seconds: float
     tokens: int
     peak_bytes: int
-    prefill: float | None = None
-    decode: float | None = None
     stats: EngineStats | None = None
     schedule: Schedule | None = None
+
+
+def timed(workload: Workload, answer: Callable[[], Sequence[Any]], engine: Engine) -> Timing:
+    """Time an answer of this process to the workload."""
+    engine.take_stats()
+    forget_peak()
+    began = time.perf_counter()
+    answers = answer()
+    seconds = time.perf_counter() - began
+    assert [len(one.token_ids or ()) for one in answers] == workload.new
+    return Timing(seconds, workload.generated, peak_bytes(), engine.take_stats(), engine.schedule)
 
 
 class Ours:
     """The engine without pipeline around it, at any speed."""
 
     def __init__(self, checkpoint: Path, max_rows: int) -> None:
-        before = psutil.Process().memory_info().rss
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
         self.decoder = fastest_decoder(model.eval().requires_grad_(False))
         gc.freeze()  # as an actor of the pipeline does
-        self.model_bytes = psutil.Process().memory_info().rss - before
         self.max_rows = max_rows
         self.engines: dict[tuple[float, int], Engine] = {}  # kept, as an actor keeps its own
 
@@ -70,21 +85,8 @@ class Ours:
             Request(ids, sampling, key=row, ending=Forced(new))
             for row, (ids, new) in enumerate(zip(workload.prompts, workload.new, strict=True))
         ]
-        forget_peak()
-        began = time.perf_counter()
-        done = generate(engine, requests, budget_bytes=CACHE_BYTES, max_rows=self.max_rows, scheduler=scheduler)
-        seconds = time.perf_counter() - began
-        assert [len(one.token_ids) for one in done] == workload.new
-        stats = engine.take_stats()
-        return Timing(
-            seconds,
-            workload.generated,
-            peak_bytes(),
-            stats.prefill_seconds,
-            stats.decode_seconds,
-            stats,
-            engine.schedule,
-        )
+        how = {"budget_bytes": CACHE_BYTES, "max_rows": self.max_rows, "scheduler": scheduler}
+        return timed(workload, partial(generate, engine, requests, **how), engine)
 
 
 class PeerEnded(Exception):
@@ -94,7 +96,7 @@ class PeerEnded(Exception):
 class Peer:
     """A peer in a process of its own, which sleeps while others are timed; started again if it has ended.
 
-    start_seconds: what it took to load, and to compile where it does so at start. Raises PeerEnded.
+    Raises PeerEnded.
     """
 
     def __init__(
@@ -116,9 +118,7 @@ class Peer:
                 text=True,
                 env=self.environment,
             )
-        reply = self._reply()
-        self.version: str = reply["version"]
-        self.start_seconds: float = reply["seconds"]
+        self.version: str = self._reply()["version"]
 
     def answer(self, workload: Workload) -> Timing:
         """As the peer itself counts its seconds."""
@@ -155,17 +155,96 @@ class Peer:
         self.process.wait()
 
 
-def start_peers(
-    peers: Mapping[str, tuple[str, Path, dict[str, str]]], checkpoint: Path, threads: int, max_rows: int
-) -> dict[str, Peer]:
-    """Those that start; the others are passed by, with a line. peers: of each its script, Python and environment."""
+@contextmanager
+def running_peers(
+    peers: Mapping[str, tuple[str, Path, dict[str, str]]], checkpoint: Path, options: argparse.Namespace
+) -> Iterator[dict[str, Peer]]:
+    """Peers of `options.peers` that start; the others are passed by, with a line."""
     started: dict[str, Peer] = {}
-    for name, (script, python, environment) in peers.items():
-        if not python.exists():
-            print(f"{name} is not installed: make peers", file=sys.stderr)
-            continue
-        try:
-            started[name] = Peer(str(python), script, checkpoint, threads, max_rows, **environment)
-        except PeerEnded as error:
-            print(f"{name} did not start, passed by: {error}", file=sys.stderr)
-    return started
+    with ExitStack() as stack:
+        for name in options.peers:
+            script, python, environment = peers[name]
+            if not python.exists():
+                print(f"{name} is not installed: make peers", file=sys.stderr)
+                continue
+            try:
+                peer = Peer(str(python), script, checkpoint, options.threads, options.max_rows, **environment)
+            except PeerEnded as error:
+                print(f"{name} did not start, passed by: {error}", file=sys.stderr)
+                continue
+            stack.callback(peer.close)
+            started[name] = peer
+        yield started
+
+
+def rounds(
+    ours: Mapping[str, Callable[[], Timing]], peers: Mapping[str, Peer], workload: Workload, runs: int
+) -> dict[str, list[Timing]]:
+    """Every contestant once a round, in turn; the first round's timing, kept first, is a warm-up."""
+    contestants = {**ours, **{name: partial(peer.answer, workload) for name, peer in peers.items()}}
+    seen: dict[str, list[Timing]] = {name: [] for name in contestants}
+    for _ in range(runs + 1):
+        for name, contestant in list(contestants.items()):
+            try:
+                timing = contestant()
+            except PeerEnded as error:
+                print(f"{name} did not answer, passed by: {error}", file=sys.stderr)
+                del contestants[name], seen[name]
+                continue
+            print(f"    {name:22s} {timing.tokens / timing.seconds:9,.0f} tokens/s", file=sys.stderr, flush=True)
+            seen[name].append(timing)
+    return seen
+
+
+def median(timings: list[Timing]) -> Timing:
+    """The one of the middle by its seconds, without the warm-up."""
+    return sorted(timings[1:], key=lambda one: one.seconds)[(len(timings) - 2) // 2]
+
+
+def figures(timings: list[Timing]) -> dict[str, float]:
+    """What is told of every contestant."""
+    one = median(timings)
+    peak = max(timing.peak_bytes for timing in timings[1:])
+    return {"tokens/s": one.tokens / one.seconds, "warm-up, s": timings[0].seconds, "peak MiB": peak / 2**20}
+
+
+def table(found: Mapping[str, Mapping[str, float]]) -> str:
+    """Return figures by contestant as a table; its columns are those of the contestant with the most."""
+    titles = max(found.values(), key=len)
+    lines = ["".join([f"{'':24s}", *(f"{title:>13s}" for title in titles)])]
+    for name, one in found.items():
+        cells = [f"{one[title]:,.{0 if one[title] >= 100 else 2}f}" if title in one else "" for title in titles]
+        lines.append("".join([f"{name:24s}", *(f"{cell:>13s}" for cell in cells)]).rstrip())
+    return "\n".join(lines)
+
+
+def comparison(doc: str | None, rows: int, max_rows: int, peers: Iterable[str]) -> argparse.ArgumentParser:
+    """Options that all comparisons have."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=rows)
+    parser.add_argument("--max-rows", type=int, default=max_rows, help="in flight at once")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--peers", default=list(peers), type=lambda text: [name for name in text.split(",") if name])
+    parser.add_argument("--out", type=Path, help="also write the JSON there")
+    return parser
+
+
+def facts(options: argparse.Namespace, ceilings: Ceilings) -> dict[str, Any]:
+    """What the figures depend on."""
+    processors = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "machine": processors[0].split(":", 1)[1].strip() if processors else "unknown",
+        "threads": options.threads,
+        "torch": torch.__version__,
+        "command": shlex.join(["python", *sys.argv]),
+        "gflops": ceilings.flops / 1e9,
+        "gigabytes_per_second": ceilings.bandwidth / 1e9,
+    }
+
+
+def save(results: Mapping[str, Any], file: Path | None) -> None:
+    """Write results as JSON, if a file is asked for."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(results, indent=1) + "\n")

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from actors.answers import Answer, Prompt
+from actors.answers import Answer, Prompt, error_answer
 from actors.engine.types import EngineStats
 from actors.generator import Generator
 
@@ -48,32 +48,25 @@ class FakeGenerator(Generator):
         if self.line:
             self.line.wait()
 
-    def begin(self, prompts: Sequence[Prompt], *rest: Any, **more: Any) -> Any:
-        """Nothing but the rows."""
-        stats = EngineStats(batches=1, generated_tokens=len(TOKENS) * len(prompts))
-        return SimpleNamespace(prompts=prompts, call=SimpleNamespace(stats=stats))
+    def begin(self, prompts: Sequence[Prompt], prefix: Any = (), on_batch: Any = None, on_drain: Any = None) -> Any:
+        """Nothing but the rows. texts: answers by row; a row without one gets its prompt's error."""
+        call = SimpleNamespace(stats=EngineStats(batches=1, generated_tokens=len(TOKENS) * len(prompts)))
+        return SimpleNamespace(prompts=prompts, on_batch=on_batch or (lambda rows: None), call=call, texts={})
 
     def run(self, work: Any) -> None:
         """Sleep."""
         time.sleep(self.seconds_a_row * len(work.prompts))
+        work.texts = {row: TEXT for row, prompt in enumerate(work.prompts) if prompt.error is None}
 
     def finish(self, work: Any) -> list[Answer]:
-        """The rows' answers, in their order; a row that comes with an error has an answer that says so."""
+        """The rows' answers, in their order."""
+        same = {"sample_index": 0, "finish_reason": "stop", "mean_depth": 4.0, "error": None}
+        same |= {"generated_tokens": len(TOKENS), "token_ids": TOKENS}
+        none = dict.fromkeys(("cumulative_logprob", "logprobs", "choice_probability"))
         return [
-            Answer(
-                row=row,
-                sample_index=0,
-                generated_text=TEXT,
-                finish_reason="stop",
-                prompt_tokens=len(prompt.ids),
-                generated_tokens=len(TOKENS),
-                mean_depth=4.0,
-                error=prompt.error,
-                token_ids=TOKENS,
-                cumulative_logprob=None,
-                logprobs=None,
-                choice_probability=None,
-            )
+            Answer(row=row, generated_text=work.texts[row], prompt_tokens=len(prompt.ids), **same, **none)
+            if row in work.texts
+            else error_answer(row, 0, prompt.error)
             for row, prompt in enumerate(work.prompts)
         ]
 

@@ -17,40 +17,31 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+import contestants
+import pyarrow.parquet as pq
+import torch
+from ideal import Shape, least, measure
+from real_data import MODEL, NO_DATA, WORK, write_rows
+from real_model import ADAPTER, FOLDER, GGUF, make_model
+from workloads import Workload
 
-import pyarrow.parquet as pq  # noqa: E402
-import torch  # noqa: E402
-from contestants import Timing, start_peers  # noqa: E402
-from ideal import Shape, least, measure  # noqa: E402
-from peak_memory import forget_peak, peak_bytes  # noqa: E402
-from real_data import MODEL, WORK  # noqa: E402
-from real_model import ADAPTER, FOLDER, GGUF, make_model  # noqa: E402
-from speed import INSTALLED, PEERS, median, processor, rounds  # noqa: E402
-from workloads import Workload  # noqa: E402
-
-from actors.answers import Prompt  # noqa: E402
-from actors.engine.model.loading import read_config  # noqa: E402
-from actors.engine.scheduler import common_length  # noqa: E402
-from actors.generator import Generator  # noqa: E402
+from actors.answers import Prompt
+from actors.engine.model.loading import read_config
+from actors.engine.scheduler import common_length
+from actors.generator import Generator
 
 NEW_TOKENS = 96  # at most, as configs/real/text.yaml has them
-LLAMA_CPP = ("peer_llama_cpp.py", INSTALLED / "llama-cpp/bin/python")
-GGUF_FILE = {"PEER_GGUF": str((ROOT / FOLDER / GGUF).absolute())}
+LLAMA_CPP = ("peer_llama_cpp.py", contestants.INSTALLED / "llama-cpp/bin/python")
+GGUF_FILE = {"PEER_GGUF": str((FOLDER / GGUF).absolute())}
 OF_REAL_WEIGHTS = {
-    "vllm": (*PEERS["vllm"][:2], {"PEER_LOAD_FORMAT": "auto", "PEER_PREFIX_CACHING": "1"}),
+    "vllm": (*contestants.PEERS["vllm"][:2], {"PEER_LOAD_FORMAT": "auto", "PEER_PREFIX_CACHING": "1"}),
     "llama.cpp-q8_0": (*LLAMA_CPP, {**GGUF_FILE, "PEER_QUANTIZE": "Q8_0"}),
     "llama.cpp-q4_1": (*LLAMA_CPP, GGUF_FILE),
 }
@@ -81,64 +72,38 @@ class Ours:
         new = [len(answer.token_ids or ()) for answer in answers]
         return Workload("e2e chat", prompts, new, max(new))
 
-    def answer(self, name: str, workload: Workload) -> Timing:
+    def answer(self, name: str, workload: Workload) -> contestants.Timing:
         generator = self.engines[name]
         rows = [
             Prompt(tuple(ids), "bench", row, sampling={"max_new_tokens": new, "ignore_eos": True})
             for row, (ids, new) in enumerate(zip(workload.prompts, workload.new, strict=True))
         ]
-        generator.take_stats()
-        forget_peak()
-        began = time.perf_counter()
-        answers = generator.answer(rows)
-        seconds = time.perf_counter() - began
-        assert [len(answer.token_ids or ()) for answer in answers] == workload.new
-        stats = generator.take_stats()
-        return Timing(seconds, workload.generated, peak_bytes(), stats.prefill_seconds, stats.decode_seconds)
+        return contestants.timed(workload, partial(generator.answer, rows), generator.engine)
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=300)
-    parser.add_argument("--max-rows", type=int, default=64, help="in flight at once")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--peers", default=list(OF_REAL_WEIGHTS), type=lambda text: text.split(","))
-    parser.add_argument("--out", type=Path, help="also write the JSON there")
-    options = parser.parse_args()
+    options = contestants.comparison(__doc__, 300, 64, OF_REAL_WEIGHTS).parse_args()
     make_model()
-    if not (WORK / "text" / "test.parquet").is_file():
-        ended = subprocess.run([sys.executable, str(ROOT / "tests/benchmarks/real_data.py"), "text"]).returncode
-        if ended:
-            sys.exit(ended)
-    table = pq.read_table(WORK / "text" / "test.parquet", columns=["prompt"]).slice(0, options.rows)
+    if not (WORK / "text" / "test.parquet").is_file() and not write_rows("text"):
+        sys.exit(NO_DATA)
+    rows = pq.read_table(WORK / "text" / "test.parquet", columns=["prompt"]).slice(0, options.rows)
     ours = Ours(options.max_rows, options.threads)
     gc.freeze()  # as an actor of the pipeline does
-    workload = ours.workload(table["prompt"].to_pylist())
+    workload = ours.workload(rows["prompt"].to_pylist())
     with tempfile.TemporaryDirectory(prefix="published-") as folder:
-        found = compare(ours, workload, options, Path(folder))
+        found = compare(ours, workload, options, Path(folder, "model"))
     print(json.dumps(found))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    contestants.save(found, options.out)
 
 
-def compare(ours: Ours, workload: Workload, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def compare(ours: Ours, workload: Workload, options: argparse.Namespace, checkpoint: Path) -> dict[str, Any]:
     """Time all, print a table; figures by contestant."""
-    checkpoint = folder / "model"
     shutil.copytree(MODEL, checkpoint)  # a peer writes beside it
-    chosen = {name: OF_REAL_WEIGHTS[name] for name in options.peers if name}
-    peers = start_peers(chosen, checkpoint, options.threads, options.max_rows)
-    contestants: dict[str, Callable[[], Timing]] = {
-        name: partial(ours.answer, name, workload) for name in ours.engines
-    } | {name: partial(peer.answer, workload) for name, peer in peers.items()}
-    try:
-        seen = rounds(contestants, options.runs)
-    finally:
-        for peer in peers.values():
-            peer.close()
-    lines = {name: _figures(timings[1:]) for name, timings in seen.items()}
+    with contestants.running_peers(OF_REAL_WEIGHTS, checkpoint, options) as peers:
+        runners = {name: partial(ours.answer, name, workload) for name in ours.engines}
+        seen = contestants.rounds(runners, peers, workload, options.runs)
+    lines = {name: contestants.figures(timings) for name, timings in seen.items()}
     ceilings = measure(torch.bfloat16)
     shortest = least(
         [(len(prompt), new) for prompt, new in zip(workload.prompts, workload.new, strict=True)],
@@ -149,37 +114,15 @@ def compare(ours: Ours, workload: Workload, options: argparse.Namespace, folder:
         options.max_rows,
         common_length(workload.prompts),
     )
-    lines["ceiling of 1x"] = {"tokens_per_second": workload.generated / shortest.whole, "peak_bytes": 0}
-    prompt_tokens = sum(map(len, workload.prompts))
-    rows = len(workload.prompts)
+    lines["ceiling of 1x"] = {"tokens/s": workload.generated / shortest.whole}
+    for title, name in (("of 1x", "engine 1x"), ("of vLLM", "vllm")):
+        for one in lines.values() if name in lines else ():
+            one[title] = one["tokens/s"] / lines[name]["tokens/s"]
+    rows, prompt_tokens = len(workload.prompts), sum(map(len, workload.prompts))
     print(f"SmolLM2-135M-Instruct (from Q4_1), {rows} rows, {prompt_tokens} prompt and {workload.generated} new tokens")
-    print(f"  {'':20}{'tokens/s':>9}{'of 1x':>7}{'of vLLM':>9}{'peak MiB':>10}")
-    for name, one in lines.items():
-        of_vllm = one["tokens_per_second"] / lines["vllm"]["tokens_per_second"] if "vllm" in lines else float("nan")
-        of_1x = one["tokens_per_second"] / lines["engine 1x"]["tokens_per_second"]
-        print(
-            f"  {name:20}{one['tokens_per_second']:9,.0f}{of_1x:7.2f}{of_vllm:9.2f}{one['peak_bytes'] / 2**20:10,.0f}"
-        )
-    return {
-        "machine": processor(),
-        "torch": torch.__version__,
-        "command": shlex.join(["python", "tests/benchmarks/published.py", *sys.argv[1:]]),
-        "gflops": ceilings.flops / 1e9,
-        "gigabytes_per_second": ceilings.bandwidth / 1e9,
-        "peers": {name: peer.version for name, peer in peers.items()},
-        "lines": lines,
-    }
-
-
-def _figures(timings: list[Timing]) -> dict[str, Any]:
-    one = median(timings)
-    return {
-        "tokens_per_second": one.tokens / one.seconds,
-        "seconds": [timing.seconds for timing in timings],
-        "prefill_seconds": one.prefill,
-        "decode_seconds": one.decode,
-        "peak_bytes": max(timing.peak_bytes for timing in timings),
-    }
+    print(contestants.table(lines))
+    versions = {name: peer.version for name, peer in peers.items()}
+    return {"facts": contestants.facts(options, ceilings), "peers": versions, "lines": lines}
 
 
 if __name__ == "__main__":

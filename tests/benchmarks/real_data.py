@@ -73,11 +73,16 @@ def main() -> None:
     """Command line; see the module docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=MAKERS)
-    name: str = parser.parse_args().name
+    if not write_rows(parser.parse_args().name):
+        sys.exit(NO_DATA)
+
+
+def write_rows(name: str) -> bool:
+    """Write the rows of a job; False, with a line, without the data set."""
     data = TWEETS if name == "emotion" else DATA
     if not data.is_dir():
         print(f"skipped: the data sets are not in {data}", file=sys.stderr)
-        sys.exit(NO_DATA)
+        return False
     train, test, more = MAKERS[name]()
     random.Random(SEED).shuffle(train)
     folder = WORK / name
@@ -94,6 +99,7 @@ def main() -> None:
             pq.write_table(pa.Table.from_pylist(rows), temporary)
     longest = max(len(row["prompt"]) for row in kept)
     print(f"{folder}: {len(train):,} rows to adapt to, {len(kept):,} to score, prompts of up to {longest} tokens")
+    return True
 
 
 def read(name: str) -> Rows:

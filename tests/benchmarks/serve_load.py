@@ -18,7 +18,6 @@ import json
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -31,11 +30,13 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import aiohttp
+import numpy as np
 import psutil
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("Alimentum", "The Eagle", "Zizzi", "Blue Spice", "Giraffe", "The Mill", "Aromi", "Cocum")
 FOODS = ("French", "English", "Italian", "Indian", "Fast food")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 PARTS = {"ServeReplica": "replica", "ProxyActor": "proxy"}  # by a word of the command line
 
 
@@ -110,13 +111,9 @@ began, worked = time.perf_counter(), time.process_time()
 answer()
 print(sum(new) / (time.perf_counter() - began), sum(new) / (time.process_time() - worked))
 """
-    done = subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
     rate, worked = done.stdout.split()[-2:]
     return float(rate), float(worked)
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 ASGI = """
@@ -124,21 +121,22 @@ import sys, uvicorn
 from actors.serving.http import Limits, create_app
 from actors.serving.model import ServedModel
 arguments = {"checkpoint": sys.argv[1], "threads": 1, "max_batch": int(sys.argv[3]), "sampling": {"temperature": 1.0}}
-model = ServedModel("load", arguments)
+model = ServedModel(sys.argv[4], arguments)
 uvicorn.run(create_app(model, Limits()), port=int(sys.argv[2]), log_level="warning")
 """
 
 
 @contextmanager
-def server(through: str, checkpoint: str, rows: int) -> Iterator[tuple[str, psutil.Process]]:
+def server(through: str, options: argparse.Namespace, rows: int) -> Iterator[tuple[str, psutil.Process]]:
     """A server for the block; gives its URL and its first process."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", ASGI, checkpoint, str(port), str(rows)]
+        port = str(free.getsockname()[1])
+    command = ["-c", ASGI, options.model, port, str(rows), options.name]
     if through != "asgi":
-        command = [sys.executable, "-m", "pipeline", "serve", "--model", checkpoint, "--port", str(port)]
-        command += ["--set", "name=load", "--set", f"replicas.max_batch={rows}", "--set", "replicas.threads=1"]
-        process = subprocess.Popen(command, env=_environment(), cwd=ROOT)
+        command = ["-m", "pipeline", "serve", "--model", options.model, "--port", port]
+        for change in (f"name={options.name}", f"replicas.max_batch={rows}", "replicas.threads=1"):
+            command += ["--set", change]
+    process = subprocess.Popen([sys.executable, *command], env=ENVIRONMENT, cwd=ROOT)
     url = f"http://127.0.0.1:{port}"
     try:
         while not _healthy(url):
@@ -165,50 +163,44 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--through", default="asgi,serve")
     parser.add_argument("--url")
-    parser.add_argument("--name", default="load", help="the model's name, with --url")
+    parser.add_argument("--name", default="load", help="the model's name")
     options = parser.parse_args()
-    counts = [int(count) for count in options.clients.split(",")]
-    rows = max(counts)
-    rate = None if options.url else bulk(options.model, options.requests, options.tokens, rows)
-    if rate:
-        shown = f"{rate[0]:.0f} tokens/s, {rate[1]:.0f} a second of the processor"
-        print(f"bulk engine, refill, {rows} rows: {shown}", flush=True)
-    for through in ["url"] if options.url else options.through.split(","):
-        if options.url:
-            measure(options.url, options.name, None, through, counts, options.requests, options.tokens, rate)
-            continue
-        with server(through, options.model, rows) as (url, process):
-            measure(url, "load", process, through, counts, options.requests, options.tokens, rate)
+    options.clients = [int(count) for count in options.clients.split(",")]
+    if options.url:
+        measure(options.url, options)
+        return
+    rows = max(options.clients)
+    rate = bulk(options.model, options.requests, options.tokens, rows)
+    print(
+        f"bulk engine, refill, {rows} rows: {rate[0]:.0f} tokens/s, {rate[1]:.0f} a second of the processor", flush=True
+    )
+    for through in options.through.split(","):
+        with server(through, options, rows) as (url, process):
+            measure(url, options, process, through, rate)
 
 
 def measure(
     url: str,
-    model: str,
-    process: psutil.Process | None,
-    through: str,
-    counts: list[int],
-    requests: int,
-    tokens: int,
-    rate: tuple[float, float] | None,
+    options: argparse.Namespace,
+    process: psutil.Process | None = None,
+    through: str = "url",
+    rate: tuple[float, float] | None = None,
 ) -> None:
-    """Print a line of JSON for each number of clients, whole answers and streams."""
-    asyncio.run(load(url, model, max(counts), max(counts), tokens, stream=False))  # warm
-    for clients in counts:
+    """Print a line of JSON for each number of clients, whole answers and streams. process, rate: of a server that was
+    started here, and of the bulk engine."""
+    most, tokens = max(options.clients), options.tokens
+    asyncio.run(load(url, options.name, most, most, tokens, stream=False))  # warm
+    for clients in options.clients:
         for stream in (False, True):
-            wanted = requests if clients > 1 else max(8, requests // 8)
+            wanted = options.requests if clients > 1 else max(8, options.requests // 8)
             before = worked(process, through)
-            got = asyncio.run(load(url, model, clients, wanted, tokens, stream=stream))
-            line = {
-                "through": through,
-                "clients": clients,
-                "stream": stream,
-                "tokens/s": round(got.tokens / got.seconds),
-            }
-            if rate:
-                line["of bulk"] = round(got.tokens / got.seconds / rate[0], 2)
+            got = asyncio.run(load(url, options.name, clients, wanted, tokens, stream=stream))
             spent = {part: seconds - before[part] for part, seconds in worked(process, through).items()}
+            speed = got.tokens / got.seconds
+            line = {"through": through, "clients": clients, "stream": stream, "tokens/s": round(speed)}
             line["processor ms"] = {part: round(1000 * seconds / wanted, 2) for part, seconds in spent.items()}
-            if rate and process is not None:
+            if rate:
+                line["of bulk"] = round(speed / rate[0], 2)
                 line["of bulk by processor"] = round(got.tokens / spent["replica"] / rate[1], 2)
             if stream:
                 line["first ms"] = _percentiles(got.first)
@@ -229,8 +221,7 @@ def worked(process: psutil.Process | None, through: str) -> Counter[str]:
 
 def _percentiles(seconds: list[float]) -> list[float]:
     """p50, p95, p99 in milliseconds."""
-    cuts = statistics.quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else seconds * 99
-    return [round(cuts[percent - 1] * 1000, 1) for percent in (50, 95, 99)]
+    return (1000 * np.percentile(seconds, (50, 95, 99))).round(1).tolist()
 
 
 if __name__ == "__main__":

@@ -16,220 +16,106 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
-import shlex
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+import contestants
+import torch
+from ideal import Ceilings, Shape, least, measure
+from shapes import SHAPES, write
+from workloads import CONTEXT, KINDS, Workload, available, make
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from contestants import Ours, PeerEnded, Timing, start_peers  # noqa: E402
-from ideal import Ceilings, Shape, least, measure  # noqa: E402
-from shapes import SHAPES, write  # noqa: E402
-from workloads import CONTEXT, KINDS, Workload, available, make  # noqa: E402
-
-from actors.engine.loop import SCHEDULERS  # noqa: E402
-
-INSTALLED = ROOT / "work" / "peers"
-PEERS: dict[str, tuple[str, Path, dict[str, str]]] = {  # script, Python, environment
-    "vllm": ("peer_vllm.py", INSTALLED / "vllm/bin/python", {}),
-}
+from actors.engine.loop import SCHEDULERS
 
 
-def rounds(contestants: dict[str, Callable[[], Timing]], runs: int) -> dict[str, list[Timing]]:
-    """Every contestant once a round, in turn; the first round's timing, kept first, is a warm-up."""
-    seen: dict[str, list[Timing]] = {name: [] for name in contestants}
-    for _ in range(runs + 1):
-        for name, contestant in list(contestants.items()):
-            try:
-                timing = contestant()
-            except PeerEnded as error:
-                print(f"{name} did not answer, passed by: {error}", file=sys.stderr)
-                del contestants[name], seen[name]
-                continue
-            print(f"    {name:22s} {timing.tokens / timing.seconds:9,.0f} tokens/s", file=sys.stderr, flush=True)
-            seen[name].append(timing)
-    return seen
-
-
-def median(timings: list[Timing]) -> Timing:
-    """The one of the middle by its seconds."""
-    return sorted(timings, key=lambda one: one.seconds)[(len(timings) - 1) // 2]
-
-
-def figures(
-    seen: dict[str, list[Timing]], workload: Workload, shape: Shape, ceilings: Ceilings, max_rows: int
-) -> dict[str, dict[str, Any]]:
-    """What is told of each contestant."""
-    found: dict[str, dict[str, Any]] = {}
+def figures_of_all(
+    seen: dict[str, list[contestants.Timing]], workload: Workload, shape: Shape, ceilings: Ceilings, max_rows: int
+) -> dict[str, dict[str, float]]:
+    """What is told of each contestant; of this engine its work and speed-ups too."""
+    found = {name: contestants.figures(timings) for name, timings in seen.items()}
     rows = [(len(ids), new) for ids, new in zip(workload.prompts, workload.new, strict=True)]
-    prompt_tokens = sum(len(ids) for ids in workload.prompts)
-    for name, (warm_up, *timings) in seen.items():
-        one = median(timings)
-        found[name] = {
-            "tokens_per_second": one.tokens / one.seconds,
-            "seconds": [timing.seconds for timing in timings],
-            "warm_up_seconds": warm_up.seconds,
-            "peak_memory_bytes": max(timing.peak_bytes for timing in timings),
-        }
-        if one.stats is None or one.schedule is None or one.prefill is None or one.decode is None:
+    for name, timings in seen.items():
+        one = contestants.median(timings)
+        if one.stats is None:
             continue
-        full = median(seen[f"engine 1x {name.split()[-1]}"][1:])
-        assert full.schedule is not None and full.decode is not None
+        full = contestants.median(seen[f"engine 1x {name.split()[-1]}"])
         work, full_work = (
             least(rows, timing.schedule, shape, ceilings, torch.bfloat16.itemsize, max_rows) for timing in (one, full)
         )
+        speedup, ideal = full.seconds / one.seconds, full_work.whole / work.whole
+        decode, decode_ideal = full.stats.decode_seconds / one.stats.decode_seconds, full_work.decode / work.decode
         found[name] |= {
-            "prefill_tokens_per_second": prompt_tokens / one.prefill,
-            "decode_tokens_per_second": one.stats.decode_steps / one.decode,
-            "layer_ratio": one.stats.full_layer_steps / one.stats.layer_steps,
-            "speedup": full.seconds / one.seconds,
-            "ideal_speedup": full_work.whole / work.whole,
-            "decode_speedup": full.decode / one.decode,
-            "decode_ideal_speedup": full_work.decode / work.decode,
-            "of_ceiling": work.whole / one.seconds,
-            "prefill_of_ceiling": work.prefill / one.prefill,
-            "decode_of_ceiling": work.decode / one.decode,
-            "work": vars(work),
-            "cache_bytes": one.stats.cache_bytes,
-            "padding": 1 - one.stats.prompt_tokens / one.stats.padded_prompt_tokens,
+            "prefill/s": sum(prompt for prompt, _ in rows) / one.stats.prefill_seconds,
+            "decode/s": one.stats.decode_steps / one.stats.decode_seconds,
+            "layer ratio": one.stats.full_layer_steps / one.stats.layer_steps,
+            "speed-up": speedup,
+            "ideal": ideal,
+            "of ideal": speedup / ideal,
+            "decode": decode,
+            "decode ideal": decode_ideal,
+            "decode of it": decode / decode_ideal,
+            "of ceiling": work.whole / one.seconds,
+            "cache MiB": one.stats.cache_bytes / 2**20,
         }
-        found[name]["of_ideal"] = found[name]["speedup"] / found[name]["ideal_speedup"]
-        found[name]["decode_of_ideal"] = found[name]["decode_speedup"] / found[name]["decode_ideal_speedup"]
     return found
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
-    """For people."""
-    lines = [
-        f"  {'':24s}{'tokens/s':>9s}{'warm-up':>10s}{'peak MiB':>9s}{'prefill/s':>11s}{'decode/s':>10s}{'layers':>8s}"
-        f"{'speed-up':>9s}{'ideal':>7s}{'of it':>7s}{'decode':>8s}{'ideal':>7s}{'of it':>7s}{'of ceiling':>11s}"
-        f"{'cache MiB':>10s}"
-    ]
-    for name, one in found.items():
-        line = f"  {name:24s}{one['tokens_per_second']:9,.0f}{one['warm_up_seconds']:8.1f} s"
-        line += f"{one['peak_memory_bytes'] / 2**20:9,.0f}"
-        if "speedup" in one:
-            line += (
-                f"{one['prefill_tokens_per_second']:11,.0f}{one['decode_tokens_per_second']:10,.0f}"
-                f"{one['layer_ratio']:7.2f}x{one['speedup']:8.2f}x{one['ideal_speedup']:6.2f}x{one['of_ideal']:7.2f}"
-                f"{one['decode_speedup']:7.2f}x{one['decode_ideal_speedup']:6.2f}x{one['decode_of_ideal']:7.2f}"
-                f"{one['of_ceiling']:11.2f}{one['cache_bytes'] / 2**20:10.0f}"
-            )
-        lines.append(line)
-    return "\n".join(lines)
-
-
 def compare(
-    shape: str,
-    options: argparse.Namespace,
-    ceilings: Ceilings,
-    folder: Path,
-    results: dict[str, Any],
-    save: Callable[[], None],
-) -> None:
-    """One shape over all workloads; fills in `results` and saves them after each."""
-    checkpoint = folder / shape
+    shape: str, options: argparse.Namespace, ceilings: Ceilings, checkpoint: Path
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One shape: each workload with its figures, and the peers' versions."""
     config = write(shape, checkpoint)
-    ours = Ours(checkpoint, options.max_rows)
-    chosen = {name: PEERS[name] for name in options.peers}
-    others = start_peers(chosen, checkpoint, options.threads, options.max_rows)
-    results["model_bytes"] = ours.model_bytes
-    results["peers"] = {
-        name: {"version": other.version, "start_seconds": other.start_seconds} for name, other in others.items()
-    }
-    try:
+    ours = contestants.Ours(checkpoint, options.max_rows)
+    with contestants.running_peers(contestants.PEERS, checkpoint, options) as peers:
         for kind in options.workloads:
             if not available(kind):
                 print(f"{kind}: its data set is not there, passed by", file=sys.stderr)
                 continue
             context = min(CONTEXT, config.max_position_embeddings)
             workload = make(kind, options.rows, config.vocab_size, context)
-            contestants: dict[str, Callable[[], Timing]] = {
+            runners = {
                 f"engine {speed:g}x {scheduler}": partial(ours.answer, workload, speed, scheduler)
                 for scheduler in options.schedulers
                 for speed in options.speeds
             }
-            contestants |= {name: partial(other.answer, workload) for name, other in others.items()}
             prompt_tokens = sum(len(ids) for ids in workload.prompts)
             title = f"{shape}, {kind}: {options.rows} rows, {prompt_tokens} prompt and {workload.generated} new tokens"
             print(title, file=sys.stderr, flush=True)
-            found = figures(rounds(contestants, options.runs), workload, Shape.of(config), ceilings, options.max_rows)
-            print(f"{title}\n{table(found)}\n", flush=True)
-            results["workloads"][kind] = found
-            save()
-    finally:
-        for other in others.values():
-            other.close()
-
-
-def processor() -> str:
-    """Its name."""
-    known = Path("/proc/cpuinfo")
-    for line in known.read_text().splitlines() if known.exists() else ():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+            seen = contestants.rounds(runners, peers, workload, options.runs)
+            found = figures_of_all(seen, workload, Shape.of(config), ceilings, options.max_rows)
+            print(f"{title}\n{contestants.table(found)}\n", flush=True)
+            yield kind, {"peers": {name: peer.version for name, peer in peers.items()}, "lines": found}
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = contestants.comparison(__doc__, 32, 32, contestants.PEERS)
     listed = {"type": lambda text: text.split(",")}
     parser.add_argument("--shapes", default=["demo", "opt-125m"], **listed)
     parser.add_argument("--workloads", default=["prompt-heavy", "e2e"], **listed)
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--max-rows", type=int, default=32, help="in flight at once")
     parser.add_argument("--speeds", default=[1.0, 2.0, 3.0, 5.0], type=lambda text: [float(x) for x in text.split(",")])
     parser.add_argument("--schedulers", default=["lock_step"], **listed)
-    parser.add_argument("--peers", default=["vllm"], **listed)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--out", type=Path, help="also write the JSON there")
     options = parser.parse_args()
-    options.peers = [name for name in options.peers if name]
     if 1.0 not in options.speeds:
         parser.error("--speeds: 1 must be among them, for the others are told beside it")
-    known_names = {"shapes": SHAPES, "workloads": KINDS, "peers": PEERS, "schedulers": SCHEDULERS}
+    known_names = {"shapes": SHAPES, "workloads": KINDS, "peers": contestants.PEERS, "schedulers": SCHEDULERS}
     for name, known in known_names.items():
         if unknown := set(getattr(options, name)) - set(known):
             parser.error(f"--{name}: {', '.join(sorted(unknown))}: known are {', '.join(known)}")
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     ceilings = measure(torch.bfloat16)
-    facts = {
-        "machine": processor(),
-        "threads": options.threads,
-        "rows": options.rows,
-        "max_rows": options.max_rows,
-        "runs": options.runs,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "compile": "off",  # of peers see their versions
-        "command": shlex.join(["python", "tests/benchmarks/speed.py", *sys.argv[1:]]),
-        "flops_per_second": ceilings.flops,
-        "bytes_per_second": ceilings.bandwidth,
-    }
-    print(f"ceilings: {ceilings.flops / 1e9:,.0f} GFLOP/s, {ceilings.bandwidth / 1e9:,.0f} GB/s; {facts}\n", flush=True)
-    results: dict[str, Any] = {"facts": facts, "shapes": {}}
-
-    def save() -> None:
-        if options.out:
-            options.out.write_text(json.dumps(results, indent=1) + "\n")
-
+    results: dict[str, Any] = {"facts": contestants.facts(options, ceilings), "shapes": {}}
+    print(f"ceilings: {ceilings.flops / 1e9:,.0f} GFLOP/s, {ceilings.bandwidth / 1e9:,.0f} GB/s; {results['facts']}\n")
     for shape in options.shapes:
-        results["shapes"][shape] = {"workloads": {}}
+        workloads = results["shapes"][shape] = {}
         with tempfile.TemporaryDirectory(prefix="speed-") as folder:
-            compare(shape, options, ceilings, Path(folder), results["shapes"][shape], save)
+            for kind, found in compare(shape, options, ceilings, Path(folder, shape)):
+                workloads[kind] = found
+                contestants.save(results, options.out)
         gc.collect()
     print(json.dumps(results))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,20 +37,21 @@ class Workload:
         return max(2, sorted(self.new)[len(self.new) // 2])
 
 
-def equal(prompt: int, new: int) -> Callable[[random.Random, int], list[tuple[int, int]]]:
-    """All rows alike."""
-    return lambda chance, rows: [(prompt, new)] * rows
+KINDS = ("prompt-heavy", "decode-heavy", "e2e", "qmsum", "long-tailed")
+MOST_PROMPT = {"e2e": 256, "qmsum": 1500}  # tokens; of kinds whose lengths are drawn from a data set's test split
 
 
-def drawn(folder: str, most_prompt: int) -> Callable[[random.Random, int], list[tuple[int, int]]]:
-    """Rows of a data set's test split; lengths in words, taken as tokens."""
-
-    def lengths(chance: random.Random, rows: int) -> list[tuple[int, int]]:
-        table = pq.read_table(DATA / folder / "test.parquet", columns=["prompt", "references"]).to_pylist()
-        pairs = [(row["prompt"], chance.choice(row["references"])) for row in chance.choices(table, k=rows)]
-        return [(min(tokens(prompt), most_prompt), tokens(answer)) for prompt, answer in pairs]
-
-    return lengths
+def lengths(kind: str, chance: random.Random, rows: int) -> list[tuple[int, int]]:
+    """Tokens of prompt and answer of each row; a data set's are counted by words."""
+    if kind == "prompt-heavy":
+        return [(64, 64)] * rows
+    if kind == "decode-heavy":
+        return [(32, 256)] * rows
+    if kind == "long-tailed":  # answers lognormal, cut at 1,024
+        return [(32, min(1024, max(1, round(128 * chance.lognormvariate(0, 0.8))))) for _ in range(rows)]
+    table = pq.read_table(DATA / kind / "test.parquet", columns=["prompt", "references"]).to_pylist()
+    pairs = [(row["prompt"], chance.choice(row["references"])) for row in chance.choices(table, k=rows)]
+    return [(min(tokens(prompt), MOST_PROMPT[kind]), tokens(answer)) for prompt, answer in pairs]
 
 
 def tokens(text: str) -> int:
@@ -58,35 +59,17 @@ def tokens(text: str) -> int:
     return max(1, round(TOKENS_A_WORD * len(text.replace("[", " ").split())))
 
 
-def long_tailed(median: int, sigma: float) -> Callable[[random.Random, int], list[tuple[int, int]]]:
-    """Prompts of 32 tokens; answers lognormal, cut at 1,024."""
-
-    def lengths(chance: random.Random, rows: int) -> list[tuple[int, int]]:
-        return [(32, min(1024, max(1, round(median * chance.lognormvariate(0, sigma))))) for _ in range(rows)]
-
-    return lengths
-
-
-KINDS = {
-    "prompt-heavy": equal(64, 64),
-    "decode-heavy": equal(32, 256),
-    "e2e": drawn("e2e", 256),
-    "qmsum": drawn("qmsum", 1500),
-    "long-tailed": long_tailed(128, 0.8),
-}
-
-
 def available(kind: str) -> bool:
     """Whether the data that a workload's lengths are drawn from are there."""
-    return kind not in ("e2e", "qmsum") or (DATA / kind / "test.parquet").exists()
+    return kind not in MOST_PROMPT or (DATA / kind / "test.parquet").exists()
 
 
 def make(kind: str, rows: int, vocabulary: int, context: int) -> Workload:
     """The workload of so many rows, the same at every call; no prompt longer than half the context, no row than it."""
     chance = random.Random(f"{SEED} {kind}")
-    lengths = [(min(prompt, context // 2), new) for prompt, new in KINDS[kind](chance, rows)]
-    new_tokens = [min(new, context - prompt) for prompt, new in lengths]
-    prompts = [[chance.randrange(4, vocabulary) for _ in range(prompt)] for prompt, _ in lengths]
+    pairs = [(min(prompt, context // 2), new) for prompt, new in lengths(kind, chance, rows)]
+    new_tokens = [min(new, context - prompt) for prompt, new in pairs]
+    prompts = [[chance.randrange(4, vocabulary) for _ in range(prompt)] for prompt, _ in pairs]
     return Workload(kind, prompts, new_tokens, max(new_tokens))
 
 

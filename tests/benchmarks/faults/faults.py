@@ -41,13 +41,13 @@ import bucket_server  # noqa: E402
 import psutil  # noqa: E402
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
+from cli_command import MARK, marked  # noqa: E402
 from fault_proxy import SLOW_DOWN, fault_proxy  # noqa: E402
 from local_cluster import LocalCluster  # noqa: E402
 from systems import FILES, NODE_CPUS, POISON, ROWS, SYSTEMS, Task, reply  # noqa: E402
 
 OURS = "this project"
 STARTS = 3
-MARK = "SKIPDECODE_FAULTS_MARK"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 NO_RAY = "timed out during startup"  # of a Ray that did not come up in its 30 s, since the machine is busy
 TMPFS_MIB = 24
@@ -141,11 +141,7 @@ class Trial:
         file = self.folder / "task.json"
         file.write_text(json.dumps(asdict(task)))
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        common = {
-            "OMP_NUM_THREADS": "1",
-            "RAY_worker_niceness": "0",
-            **CREDENTIALS,
-        }  # or Ray's workers yield to all else
+        common = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0", **CREDENTIALS}  # or Ray's workers yield to all
         with (self.folder / f"start-{len(self.started)}.log").open("wb") as log:
             process = subprocess.Popen(
                 [python(self.result.system), SCRIPT, self.result.system, file, *options],
@@ -164,15 +160,11 @@ class Trial:
 
     def family(self, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
         """Of a start: its process and all below it, or that carry its mark."""
-        found: dict[int, psutil.Process] = {}
+        found = set(marked(self.mark(self.started.index(process))))
         with suppress(psutil.NoSuchProcess):
             top = psutil.Process(process.pid)
-            found = {one.pid: one for one in [top, *top.children(recursive=True)]}
-        for one in psutil.process_iter():
-            with suppress(psutil.Error):
-                if one.environ().get(MARK) == self.mark(self.started.index(process)):
-                    found[one.pid] = one
-        return [one for one in found.values() if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+            found |= {top, *top.children(recursive=True)}
+        return [one for one in found if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
         """SIGKILL every process of a start."""
@@ -223,12 +215,8 @@ class Trial:
         """Start the same command until it ends with status 0; starts without a Ray do not count."""
         most = len(self.result.statuses) + STARTS
         while 0 not in self.result.statuses and len(self.result.statuses) < most:
-            asked = (
-                self.result.system == OURS
-                and self.result.statuses[-1:] == [2]
-                and "--repair" in self.log(self.started[-1])
-            )
-            self.end(self.start(*(["--repair"] if asked else [])))
+            asked = self.result.statuses[-1:] == [2] and "--repair" in self.log(self.started[-1])
+            self.end(self.start(*(["--repair"] if asked and self.result.system == OURS else [])))
 
     def files(self) -> list[Path]:
         """The output's files as a consumer reads them; those of a bucket are fetched."""
@@ -276,8 +264,7 @@ def python(system: str) -> str:
 
 def killed(trial: Trial) -> None:
     """SIGKILL of every process."""
-    first = trial.at_its_moment()
-    trial.kill(first)
+    trial.kill(trial.at_its_moment())
 
 
 def terminated(trial: Trial) -> None:

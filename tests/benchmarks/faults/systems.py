@@ -62,7 +62,6 @@ def answered(task: Task, prompts: list[str]) -> list[str]:
 
 def this_project(task: Task, *options: str) -> None:
     """`skipdecode run`: the same command resumes. All but the engine is the real job's."""
-    sys.path.insert(0, str(ROOT))
     from pipeline.cli.app import main
     from pipeline.run import stages
 
@@ -97,21 +96,13 @@ def this_project(task: Task, *options: str) -> None:
 
 def stand_in(task: Task) -> type:
     """A Generator of this project that answers without a model, by the prompt's text."""
-    from types import SimpleNamespace
-
+    sys.path.append(str(ROOT / "tests/benchmarks"))
+    from fake_engine import FakeGenerator
     from tokenizers import Tokenizer
 
-    from actors.answers import Answer, error_answer
-    from actors.engine.types import EngineStats
-    from actors.generator import Generator
-
-    class StandIn(Generator):
+    class StandIn(FakeGenerator):
         def __init__(self, checkpoint: str, **settings: Any) -> None:
             self.tokenizer = Tokenizer.from_file(f"{checkpoint}/tokenizer.json")
-
-        def begin(self, prompts: Any, prefix: Any = (), on_batch: Any = None, on_drain: Any = None) -> Any:
-            call = SimpleNamespace(stats=EngineStats(batches=1, generated_tokens=len(prompts)))
-            return SimpleNamespace(prompts=prompts, on_batch=on_batch or (lambda rows: None), call=call, texts={})
 
         def run(self, work: Any) -> None:
             left = [row for row, prompt in enumerate(work.prompts) if prompt.error is None]
@@ -121,22 +112,6 @@ def stand_in(task: Task) -> type:
                 texts = answered(task, [self.tokenizer.decode(work.prompts[row].ids).strip() for row in batch])
                 work.texts |= dict(zip(batch, texts, strict=True))
             work.on_batch(())
-
-        def finish(self, work: Any) -> list[Answer]:
-            same = {"sample_index": 0, "finish_reason": "stop", "generated_tokens": 1, "mean_depth": 1.0, "error": None}
-            none = dict.fromkeys(("token_ids", "cumulative_logprob", "logprobs", "choice_probability"))
-            return [
-                Answer(row=row, generated_text=work.texts[row], prompt_tokens=len(prompt.ids), **same, **none)
-                if row in work.texts
-                else error_answer(row, 0, prompt.error)
-                for row, prompt in enumerate(work.prompts)
-            ]
-
-        def peak_memory_bytes(self) -> int:
-            return 0
-
-        def device_name(self) -> str:
-            return "stand-in"
 
     return StandIn
 
