@@ -42,8 +42,8 @@ def sampled(checkpoint: Path) -> Generator:
 
 
 def make(checkpoint: Path, **changes: Any) -> Generator:
-    settings_: dict[str, Any] = {"dtype": "float32", "device": "cpu", "sampling": {"max_new_tokens": NEW_TOKENS}}
-    return Generator(str(checkpoint), **{**settings_, **changes})
+    how: dict[str, Any] = {"dtype": "float32", "device": "cpu", "sampling": {"max_new_tokens": NEW_TOKENS}}
+    return Generator(str(checkpoint), **how | changes)
 
 
 def column(values: list[Any]) -> np.ndarray:
@@ -61,17 +61,8 @@ def answers(generator: Generator, prompts: list[str | None]) -> list[tuple[Any, 
 def test_answers_are_added_in_the_order_of_the_rows(generator: Generator) -> None:
     batch = {"id": np.arange(len(PROMPTS)), "prompt": column(list(PROMPTS))}
     done = generator(batch)
-    assert list(done) == [
-        "id",
-        "prompt",
-        "sample_index",
-        "generated_text",
-        "finish_reason",
-        "prompt_tokens",
-        "generated_tokens",
-        "mean_depth",
-        "error",
-    ]
+    names = "id prompt sample_index generated_text finish_reason prompt_tokens generated_tokens mean_depth error"
+    assert list(done) == names.split()
     assert done["id"].tolist() == batch["id"].tolist() and done["prompt"].tolist() == PROMPTS
     assert all(len(values) == len(PROMPTS) for values in done.values())
     assert done["prompt_tokens"].tolist() == [len(generator.tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
@@ -133,14 +124,6 @@ def test_nothing_to_answer(generator: Generator) -> None:
     assert generator.take_stats().generated_tokens == 0
 
 
-def test_a_context_that_runs_out_ends_a_row(checkpoint: Path) -> None:
-    generator = make(checkpoint, sampling={"max_new_tokens": 40})
-    ((_, reason, prompt_tokens, generated, error),) = answers(generator, [("a " * (CONTEXT - 5)).strip()])
-    assert error is None and prompt_tokens < CONTEXT
-    assert prompt_tokens + generated <= CONTEXT
-    assert reason == "stop" or prompt_tokens + generated == CONTEXT
-
-
 @given(st.lists(st.integers(0, len(PROMPTS)), max_size=4), st.permutations(range(len(PROMPTS))))
 @settings(max_examples=8, deadline=None)
 def test_sampled_answers_do_not_hang_on_how_rows_are_cut(sampled: Generator, cuts: list[int], order: list[int]) -> None:
@@ -169,13 +152,8 @@ def test_a_row_that_does_not_fit_the_cache_is_a_row_error(checkpoint: Path, gene
     assert small < large
     tight = make(checkpoint, cache_bytes=large - 1)
     done = answers(tight, ["a", long, "b"])
-    assert done[1] == (
-        None,
-        "error",
-        lengths[1],
-        0,
-        f"needs {large} bytes of cache, more than the budget of {large - 1}",
-    )
+    reason = f"needs {large} bytes of cache, more than the budget of {large - 1}"
+    assert done[1] == (None, "error", lengths[1], 0, reason)
     assert [done[0], done[2]] == answers(generator, ["a", "b"])
     assert tight.take_stats().cache_bytes <= large - 1
     assert answers(make(checkpoint, cache_bytes=large), [long]) == answers(generator, [long])
@@ -357,21 +335,8 @@ def test_prompts_may_be_token_ids_or_messages(checkpoint: Path, generator: Gener
     chatty.tokenizer.chat_template = CHAT
     chat = [{"role": "user", "content": "cheap food"}]
     ids = np.array(generator.tokenizer("a")["input_ids"])
-    values = [
-        chat,
-        ids,
-        "a",
-        [5, 10**6],
-        [{"role": "user"}],
-        [],
-        [1.0, np.nan],
-        7,
-        ["a"],
-        " ",
-        b"cheap food",
-        [True, False],
-    ]
-    done = chatty({"prompt": column(values)})
+    wrong = [[5, 10**6], [{"role": "user"}], [], [1.0, np.nan], 7, ["a"], " ", b"cheap food", [True, False]]
+    done = chatty({"prompt": column([chat, ids, "a", *wrong])})
     written = chatty.tokenizer("user: cheap food assistant: ", add_special_tokens=False)["input_ids"]
     assert done["generated_text"][0] == chatty.answer([Prompt(written, "", 0)])[0].generated_text
     assert done["generated_text"][1] == done["generated_text"][2] == answers(generator, ["a"])[0][0]
@@ -431,9 +396,8 @@ Generator({str(checkpoint)!r}, device="cpu")
 assert before == settings()
 assert before[:2] == (True, False)
 """
-    env = {
-        name: value for name, value in os.environ.items() if name != "HF_HUB_DISABLE_PROGRESS_BARS"
-    }  # set by the CLI
+    # the CLI sets it
+    env = {name: value for name, value in os.environ.items() if name != "HF_HUB_DISABLE_PROGRESS_BARS"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

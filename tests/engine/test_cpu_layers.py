@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import os
 import shlex
 import subprocess
@@ -25,10 +27,20 @@ from transformers.pytorch_utils import Conv1D
 from actors.engine.cache import SlotShape
 from actors.engine.cpu import library
 from actors.engine.cpu.executor import CpuExecutor, StackDecoder, fastest_decoder
-from actors.engine.cpu.products import LibraryProduct, PackedLinear, PanelProduct, pack_linears, packs
+from actors.engine.cpu.products import (
+    ALIGNED,
+    PAGE,
+    LibraryProduct,
+    PackedLinear,
+    PanelProduct,
+    pack_linears,
+    packs,
+    to_huge_pages,
+)
 from actors.engine.cpu.stack import StackedLayer, normalize
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
+from actors.engine.errors import is_out_of_memory
 from actors.engine.loop import generate
 from actors.engine.model.layer_weights import NormWeights
 from actors.engine.schedule.schedule import ScheduleSpec
@@ -464,3 +476,39 @@ def test_slots_take_the_memory_of_the_last_ones_unless_rows_are_still_in_it() ->
     assert wider.data_ptr() != first.data_ptr() and torch.equal(wider[1, :, :3], again[1, :, :3])
     before = executor._memory
     assert keys(1).data_ptr() != wider.data_ptr() and 4 * len(executor._memory) == len(before)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=6),
+    dtype=st.sampled_from([BF16, torch.uint8, torch.float32]),
+)
+def test_moved_weights_are_the_same_numbers_side_by_side(shapes: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randint(0, 255, shape, generator=generator).to(dtype) for shape in shapes]
+    moved = [weight.clone() for weight in weights]
+    to_huge_pages(moved)
+    gc.collect()
+    first = moved[0].data_ptr()
+    assert first % PAGE == 0
+    for one, weight in zip(moved, weights, strict=True):
+        assert torch.equal(one, weight) and one.is_contiguous() and one.data_ptr() % ALIGNED == 0
+        assert first <= one.data_ptr() < first + sum(each.nbytes + ALIGNED for each in weights)
+
+
+def test_a_kernel_without_huge_pages_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused(mmap.mmap):
+        def madvise(self, *_: Any) -> None:
+            raise OSError(22, "Invalid argument")
+
+    weights = [torch.arange(1000)]
+    monkeypatch.setattr(mmap, "mmap", Refused)
+    to_huge_pages(weights)
+    assert torch.equal(weights[0], torch.arange(1000))
+
+
+def test_memory_that_runs_out_is_told_as_that() -> None:
+    """By what the system really answers: a step that first needs a region is run again with fewer rows."""
+    with pytest.raises(MemoryError, match="cannot allocate 4611686018431582208 bytes for weights: ") as caught:
+        to_huge_pages([torch.zeros(1).expand(2**60)])
+    assert is_out_of_memory(caught.value)

@@ -12,7 +12,7 @@ from engine_cases import SPECS, STOP, answer, any_schedule, every_case, requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import oracle, oracle_logits
-from tiny_models import CONTEXT, LAYERS, tiny_model
+from tiny_models import CONTEXT, LAYERS, MODELS, tiny_model
 
 from actors.engine.cpu import products
 from actors.engine.cpu.executor import StackDecoder, fastest_decoder
@@ -43,6 +43,16 @@ def test_cached_batches_equal_the_oracle(decoder: Decoder, library: Decoder, spe
         answers = answer(Engine(layers, schedule, STOP), rows, max_rows=5)
         for row, got in zip(rows, answers, strict=True):
             assert list(got.token_ids) == oracle(library, schedule, row, STOP, got.token_ids)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gpu_answers_what_the_oracle_on_the_cpu_answers(name: str) -> None:
+    """fp32, greedy: token for token."""
+    schedule, rows = SPECS[1].build(LAYERS), requests(9, seed=3)
+    on_gpu, on_cpu = Engine(Decoder(tiny_model(name).cuda()), schedule, STOP), Decoder(tiny_model(name))
+    for row, got in zip(rows, answer(on_gpu, rows, max_rows=5), strict=True):
+        assert list(got.token_ids) == oracle(on_cpu, schedule, row, STOP, got.token_ids)
 
 
 @thoroughly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,13 +156,23 @@ def test_draws_lie_where_the_exact_distribution_has_them(
     assert all(math.isnan(one) for one in drawn.logprobs)
 
 
-def test_a_row_is_the_same_in_every_batch() -> None:
-    logits = logits_of(24, 5000, "peaked", 1, torch.bfloat16)
-    rows = states(24, 5000, 1)
-    together = kernel_sampling.sample(logits, rows, logprobs=True)
+@pytest.mark.parametrize("sample", [kernel_sampling.sample, sample_by_torch])
+@pytest.mark.parametrize("shape", ["flat", "peaked"])
+def test_a_row_is_the_same_in_every_batch(sample: Any, shape: str) -> None:
+    """Each bit of it by the kernel; torch rounds other sums of log-probabilities."""
+    logits, rows = logits_of(24, 5000, shape, 1, torch.bfloat16), states(24, 5000, 1)
+    together = sample(logits, rows, logprobs=True)
     for index, row in enumerate(rows):
-        alone = kernel_sampling.sample(logits[index : index + 1].contiguous(), [row], logprobs=True)
-        assert alone.tokens == [together.tokens[index]] and alone.logprobs == [together.logprobs[index]]
+        alone = sample(logits[index : index + 1].contiguous(), [row], logprobs=True)
+        assert alone.tokens == [together.tokens[index]]
+        rounding = 0 if sample is kernel_sampling.sample else 1e-5
+        assert alone.logprobs == pytest.approx([together.logprobs[index]], abs=rounding, rel=0)
+        if row.allowed is not None and row.allowed.scored:
+            wanted = [together.choice_logprobs[index]]
+            assert alone.choice_logprobs == pytest.approx(wanted, abs=rounding, rel=0)
+        assert (0 in alone.top) == (index in together.top)
+        if 0 in alone.top:
+            assert [token for token, _ in alone.top[0].top] == [token for token, _ in together.top[index].top]
 
 
 @pytest.mark.parametrize("way", ["kernel", "torch", "sampler"])

@@ -49,15 +49,6 @@ def test_threads_load_at_the_same_time(checkpoint: Path) -> None:
     assert (PreTrainedModel.tie_weights, torch.get_default_dtype()) == before
 
 
-def test_the_stored_schedule_comes_along(checkpoint: Path) -> None:
-    save_spec(ScheduleSpec(speedup=2, horizon=9), LAYERS, checkpoint)
-    found = inspect(checkpoint)
-    assert len(found.schedule({}).depths) == 9
-    assert found.schedule({"speedup": 1.0}).depths == (LAYERS,)
-    with pytest.raises(ValueError, match=r"^schedule: keep_order has 2 entries"):
-        found.schedule({"keep_order": (0, 1)})
-
-
 def test_a_speed_above_the_trained_ones_is_refused_with_the_largest_of_them(checkpoint: Path) -> None:
     def refusal(**changes: object) -> str:
         with pytest.raises(UserError) as caught:
@@ -156,16 +147,6 @@ def test_sizes_that_no_model_has_are_refused(checkpoint: Path, name: str, value:
     edit(checkpoint / "config.json", **{name: value})
     with pytest.raises(UserError, match=rf"config.json: {name} = .*: must be a whole number in \[1, \d+\]$"):
         inspect(checkpoint)
-
-
-def test_a_horizon_that_no_answer_has_is_refused(checkpoint: Path) -> None:
-    text = json.dumps({"num_layers": LAYERS, "speedup": 2, "horizon": 10_000_000})
-    (checkpoint / "skipdecode.json").write_text(text)
-    with pytest.raises(UserError, match=r"skipdecode.json: horizon = 10000000: must lie in \[2, 131072\]$"):
-        inspect(checkpoint)
-    (checkpoint / "skipdecode.json").unlink()
-    with pytest.raises(UserError, match=r"^schedule: horizon = 10000000: must lie in"):
-        inspect(checkpoint).schedule({"speedup": 2, "horizon": 10_000_000})
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "skipdecode.json"])

@@ -18,7 +18,7 @@ from transformers import (
 from actors.engine.constraints.constraint import AllowedTokens
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.sampling import sampler as sampling
-from actors.engine.sampling.sampler import _adjust, narrow, sample, uniforms
+from actors.engine.sampling.sampler import _adjust, narrow, sample, sample_by_torch, uniforms
 from actors.engine.sampling.state import RowSampling
 from actors.engine.types import SamplingParams, row_key
 
@@ -121,40 +121,6 @@ def test_barred_tokens_never_come_and_allowed_ones_alone_do() -> None:
     assert_chi_square(torch.bincount(torch.tensor(drawn.tokens), minlength=8).double(), wanted)
 
 
-def any_params() -> st.SearchStrategy[SamplingParams]:
-    return st.builds(
-        SamplingParams,
-        temperature=st.sampled_from([0.0, 0.5, 1.5]),
-        top_k=st.integers(0, 4),
-        top_p=st.sampled_from([1.0, 0.5]),
-        min_p=st.sampled_from([0.0, 0.2]),
-        repetition_penalty=st.sampled_from([1.0, 1.3]),
-        frequency_penalty=st.sampled_from([0.0, 0.4]),
-        logprobs=st.sampled_from([None, 0, 3]),
-    )
-
-
-@settings(deadline=None)
-@given(st.lists(any_params(), min_size=2, max_size=6), st.integers(0, 10**9))
-def test_a_row_draws_the_same_whoever_its_neighbours_are(params: list[SamplingParams], seed: int) -> None:
-    logits = torch.randn(len(params), 31, generator=torch.Generator().manual_seed(seed))
-    rows = []
-    for number, one in enumerate(params):
-        rows.append(RowSampling.begin(one, row_key(seed, "f", number), [number, 30]))
-        rows[-1].add(number + 7)
-        if number % 3 == 2:
-            rows[-1].allowed = only(1, 2, 3, 4)
-    together = sample(logits, rows)
-    for row in range(len(rows)):
-        alone = sample(logits[row : row + 1], [rows[row]])
-        assert alone.tokens[0] == together.tokens[row]
-        assert abs(alone.logprobs[0] - together.logprobs[row]) < 1e-5
-        assert alone.choice_logprobs[0] == pytest.approx(together.choice_logprobs[row], abs=1e-5, nan_ok=True)
-        assert (0 in alone.top) == (row in together.top) == (params[row].logprobs is not None)
-        if row in together.top:
-            assert [token for token, _ in alone.top[0].top] == [token for token, _ in together.top[row].top]
-
-
 def test_logprobs_are_the_models_own() -> None:
     whole = LOGITS.log_softmax(-1)[0]
     params = SamplingParams(temperature=1.7, top_k=2, presence_penalty=1, logprobs=3)
@@ -183,8 +149,8 @@ def test_rows_are_drawn_the_same_in_any_number_of_parts(many: int, monkeypatch: 
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"top_p": 0.7, "temperature": 1.0}, {"logprobs": 3}]
     rows = [RowSampling.begin(SamplingParams(**ways[row % 4]), 7 * row, [3, 4]) for row in range(9)]
     logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(1))
-    whole = sample(logits, rows)
+    whole = sample_by_torch(logits, rows)
     monkeypatch.setattr(sampling, "DRAWN_NUMBERS", many)
-    parts = sample(logits, rows)
+    parts = sample_by_torch(logits, rows)
     assert (parts.tokens, parts.logprobs, parts.top) == (whole.tokens, whole.logprobs, whole.top)
     assert set(parts.top) == {3, 7}

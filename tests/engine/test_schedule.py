@@ -139,6 +139,7 @@ def test_orders() -> None:
         (ScheduleSpec(speedup=0.5), "speedup = 0.5"),
         (ScheduleSpec(speedup=2), "horizon is not set"),
         (ScheduleSpec(speedup=2, horizon=1), "horizon = 1"),
+        (ScheduleSpec(speedup=2, horizon=10_000_000), r"horizon = 10000000: must lie in \[2, 131072\]"),
         (ScheduleSpec(speedup=2, depths=(3,)), "depths and speedup both set the depth"),
         (ScheduleSpec(max_depth=3, min_depth=4), "min_depth = 4 lies above max_depth = 3"),
         (ScheduleSpec(max_depth=4, min_depth=3, decay="constant"), "decay = constant needs"),

@@ -43,8 +43,6 @@ class Family:
     windows: Callable[[PretrainedConfig], list[int | None]] = lambda config: [None] * config.num_hidden_layers
     attention: str = "sdpa"  # name of the attention implementation in transformers to use for the family
     cache_argument: str = "past_key_values"  # name of the KV cache argument of the family's layers in transformers
-    # config -> why a checkpoint with this config cannot be run exactly; None if it can
-    unsupported: Callable[[PretrainedConfig], str | None] = lambda config: None
     # model -> (token table [V, E], position table [positions, E] or None, factor). An embedding is the factor times the
     # token's row, plus the position's row. Used only for families with `weights`
     embeddings: Callable[[Any], tuple[Tensor, Tensor | None, float]] = lambda model: (
@@ -108,16 +106,6 @@ def _opt_last_norm(model: Any) -> NormWeights | None:
 def _gemma_embeddings(model: Any) -> tuple[Tensor, None, float]:
     table = model.model.embed_tokens
     return table.weight, None, float(table.embed_scale.to(table.weight.dtype))
-
-
-def _gpt2_embed(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
-    parts = model.transformer
-    hidden: Tensor = parts.drop(parts.wte(ids) + parts.wpe(positions))
-    return hidden
-
-
-def _gpt2_unsupported(config: PretrainedConfig) -> str | None:
-    return "add_cross_attention: there is no encoder" if config.add_cross_attention else None
 
 
 def _rotary_by_kind(model: Any, hidden: Tensor, positions: Tensor) -> list[Rotary]:
@@ -232,10 +220,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt2": Family(
         layers=lambda model: model.transformer.h,
-        embed=_gpt2_embed,
+        embed=lambda model, ids, positions: model.transformer.drop(
+            model.transformer.wte(ids) + model.transformer.wpe(positions)
+        ),
         rotary=_no_rotary,
         finish=lambda model, hidden: model.transformer.ln_f(hidden),
-        unsupported=_gpt2_unsupported,
     ),
     "opt": Family(
         layers=lambda model: model.model.decoder.layers,
@@ -255,12 +244,10 @@ class ModelShape:
 
     layers: int
     hidden: int
-    query_heads: int
     kv_heads: int
     head_dim: int
     feed_forward: int
     vocab: int
-    context: int
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
@@ -269,7 +256,6 @@ class ModelShape:
         return cls(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
-            query_heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             # OPT has ffn_dim, GPT-2 has n_inner (null: 4 * hidden_size), all other families have intermediate_size
@@ -278,14 +264,13 @@ class ModelShape:
             or getattr(config, "n_inner", None)
             or 4 * config.hidden_size,
             vocab=config.vocab_size,
-            context=config.max_position_embeddings,
         )
 
 
 def family_of(config: PretrainedConfig) -> Family:
     """Return the model family for a config. Raises UserError if the family or a value in the config is unsupported."""
     family = family_named(config.model_type)
-    if reason := unknown_value(config) or family.unsupported(config):
+    if reason := unknown_value(config):
         raise UserError(f"model_type {config.model_type!r}: {reason}")
     return family
 
@@ -318,6 +303,8 @@ def unknown_value(config: PretrainedConfig) -> str | None:
             return f"layer_types has {FULL!r} for layer {layer}, but transformers uses sliding_window for it"
     if getattr(config, "use_bidirectional_attention", None):
         return "use_bidirectional_attention: earlier tokens would see later ones"
+    if getattr(config, "add_cross_attention", None):
+        return "add_cross_attention: there is no encoder"
     return None
 
 
