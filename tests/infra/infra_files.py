@@ -1,8 +1,9 @@
-"""The files of infra/, and whether the commands in them are ones that the real command lines take."""
+"""The files of infra/: documents, queries of the dashboard, and commands as the real command lines parse them."""
 
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shlex
 from importlib.resources import files
@@ -19,6 +20,7 @@ from pipeline.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 INFRA = ROOT / "infra"
+DASHBOARD, SCRAPE = INFRA / "grafana-dashboard.json", INFRA / "prometheus.yml"
 KUBERNETES = "1.33"
 
 
@@ -34,6 +36,21 @@ def document(name: str, kind: str, called: str | None = None) -> dict[str, Any]:
     ]
     assert len(found) == 1, (name, kind, called)
     return found[0]
+
+
+def panels() -> list[dict[str, Any]]:
+    """Of the Grafana dashboard."""
+    found: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
+    return found
+
+
+def queries() -> dict[str, str]:
+    """Each query of the dashboard as Prometheus gets it, by panel and reference."""
+    return {
+        f"{panel['title']} {target['refId']}": target["expr"].replace("$__rate_interval", "1m").replace("$output", ".*")
+        for panel in panels()
+        for target in panel["targets"]
+    }
 
 
 def kuberay_schema(kind: str, **spec: Any) -> Draft202012Validator:
@@ -62,17 +79,15 @@ def misspelt(whole: dict[str, Any], *path: str) -> dict[str, Any]:
 
 def parse_run(line: str) -> dict[str, Any]:
     """Options of a `skipdecode run ...` line, as the real command parses them; its error if it does not."""
-    words = shlex.split(line)
-    assert words[:2] == ["skipdecode", "run"], line
-    group = typer.main.get_command(app)
-    assert isinstance(group, typer.core.TyperGroup)
-    context = group.commands["run"].make_context("run", words[2:])
-    return dict(context.params)
+    return _parse("skipdecode", typer.main.get_command(app), line)
 
 
 def parse_ray(line: str) -> dict[str, Any]:
     """Options of a `ray start ...` or `ray stop` line, as Ray's own command parses them."""
-    words = shlex.split(line)
-    assert words[0] == "ray", line
-    context = ray_cli.commands[words[1]].make_context(words[1], words[2:])
-    return dict(context.params)
+    return _parse("ray", ray_cli, line)
+
+
+def _parse(program: str, group: Any, line: str) -> dict[str, Any]:
+    first, command, *words = shlex.split(line)
+    assert first == program, line
+    return dict(group.commands[command].make_context(command, words).params)

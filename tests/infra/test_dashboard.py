@@ -8,8 +8,7 @@ import subprocess
 
 import pytest
 import yaml
-from dashboard_queries import DASHBOARD, SCRAPE, panels, queries
-from infra_files import ROOT
+from infra_files import DASHBOARD, ROOT, SCRAPE, panels, queries
 
 from pipeline.metrics import METRICS
 

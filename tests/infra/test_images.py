@@ -28,21 +28,10 @@ def test_hadolint_finds_nothing(name: str) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "rule"),
-    [
-        ("FROM python:3.11.13-slim-bookworm\n", "FROM python:latest\n", "DL3007"),
-        ("USER 1000", "USER root", "DL3002"),
-        ("WORKDIR /home/ray", "WORKDIR home/ray", "DL3000"),
-    ],
-)
-def test_hadolint_would_find_it(tmp_path: Path, old: str, new: str, rule: str) -> None:
-    text = (INFRA / "Dockerfile.cpu").read_text()
-    assert old in text
-    (tmp_path / "Dockerfile").write_text(text.replace(old, new))
+def test_hadolint_would_find_it(tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text((INFRA / "Dockerfile.cpu").read_text().replace("USER 1000", "USER root"))
     done = subprocess.run([HADOLINT, str(tmp_path / "Dockerfile")], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert rule in done.stdout
+    assert done.returncode != 0 and "DL3002" in done.stdout
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)

@@ -1,9 +1,11 @@
-"""RayJob and nightly CronJob: by schemas, by what the one says of the other, and the waiting script itself."""
+"""RayJob, nightly CronJob and RayService: by schemas, by what they say of each other and of Ray Serve, and the waiting
+script itself."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import re
 import stat
 import subprocess
 from pathlib import Path
@@ -14,12 +16,16 @@ import pytest
 import yaml
 from infra_files import INFRA, KUBERNETES, document, documents, kuberay_schema, misspelt, parse_run
 from jsonschema import ValidationError as SchemaError
+from ray._common.utils import import_attr
 from ray.dashboard.modules.job import job_supervisor
+from ray.serve.schema import ServeDeploySchema
 
 from pipeline.config.job import JobConfig
-from pipeline.config.load import load_config
+from pipeline.config.load import load_config, parse_yaml, validated
+from pipeline.config.serve import ServeConfig
 
 CRON, RAYJOB, NAME = "kubernetes-labelling-cronjob.yaml", "kuberay-rayjob.yaml", "skipdecode-labelling"
+RAYSERVICE = "kuberay-rayservice.yaml"
 SHUTDOWN_SECONDS = 10  # of Ray and the lease, after the grace
 
 
@@ -49,8 +55,7 @@ def test_the_rayjob_has_a_token_and_goes_on_after_a_lost_cluster() -> None:
     assert spec["shutdownAfterJobFinishes"] is True
     (worker,) = cluster["workerGroupSpecs"]
     assert (worker["minReplicas"], cluster["enableInTreeAutoscaling"]) == (0, True)
-    pods = [cluster["headGroupSpec"]["template"]["spec"], worker["template"]["spec"]]
-    for pod in pods:
+    for pod in (cluster["headGroupSpec"]["template"]["spec"], worker["template"]["spec"]):
         assert pod["serviceAccountName"] == document(CRON, "ServiceAccount", "skipdecode-job")["metadata"]["name"]
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert all(one["securityContext"]["allowPrivilegeEscalation"] is False for one in pod["containers"])
@@ -184,3 +189,62 @@ def test_the_script_started_again_waits_for_the_rayjob_that_is_there(tmp_path: P
     made.write_text("made by the pod before")
     assert wait_for_rayjob(tmp_path, "Complete SUCCEEDED").returncode == 0
     assert made.read_text() == "made by the pod before"
+
+
+SERVICE_FIELDS = {  # of a RayService's spec, from KubeRay's API reference (v1.6)
+    "serveConfigV2": {"type": "string"},
+    "excludeHeadPodFromServeSvc": {"type": "boolean"},
+    "rayClusterDeletionDelaySeconds": {"type": "integer"},
+    "serveService": {"type": "object"},
+    "suspend": {"type": "boolean"},
+    "upgradeStrategy": {"type": "object"},
+    "rayClusterConfig": {"$ref": "#/$defs/rayCluster"},
+}
+
+
+def service() -> dict[str, Any]:
+    return document(RAYSERVICE, "RayService")
+
+
+def deployed() -> ServeDeploySchema:
+    return ServeDeploySchema.model_validate(yaml.safe_load(service()["spec"]["serveConfigV2"]))
+
+
+def test_the_rayservice_is_valid_and_a_misspelt_key_is_found() -> None:
+    schema = kuberay_schema("RayService", properties=SERVICE_FIELDS, required=["serveConfigV2", "rayClusterConfig"])
+    schema.validate(service())
+    kubernetes_validate.validate(document(RAYSERVICE, "ConfigMap"), KUBERNETES, strict=True)
+    for path in (("serveConfigV2",), ("rayClusterConfig", "authOptions"), ("rayClusterConfig", "headGroupSpec")):
+        with pytest.raises(SchemaError):
+            schema.validate(misspelt(service(), "spec", *path))
+
+
+def test_the_application_exists_and_its_settings_are_mounted() -> None:
+    (application,) = deployed().applications
+    assert callable(import_attr(application.import_path))
+    file = Path(application.args["config"])  # type: ignore[index]
+    settings = document(RAYSERVICE, "ConfigMap")
+    config = validated(ServeConfig, parse_yaml(settings["data"][file.name]), file.name)
+    cluster = service()["spec"]["rayClusterConfig"]
+    (worker,) = cluster["workerGroupSpecs"]
+    for pod in (cluster["headGroupSpec"]["template"]["spec"], worker["template"]["spec"]):
+        (container,) = pod["containers"]
+        mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+        (volume,) = (one for one in pod["volumes"] if "configMap" in one)
+        assert mounts[volume["name"]] == str(file.parent)
+        assert volume["configMap"]["name"] == settings["metadata"]["name"]
+        assert config.http.api_key_env in [one["name"] for one in container["env"]]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert deployed().http_options.port == config.http.port
+    assert (config.replicas.min, config.replicas.max) == (worker["minReplicas"], worker["maxReplicas"])
+    limits = worker["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert config.replicas.gpus == float(limits["nvidia.com/gpu"])
+    assert cluster["authOptions"]["mode"] == "token"
+
+
+def test_no_key_is_in_the_file_and_the_images_are_those_of_the_jobs() -> None:
+    text = (INFRA / RAYSERVICE).read_text()
+    assert "secretKeyRef" in text and "Bearer" not in text
+    images = set(re.findall(r"image: (\S+)", text))
+    assert images == set(re.findall(r"image: (\S+)", (INFRA / RAYJOB).read_text()))

@@ -9,12 +9,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import boto3
+import bucket_server
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import s3fs
 from infra_files import INFRA
-from moto.server import ThreadedMotoServer
 
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import list_files, read_footer
@@ -58,15 +58,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    client = boto3.client("s3", endpoint_url=f"http://{host}:{port}")
-    client.create_bucket(Bucket=BUCKET)
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({"prompt": ["a", "b"]}), sink)
-    client.put_object(Bucket=BUCKET, Key="prompts/in.parquet", Body=sink.getvalue().to_pybytes())
     made: list[tuple[str, str]] = []
     send = s3fs.S3FileSystem._call_s3
 
@@ -76,11 +67,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
         made.append((method, merged.get("Key", merged.get("Prefix", ""))))
         return await send(self, method, *arguments, **given)
 
-    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", recorded)
-    s3fs.S3FileSystem.clear_instance_cache()
-    yield made
-    s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
+    with bucket_server.serving() as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        client = boto3.client("s3")
+        client.create_bucket(Bucket=BUCKET)
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({"prompt": ["a", "b"]}), sink)
+        client.put_object(Bucket=BUCKET, Key="prompts/in.parquet", Body=sink.getvalue().to_pybytes())
+        monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", recorded)
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield made
+        s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_every_call_of_a_job_is_allowed(calls: list[tuple[str, str]]) -> None:
@@ -97,7 +94,6 @@ def test_every_call_of_a_job_is_allowed(calls: list[tuple[str, str]]) -> None:
     assert folder.read("_job/lease/000001.json") == b"{}"
     folder.remove("_job/lease/000001.json")
     assert folder.names() == ["part-000000.parquet"]
-    print(sorted(set(calls)))
     assert {name for name, _ in calls} <= set(NEEDS)
     refused = sorted({(name, key) for name, key in calls if not allowed(NEEDS[name], key)})
     assert refused == []

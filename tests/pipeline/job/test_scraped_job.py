@@ -22,9 +22,9 @@ import pytest
 import requests
 import yaml
 from cli_command import Command
-from dashboard_queries import SCRAPE, queries
 from fault_proxy import SLOW_DOWN, Request, fault_proxy
 from in_process import job_config, job_values
+from infra_files import SCRAPE, queries
 from local_cluster import LocalCluster
 
 from pipeline.config.job import StorageConfig
