@@ -24,12 +24,13 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))  # before tests/, which has a folder of the package's name
 sys.path += [str(ROOT / "tests"), str(ROOT / "configs/demo")]
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests/benchmarks'}"  # of Ray's workers: their hook runs before all else
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as the command line sets them
@@ -51,15 +52,10 @@ from pipeline.config.job import JobConfig, StorageConfig  # noqa: E402
 from pipeline.input.files import InputFile, list_input  # noqa: E402
 from pipeline.input.shards import cut_shards  # noqa: E402
 from pipeline.plan.manifest import read_footers  # noqa: E402
-from pipeline.run.ray_data import (  # noqa: E402
-    READ_TASK_BYTES,
-    READ_TASK_ROWS,
-    ShardSource,
-)
+from pipeline.run.ray_data import READ_TASK_BYTES, READ_TASK_ROWS, ShardSource  # noqa: E402
 from pipeline.run.ray_session import OBJECT_STORE_BYTES, ray_session  # noqa: E402
 from pipeline.run.stages import Read  # noqa: E402
 
-MODES = ("million", "shards", "nodes", "plan", "text")
 NODE_ACTORS = 2
 NODE_SECONDS = 1.0  # that the sleeping engine takes for a shard
 NODE_ROWS = 50  # a shard
@@ -85,7 +81,6 @@ class Watch:
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
-        self.store_size = 0
         self._cpu: dict[tuple[str, int], float] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
@@ -98,25 +93,17 @@ class Watch:
         self._stop.set()
         self._thread.join()
 
-    def between(self, first: float, last: float) -> dict[str, Any]:
-        """Figures of the time from `first` to `last`, s since 1970; MiB and CPU seconds."""
-        inside = [one for one in self.samples if first - WATCH_SECONDS <= one.at <= last + WATCH_SECONDS]
-        assert inside, "the job ended before it was looked at: take more rows"
-        quarters = [inside[min(len(inside) - 1, len(inside) * part // 4)].driver for part in range(5)]
+    def store(self) -> dict[str, float]:
+        """The most that was in the store, and spilled, in MiB."""
         return {
-            "driver_mib_start": round(self.samples[0].driver / MIB),
-            "driver_mib_by_quarter": [round(one / MIB) for one in quarters],
-            "driver_mib_peak": round(max(one.driver for one in self.samples) / MIB),
-            "store_mib_size": round(self.store_size / MIB),
             "store_mib_peak": round(max(one.store for one in self.samples) / MIB, 1),
             "spilled_mib": round(max(one.spilled for one in self.samples) / MIB, 1),
-            "cpu_seconds": {kind: round(inside[-1].cpu[kind] - inside[0].cpu[kind], 1) for kind in inside[-1].cpu},
         }
 
     def _look(self) -> None:
         while not self._stop.wait(WATCH_SECONDS):
-            store, spilled = self._store()
-            self.samples.append(Sample(time.time(), psutil.Process().memory_info().rss, store, spilled, self._spent()))
+            driver = psutil.Process().memory_info().rss
+            self.samples.append(Sample(time.time(), driver, *self._store(), self._spent()))
 
     def _store(self) -> tuple[int, int]:
         if not ray.is_initialized():
@@ -125,17 +112,14 @@ class Watch:
             stats = get_memory_info_reply(ray._private.state.state).store_stats
         except (grpc.RpcError, ray.exceptions.RayError, AssertionError, ValueError):
             return 0, 0  # Ray is on its way up or down
-        self.store_size = max(self.store_size, stats.object_store_bytes_avail)
         return stats.object_store_bytes_used, stats.spilled_bytes_total
 
     def _spent(self) -> Counter[str]:
         """CPU seconds of the driver and of all its descendants, those that have ended too."""
         for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-            try:
-                kind = "driver" if process.pid == psutil.Process().pid else KINDS.get(process.name(), "workers")
+            with suppress(psutil.Error):
+                kind = "driver" if process.pid == os.getpid() else KINDS.get(process.name(), "workers")
                 self._cpu[kind, process.pid] = sum(process.cpu_times()[:2])
-            except psutil.Error:
-                continue
         spent = Counter[str]()
         for (kind, _), seconds in self._cpu.items():
             spent[kind] += seconds
@@ -187,28 +171,27 @@ def run_job(one: JobConfig, cpus: int | None = None) -> dict[str, Any]:
         outcome = job.run(one)
     seconds = time.time() - began
     stats = pq.read_table(Path(one.output.path, "_job/stats.parquet"))
-    first, last = pc.min(stats["started"]).as_py(), pc.max(stats["finished"]).as_py()
     rows, shards = outcome.totals.rows, outcome.totals.shards
     ends = sorted(stats["finished"].to_pylist())
     flowing = ends[len(ends) // 10 :]  # by then all workers of all stages have started
-    seen = watch.between(first, last)
+    first = pc.min(stats["started"]).as_py()
+    seen = [one for one in watch.samples if first - WATCH_SECONDS <= one.at <= ends[-1] + WATCH_SECONDS]
+    assert seen, "the job ended before it was looked at: take more rows"
+    spent = {kind: round(last - seen[0].cpu[kind], 1) for kind, last in seen[-1].cpu.items()}
+    grown = seen[-1].driver - seen[len(seen) // 4].driver
     assert outcome.totals.errors == 0 and outcome.totals.answers == rows
     return {
         "rows": rows,
         "shards": shards,
         "seconds": round(seconds, 1),
         "rows_per_second": round(rows / seconds, 1),
-        "before_first_shard_seconds": round(first - began, 1),
-        "steady_seconds": round(last - first, 1),
-        "steady_rows_per_second": round(rows / (last - first), 1),
-        "steady_shards_per_second": round(shards / (last - first), 1),
         "flowing_rows_per_second": round(rows / shards * (len(flowing) - 1) / (flowing[-1] - flowing[0]), 1),
-        "after_last_shard_seconds": round(began + seconds - last, 1),
-        "stage_seconds": {
-            name: round(getattr(outcome.totals, f"{name}_seconds"), 1) for name in ("prepare", "generate", "commit")
-        },
-        "driver_cpu_ms_a_shard": round(1e3 * seen["cpu_seconds"]["driver"] / shards, 2),
-        **seen,
+        "driver_mib_start": round(watch.samples[0].driver / MIB),
+        "driver_mib_end": round(seen[-1].driver / MIB),
+        "driver_bytes_a_shard": round(grown / (0.75 * shards)),
+        "driver_cpu_ms_a_shard": round(1e3 * spent["driver"] / shards, 2),
+        "cpu_seconds": spent,
+        **watch.store(),
     }
 
 
@@ -222,10 +205,7 @@ def shards(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """`--shards` shards of one row each: what a shard costs, whatever is in it. CPUs are pretended, so that it is
     not the number of slots that holds the driver back; a driver's round of 0.1 s gives an actor two shards."""
     write_inputs(folder / "inputs", options.shards, max(1, options.shards // 500))
-    figures = run_job(config(folder, {"count": 4}, shard_rows=1), cpus=8)
-    quarters = figures["driver_mib_by_quarter"]
-    grown = (quarters[4] - quarters[1]) * MIB
-    return {**figures, "driver_bytes_a_shard": round(grown / (0.75 * figures["shards"]))}
+    return run_job(config(folder, {"count": 4}, shard_rows=1), cpus=8)
 
 
 def nodes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -246,16 +226,13 @@ def nodes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 runtime_env={"worker_process_setup_hook": hook(NODE_SECONDS / NODE_ROWS, line)},
                 log_to_driver=False,
             )
-            actors = {"count": NODE_ACTORS * count, "gpus": 1}
-            one = config(folder, actors, shard_rows=NODE_ROWS)
-            one = one.model_copy(update={"output": one.output.model_copy(update={"path": str(folder / f"on-{count}")})})
-            found[f"on_{count}"] = run_job(one)
+            actors, output = {"count": NODE_ACTORS * count, "gpus": 1}, {"path": str(folder / f"on-{count}")}
+            found[f"on_{count}"] = run_job(config(folder, actors, shard_rows=NODE_ROWS, output=output))
         finally:
             ray.shutdown()
             cluster.shutdown()
-    for name in ("rows_per_second", "steady_rows_per_second", "flowing_rows_per_second"):
-        found[f"ratio_{name}"] = round(found["on_2"][name] / found["on_1"][name], 3)
-    return found
+    on_2, on_1 = (found[name]["flowing_rows_per_second"] for name in ("on_2", "on_1"))
+    return {**found, "ratio_flowing_rows_per_second": round(on_2 / on_1, 3)}
 
 
 def plan(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -267,34 +244,26 @@ def plan(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         InputFile(f"s3://bucket/prompts/{number:06d}.parquet", 10**8, "0" * 32, (100_000,) * 10, (10**7,) * 10)
         for number in range(max(1, rows // 1_000_000))
     ]
-    figures: dict[str, Any] = {"rows": rows, "files": len(files)}
     began = time.perf_counter()
     listed = cut_shards(files, 4_000, 64 * MIB)
-    figures["cut_seconds"] = round(time.perf_counter() - began, 2)
-    figures["shards"] = len(listed)
-    figures["shards_mib"] = round((process.memory_info().rss - before) / MIB)
-    began = time.perf_counter()
     schema = pa.schema([("id", pa.int64()), ("prompt", pa.string())])
     source = ShardSource(Read(listed, files, schema, StorageConfig()), READ_TASK_ROWS, READ_TASK_BYTES, "out")
-    figures["units_seconds"] = round(time.perf_counter() - began, 2)
-    figures["read_tasks"] = len(source.tasks)
-    began = time.perf_counter()
     tasks = source.get_read_tasks(-1)
-    figures["get_read_tasks_seconds"] = round(time.perf_counter() - began, 2)
-    figures["plan_mib"] = round((process.memory_info().rss - before) / MIB)
-    sizes = [len(ray.cloudpickle.dumps(task)) for task in tasks[:: max(1, len(tasks) // 100)]]
-    figures["pickled_bytes_a_task"] = round(sum(sizes) / len(sizes))
+    figures = {
+        "rows": rows,
+        "files": len(files),
+        "shards": len(listed),
+        "read_tasks": len(tasks),
+        "plan_seconds": round(time.perf_counter() - began, 2),
+        "plan_mib": round((process.memory_info().rss - before) / MIB),
+    }
     with Watch() as watch, ray_session(config(folder, {"count": 1}).actors, False):
-        before = process.memory_info().rss
         began = time.perf_counter()
         held = [ray.put(task) for task in tasks]  # as Ray Data does before it runs the first
         figures["put_seconds"] = round(time.perf_counter() - began, 2)
-        figures["put_mib_driver"] = round((process.memory_info().rss - before) / MIB)
         time.sleep(3)
         assert held
-    figures["put_mib_store"] = round(max(one.store for one in watch.samples) / MIB)
-    figures["spilled_mib"] = round(max(one.spilled for one in watch.samples) / MIB, 1)
-    return figures
+    return {**figures, **watch.store()}
 
 
 def text(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -320,37 +289,33 @@ def text(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             began, used = time.perf_counter(), time.process_time()
             files, _ = read_footers(one, list_input(one.input, one.storage))
             took, used = time.perf_counter() - began, time.process_time() - used
-            count, mib = sum(file.rows for file in files), sum(file.size for file in files) / MIB
+            count = sum(file.rows for file in files)
             found[f"{kind}_{size}"] = {
                 "rows": count,
-                "mib": round(mib),
-                "seconds": round(took, 2),
-                "cpu_seconds": round(used, 2),
+                "mib": round(sum(file.size for file in files) / MIB),
                 "rows_per_second": round(count / took),
                 "rows_per_cpu_second": round(count / used),
-                "mib_per_cpu_second": round(mib / used),
             }
     return found
+
+
+MODES = {"million": million, "shards": shards, "nodes": nodes, "plan": plan, "text": text}
+SIZES = {"rows": 1_000_000, "files": 200, "shards": 3_000, "node-shards": 240, "plan-shards": 250_000, "text-mib": 160}
 
 
 def main() -> None:
     """Each mode in a process of its own, for clean figures of memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modes", nargs="*", choices=[*MODES, []], default=[])
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--files", type=int, default=200)
-    parser.add_argument("--shards", type=int, default=3_000)
-    parser.add_argument("--node-shards", type=int, default=240)
-    parser.add_argument("--plan-shards", type=int, default=250_000)
-    parser.add_argument("--text-mib", type=int, default=160)
+    for name, size in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
     options = parser.parse_args()
     modes = options.modes or list(MODES)
     if len(modes) == 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         with tempfile.TemporaryDirectory(prefix="scale-") as name:
             tiny_checkpoint(Path(name) / "checkpoint")
-            figures = {"million": million, "shards": shards, "nodes": nodes, "plan": plan, "text": text}[modes[0]]
-            print(json.dumps({modes[0]: figures(options, Path(name))}))
+            print(json.dumps({modes[0]: MODES[modes[0]](options, Path(name))}))
         return
     found: dict[str, Any] = {"cpus": os.cpu_count(), "python": sys.version.split()[0], "ray": ray.__version__}
     given = [word for word in sys.argv[1:] if word not in MODES]
