@@ -158,7 +158,6 @@ def test_the_default_metric_follows_from_the_held_out_rows(
         ({}, {}, 3.4, ["full", "first"], {"speedup": 2, "prompt": "first"}),
         ({"tolerance": 4.2}, {}, 9, ["full", "first"], {"speedup": 2}),
         ({}, {"prompt": "full"}, 9, ["full"], {"speedup": 2}),
-        ({"prompt": "full"}, {}, 9, ["full"], {"speedup": 2}),
         ({"prompt": "first"}, {}, 0, ["first"], {"speedup": 2, "prompt": "first"}),
     ],
 )
@@ -216,19 +215,16 @@ def test_labels_are_evaluated_greedily(checkpoint: Path, tmp_path: Path) -> None
     asked = configs.eval_values(task, "m", {"horizon": 6}, ["full"], tuned=True)
     assert asked["choices"] == ["yes", "no"]
     assert asked["data"]["references"] is None
-    sampling = asked["sampling"]
-    assert (sampling["temperature"], sampling["n"], sampling["logprobs"]) == (0.0, 1, None)
+    assert asked["sampling"].items() >= {"temperature": 0.0, "n": 1, "logprobs": None}.items()
 
 
 def test_prompts_of_held_out_rows_are_not_trained_on(tmp_path: Path, fakes: Fakes, command: Run) -> None:
     source = {"path": str(tmp_path / "in"), "template": "say {{ q[-1] }}"}  # ten prompts for 30 rows
     result = command("--json", rows=ROWS, job={"input": source})
     assert result.exit_code == 0, result.output
-    counts = json.loads(result.stdout)["counts"]
-    train, held = (
-        {tuple(one) for one in pq.read_table(tmp_path / "out-adapt" / f"{name}.parquet")["prompt"].to_pylist()}
-        for name in ("train", "held-out")
-    )
+    counts, folder = json.loads(result.stdout)["counts"], tmp_path / "out-adapt"
+    tables = [pq.read_table(folder / f"{name}.parquet") for name in ("train", "held-out")]
+    train, held = ({tuple(prompt) for prompt in table["prompt"].to_pylist()} for table in tables)
     assert train and held and not train & held
     assert counts["repeated"] > 0
     assert sum(counts[name] for name in ("train", "dev", "held_out", "errors", "empty", "repeated")) == ROWS
@@ -300,7 +296,6 @@ def test_a_model_of_the_hub_stays_at_its_commit(checkpoint: Path, tmp_path: Path
     [
         ({"power": 3.0}, ""),
         ({"steps": 2, "decay": "cosine"}, ""),
-        ({"steps": 2, "decay": "power"}, ""),
         ({"power": 3.0, "decay": "power"}, "schedule.power"),
         ({"steps": 2, "decay": "step"}, "schedule.steps"),
     ],

@@ -82,28 +82,20 @@ def test_from_the_break_even_on_time_is_saved_and_before_it_is_not(
 
 
 @pytest.mark.parametrize(
-    ("account", "said"),
+    ("fast", "rows", "actors", "said"),
     [
-        (
-            BreakEven(100, 0.2, 0.1, 10_000),
-            "break-even: 1,000 rows; this job has 10,000 rows: 33.3 min become 18.3 min",
-        ),
-        (
-            BreakEven(100, 0.2, 0.1, 999),
-            "break-even: 1,000 rows; this job has 999 rows, so for this job alone adaptation does not pay",
-        ),
-        (
-            BreakEven(100, 0.2, 0.1, 10_000, actors=4),  # each row saves a quarter of it
-            "break-even: 4,000 rows; this job has 10,000 rows: 8.3 min become 5.8 min",
-        ),
-        (BreakEven(100, 0.1, 0.1, 10**9), "break-even: never: 3x saves no time"),
+        (0.1, 10_000, 1, "1,000 rows; this job has 10,000 rows: 33.3 min become 18.3 min"),
+        (0.1, 999, 1, "1,000 rows; this job has 999 rows, so for this job alone adaptation does not pay"),
+        (0.1, 10_000, 4, "4,000 rows; this job has 10,000 rows: 8.3 min become 5.8 min"),  # a row saves a quarter of it
+        (0.2, 10**9, 1, "never: 3x saves no time"),
     ],
 )
-def test_the_sentences_of_the_break_even(account: BreakEven, said: str) -> None:
+def test_the_sentences_of_the_break_even(fast: float, rows: int, actors: int, said: str) -> None:
+    account = BreakEven(100, 0.2, fast, rows, actors)
     text = account.sentences("3x")
-    assert text[1].startswith(said)
-    assert ("saved" in text[1]) == (account.rows >= (account.at_rows or math.inf))
-    assert text[2].startswith(f"(assumed: {account.actors:g} actor") and "its own" in text[2]
+    assert text[1].startswith(f"break-even: {said}")
+    assert ("saved" in text[1]) == (rows >= (account.at_rows or math.inf))
+    assert text[2].startswith(f"(assumed: {actors} actor") and "its own" in text[2]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import random
 import re
 import shutil
 from dataclasses import astuple
@@ -82,8 +81,8 @@ def test_quality_and_the_three_speeds(recipe: dict[str, Any], tmp_path: Path) ->
     answers = pq.read_table(out / "answers-2x.parquet")
     assert answers.num_rows == 2
     assert answers["references"].to_pylist()[0] == [ROWS[0], "x y"]
-    written = {"answers-1x.parquet", "answers-2x.parquet", "evaluate.json"}
-    assert {path.name for path in out.iterdir()} == {*written, "table.json", "table.parquet"}
+    written = {"answers-1x.parquet", "answers-2x.parquet", "evaluate.json", "table.json", "table.parquet"}
+    assert {path.name for path in out.iterdir()} == written
     made_by = json.loads((out / "evaluate.json").read_text())
     asked = EvalConfig.model_validate(recipe)
     asked = asked.model_copy(update={"model": asked.model.model_copy(update={"engine": "library"})})
@@ -258,12 +257,10 @@ BAD = [
     ({"speedups": [2, 2.0000001]}, r"speedups: 2.0 and 2.0000001 are both shown as 2x"),
     ({"output": "s3://bucket/out"}, "output: s3://bucket/out is not local; name a local folder"),
     ({"output": "eval.parquet"}, "output: eval.parquet: cannot be made: File exists"),
-    ({"output": "eval.parquet/out"}, "output: eval.parquet/out: cannot be made: Not a directory"),
     ({"output": "link"}, "holds '.*' and no evaluate.json of an earlier run; choose"),
     ({"data": {"path": "."}, "output": "link/out"}, "link/out and data.path .* overlap"),
     ({"beside": {"dense": "other"}}, "beside is now baselines"),
     ({"baselines": {"chance": "other"}}, "baselines: 'chance' would write the same file as line 'chance'"),
-    ({"baselines": {"2x": "other"}}, "baselines: '2x' would write the same file as line '2x'"),
     ({"baselines": {"reference/model": "other"}}, "'reference/model' would write the same file as line 'reference m"),
     ({"exact": True}, "exact was removed: leave it out"),
     ({"baselines": {"a b": "other", "a/b": "other"}}, "baselines: 'a/b' would write the same file as line 'a b'"),
@@ -346,12 +343,9 @@ def test_lines_warm_up_and_take_turns(rounds: int, device: str, warm_ups: int, m
 
 
 @given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
-    new=st.integers(1, 40),
-    budget=st.integers(1, 300),
-    most=st.integers(1, 8),
+    st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 300), st.integers(1, 8)
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_full_batch_fits_the_budget(lengths: list[int], new: int, budget: int, most: int) -> None:
     """A row of a short prompt may have the room that the longest one's lacks, and both may share a batch."""
     context = 32
@@ -371,5 +365,4 @@ def test_every_full_batch_fits_the_budget(lengths: list[int], new: int, budget: 
     assert 1 <= batch <= most
     cut = plan_batches(lengths, limits, row_bytes=row_bytes, budget_bytes=budget, max_rows=batch)
     assert len(cut) == math.ceil(len(lengths) / batch)  # by their number alone, as any schedule cuts them
-    random.Random(0).shuffle(prompts)
-    assert common_batch(generator, prompts, new) == batch
+    assert common_batch(generator, prompts[::-1], new) == batch

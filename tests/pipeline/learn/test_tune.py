@@ -45,12 +45,8 @@ def test_tune_then_tune_from_its_checkpoint(recipe: dict[str, Any], tmp_path: Pa
     assert (found.spec.speedup, found.num_layers) == (2, 4)
     assert found.trained is not None and (found.trained.depths[-1], found.trained.prompt) == (2, ("full",))
     assert found.spec.horizon is not None and 3 <= found.spec.horizon <= 20
-    further = {
-        **recipe,
-        "model": {"path": str(tmp_path / "out")},
-        "output": str(tmp_path / "further"),
-        "schedule": {"speedups": [2], "horizon": 5},
-    }
+    further = {**recipe, "model": {"path": str(tmp_path / "out")}, "output": str(tmp_path / "further")}
+    further["schedule"] = {"speedups": [2], "horizon": 5}
     assert train_recipe(further, bf16=False)["dev_loss"]["eval_loss_2x"] < record["dev_loss"]["eval_loss_2x"]
     spec = inspect(tmp_path / "further").spec
     assert spec is not None and spec.horizon == 5
@@ -71,18 +67,21 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("start"))
 
 
+@pytest.fixture
+def taught(recipe: dict[str, Any], start: Path) -> dict[str, Any]:
+    """The recipe from `start`, taught only by full depth."""
+    return {**recipe, "model": {"path": str(start)}, "loss": {"references": 0, "distillation": 1}}
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
 def test_accumulated_micro_batches_are_one_batch(recipe: dict[str, Any], tmp_path: Path) -> None:
-    curves = [
-        train_recipe(
-            {**recipe, "output": str(tmp_path / str(tokens))}, micro_batch_tokens=tokens, max_steps=3, bf16=False
-        )["dev_loss"]
-        for tokens in (1000, 40)
-    ]
-    assert curves[1] == pytest.approx(curves[0], rel=2e-3)
+    settings = {"max_steps": 3, "bf16": False}
+    whole = train_recipe(recipe, micro_batch_tokens=1000, **settings)
+    cut = train_recipe({**recipe, "output": str(tmp_path / "cut")}, micro_batch_tokens=40, **settings)
+    assert cut["dev_loss"] == pytest.approx(whole["dev_loss"], rel=2e-3)
 
 
 def test_a_finished_run_is_unchanged(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -118,10 +117,8 @@ def test_keys_left_out_are_the_start_checkpoints(recipe: dict[str, Any], tmp_pat
     train_recipe({**further, "schedule": {"speedups": [2], "decay": "linear"}}, max_steps=1)
     spec = inspect(tmp_path / "further").spec
     assert spec is not None and (spec.keep_order, spec.decay) == ("even", "linear")
-    (tmp_path / "link").symlink_to("out")
-    for output in ("out", "link", "out/further", "."):
-        with pytest.raises(ValueError, match=r"output: .* and model.path .*/out overlap; choose another folder"):
-            train_recipe({**further, "output": str(tmp_path / output)})
+    with pytest.raises(ValueError, match=r"output: .* and model.path .*/out overlap; choose another folder"):
+        train_recipe({**further, "output": str(tmp_path / "out" / "further")})
 
 
 def test_weights_are_saved_in_the_type_asked_for(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -173,17 +170,12 @@ def test_all_weights_are_trained_from_expanded_ones(recipe: dict[str, Any], star
 
 @pytest.mark.parametrize("weights_of_start", ["plain", "int8"])
 def test_a_speed_adapter_is_trained_above_1x_alone(
-    recipe: dict[str, Any], start: Path, tmp_path: Path, weights_of_start: str
+    taught: dict[str, Any], start: Path, tmp_path: Path, weights_of_start: str
 ) -> None:
     if weights_of_start == "int8":
         start = compressed(start, tmp_path / "int8", "int8")
-    adapter = {"rank": 4, "targets": ["q_proj", "down_proj"]}
-    adapted = {
-        **recipe,
-        "model": {"path": str(start)},
-        "adapter": adapter,
-        "loss": {"references": 0, "distillation": 1, "teacher_top_k": 1000},
-    }
+    adapted = {**taught, "model": {"path": str(start)}, "adapter": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
+    adapted["loss"]["teacher_top_k"] = 1000
     before = weights(start)
     record = train_recipe(adapted, learning_rate=0.05, bf16=False)
     assert all(torch.equal(weight, before[name]) for name, weight in weights(start).items())
@@ -212,11 +204,11 @@ def test_a_speed_adapter_is_trained_above_1x_alone(
 
 
 def test_a_killed_adapter_training_ends_as_one_without_a_pause(
-    recipe: dict[str, Any], start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    taught: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taught = {"loss": {"references": 0, "distillation": 1}, "adapter": {"rank": 2}, "model": {"path": str(start)}}
+    taught["adapter"] = {"rank": 2}
     settings = {"max_steps": 6, "learning_rate": 0.05, "save_steps": 3, "bf16": False, "warmup_steps": 0}
-    assert train_recipe({**recipe, **taught, "output": str(tmp_path / "whole")}, **settings)["steps"] == 6
+    assert train_recipe({**taught, "output": str(tmp_path / "whole")}, **settings)["steps"] == 6
 
     step = Training._step
 
@@ -228,18 +220,17 @@ def test_a_killed_adapter_training_ends_as_one_without_a_pause(
     with monkeypatch.context() as patch:
         patch.setattr(Training, "_step", killed)
         with pytest.raises(KeyboardInterrupt):
-            train_recipe({**recipe, **taught}, **settings)
-    assert train_recipe({**recipe, **taught}, **settings)["resumed_at_step"] == 3
+            train_recipe(taught, **settings)
+    assert train_recipe(taught, **settings)["resumed_at_step"] == 3
     resumed, whole = (load_file(tmp_path / name / WEIGHTS) for name in ("out", "whole"))
     # the teacher's pass after a pause has other rows in a batch, and other rounding; steps of 0.05 would show a loss
     assert all(torch.allclose(resumed[name].float(), whole[name].float(), rtol=0.01, atol=0.002) for name in whole)
 
 
-def test_training_goes_on_from_a_speed_adapter(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
+def test_training_goes_on_from_a_speed_adapter(taught: dict[str, Any], start: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "out", tmp_path / "second"
-    taught = {**recipe, "loss": {"references": 0, "distillation": 1}, "model": {"path": str(start)}}
     shape = {"rank": 4, "alpha": 4, "targets": ["q_proj"]}
-    schedule = {**recipe["schedule"], "horizon": 5, "prompt": "first"}
+    schedule = {**taught["schedule"], "horizon": 5, "prompt": "first"}
     done = train_recipe({**taught, "adapter": shape, "schedule": schedule}, learning_rate=0.05, bf16=False)
     before = load_file(first / WEIGHTS)
 
@@ -269,13 +260,9 @@ def test_an_adapter_to_go_on_from_that_has_changed_is_another_recipe(
     recipe: dict[str, Any], start: Path, tmp_path: Path, ended: str
 ) -> None:
     first = random_adapter(start, tmp_path / "first", ScheduleSpec(speedup=2, horizon=5), rank=2)
-    going_on = {
-        **recipe,
-        "model": {"path": str(start)},
-        "adapter": {"start": str(first)},
-        "schedule": {"speedups": [2], "horizon": 5},
-        "training": {**recipe["training"], "max_steps": 1, "warmup_steps": 0, "eval_steps": 1, "save_steps": 1},
-    }
+    going_on = {**recipe, "model": {"path": str(start)}, "adapter": {"start": str(first)}}
+    going_on |= {"schedule": {"speedups": [2], "horizon": 5}}
+    going_on["training"] |= {"max_steps": 1, "warmup_steps": 0}
     record = train_recipe(going_on)
     written = tmp_path / "out" / "_training" / "recipe.json"
     recorded = written.read_text()
@@ -294,13 +281,8 @@ def test_an_adapter_to_go_on_from_that_has_changed_is_another_recipe(
         train_recipe(going_on)
 
 
-def test_distillation_brings_skipping_nearer_to_full_depth(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
-    taught = {
-        **recipe,
-        "model": {"path": str(start)},
-        "loss": {"references": 0.0, "distillation": 1.0},
-        "schedule": {"speedups": [2]},
-    }
+def test_distillation_brings_skipping_nearer_to_full_depth(taught: dict[str, Any], tmp_path: Path) -> None:
+    taught["schedule"] = {"speedups": [2]}
     first, last = (
         train_recipe({**taught, "output": str(tmp_path / str(steps))}, max_steps=steps, learning_rate=0.006)["dev_loss"]
         for steps in (1, 20)
@@ -308,9 +290,10 @@ def test_distillation_brings_skipping_nearer_to_full_depth(recipe: dict[str, Any
     assert last["eval_loss_2x"] < 0.7 * first["eval_loss_2x"]
 
 
-def test_the_best_step_is_kept_and_harm_is_named(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
+def test_the_best_step_is_kept_and_harm_is_named(
+    recipe: dict[str, Any], taught: dict[str, Any], start: Path, tmp_path: Path
+) -> None:
     """A training that ends worse than it began leaves its start; the dev set is read at each tenth of the steps."""
-    taught = {**recipe, "model": {"path": str(start)}, "loss": {"references": 0, "distillation": 1}}
     wild = train_recipe(taught, max_steps=6, learning_rate=1.0, warmup_steps=0, bf16=False)
     assert ([one["step"] for one in wild["dev_losses"]], wild["kept_step"]) == ([*range(7)], 0)
     assert wild["dev_loss"] == {name: one for name, one in wild["dev_losses"][0].items() if name != "step"}
@@ -349,12 +332,8 @@ def test_token_ids_and_cut_off_responses(recipe: dict[str, Any], start: Path, tm
 
 def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any], tmp_path: Path) -> None:
     record = train_recipe({**recipe, "schedule": {"speedups": [1, 2], "also": [{"speedup": 2.0, "prompt": "first"}]}})
-    assert set(record["dev_loss"]) == {
-        "eval_loss_1x",
-        "eval_loss_2x",
-        "eval_loss_speedup=2.0 prompt=first",
-        "eval_loss",
-    }
+    names = {"eval_loss_1x", "eval_loss_2x", "eval_loss_speedup=2.0 prompt=first", "eval_loss"}
+    assert set(record["dev_loss"]) == names
     trained = inspect(tmp_path / "out").trained
     assert trained is not None and trained.prompt == ("full", "first")
 
@@ -365,33 +344,20 @@ def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any], t
         ({}, {"data": {"train": "none.parquet"}}, "none.parquet: no such file or folder"),
         ({}, {"data": {"prompt": "question"}}, r"bad.parquet: no column 'question'; it has prompt, reference"),
         ({}, {"data": {"max_tokens": 4}}, "every pair is longer than 4 tokens"),
-        ({}, {"schedule": {"speedups": [0.5]}}, "speedup = 0.5: must be at least 1"),
         ({}, {"schedule": {"keep_order": [0, 1]}}, "keep_order has 2 entries for 4 layers"),
-        ({"reference": ["a", ""]}, {}, r"bad.parquet: row 1: reference is empty"),
         ({"reference": ["a", None]}, {}, r"bad.parquet: row 1: reference is empty"),
         ({"prompt": ["a", " "]}, {}, r"bad.parquet: row 1: prompt is empty"),
         ({"reference": ["red", "yelow"]}, {"data": {"choices": ["red", "yellow"]}}, r"1: 'yelow' is not one of the 2"),
-        (
-            {},
-            {"model": {"path": "START"}, "adapter": {"targets": ["wq"]}},
-            r"no layer 'wq'; it has down_proj, .*v_proj",
-        ),
-        (
-            {},
-            {"model": {"path": "START", "new": {"model_type": "llama"}}},
-            r"new was removed: .*new_model\.py",
-        ),
+        ({}, {"adapter": {"targets": ["wq"]}}, r"no layer 'wq'; it has down_proj, .*v_proj"),
+        ({}, {"model": {"new": {"model_type": "llama"}}}, r"new was removed: .*new_model\.py"),
         ({}, {"adapter": {"start": "START", "rank": 8}}, "adapter.rank is set by adapter.start: leave it out"),
         ({}, {"lora": {"targets": ["q_proj"]}}, "lora is now adapter, which writes a speed adapter"),
         ({}, {"loss": {"distillation": 1.0, "teacher": "START"}}, "START has another tokenizer"),
         ({}, {"loss": {"references": 0.0}}, "nothing to learn from"),
         ({}, {"workers": {"count": 3}}, "batch_size = 16 cannot be cut into 3"),
+        ({}, {"workers": {"count": 64}, "training": {"batch_size": 64}}, "workers: 64 × 1 CPU needed, but "),
         ({}, {"data": {"dev": "ONE"}}, r"one.parquet: one pair is not enough for a dev set"),
-        (
-            {},
-            {"model": {"path": "START"}, "adapter": {}, "schedule": {"speedups": [1]}},
-            r"schedule.speedups: an adapter needs a speed above 1x",
-        ),
+        ({}, {"adapter": {}, "schedule": {"speedups": [1]}}, r"schedule.speedups: an adapter needs a speed above 1x"),
     ],
 )
 def test_bad_data_and_settings_are_one_line_before_training(
@@ -401,7 +367,7 @@ def test_bad_data_and_settings_are_one_line_before_training(
     one = parquet(tmp_path / "one.parquet", prompt=["red"], references=["red"])
     bad = {**recipe, "data": {**recipe["data"], "train": path}}
     for section, values in json.loads(json.dumps(changes).replace("START", str(start)).replace("ONE", one)).items():
-        bad[section] = values if "path" in values else {**bad.get(section, {}), **values}
+        bad[section] = {**bad.get(section, {}), **values}
     with pytest.raises(ValueError, match=message.replace("START", str(start))) as caught:
         tune(TuneConfig.model_validate(bad))
     assert isinstance(caught.value, ValidationError) or "\n" not in str(caught.value)
@@ -418,9 +384,8 @@ def test_a_training_announces_its_steps(
     steps = [line for line in lines if line.startswith("training: ")]
     assert steps[0] == "training: 0 of 2 steps"
     for done, line in enumerate(steps[1:], 1):
-        assert re.fullmatch(
-            rf"training: {done} of 2 steps, [\d.]+ m?s a step, about [\d.]+ m?s left; loss \d\.\d{{3}}", line
-        )
+        said = rf"training: {done} of 2 steps, [\d.]+ m?s a step, about [\d.]+ m?s left; loss \d\.\d{{3}}"
+        assert re.fullmatch(said, line)
     assert len(steps) == 3
     assert "dev set with 2 schedules: 0 of 16 rows done" in lines
 
