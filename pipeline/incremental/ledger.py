@@ -180,11 +180,9 @@ def claim(
     """
     assert ledger.last is None or ledger.last.state != "unfinished", "the previous run must have ended"
     number, began = ledger.last.number + 1 if ledger.last else 1, _now()
-    rows = Counter({file.url: file.rows for file in manifest.files})
-    if manifest.batching.retries:  # a retry answers only some rows of the files
-        rows = Counter()
-        for shard in manifest.shards:
-            rows[shard.url] += shard.rows
+    rows: Counter[str] = Counter()
+    for shard in manifest.shards:  # a retry answers only some rows of the files
+        rows[shard.url] += shard.rows
     files = [ClaimedFile(file.url, file.size, file.version, file.digest, rows[file.url]) for file in manifest.files]
     run = LedgerRun(
         number,
@@ -193,11 +191,11 @@ def claim(
         began,
         f"process {os.getpid()} on {socket.gethostname()}",
         tuple(files),
+        table=pin.table if pin else "",
+        snapshot=pin.snapshot if pin else None,
         root=manifest.batching.root,
         left=tuple(left),
     )
-    if pin is not None:
-        run = replace(run, table=pin.table, snapshot=pin.snapshot)
     claimed = {key: value for key, value in asdict(run).items() if key not in ("state", "ended", "why")}
     # if this put was retried because its response was lost, an existing record may be this run's; the nonce shows it
     data = _encode({**claimed, "nonce": uuid.uuid4().hex})

@@ -221,10 +221,7 @@ class DeltaOutput:
             raise _store_failed(self.url, error) from None
 
     def _check_table(self, table: DeltaTable, schema: pa.Schema) -> None:
-        metadata = table.metadata()
-        if metadata.partition_columns:
-            names = listed(metadata.partition_columns)
-            raise UserError(f"output.table: {self.url} is partitioned by {names}; choose a table without partitions")
+        metadata, fields = table.metadata(), table.schema().fields
         rule = next((key for key in metadata.configuration if key.startswith(RULES)), None)
         if rule is not None:
             raise UserError(f"output.table: {self.url} has the rule {rule}, but a job does not apply rules")
@@ -233,15 +230,12 @@ class DeltaOutput:
             raise UserError(
                 f"output.table: {self.url} uses {features[0]}, which a job's files do not support; choose another table"
             )
-        fields = table.schema().fields
-        required = next((field.name for field in fields if not field.nullable), None)
-        if required is not None:
-            raise UserError(f"output.table: {self.url} does not allow null in {required!r}, but a job may write null")
         there, ours = (
             {field.name: field.type.to_json().strip('"') for field in some}
             for some in (fields, Schema.from_arrow(schema).fields)
         )
-        check_columns(self.url, there, ours)
+        required = [field.name for field in fields if not field.nullable]
+        check_columns(self.url, metadata.partition_columns, required, there, ours)
 
     def _added(self, part: PartFile) -> AddAction:
         prefix = f"{self.url}/"

@@ -297,7 +297,7 @@ def stat(url: str, storage: StorageConfig) -> tuple[int, str] | None:
 def list_input(
     section: InputConfig, storage: StorageConfig, *, may_be_empty: bool = False, after: int | None = None
 ) -> Files:
-    """Return URL -> (bytes, version) of each input file, or of a table's files at `input.snapshot` (default: newest).
+    """Return URL -> (bytes, version) of each input file, or of a table's files at `input.snapshot` (None: no files).
 
     after: a snapshot of the table. Only data files that were appended after this snapshot are listed.
 
@@ -307,8 +307,6 @@ def list_input(
         return list_files(section.path, storage, section.format, may_be_empty=may_be_empty)
     with announced("reading the table's list of data files"):
         table, snapshot, files = input_table(section, storage), section.snapshot, dict[str, int]()
-        if snapshot is None and (newest := table.newest()) is not None:
-            snapshot = newest.snapshot
         if snapshot is not None:
             files = table.data_files(snapshot) if after is None else table.appended(after, snapshot)
         present = _present(files, storage)

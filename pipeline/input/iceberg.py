@@ -299,14 +299,10 @@ class IcebergOutput:
             raise UserError(
                 f"output.table: {self.name} has format version {table.format_version}, which pyiceberg cannot write"
             )
-        if table.spec().fields:
-            names = listed(field.name for field in table.spec().fields)
-            raise UserError(f"output.table: {self.name} is partitioned by {names}; choose a table without partitions")
-        required = next((field.name for field in table.schema().fields if field.required), None)
-        if required is not None:
-            raise UserError(f"output.table: {self.name} does not allow null in {required!r}, but a job may write null")
-        there = {field.name: str(field.field_type) for field in table.schema().fields}
-        check_columns(self.name, there, {field.name: _type_in(table, field) for field in schema})
+        partitions, fields = [field.name for field in table.spec().fields], table.schema().fields
+        there = {field.name: str(field.field_type) for field in fields}
+        ours = {field.name: _type_in(table, field) for field in schema}
+        check_columns(self.name, partitions, [field.name for field in fields if field.required], there, ours)
 
 
 def _snapshot_of(table: Table, fingerprint: str) -> int | None:

@@ -29,7 +29,8 @@ def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Sch
     for name in columns:
         kind, where = pa.null(), ""
         kinds = {url: _column(name, url, schema) for url, schema in files.items()}
-        are_uuids = all(map(_is_uuid, kinds.values()))
+        # a UUID is stored as 16 bytes and read as text: 00000000-0000-0000-0000-000000000001
+        are_uuids = all(isinstance(here, pa.UuidType) for here in kinds.values())
         for url, here in kinds.items():
             both = common(kind, pa.string() if are_uuids else plain(here))
             if both is None:
@@ -70,11 +71,6 @@ def _holds(here: pa.DataType, field: pa.Field) -> bool:
     except pa.ArrowNotImplementedError:
         return False
     return True
-
-
-def _is_uuid(kind: pa.DataType) -> bool:
-    """Tell whether `kind` is the UUID type: stored as 16 bytes, read as text (00000000-0000-0000-0000-000000000001)."""
-    return isinstance(kind, pa.UuidType)
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
@@ -206,7 +202,7 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array:
     """Return the array in another type. Raises ArrowInvalid if a value does not fit."""
-    if _is_uuid(values.type) and is_text(kind):
+    if isinstance(values.type, pa.UuidType) and is_text(kind):
         return pa.array([None if value is None else str(value) for value in values.to_pylist()], kind)
     try:
         cast = values.cast(kind)

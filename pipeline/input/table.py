@@ -14,7 +14,7 @@ from pyarrow import types
 from actors.engine.errors import UserError
 from pipeline.config.input import InputConfig
 from pipeline.config.job import OutputConfig, StorageConfig
-from pipeline.messages import printable
+from pipeline.messages import listed, printable
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,19 @@ def _unheld(kind: pa.DataType, more: Collection[pa.DataType]) -> pa.DataType | N
     return next((wrong for child in children if (wrong := _unheld(child, more)) is not None), None)
 
 
-def check_columns(table: str, there: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    """Raise UserError for the first column that differs between the table (`there`) and the answers (`ours`)."""
+def check_columns(
+    table: str, partitions: Sequence[str], required: Sequence[str], there: Mapping[str, str], ours: Mapping[str, str]
+) -> None:
+    """Raise UserError if the table has partitions, or for the first column that cannot hold a job's answers.
+
+    required: columns that do not allow null. there, ours: name -> type of the table's and of the answers' columns.
+    """
+    if partitions:
+        raise UserError(
+            f"output.table: {table} is partitioned by {listed(partitions)}; choose a table without partitions"
+        )
+    if required:
+        raise UserError(f"output.table: {table} does not allow null in {required[0]!r}, but a job may write null")
     for name in [*ours, *there]:
         if name not in there:
             problem = f"has no column {name!r}, which the job writes ({ours[name]})"

@@ -29,6 +29,7 @@ from pipeline.incremental.ledger import (
     print_ledger,
 )
 from pipeline.input.files import InputFile
+from pipeline.input.shards import cut_shards
 from pipeline.plan.batching import Batching
 from pipeline.plan.inputs import with_digests
 from pipeline.plan.manifest import Manifest
@@ -47,7 +48,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
 
 def manifest(*urls: str, size: int = 7, version: str = "1") -> Manifest:
     files = [InputFile(url, size, version, (2, 3), (10, 10)) for url in urls]
-    return Manifest("f" * 64, {}, Batching(1, 1, 1, 1, 1), files, [], pa.schema([]))
+    return Manifest("f" * 64, {}, Batching(1, 1, 1, 1, 1), files, cut_shards(files, 3, 100), pa.schema([]))
 
 
 def run_over(root: Folder, *urls: str, state: ledgers.State = "success", **of_file: Any) -> LedgerRun:

@@ -115,7 +115,7 @@ def test_a_job_answers_the_snapshot_of_its_planning_whatever_happens_to_the_tabl
 def test_a_data_file_that_is_gone_or_replaced_is_refused(tables: Tables, checkpoint: Path) -> None:
     tables.append(NAME, prompts(0, 3))
     job = job_over(tables, checkpoint)
-    (url,) = list_input(job.input, job.storage)
+    (url,) = (file.url for file in planned(job).files)
     data = Path(url).read_bytes()
     Path(url).write_bytes(data + b" ")
     assert refusal(job) == f"{url}: has {len(data) + 1} bytes, but {tables.path(NAME)} lists it with {len(data)} bytes"
