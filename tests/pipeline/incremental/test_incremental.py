@@ -43,10 +43,10 @@ class World:
         return MemoryFolder(self.store, gate=gate)
 
     def run(
-        self, gate: Callable[[], None] = lambda: None, version: int = 0, changed: str = "error", overwrite: bool = False
+        self, gate: Callable[[], None] = lambda: None, version: int = 0, overwrite: bool = False
     ) -> IncrementalResult:
         """An incremental run of version `version` of the job, whose answers are one file for each input file."""
-        config: Any = VersionedJob(self, version, SimpleNamespace(changed=changed, retry=None, world=self))
+        config: Any = VersionedJob(self, version, SimpleNamespace(changed="error", retry=None, world=self))
         return runs.run_in(self.root(gate), config, Backend(), overwrite)
 
     def folder(self, name: str) -> set[str]:
@@ -136,7 +136,7 @@ class OverlappingRuns(RuleBasedStateMachine):
     @rule(target=processes, overwrite=st.sampled_from([False, False, False, True]), count=st.integers(1, 2))
     def runs_begin(self, overwrite: bool, count: int) -> Any:
         version = self.version
-        new = [Stepped(lambda gate: self.world.run(gate, version, "error", overwrite)) for _ in range(count)]
+        new = [Stepped(lambda gate: self.world.run(gate, version, overwrite)) for _ in range(count)]
         self.all += new
         return multiple(*new)
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from cli_command import assert_released
 from click.testing import Result
-from in_process import invoke
+from in_process import invoke, job_values
 from part_builders import to_table
 from ray_free_run import Answer, MadeUpParts, commit_made_up_parts
 from typer.testing import CliRunner
@@ -23,11 +23,10 @@ from pipeline.commit.lease import Lease
 from pipeline.config.job import StorageConfig
 from pipeline.generate.stats import add_up
 from pipeline.incremental import ledger as ledgers
+from pipeline.incremental.ledger import LedgerRun
 from pipeline.input.shards import Shard
 from pipeline.runtime.signals import Interrupted
 from pipeline.storage.folder import Folder, open_folder
-
-LOCAL = StorageConfig()
 
 
 class Inbox:
@@ -36,20 +35,12 @@ class Inbox:
     def __init__(self, folder: Path, checkpoint: Path) -> None:
         self.folder, self.files, self.root = folder, folder / "in", folder / "root"
         self.files.mkdir()
-        self.values: dict[str, Any] = {
-            "input": {"path": str(self.files), "since": "last_success", "id": "id"},
-            "output": {"path": str(self.root)},
-            "model": {"path": str(checkpoint), "dtype": "float32"},
-            "schedule": {"agreement_rows": 0},
-            "sampling": {"max_new_tokens": 4},
-            "actors": {"threads": 1},
-            "shard_rows": 2,
-            "max_error_rate": 1,
-        }
+        source, sampling = {"since": "last_success", "id": "id"}, {"max_new_tokens": 4}
+        self.values = job_values(self.files, self.root, checkpoint, input=source, sampling=sampling, shard_rows=2)
 
     def add(self, name: str, rows: int = 3) -> None:
-        ids = [f"{name}-{row}" for row in range(rows)]
-        table = pa.table({"id": pa.array(ids, pa.string()), "prompt": pa.array(["alpha bravo"] * rows, pa.string())})
+        values = [{"id": f"{name}-{row}", "prompt": "alpha bravo"} for row in range(rows)]
+        table = pa.Table.from_pylist(values, pa.schema([("id", pa.string()), ("prompt", pa.string())]))
         pq.write_table(table, self.files / f"{name}.parquet")
 
     def run(self, *options: str) -> Result:
@@ -72,8 +63,11 @@ class Inbox:
         folders = [path.parent for path in self.root.glob("*/_SUCCESS")]
         return sorted(row for folder in folders for row in pq.read_table(folder)["id"].to_pylist())
 
+    def runs(self) -> Sequence[LedgerRun]:
+        return ledgers.read(open_folder(str(self.root), StorageConfig())).runs
+
     def states(self) -> list[str]:
-        return [run.state for run in ledgers.read(open_folder(str(self.root), LOCAL)).runs]
+        return [run.state for run in self.runs()]
 
 
 @pytest.fixture
@@ -112,33 +106,13 @@ def test_row_errors_are_not_forgotten_by_the_next_command(inbox: Inbox, flow: An
     first = inbox.run()
     assert first.exit_code == 3 and "run 1 has too many row errors and does not count" in first.stdout
     assert inbox.states() == ["unfinished"] and inbox.answered() == []
-    again = inbox.run()
-    assert again.exit_code == 3 and inbox.states() == ["abandoned", "unfinished"] and inbox.answered() == []
-
-
-def test_a_run_of_too_many_errors_is_accepted_by_a_higher_rate_without_answering_again(inbox: Inbox, flow: Any) -> None:
-    inbox.add("a")
-    inbox.values["shard_rows"] = 3
-    inbox.values["max_error_rate"] = 0.1
-    assert inbox.run().exit_code == 3
+    again = inbox.run("--json")
+    assert again.exit_code == 3 and json.loads(again.stdout)["last_success"] is None
+    assert inbox.states() == ["abandoned", "unfinished"] and inbox.answered() == []
     inbox.add("b")
-    (one, other) = inbox.json("--set", "max_error_rate=0.5")["runs"]
-    assert (one["run"], one["resumed"], one["fresh_rows"], one["state"]) == (1, True, 0, "success")
-    assert (other["run"], other["fresh_rows"]) == (2, 3) and inbox.states() == ["success", "success"]
-
-
-def test_a_night_in_which_every_row_failed_is_answered_again_after_the_template_is_mended(
-    in_process: None, inbox: Inbox
-) -> None:
-    inbox.add("a", 2)
-    inbox.values["input"] |= {"template": "{{ prompt.nothing.more }}"}
-    inbox.values["max_error_rate"] = 0.01
-    failed = inbox.run("--json")
-    assert failed.exit_code == 3 and json.loads(failed.stdout)["last_success"] is None
-    inbox.values["input"]["template"] = "name[{{ prompt }}]"
-    inbox.add("b", 1)
-    (run,) = inbox.json()["runs"]
-    assert (run["rows"], run["errors"], run["files"]) == (3, 0, 2) and len(inbox.answered()) == 3
+    (one, other) = inbox.json("--set", "max_error_rate=0.5")["runs"]  # accepts the run, and answers nothing again
+    assert (one["run"], one["resumed"], one["fresh_rows"], one["state"]) == (2, True, 0, "success")
+    assert (other["run"], other["fresh_rows"]) == (3, 3) and inbox.states() == ["abandoned", "success", "success"]
 
 
 def test_rows_with_an_error_are_answered_again_where_the_job_asks_for_it(
@@ -155,7 +129,7 @@ def test_rows_with_an_error_are_answered_again_where_the_job_asks_for_it(
     (inbox.files / "a.parquet").touch()  # the same content counts as the same file
     again, new = inbox.json()["runs"]
     assert (again["rows"], again["errors"], again["files"]) == (4, 1, 1) and (new["rows"], new["files"]) == (1, 1)
-    folders = [inbox.root / run.folder for run in ledgers.read(open_folder(str(inbox.root), LOCAL)).runs]
+    folders = [inbox.root / run.folder for run in inbox.runs()]
     table = pq.read_table(folders[1])
     assert table["id"].to_pylist() == ["a-1", "a-2", "a-4", "a-6"]
     assert [error is None for error in table["error"].to_pylist()] == [True, True, False, True]
@@ -231,7 +205,7 @@ def test_each_run_takes_what_came_since_and_says_so(inbox: Inbox, flow: Any) -> 
     assert pq.read_table(inbox.root / folders[1]).num_rows == 1
 
     before = sorted(path for path in inbox.root.rglob("*") if path.parent.name != "lease")
-    last = ledgers.read(open_folder(str(inbox.root), LOCAL)).runs[1]
+    last = inbox.runs()[1]
     result = inbox.run()
     assert result.exit_code == 0 and result.stdout == f"nothing new since run 2 of {last.began} ({last.folder})\n"
     assert inbox.json() == {"output": str(inbox.root), "last_success": 2, "fresh_rows": 0, "left": [], "runs": []}
@@ -256,6 +230,8 @@ def test_a_failed_run_is_finished_by_the_next_which_then_takes_what_is_new(inbox
     assert inbox.states() == ["unfinished"] and inbox.answered() == []
     inbox.add("b")
     flow()
+    inbox.values["actors"] = {"count": 3, "threads": 1}  # neither is part of the job
+    inbox.values["input"]["changed"] = "ignore"
     done = inbox.json()
     assert [(run["run"], run["resumed"], run["rows"], run["fresh_rows"]) for run in done["runs"]] == [
         (1, True, 6, 4),
@@ -278,16 +254,6 @@ def test_a_job_that_changed_after_an_interrupt_gives_the_run_up(
     assert inbox.states() == ["abandoned", "success"] and len(inbox.answered()) == 6
     inbox.values["sampling"] = {"max_new_tokens": 4}  # what is answered stays so, whatever the job becomes
     assert inbox.json()["runs"] == []
-
-
-def test_actors_and_changed_may_change_between_a_run_and_its_rest(inbox: Inbox, flow: Any) -> None:
-    inbox.add("a", 6)
-    flow(1, OSError("gone"))
-    assert inbox.run().exit_code == 1
-    flow()
-    inbox.values["actors"] = {"count": 3, "threads": 1}
-    inbox.values["input"]["changed"] = "ignore"
-    assert [run["resumed"] for run in inbox.json()["runs"]] == [True]
 
 
 def test_what_is_wrong_with_the_input_is_one_line(inbox: Inbox, flow: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -321,7 +287,7 @@ def test_an_unreadable_file_is_left_for_a_later_run_which_the_ledger_names(inbox
     inbox.values["input"]["unreadable"] = "later"
     told = inbox.json()
     assert told["left"] == [str(bad), str(lacking)] and [run["files"] for run in told["runs"]] == [1]
-    (run,) = ledgers.read(open_folder(str(inbox.root), LOCAL)).runs
+    (run,) = inbox.runs()
     assert run.left == (str(bad), str(lacking)) and [file.url for file in run.files] == [f"{inbox.files}/a.parquet"]
     shown = inbox.run().stdout
     assert f"left for a later run: {bad}, {lacking}" in shown and "nothing new since run 1" in shown
@@ -350,7 +316,7 @@ def test_plain_jobs_and_incremental_runs_do_not_share_a_folder(inbox: Inbox, flo
 
 def test_a_run_while_another_is_at_work_is_exit_5(inbox: Inbox, flow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inbox.add("a")
-    other = Lease(open_folder(str(inbox.root), LOCAL), beat=1, watch=10)
+    other = Lease(open_folder(str(inbox.root), StorageConfig()), beat=1, watch=10)
     other.acquire(lambda: None)
     try:
         result = inbox.run()
@@ -360,8 +326,7 @@ def test_a_run_while_another_is_at_work_is_exit_5(inbox: Inbox, flow: Any, monke
     assert not (inbox.root / "_ledger").exists()
 
     def overtake(*args: Any) -> None:
-        root = open_folder(str(inbox.root), LOCAL)
-        ledgers.end(root, ledgers.read(root).runs[-1], "abandoned", "--overwrite")
+        ledgers.end(open_folder(str(inbox.root), StorageConfig()), inbox.runs()[-1], "abandoned", "--overwrite")
         flow()
         assert inbox.states() == ["abandoned"]
 
