@@ -232,24 +232,11 @@ def prompts(generator: Generator, texts: list[str], **changes: Any) -> list[Prom
 def test_a_rows_own_parameters_go_on_top_of_the_jobs(generator: Generator, checkpoint: Path) -> None:
     (plain,) = generator.answer(prompts(generator, ["b c"]))
     second = plain.token_ids[1]
-    rows = [
-        Prompt(prompts(generator, ["b c"])[0].ids, "f", row, sampling=sampling)
-        for row, sampling in enumerate(
-            [
-                {},
-                {"max_new_tokens": 3},
-                {"stop_token_ids": [second]},
-                {"stop_token_ids": [second], "min_new_tokens": 4},
-                {"temperature": 1.5, "n": 3},
-                {"temperatur": 1.5},
-                {"n": 2},
-                {"logprobs": 2},
-                {"stop_token_ids": [10**6]},
-                {"top_p": 0.0},
-            ]
-        )
-    ]
-    done = generator.answer(rows)
+    own: list[dict[str, Any]] = [{}, {"max_new_tokens": 3}, {"stop_token_ids": [second]}]
+    own += [{"stop_token_ids": [second], "min_new_tokens": 4}, {"temperature": 1.5, "n": 3}]
+    own += [{"temperatur": 1.5}, {"n": 2}, {"logprobs": 2}, {"stop_token_ids": [10**6]}, {"top_p": 0.0}]
+    [row] = prompts(generator, ["b c"])
+    done = generator.answer([replace(row, row=number, sampling=sampling) for number, sampling in enumerate(own)])
     assert [one.row for one in done] == [0, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 9]
     assert [one.sample_index for one in done if one.row == 4] == [0, 1, 2]
     assert done[0].token_ids == plain.token_ids and done[1].token_ids == plain.token_ids[:3]

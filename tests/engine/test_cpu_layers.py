@@ -57,8 +57,7 @@ HALVED = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
 
 
 def prepared(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Decoder:
-    decoder = fastest_decoder(tiny_model(family, **changes).to(dtype))
-    return decoder
+    return fastest_decoder(tiny_model(family, **changes).to(dtype))
 
 
 def near(dtype: torch.dtype, half: float = 2**-7, single: float = 1e-5) -> dict[str, float]:

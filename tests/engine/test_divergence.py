@@ -40,12 +40,8 @@ def pairs(seed: int, count: int = 6) -> list[Pair]:
 @pytest.mark.parametrize("family", ["llama", "opt", "gemma2"])
 @pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
 def test_scores_are_the_oracles(spec: ScheduleSpec, family: str, make: Callable[..., Decoder]) -> None:
-    library, decoder, schedule, rows = (
-        Decoder(tiny_model(family)),
-        make(tiny_model(family)),
-        spec.build(LAYERS),
-        pairs(1),
-    )
+    library, decoder = Decoder(tiny_model(family)), make(tiny_model(family))
+    schedule, rows = spec.build(LAYERS), pairs(1)
     full, line = Model(decoder, FULL), Model(decoder, schedule)
     same, found = teacher_forced(full, [full, line], rows)
     [later] = teacher_forced(full, [line], rows, first=1)

@@ -72,9 +72,7 @@ def test_an_end_token_outside_the_vocabulary_is_refused_by_name(checkpoint: Path
 
 def test_an_end_token_by_name_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     folder = copy_of(checkpoint, tmp_path / "a", generation_config={"eos_token_id": "</s>"})
-    with pytest.raises(
-        UserError, match=r"generation_config\.json: eos_token_id is '</s>'; it must be a token's number"
-    ):
+    with pytest.raises(UserError, match=r"config\.json: eos_token_id is '</s>'; it must be a token's number"):
         ends(folder)
 
 

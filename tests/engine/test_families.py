@@ -22,6 +22,8 @@ from actors.engine.schedule.schedule import ScheduleSpec
 FULL = ScheduleSpec().build(LAYERS)
 IDS = torch.tensor([[7, 50, 3, 91, 22, 8, 64, 17, 80, 5, 33, 41], [90, 4, 71, 12, 9, 60, 31, 2, 77, 18, 6, 55]])
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+# as the checkpoints on the Hub have it
+ON_THE_HUB = {"rope_scaling": {**LONG, "type": "longrope"}, "original_max_position_embeddings": 24}
 
 
 class Recorder:
@@ -104,16 +106,7 @@ def test_a_saved_checkpoint_answers_as_the_model_in_memory(name: str, tmp_path: 
     [
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}}, CONTEXT),
         ("llama", {"rope_parameters": {**LONG, "rope_theta": 100.0, "original_max_position_embeddings": 24}}, 24),
-        # as the checkpoints on the Hub have it
-        (
-            "phi3",
-            {
-                "rope_scaling": {**LONG, "type": "longrope"},
-                "partial_rotary_factor": 1.0,
-                "original_max_position_embeddings": 24,
-            },
-            24,
-        ),
+        ("phi3", {**ON_THE_HUB, "partial_rotary_factor": 1.0}, 24),
     ],
     ids=["dynamic", "longrope", "phi3-longrope"],
 )

@@ -55,10 +55,9 @@ def test_a_speed_above_the_trained_ones_is_refused_with_the_largest_of_them(chec
             inspect(checkpoint).adapted_schedule(changes, "m", "set it")
         return str(caught.value)
 
-    with pytest.raises(
-        UserError, match=r"m is not adapted to this schedule \(it has no skipdecode.json\).*run `skipdecode adapt J"
-    ):
-        inspect(checkpoint).adapted_schedule({"speedup": 2.0}, "m", "set it")  # before it asks for a horizon
+    untrained = refusal(speedup=2.0)  # before it asks for a horizon
+    assert "m is not adapted to this schedule (it has no skipdecode.json)" in untrained
+    assert "run `skipdecode adapt JOB`, or set it" in untrained
     spec = ScheduleSpec(speedup=2, horizon=9)
     save_spec(spec, LAYERS, checkpoint, Trained.on(spec.build(LAYERS), [spec.build(LAYERS)]))
     assert inspect(checkpoint).adapted_schedule({"speedup": 1.5}, "m", "set it").depths[-1] == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -23,15 +24,15 @@ SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
 CPU_ERROR = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
 
 
+@dataclass
 class Small:
     """A decoder that runs out of memory in passes of more than `numbers` tokens, and in steps of more than `rows`."""
 
-    def __init__(self, decoder: Decoder, numbers: int, rows: int, error: type[RuntimeError]) -> None:
-        self.decoder = decoder
-        self.numbers = numbers
-        self.rows = rows
-        self.error = error
-        self.sizes: list[int] = []
+    decoder: Decoder
+    numbers: int
+    rows: int
+    error: type[RuntimeError]
+    sizes: list[int] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.decoder, name)
