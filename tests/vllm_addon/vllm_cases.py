@@ -25,6 +25,7 @@ import torch
 import vllm
 from new_model import train_tokenizer
 from tiny_checkpoint import SENTENCES
+from tiny_models import GATED, VOCAB
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -35,21 +36,9 @@ from actors.engine.model.speed_adapter import merge, read_adapter
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 
-LAYERS, VOCAB, BLOCK = 6, 97, 32  # vLLM's CPU attention needs blocks of 32 tokens and heads of 32 numbers
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.3,
-}
+LAYERS, BLOCK = GATED["num_hidden_layers"], 32  # vLLM's CPU attention needs blocks of 32 tokens and heads of 32 numbers
+SHAPE = {**GATED, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+SHAPE |= {"head_dim": 32, "max_position_embeddings": 256}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma3_text": {
