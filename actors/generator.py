@@ -30,7 +30,6 @@ from actors.engine.errors import UserError
 from actors.engine.machine import set_threads
 from actors.engine.model.loading import inspect, load_tokenizer, with_adapter
 from actors.engine.model.weights import ITEM_BYTES
-from actors.engine.no_collections import without_collections
 from actors.engine.schedule.schedule import Schedule
 from actors.engine.scheduler import constant_prefix
 from actors.engine.types import SCHEDULERS, Completion, EngineStats, Request, SamplingParams
@@ -91,7 +90,6 @@ class Generator:
         UserError: The arguments, the checkpoint or the device cannot be used. The message is one line.
     """
 
-    @without_collections()
     def __init__(
         self,
         checkpoint: str,
