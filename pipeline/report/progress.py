@@ -6,11 +6,11 @@ On a terminal, one line is redrawn. Elsewhere, a line is printed every ten secon
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import ray
@@ -22,6 +22,7 @@ from pipeline import metrics
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.messages import counted, shortened
 from pipeline.runtime.announce import announce, goes_to_log
+from pipeline.storage.concurrency import repeating
 
 PLAIN_SECONDS = 10.0
 LIVE_SECONDS = 0.5
@@ -88,34 +89,33 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
+@contextmanager
+def shown_progress(coordinator: Coordinator, work: Workload) -> Iterator[Progress]:
+    """Show progress until the `with` block ends."""
+    progress, console = Progress(coordinator, work), Console(file=sys.stderr)
+    # on a terminal, progress is a single line, which is redrawn, and removed at the end
+    is_live = not goes_to_log() and console.is_terminal
+    live = Live(console=console, transient=True, refresh_per_second=4) if is_live else None
+    with live or nullcontext(), repeating(partial(progress.show, live), LIVE_SECONDS, "progress"):
+        yield progress
+    line, fields = progress.read()  # includes the latest commits
+    if live is None:
+        announce(line, "progress", **fields)
+
+
 class Progress:
-    """Shows progress until the `with` block ends."""
+    """Reads the progress of a run from its coordinator, and shows it."""
 
     def __init__(self, coordinator: Coordinator, work: Workload) -> None:
         self.coordinator = coordinator
         self.work = work
         self.seen: deque[tuple[float, RunProgress]] = deque()  # see `rates`
-        self.phase = ""
+        self.phase = self.shown_phase = ""
+        self.shown = time.monotonic()
         self.example, self.example_due = "", 0.0
         self.starved_since: float | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
-    def __enter__(self) -> Progress:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-        if kind is None:
-            line, fields = self._read()  # includes the latest commits
-            if not self._is_live():
-                announce(line, "progress", **fields)
-
-    def _read(self) -> tuple[str, dict[str, Any]]:
+    def read(self) -> tuple[str, dict[str, Any]]:
         """Return the progress as a line and as fields of an event. Also sets the job's metrics (gauges)."""
         try:
             run = self.coordinator.read()
@@ -154,32 +154,20 @@ class Progress:
             return f"  {waiting}: {free:g} of the cluster's {of:g} CPUs are free"
         return ""
 
-    def _is_live(self) -> bool:
-        """Return whether progress is a single line on a terminal. Such a line is redrawn, and removed at the end."""
-        return not goes_to_log() and Console(file=sys.stderr).is_terminal
-
-    def _due_example(self) -> str:
-        """Return a line with the newest answer if `EXAMPLE_SECONDS` have passed since the last such line, else ""."""
+    def show(self, live: Live | None) -> None:
+        """Redraw the line on a terminal, or print a line if it is due. Every `EXAMPLE_SECONDS`, print an answer."""
+        line, fields = self.read()
+        if live is not None:
+            live.update(Text(line))
+        elif self.phase != self.shown_phase or time.monotonic() - self.shown >= PLAIN_SECONDS:
+            if self.phase == "rows" != self.shown_phase:
+                line += ": the first rows"
+            self.shown, self.shown_phase = time.monotonic(), self.phase
+            announce(line, "progress", **fields)
         if not self.example or time.monotonic() < self.example_due:
-            return ""
-        self.example_due = time.monotonic() + EXAMPLE_SECONDS
-        return f"example: {self.example}"
-
-    def _show(self) -> None:
-        if not self._is_live():
-            shown, phase = time.monotonic(), ""
-            while not self._stop.wait(LIVE_SECONDS):
-                line, fields = self._read()
-                if self.phase != phase or time.monotonic() - shown >= PLAIN_SECONDS:
-                    if self.phase == "rows" != phase:
-                        line += ": the first rows"
-                    shown, phase = time.monotonic(), self.phase
-                    announce(line, "progress", **fields)
-                if example := self._due_example():
-                    announce(example, "example")
             return
-        with Live(console=Console(file=sys.stderr), transient=True, refresh_per_second=4) as live:
-            while not self._stop.wait(LIVE_SECONDS):
-                live.update(Text(self._read()[0]))
-                if example := self._due_example():
-                    live.console.print(Text(example))
+        self.example_due, example = time.monotonic() + EXAMPLE_SECONDS, f"example: {self.example}"
+        if live is not None:
+            live.console.print(Text(example))
+        else:
+            announce(example, "example")

@@ -23,7 +23,7 @@ from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.input.rows import read_blocks
 from pipeline.input.shards import group_shards
 from pipeline.messages import one_line
-from pipeline.report.progress import Progress
+from pipeline.report.progress import shown_progress
 from pipeline.run.ray_session import actor_cpus, check_metrics_port, is_own_ray, ray_session, smallest_node
 from pipeline.run.remote import RayWorker, RemoteCoordinator, exporting, ray_sink
 from pipeline.run.stages import QUARANTINED_RETRIES, Backend, Read, Stages
@@ -103,7 +103,7 @@ class RaySession:
         batches = _dataset(stages, self.output, verbose=self.verbose)
         with (
             metrics.installed(ray_sink(self.output)),
-            Progress(self.coordinator, workload),
+            shown_progress(self.coordinator, workload),
             graceful(grace_seconds, _shards(self.coordinator.stop), _shards(self.coordinator.working)) as grace,
         ):
             try:

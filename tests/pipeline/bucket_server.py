@@ -15,6 +15,7 @@ from moto.s3.models import s3_backends
 from werkzeug.serving import make_server
 
 BUCKET = "bucket"
+requests: list[str] = []  # that servers of this process have answered since it was cleared: method and path
 
 
 def with_atomic_creates(app: WSGIApplication) -> WSGIApplication:
@@ -22,6 +23,7 @@ def with_atomic_creates(app: WSGIApplication) -> WSGIApplication:
     lock = threading.Lock()
 
     def call(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        requests.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}")
         with lock if "HTTP_IF_NONE_MATCH" in environ else nullcontext():
             return app(environ, start_response)
 
@@ -45,5 +47,6 @@ def serving() -> Iterator[str]:
 
 def empty() -> None:
     """Remove all objects: the server reads all names of the bucket to list a folder."""
+    requests.clear()
     for bucket in s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets.values():
         bucket.keys.clear()

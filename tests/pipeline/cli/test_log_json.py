@@ -17,7 +17,7 @@ from in_process import invoke, job_values
 from pipeline.cli.command import JsonLines
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.report import progress as progress_module
-from pipeline.report.progress import Progress
+from pipeline.report.progress import shown_progress
 from pipeline.runtime.announce import announce, announce_to_log
 
 pytestmark = pytest.mark.usefixtures("own_handlers")
@@ -76,7 +76,7 @@ def test_progress_is_an_event_with_numbers(monkeypatch: pytest.MonkeyPatch, capl
     announce_to_log(True)
     coordinator = Coordinator()
     coordinator.begin(0)
-    with Progress(coordinator, Workload(8, 1000, 1, 50, time.time() - 60)) as shown:
+    with shown_progress(coordinator, Workload(8, 1000, 1, 50, time.time() - 60)) as shown:
         shown.seen.append((time.monotonic() - 10, RunProgress()))
         coordinator.ended(0, True, 100, 2, 500)
         while not any(getattr(one, "rows_done", 0) == 150 for one in caplog.records):

@@ -234,12 +234,12 @@ def test_rates_are_those_of_the_last_minutes(monkeypatch: pytest.MonkeyPatch) ->
     shown = progress.Progress(coordinator, Workload(1000, 10_000, 0, 0))
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     coordinator.begin(0)
-    shown._read()
+    shown.read()
     for shard in range(60):
         now = 1800 + 10.0 * shard
         coordinator.ended(shard, True, 10, 0, 100)
         coordinator.begin(shard + 1)
-        line, fields = shown._read()
+        line, fields = shown.read()
     assert fields["rows_per_second"] == pytest.approx(1.0, rel=0.05)
     assert fields["rows_per_second"] * fields["eta_seconds"] == pytest.approx(10_000 - 600)
     assert len(shown.seen) < 40 and "1.0 rows/s" in line
@@ -270,7 +270,7 @@ def test_a_line_says_that_actors_wait_for_rows_and_how_many_cpus_are_free(monkey
     def after(seconds: float) -> str:
         nonlocal now
         now += seconds
-        return shown._read()[0]
+        return shown.read()[0]
 
     assert after(0).endswith("elapsed") and after(10).endswith("elapsed")
     assert after(11).endswith("  no actor has started: 0 of the cluster's 4 CPUs are free")
@@ -330,7 +330,7 @@ def test_a_line_says_at_once_what_the_run_waits_for_and_when_the_first_rows_are_
             said[:] = "".join(written).splitlines()
             time.sleep(0.01)
 
-    with progress.Progress(coordinator, Workload(8, 1000, 0, 0)):
+    with progress.shown_progress(coordinator, Workload(8, 1000, 0, 0)):
         wait_for("starting workers")
         coordinator.loading("a")
         wait_for("loading the model in 1 actor")
