@@ -9,7 +9,6 @@ from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_folder import MemoryFolder
@@ -17,17 +16,11 @@ from memory_folder import MemoryFolder
 from pipeline.commit import results
 from pipeline.commit.results import answer_lines, batch_lines, cut, recorded, remove_results, result_problems
 from pipeline.input.shards import Shard
+from pipeline.storage.parquet import parquet_bytes
 
 
 def part(rows: list[dict[str, Any]]) -> bytes:
-    return table_part(pa.Table.from_pylist(rows))
-
-
-def table_part(table: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
+    return parquet_bytes(pa.Table.from_pylist(rows))
 
 
 @given(st.lists(st.tuples(st.sampled_from(["results", "errors"]), st.integers(0, 30))), st.integers(1, 60))
@@ -47,7 +40,7 @@ def test_values_that_json_lacks_are_text_or_null() -> None:
     at = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     row = {"id": b"\xff", "n": float("nan"), "d": Decimal("1.50"), "t": at, "s": {"a": [1.5, None]}, "g": "grün"}
     far = pa.array([[2**50]], pa.list_(pa.timestamp("s")))
-    ((_, distant),) = answer_lines(table_part(pa.table({"t": far})), Shard(0, "in", 0, 1))
+    ((_, distant),) = answer_lines(parquet_bytes(pa.table({"t": far})), Shard(0, "in", 0, 1))
     assert json.loads(distant) == {"t": ["<value out of range: 1125899906842624000>"]}
     ((kind, line),) = answer_lines(part([row]), Shard(0, "in", 0, 1))
     assert kind == "answers" and line.endswith(b"\n") and "grün".encode() in line
@@ -70,24 +63,18 @@ def test_a_request_has_one_line_with_all_its_samples() -> None:
         "logprob": -0.5,
         "top": [{"token_id": 3, "token": "d", "logprob": -0.5}, {"token_id": 4, "token": "\ufffd", "logprob": -1.0}],
     }
+    text = {"url": "/v1/completions", "sample_index": 0}
     rows = [
         {"id": "a", "url": "/v1/chat/completions", "sample_index": 0, **answer, "generated_text": "x"},
         {"id": "a", "url": "/v1/chat/completions", "sample_index": 1, **answer, "generated_text": "y"},
         {"id": None, "url": None, "sample_index": 0, **failed, "prompt_tokens": 0, "error": "not JSON"},
-        {"id": "cut", "url": "/v1/completions", "sample_index": 0, **answer, "generated_text": "{", "error": "cut off"},
-        {"id": "c", "url": "/v1/completions", "sample_index": 0, **failed, "error": "memory"},
-        {
-            "id": "d",
-            "url": "/v1/completions",
-            "sample_index": 0,
-            **answer,
-            "generated_text": "z",
-            "logprobs": [token] * 2,
-        },
+        {"id": "cut", **text, **answer, "generated_text": "{", "error": "cut off"},
+        {"id": "c", **text, **failed, "error": "memory"},
+        {"id": "d", **text, **answer, "generated_text": "z", "logprobs": [token] * 2},
     ]
     lines = batch_lines(part(rows), Shard(2, "in.jsonl", 10, 5), "f" * 64, 17, "model")
     assert [kind for kind, _ in lines] == ["results", "errors", "results", "errors", "results"]
-    chat, bad, cut_off, memory, text = (json.loads(line) for _, line in lines)
+    chat, bad, cut_off, memory, logged = (json.loads(line) for _, line in lines)
     assert (chat["custom_id"], chat["error"], chat["response"]["status_code"]) == ("a", None, 200)
     body = chat["response"]["body"]
     assert body["object"] == "chat.completion" and (body["created"], body["model"]) == (17, "model")
@@ -98,13 +85,13 @@ def test_a_request_has_one_line_with_all_its_samples() -> None:
     assert cut_off["response"]["body"]["choices"][0]["text"] == "{"
     assert memory["response"]["status_code"] == 500
     assert memory["response"]["body"]["error"]["type"] == "server_error"
-    assert text["response"]["body"]["choices"][0]["logprobs"] == {
+    assert logged["response"]["body"]["choices"][0]["logprobs"] == {
         "tokens": ["d", "d"],
         "token_logprobs": [-0.5, -0.5],
         "top_logprobs": [{"d": -0.5, "\ufffd": -1.0}] * 2,
         "text_offset": [0, 1],
     }
-    assert len({line["id"] for line in (chat, bad, memory, text)}) == 4
+    assert len({line["id"] for line in (chat, bad, memory, logged)}) == 4
 
 
 def test_only_recorded_bytes_are_removed() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import job_config
-from ray_free_run import MadeUpParts
+from in_process import files_of, job_config
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
@@ -17,24 +16,17 @@ from pipeline.config.job import JobConfig
 
 
 @pytest.fixture
-def config(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> JobConfig:
+def config(tmp_path: Path, checkpoint: Path, made_up_parts: None) -> JobConfig:
     """A job of ten rows whose parts no model writes."""
-    monkeypatch.setattr(jobs, "ray_backend", lambda **_: MadeUpParts())
     pq.write_table(pa.table({"prompt": [f"prompt {row}" for row in range(10)]}), tmp_path / "in.parquet")
     return job_config(tmp_path / "in.parquet", tmp_path / "out", checkpoint, shard_rows=4)
-
-
-def files(config: JobConfig) -> dict[str, tuple[int, int, bytes]]:
-    """Inode, modification time and bytes of every file of the output."""
-    paths = [path for path in Path(config.output.path).rglob("*") if path.is_file()]
-    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
 
 
 def test_a_finished_job_run_again_writes_nothing(
     config: JobConfig, monkeypatch: pytest.MonkeyPatch, reports: None
 ) -> None:
     first = jobs.run(config)
-    before = files(config)
+    before = files_of(config.output.path)
     assert f"{config.output.path}/_job/report.html" in before
 
     def write(*_: object) -> None:
@@ -44,7 +36,7 @@ def test_a_finished_job_run_again_writes_nothing(
         monkeypatch.setattr(f"pipeline.storage.folder.LocalFolder.{name}", write)
     again = jobs.run(config)
     assert (again.totals, again.fresh_rows) == (first.totals, 0)
-    assert files(config) == before
+    assert files_of(config.output.path) == before
 
 
 def test_an_output_that_is_the_input_folder_is_refused_without_proposing_to_overwrite(config: JobConfig) -> None:
@@ -73,7 +65,7 @@ def test_a_half_done_job_with_a_damaged_plan_is_refused_and_answers_nothing(conf
     data = bytearray(plan.read_bytes())
     data[len(data) // 2] ^= 4
     plan.write_bytes(bytes(data))
-    before = files(config)
+    before = files_of(output)
     with pytest.raises(UserError, match=r"^.*/_job/plan\.parquet: damaged .*; restore the file from a copy, or start"):
         jobs.run(config)
-    assert files(config) == before
+    assert files_of(output) == before

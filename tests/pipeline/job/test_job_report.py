@@ -11,12 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import answered_rows, job_config, run_in_process
+from in_process import answered_rows, files_of, job_config, report, run_in_process
 from ray_free_run import MadeUpParts
-from typer.testing import CliRunner
 
 from pipeline import job as jobs
-from pipeline.cli.app import app
+from pipeline.commit.finalize import STATS
 from pipeline.commit.runs import RUNS, _warn_of_other_versions, read_runs, recorded_run, versions
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.report import job_page
@@ -30,10 +29,6 @@ def job(folder: Path, checkpoint: Path, **changes: Any) -> JobConfig:
     pq.write_table(pa.table({"id": list(range(10)), "prompt": pa.array(prompts, pa.string())}), folder / "in.parquet")
     own = {"input": {"id": "id"}, "model": {"cache": str(folder / "cache")}, "shard_rows": 4, "price_per_hour": 2.0}
     return job_config(folder / "in.parquet", folder / "out", checkpoint, **own, **changes)
-
-
-def files(folder: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_job_leaves_its_report_beside_its_answers(tmp_path: Path, checkpoint: Path, reports: None) -> None:
@@ -50,27 +45,27 @@ def test_a_job_leaves_its_report_beside_its_answers(tmp_path: Path, checkpoint: 
     assert summary["stopped"] + summary["cut_off"] == 9
     assert run_in_process(config).fresh_rows == 0
 
-    before = files(output)
-    command = CliRunner().invoke(app, ["report", str(output)])
-    assert command.exit_code == 0 and files(output) == before
-    elsewhere = CliRunner().invoke(app, ["report", str(output), "--html", "--to", str(tmp_path / "r.html")])
-    assert elsewhere.exit_code == 0 and files(output) == before
-    again = CliRunner().invoke(app, ["report", str(output), "--html"])
-    assert again.output.strip() == f"{output}/{REPORT}"
-    changed = {path for path, when in files(output).items() if before.get(path) != when}
-    assert changed == {output / REPORT}
+    before = files_of(output)
+    printed = report(output)
+    assert printed.exit_code == 0 and "10 rows in 3 shards" in printed.stdout and files_of(output) == before
+    elsewhere = report(output, "--html", "--to", str(tmp_path / "r.html"))
+    assert elsewhere.exit_code == 0 and files_of(output) == before
+    assert report(output, "--html").output.strip() == f"{output}/{REPORT}"
+    changed = {path for path, file in files_of(output).items() if before.get(path) != file}
+    assert changed == {f"{output}/{REPORT}"}
+    (output / STATS).unlink()
+    assert report(output, "--write").exit_code == 0
+    assert (output / STATS).read_bytes() == before[f"{output}/{STATS}"][2]
     (tmp_path / "mine.html").write_text("<p>mine</p>")
-    mine = CliRunner().invoke(app, ["report", str(output), "--html", "--to", str(tmp_path / "mine.html")])
+    mine = report(output, "--html", "--to", str(tmp_path / "mine.html"))
     assert mine.exit_code == 2 and (tmp_path / "mine.html").read_text() == "<p>mine</p>"
-    wrong = CliRunner().invoke(app, ["report", str(output), "--to", "x.html"])
+    wrong = report(output, "--to", "x.html")
     assert wrong.exit_code == 2 and "--to goes with --html" in wrong.output
-    wrong = CliRunner().invoke(app, ["report", str(output), "--html", "--verify"])
+    wrong = report(output, "--html", "--verify")
     assert wrong.exit_code == 2 and "cannot be combined with --verify or --write" in wrong.output
 
 
-def test_a_labelling_job_says_how_often_each_label_was_chosen(
-    tmp_path: Path, checkpoint: Path, reports: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_labelling_job_says_how_often_each_label_was_chosen(tmp_path: Path, checkpoint: Path, reports: None) -> None:
     """Labels of one token: nothing is said of decode steps, of which there are none."""
     labels = ["alpha", "cheap", "river"]
     config, output = job(tmp_path, checkpoint, choices=labels, sampling={"temperature": 1.0}), tmp_path / "out"
@@ -79,7 +74,7 @@ def test_a_labelling_job_says_how_often_each_label_was_chosen(
     counts = {label: answers.count(label) for label in labels if label in answers}
     summary = json.loads((output / "_job" / "summary.json").read_text())
     assert summary["labels"] == counts and sum(counts.values()) == 9 and summary["decode_steps"] == 0
-    printed = CliRunner().invoke(app, ["report", str(output)], env={"COLUMNS": "200"}).output
+    printed = report(output).output
     page = (output / REPORT).read_text()
     for label in labels:
         number = counts.get(label, 0)
@@ -93,7 +88,7 @@ def test_a_labelling_job_says_how_often_each_label_was_chosen(
     assert "<p>no decode steps: the pass over the prompt gives the answer</p>" in page and "prompts run" not in page
     for record in (output / "_job" / "commits").iterdir():
         record.unlink()
-    assert CliRunner().invoke(app, ["report", str(output)]).exit_code == 0
+    assert report(output).exit_code == 0
     assert run_in_process(config).fresh_rows == 0
     assert json.loads((output / "_job" / "summary.json").read_text())["labels"] == counts  # of rebuilt records
 
@@ -146,14 +141,9 @@ def test_console_and_page_give_one_cost_and_know_the_speed_up_without_a_plan(
     schedule = {"speedup": 1.5, "agreement_rows": 4, "min_agreement": 0, "unadapted": True}
     config, output = job(tmp_path, checkpoint, schedule=schedule), tmp_path / "out"
     run_in_process(config)
-    printed = CliRunner().invoke(app, ["report", str(output)], env={"COLUMNS": "200"}).stdout
+    printed = report(output).stdout
     page = html.unescape((output / REPORT).read_text())
-    for begin in (
-        "cost at work: ",
-        "cost with start-up and idle: ",
-        "speed-up on the clock: ",
-        "nominal speed-up: 1.5x",
-    ):
+    for begin in ("cost at work: ", "cost with start-up and idle: ", "speed-up on the clock: ", "nominal speed-up: "):
         (line,) = [line for line in printed.splitlines() if line.startswith(begin)]
         assert f"<p>{line}</p>" in page
 

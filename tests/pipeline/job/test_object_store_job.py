@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from cli_command import Command
-from fault_proxy import DELAY, EXPIRED, Fault, Proxy, Request, fault_proxy, mixed
+from fault_proxy import DELAY, EXPIRED, Fault, Proxy, Request, mixed
 from in_process import job_config, parts
 
 from pipeline import job as jobs
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.storage.folder import Folder, open_folder
+from pipeline.storage.parquet import parquet_bytes
 
 ROWS = 40
 
@@ -29,9 +28,8 @@ def fill(storage: StorageConfig, checkpoint: Path, count: int = ROWS) -> str:
     folder = open_folder(root, storage)
     for number in range(2):
         rows = range(number * count // 2, (number + 1) * count // 2)
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.table({"id": [f"r{row}" for row in rows], "prompt": [f"name[{row}]" for row in rows]}), sink)
-        folder.replace(f"in/{number}.parquet", sink.getvalue().to_pybytes())
+        table = pa.table({"id": [f"r{row}" for row in rows], "prompt": [f"name[{row}]" for row in rows]})
+        folder.replace(f"in/{number}.parquet", parquet_bytes(table))
     for path in checkpoint.iterdir():
         folder.replace(f"model/{path.name}", path.read_bytes())
     return root
@@ -53,13 +51,6 @@ def config(root: str, output: Path | str, storage: StorageConfig, cache: Path, *
 
 def parts_of(folder: Folder) -> dict[str, bytes]:
     return {name: folder.read(name) for name in folder.names() if name.endswith(".parquet")}
-
-
-@pytest.fixture
-def proxy(s3: StorageConfig) -> Iterator[Proxy]:
-    assert s3.endpoint_url
-    with fault_proxy(s3.endpoint_url) as proxy:
-        yield proxy
 
 
 def test_a_job_over_a_failing_store_writes_the_same_bytes(
