@@ -15,6 +15,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
+from pydantic import TypeAdapter
+
 from pipeline.messages import counted
 from pipeline.storage.folder import Folder
 
@@ -54,13 +56,11 @@ class Marker:
 
     @classmethod
     def decode(cls, data: bytes, rows: int) -> Marker:
-        """Read the marker of a shard that has `rows` rows. Raises ValueError, TypeError, KeyError or AttributeError."""
-        values = json.loads(data)
-        alone = {int(row): int(deaths) for row, deaths in values["alone"].items()}
-        running = None if values["running"] is None else tuple(int(row) for row in values["running"])
-        if {*alone, *(running or ())} - set(range(rows)):
+        """Read the marker of a shard that has `rows` rows. Raises ValueError."""
+        marker = TypeAdapter(cls).validate_json(data)
+        if {*marker.alone, *(marker.running or ())} - set(range(rows)):
             raise ValueError("rows that the shard does not have")
-        return cls(str(values["run"]), alone, running, int(values["outside"]))
+        return marker
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Quarantine:
         if self.folder.create(name, marker.encode()):
             return ShardAttempt(self, shard, rows, marker)
         # if the marker is damaged or was just removed, all we know is that an attempt has died
-        with suppress(FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+        with suppress(FileNotFoundError, ValueError):
             marker = Marker.decode(self.folder.read(name), rows)
         if marker.run == self.run:
             marker = marker.after_death()

@@ -31,11 +31,11 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 class Command:
-    """`skipdecode run` of a job, in a process group of its own."""
+    """`skipdecode run` of a job, in a process group of its own. env: added to this process's."""
 
     arguments: tuple[str, ...] = ("-m", "pipeline", "run")
 
-    def __init__(self, folder: Path, job: JobConfig, *options: str) -> None:
+    def __init__(self, folder: Path, job: JobConfig, *options: str, **env: str) -> None:
         self.file = folder / "job.yaml"
         self.file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
         self.mark = uuid.uuid4().hex
@@ -45,11 +45,11 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", MARK: self.mark},
+            env={**os.environ, "OMP_NUM_THREADS": "1", MARK: self.mark, **env},
         )
 
-    def end(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=200)
+    def end(self, seconds: float = 200) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=seconds)
         return self.process.returncode, out, err
 
     def wait_for_parts(self, output: Path, count: int) -> None:

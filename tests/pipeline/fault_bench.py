@@ -18,6 +18,7 @@ from types import FrameType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from in_process import job_config
 from slow_stages import Slowness, slowed
 from tiny_checkpoint import tiny_checkpoint
 
@@ -86,19 +87,18 @@ class Bench:
 
     def job(self) -> JobConfig:
         """The job with a new output folder."""
-        return JobConfig.model_validate(
-            {
-                "input": {"path": str(self.folder / "in"), "id": "id"},
-                "output": {"path": f"{self.root}/{uuid.uuid4().hex[:8]}", "token_ids": True},
-                "model": {"path": str(self.folder / "checkpoint"), "dtype": "float32", "device": "cpu"},
-                "schedule": {"agreement_rows": 0},
-                "sampling": {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 5},
-                "actors": {"count": 2, "cpus": 0.5, "threads": 1, "max_batch": 4},
-                "shard_rows": ROWS // SHARDS,
-                "shared_prefix": False,  # to sample it starts a process at every plan
-                "max_error_rate": 0.1,
-                "storage": self.storage.model_dump(),
-            }
+        return job_config(
+            self.folder / "in",
+            f"{self.root}/{uuid.uuid4().hex[:8]}",
+            self.folder / "checkpoint",
+            input={"id": "id"},
+            output={"token_ids": True},
+            sampling={"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 5},
+            actors={"count": 2, "cpus": 0.5, "max_batch": 4},
+            shard_rows=ROWS // SHARDS,
+            shared_prefix=False,  # to sample it starts a process at every plan
+            max_error_rate=0.1,
+            storage=self.storage.model_dump(),
         )
 
     def output(self, job: JobConfig) -> Folder:

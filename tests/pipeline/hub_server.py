@@ -46,14 +46,8 @@ def running_hub() -> Iterator[Hub]:
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer(body=True)
-
-        def do_HEAD(self) -> None:
-            self._answer(body=False)
-
-        def _answer(self, body: bool) -> None:
-            path, part = unquote(urlsplit(self.path).path), self.headers.get("Range")
+        def _answer(self) -> None:
+            body, path, part = self.command == "GET", unquote(urlsplit(self.path).path), self.headers.get("Range")
             hub.asked.append((self.command, path, part))
             parts = path.strip("/").split("/")
             api = parts[:2] == ["api", "models"]
@@ -82,6 +76,8 @@ def running_hub() -> Iterator[Hub]:
             etag = entry["lfs"]["oid"] if "lfs" in entry else entry["oid"]
             headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
             self._send(hub.wrong.get(rest[2], data) if body else data, headers, body, part)
+
+        do_GET = do_HEAD = _answer  # noqa: N815
 
         def _refuse(self, status: int, code: str) -> None:
             self.send_response(status)

@@ -19,12 +19,7 @@ from pipeline.config.job import JobConfig, StorageConfig
 
 TRIALS, KILLS = 2, 3  # jobs of each store, at least; kills of each job, at most
 UNFINISHED = 4  # kills before the job's end, at least
-IMPORTED_WHILE_PLANNING = (
-    "actors.engine.model.families",
-    "pandas",
-    "s3fs",
-    "aiobotocore.session",
-)  # takes seconds
+IMPORTED_WHILE_PLANNING = ("actors.engine.model.families", "pandas", "s3fs", "aiobotocore.session")  # takes seconds
 
 
 @pytest.fixture(scope="module")

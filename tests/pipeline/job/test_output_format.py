@@ -38,12 +38,17 @@ def values(folder: Path, checkpoint: Path, **changes: Any) -> dict[str, Any]:
     return job_values(folder / "in.parquet", folder / "out", checkpoint, **{**own, **changes})
 
 
-def test_every_answer_of_a_job_fits_its_schema(tmp_path: Path, checkpoint: Path) -> None:
+def test_every_answer_of_a_job_fits_its_schema_and_is_parsed(tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
-    rows = run_and_read(values(tmp_path, checkpoint, output_format={"json_schema": str(tmp_path / "schema.json")}))
-    assert len(rows) == 8
-    for row in rows:  # the longest text has 34 bytes
-        jsonschema.validate(json.loads(row["generated_text"]), SCHEMA)
+    job = values(tmp_path, checkpoint, output_format={"json_schema": str(tmp_path / "schema.json")})
+    job["output"]["parse"] = True
+    run_in_process(JobConfig.model_validate(job))
+    table = pq.read_table(job["output"]["path"])
+    assert table.schema.field("parsed").type == pa.struct([("place", pa.string()), ("stars", pa.int64())])
+    assert len(table) == 8
+    for row in table.to_pylist():  # the longest text has 34 bytes
+        assert row["parsed"] == json.loads(row["generated_text"])
+        jsonschema.validate(row["parsed"], SCHEMA)
         assert row["finish_reason"] == "stop" and row["error"] is None
 
 
@@ -72,7 +77,7 @@ def test_each_row_has_a_form_of_its_own_or_the_jobs(tmp_path: Path, checkpoint: 
             assert regex.fullmatch(pattern or "all [x-z]", row["generated_text"])
     alone = values(tmp_path / "alone", checkpoint)
     alone["input"]["output_format"] = {"regex": "form"}
-    assert [row["error"] for row in run_and_read(alone)][2] == "output_format: regex is null"
+    assert run_and_read(alone)[2]["error"] == "output_format: regex is null"
 
 
 @pytest.mark.parametrize(
@@ -132,16 +137,6 @@ def test_another_form_is_another_job(tmp_path: Path, checkpoint: Path) -> None:
     run_and_read(values(tmp_path, checkpoint, output_format={"regex": "[a-c]"}))
     with pytest.raises(UserError, match="output_format"):
         run_and_read(values(tmp_path, checkpoint, output_format={"regex": "[a-d]"}))
-
-
-def test_parsed_answers_are_a_typed_column(tmp_path: Path, checkpoint: Path) -> None:
-    job = values(tmp_path, checkpoint, output_format={"json_schema": SCHEMA})
-    job["output"]["parse"] = True
-    run_in_process(JobConfig.model_validate(job))
-    table = pq.read_table(job["output"]["path"])
-    assert table.schema.field("parsed").type == pa.struct([("place", pa.string()), ("stars", pa.int64())])
-    for row in table.to_pylist():
-        assert row["parsed"] == json.loads(row["generated_text"])
 
 
 def test_a_number_that_the_column_cannot_hold_is_the_rows_error(tmp_path: Path, checkpoint: Path) -> None:

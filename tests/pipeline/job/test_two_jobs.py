@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
+from cli_command import Command
 from in_process import job_config
 from local_cluster import ROOT, LocalCluster
 
@@ -35,18 +35,10 @@ def job(folder: Path, rows: int) -> JobConfig:
     return job_config(folder / "in.parquet", folder / "out", CHECKPOINT, **own)
 
 
-def start(cluster: LocalCluster, config: JobConfig) -> subprocess.Popen[str]:
+def start(cluster: LocalCluster, config: JobConfig) -> Command:
     """`skipdecode run` on the cluster."""
-    folder = Path(config.output.path).parent
-    (folder / "job.yaml").write_text(yaml.safe_dump(config.model_dump(exclude_none=True)))
-    return subprocess.Popen(
-        [sys.executable, "-m", "pipeline", "run", str(folder / "job.yaml")],
-        cwd=ROOT,
-        env={**cluster.env, "RAY_ADDRESS": f"127.0.0.1:{cluster.gcs}"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = {**cluster.env, "RAY_ADDRESS": f"127.0.0.1:{cluster.gcs}"}
+    return Command(Path(config.output.path).parent, config, **env)
 
 
 def ages(config: JobConfig) -> list[float]:
@@ -54,13 +46,6 @@ def ages(config: JobConfig) -> list[float]:
     output = Path(config.output.path)
     stats = pq.ParquetFile(output / "_job" / "stats.parquet").read(["shard", "finished"]).to_pylist()
     return [(output / part_name(one["shard"])).stat().st_mtime - one["finished"] for one in stats]
-
-
-def wait_for_parts(config: JobConfig, count: int, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while len(list(Path(config.output.path).glob("part-*.parquet"))) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -73,10 +58,11 @@ def cluster() -> Iterator[LocalCluster]:
 def test_two_jobs_on_a_small_cluster(cluster: LocalCluster, tmp_path: Path) -> None:
     configs = [job(tmp_path / name, rows) for name, rows in (("first", 900), ("second", 300))]
     first = start(cluster, configs[0])
-    wait_for_parts(configs[0], 3)
+    first.wait_for_parts(Path(configs[0].output.path), 3)
     second = start(cluster, configs[1])
     for config, command, rows in zip(configs, (first, second), (900, 300), strict=True):
-        assert command.communicate(timeout=400)[1] is not None and command.returncode == 0
+        code, _, said = command.end(400)
+        assert code == 0, said
         found = ages(config)
         assert len(found) == rows / SHARD_ROWS and max(found) <= OLDEST_SECONDS
 
@@ -87,15 +73,14 @@ def test_a_job_that_was_stopped_and_begun_again_commits_at_once(
 ) -> None:
     """A killed job cannot take back what it has asked Ray Data for."""
     config = job(tmp_path / "job", 900)
-    first = start(cluster, config)
-    wait_for_parts(config, 5)
-    first.terminate() if how == "SIGTERM" else first.kill()
-    assert first.wait(60) in (4, -9)
-    early = len(list(Path(config.output.path).glob("part-*.parquet")))
+    first, output = start(cluster, config), Path(config.output.path)
+    first.wait_for_parts(output, 5)
+    first.process.send_signal(signal.Signals[how])
+    assert first.process.wait(60) in (4, -9)
+    early = len(list(output.glob("part-*.parquet")))
     assert 5 <= early < 90
-    second = start(cluster, config)
-    said = second.communicate(timeout=400)[1]
-    assert second.returncode == 0, said
+    code, _, said = start(cluster, config).end(400)
+    assert code == 0, said
     found = ages(config)
     assert len(found) == 90 and max(found) <= OLDEST_SECONDS
 
@@ -119,17 +104,13 @@ def test_a_job_without_a_free_cpu_says_so(cluster: LocalCluster, tmp_path: Path)
     hog = subprocess.Popen([sys.executable, "-c", HOG], env=env, stdout=subprocess.PIPE, text=True)
     try:
         assert hog.stdout is not None and hog.stdout.readline() == "held\n"
-        config = job(tmp_path / "job", 40)
-        command = start(cluster, config)
-        assert command.stderr is not None
-        for line in command.stderr:
-            if "no actor has started: 0 of the cluster's 4 CPUs are free" in line:
-                break
-        else:
-            raise AssertionError("not said")
+        command = start(cluster, job(tmp_path / "job", 40))
+        waits = "no actor has started: 0 of the cluster's 4 CPUs are free"
+        assert command.process.stderr is not None
+        assert any(waits in line for line in command.process.stderr)
         hog.kill()
-        said = command.communicate(timeout=200)[1]
-        assert command.returncode == 0, said
+        code, _, said = command.end()
+        assert code == 0, said
     finally:
         hog.kill()
         hog.wait()

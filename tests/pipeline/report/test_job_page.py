@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from part_builders import LAYERS, manifest_of, part_stats, to_table
 
-from pipeline.commit.runs import RUNS
+from pipeline.commit.runs import RUNS, JobRun
 from pipeline.config.job import StorageConfig
 from pipeline.input.shards import Shard
 from pipeline.report import job_page as pages
 from pipeline.report.job_page import count, flat, job_page
-from pipeline.storage.folder import Folder, open_folder
+from pipeline.storage.folder import Folder, open_folder, write_json
 
 LOCAL = StorageConfig()
 HOSTILE = (
@@ -56,21 +56,10 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Folder, bytes]:
     """A folder whose name, and a job whose every text, tries to become part of the page."""
-    folder = open_folder(str(tmp_path_factory.mktemp("out") / "<script>alert(0)</script>"), StorageConfig())
-    runs = [
-        {
-            "began": 90.0,
-            "answering": 95.0,
-            "rows": 9,
-            "devices": 2.0,
-            "ended": 130.0,
-            "price_per_hour": 3.0,
-            "config": {"input": {"system": f"{HOSTILE} {SECRET}", LINK: LINK}},
-            "versions": {"python": HOSTILE},
-            "host": HOSTILE,
-        }
-    ]
-    folder.replace(RUNS, json.dumps(runs).encode())
+    folder = open_folder(str(tmp_path_factory.mktemp("out") / "<script>alert(0)</script>"), LOCAL)
+    config = {"input": {"system": f"{HOSTILE} {SECRET}", LINK: LINK}}
+    run = JobRun(90.0, 95.0, 9, 2.0, 130.0, 3.0, config, {"python": HOSTILE}, HOSTILE)
+    write_json(folder, RUNS, [asdict(run)])
     kinds = json.dumps([[HOSTILE, 2, HOSTILE, LINK + HOSTILE]])
     shards = [
         part_stats(
@@ -169,18 +158,17 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_a_page_without_times_or_answers(tmp_path: Path) -> None:
+def test_a_page_without_times_or_answers(local: Folder) -> None:
     """An unfinished job of which all records were rebuilt, and one with nothing committed."""
-    folder = open_folder(str(tmp_path), StorageConfig())
     manifest = manifest_of([Shard(0, "u", 0, 5), Shard(1, "u", 5, 5)])
     rebuilt = part_stats(Shard(0, "u", 0, 5), started=0.0, finished=0.0, loaded=0.0, actor="", rebuilt=True)
-    text = Page(job_page(folder, manifest, to_table([rebuilt]), LOCAL)).text
+    text = Page(job_page(local, manifest, to_table([rebuilt]), LOCAL)).text
     full = part_stats(Shard(0, "u", 0, 5), layer_steps=24, full_layer_steps=24)
     at_full_depth = replace(manifest, identity={"schedule": {"speedup": None, "num_layers": LAYERS}})
-    told = Page(job_page(folder, at_full_depth, to_table([full]), LOCAL)).text
+    told = Page(job_page(local, at_full_depth, to_table([full]), LOCAL)).text
     assert "nominal speed-up: 1x, full depth" in told and "over full depth" not in told
     assert "5 of 10 rows" in text
-    assert "0 of 10 rows" in Page(job_page(folder, manifest, to_table([]), LOCAL)).text
+    assert "0 of 10 rows" in Page(job_page(local, manifest, to_table([]), LOCAL)).text
 
 
 def test_the_question_of_a_long_prompt_is_shown() -> None:

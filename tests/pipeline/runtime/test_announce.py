@@ -15,17 +15,12 @@ def test_rows_that_ran_are_counted_from_time_to_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter([0.0, 9.0, 10.0, 10.0, 19.0, 20.0, 20.0, 30.0, 30.0])
-    monkeypatch.setattr(
-        announce, "time", SimpleNamespace(monotonic=lambda: next(clock))
-    )  # the clock of this module alone
+    own_clock = SimpleNamespace(monotonic=lambda: next(clock))
+    monkeypatch.setattr(announce, "time", own_clock)
     progress = RowProgress("2x", 1000)
     for running in ([0, 1], [1, 2, 3], [4], [4, 5], []):
         progress(running)
-    assert capsys.readouterr().err.splitlines() == [
-        "2x: 1 of 1,000 rows",
-        "2x: 4 of 1,000 rows",
-        "2x: 6 of 1,000 rows",
-    ]
+    assert capsys.readouterr().err.splitlines() == [f"2x: {done} of 1,000 rows" for done in (1, 4, 6)]
 
 
 def test_checks_are_announced_on_a_terminal_only(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,7 +18,6 @@ from pipeline.runtime.quarantine import (
     clear_quarantine,
     release_shard,
 )
-from pipeline.storage.folder import LocalFolder
 
 
 class CountingFolder(MemoryFolder):
@@ -146,8 +144,8 @@ def test_a_damaged_marker_is_made_anew(data: bytes) -> None:
     assert Quarantine(folder, "run", 2, "generate").begin(3, 4).groups == [(0, 1, 2, 3)]
 
 
-def test_markers_of_shards_that_are_done_go(tmp_path: Path) -> None:
-    folder = LocalFolder(str(tmp_path), tmp_path)
+def test_markers_of_shards_that_are_done_go() -> None:
+    folder = MemoryFolder()
     for shard in (0, 3, 1_000_000):
         Quarantine(folder, "run", 2, "generate").begin(shard, 4)
         Quarantine(folder, "run", 2, "prepare").begin(shard, 4)

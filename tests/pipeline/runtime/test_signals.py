@@ -8,17 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.commit import lease as leases
 from pipeline.commit.lease import EPOCHS, LeaseLost, leased
-from pipeline.config.job import StorageConfig
 from pipeline.generate.coordinator import Coordinator
 from pipeline.runtime.signals import Interrupted, graceful, interrupter, interruptible, shielded
-from pipeline.storage.folder import open_folder
+from pipeline.storage.folder import Folder
 
 
 class Work:
@@ -130,29 +128,22 @@ def test_work_that_ends_by_itself_is_told_of_the_signal() -> None:
         send_and_wait()
 
 
-def test_a_lease_lost_while_clearing_up_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("block", "seconds"),
+    [(shielded, 0.5), (lambda: graceful(60, lambda: {1}, lambda: {1}), 9)],
+    ids=["while clearing up", "without grace"],
+)
+def test_a_lost_lease_is_lost(
+    local: Folder, monkeypatch: pytest.MonkeyPatch, block: Callable[[], Any], seconds: float
+) -> None:
     """Else a run that slept for minutes would go on to report on another's folder."""
     monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
-    folder = open_folder(str(tmp_path), StorageConfig())
-
-    def run() -> None:
-        with leased(folder), shielded():
-            folder.create(f"{EPOCHS}/000002.json", folder.read(f"{EPOCHS}/000001.json"))
-            time.sleep(0.5)
-
-    with interruptible(), pytest.raises(LeaseLost):
-        run()
-
-
-def test_a_lost_lease_is_given_no_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
-    folder, work = open_folder(str(tmp_path), StorageConfig()), Work(2, 60)
     began = time.monotonic()
 
     def run() -> None:
-        with leased(folder), graceful(60, work.stop, work.left):
-            folder.create(f"{EPOCHS}/000002.json", folder.read(f"{EPOCHS}/000001.json"))
-            time.sleep(9)
+        with leased(local), block():
+            local.create(f"{EPOCHS}/000002.json", local.read(f"{EPOCHS}/000001.json"))
+            time.sleep(seconds)
 
     with interruptible(), pytest.raises(LeaseLost):
         run()
