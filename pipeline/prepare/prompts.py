@@ -85,8 +85,7 @@ def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
     label_ids = tokenize_labels(tokenizer_of(spec.checkpoint), labels) if labels else {}
     label = longest(spec.choices, label_ids) + 1 if spec.choices else 0
     for row in rows:
-        _attempt(row, _set_label, label_ids, label)
-        _attempt(row, _bound, spec)
+        _attempt(row, _bound, spec, label_ids, label)
         _attempt(row, _encode_marked, spec)
     for is_chat in (False, True):  # the tokenizer adds special tokens, except in chats, whose template writes them
         texts = [row for row in rows if row.error is None and row.is_chat == is_chat and isinstance(row.prompt, str)]
@@ -260,12 +259,12 @@ def _checked_ids(ids: Sequence[int | None], vocab_size: int) -> list[int]:
     return [token for token in ids if token is not None]
 
 
-def _set_label(row: Row, ids: Mapping[str, tuple[int, ...]], of_job: int) -> None:
-    row.label = longest(row.choices, ids) + 1 if row.choices else of_job
+def _bound(row: Row, spec: PromptSpec, label_ids: Mapping[str, tuple[int, ...]], label: int) -> None:
+    """Before tokenizing, refuse a text that is too long, or (with `truncate_left`) keep only its last characters.
 
-
-def _bound(row: Row, spec: PromptSpec) -> None:
-    """Before tokenizing, refuse a text that is too long, or (with `truncate_left`) keep only its last characters."""
+    Sets the row's `label`. label_ids: token ids of all labels. label: value for rows without labels of their own.
+    """
+    row.label = longest(row.choices, label_ids) + 1 if row.choices else label
     if not isinstance(row.prompt, str):
         return
     if spec.input.too_long == "truncate_left":

@@ -19,11 +19,11 @@ from pipeline.messages import is_unicode, one_line
 class KnownTokenizer:
     """A checkpoint and the name of its tokenizer's class, for `load_tokenizer`. Comparisons ignore the class name."""
 
-    checkpoint: PinnedFolder | RemoteCheckpoint
+    checkpoint: str | PinnedFolder | RemoteCheckpoint
     class_name: str | None = field(default=None, compare=False)
 
 
-Source = str | PinnedFolder | RemoteCheckpoint | KnownTokenizer
+Source = str | KnownTokenizer
 BATCH_CHARACTERS = 2**20  # characters tokenized at once; a tokenizer needs over 100 bytes per token
 SHORT_CHARACTERS = 2**16  # `fewest_tokens` is 0 for texts up to this length
 
@@ -31,10 +31,9 @@ SHORT_CHARACTERS = 2**16  # `fewest_tokens` is 0 for texts up to this length
 @lru_cache(maxsize=2)
 def tokenizer_of(checkpoint: Source) -> Any:
     """Return the checkpoint's tokenizer. Raises UserError if it is damaged."""
+    known = KnownTokenizer(checkpoint) if isinstance(checkpoint, str) else checkpoint
     try:
-        if isinstance(checkpoint, KnownTokenizer):
-            return load_tokenizer(fetch(checkpoint.checkpoint, weights=False), checkpoint.class_name)
-        return load_tokenizer(fetch(checkpoint, weights=False))
+        return load_tokenizer(fetch(known.checkpoint, weights=False), known.class_name)
     except (ValueError, LookupError, OSError) as error:
         raise UserError(f"{shown_path(checkpoint)}: the tokenizer cannot be loaded: {one_line(error)}") from None
 
@@ -47,9 +46,8 @@ def known_tokenizer(checkpoint: ResolvedCheckpoint) -> KnownTokenizer:
 
 def shown_path(checkpoint: Source) -> str:
     """Return the path of a checkpoint, for error messages."""
-    if isinstance(checkpoint, KnownTokenizer):
-        checkpoint = checkpoint.checkpoint
-    return checkpoint if isinstance(checkpoint, str) else checkpoint.path
+    source = checkpoint.checkpoint if isinstance(checkpoint, KnownTokenizer) else checkpoint
+    return source if isinstance(source, str) else source.path
 
 
 @lru_cache(maxsize=2)

@@ -53,24 +53,8 @@ class _Connection:
         self.head: subprocess.Popen[str] | None = None
         self.undo = ExitStack()
 
-    def enter(self, verbose: bool, metrics_port: int | None) -> None:
-        with self.lock:
-            if self.users == 0:
-                try:
-                    self._open(verbose, metrics_port)
-                except BaseException:
-                    self._close()
-                    raise
-            self.users += 1
-
-    def exit(self) -> None:
-        with self.lock, shielded():
-            self.users -= 1
-            if self.users == 0:
-                self._close()
-
-    def _open(self, verbose: bool, metrics_port: int | None) -> None:
-        levels: dict[logging.Logger | logging.Handler, int] = {}  # log levels that `_close` restores
+    def open(self, verbose: bool, metrics_port: int | None) -> None:
+        levels: dict[logging.Logger | logging.Handler, int] = {}  # log levels that `close` restores
         self.undo.callback(lambda: [one.setLevel(level) for one, level in levels.items()])
         _set_levels(levels, verbose)
         if not ray.is_initialized():
@@ -89,7 +73,7 @@ class _Connection:
                 _connect(address, verbose)
         _set_levels(levels, verbose)  # again, for the handlers that Ray has added
 
-    def _close(self) -> None:
+    def close(self) -> None:
         with shielded():
             self.undo.close()
         self.head = None
@@ -154,11 +138,21 @@ def connected(verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
 
     Log levels and signal handlers are restored afterwards.
     """
-    _connection.enter(verbose, metrics_port)
+    with _connection.lock:
+        if _connection.users == 0:
+            try:
+                _connection.open(verbose, metrics_port)
+            except BaseException:
+                _connection.close()
+                raise
+        _connection.users += 1
     try:
         yield
     finally:
-        _connection.exit()
+        with _connection.lock, shielded():
+            _connection.users -= 1
+            if _connection.users == 0:
+                _connection.close()
 
 
 @contextmanager

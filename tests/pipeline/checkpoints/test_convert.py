@@ -32,11 +32,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # test -> tiny model, GG
     "gpt2": ("gpt2", "gpt2", {"scale_attn_by_inverse_layer_idx": False}),
     # what their files leave out has the library's defaults, those of the published models
     "gemma2": ("gemma2", "gemma2", {**SCALING, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
-    "gemma3": (
-        "gemma3",
-        "gemma3",
-        {**SCALING, "num_hidden_layers": 6, "layer_types": None, "rope_local_base_freq": 10000.0},
-    ),
+    "gemma3": ("gemma3", "gemma3", {**SCALING, **SIX_LAYERS, "rope_local_base_freq": 10000.0}),
 }
 PROMPT = torch.arange(3, 23)[None]
 

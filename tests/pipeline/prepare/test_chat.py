@@ -16,11 +16,10 @@ from prompt_specs import spec_of
 from actors.engine.model.loading import load_tokenizer
 from actors.engine.types import SamplingParams
 from actors.requests import RequestBuilder
-from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.job import run
 from pipeline.prepare.chat import Chat, check_chat, render_chat
-from pipeline.prepare.prompt_spec import check_spec, prompt_spec
+from pipeline.prepare.prompt_spec import check_spec
 from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, SAMPLING, prepare_table
 from pipeline.prepare.templates import compile_template, template_columns
 
@@ -166,25 +165,10 @@ def test_a_job_without_a_chat_template_ends_before_ray(
 
 def test_all_settings_of_a_job_survive_pickling(chat_checkpoint: Path) -> None:
     """Ray pickles the spec; a chat has system message, examples, sampling and choices from job and row."""
-    config = JobConfig.model_validate(
-        {
-            "input": {
-                "path": "in",
-                "messages": "m",
-                "system": "s",
-                "examples": [{"user": "a", "assistant": "b"}],
-                "chat_template_kwargs": {"thinking": False},
-                "sampling": {"temperature": "t"},
-                "choices": "c",
-                "too_long": "truncate_left",
-            },
-            "output": {"path": "out"},
-            "model": {"path": str(chat_checkpoint)},
-            "sampling": {"max_new_tokens": 3},
-            "choices": ["yes", "no"],
-        }
-    )
-    spec = pickle.loads(pickle.dumps(prompt_spec(config, resolve_checkpoint(config.model, config.storage), 0)))
+    chat = {"messages": "m", "system": "s", "examples": [{"user": "a", "assistant": "b"}]}
+    own: dict[str, Any] = {"sampling": {"temperature": "t"}, "own_choices": "c", "choices": ("yes", "no")}
+    more = {"chat_template_kwargs": {"thinking": False}, "too_long": "truncate_left"}
+    spec = pickle.loads(pickle.dumps(spec_of(chat_checkpoint, **chat, **own, **more)))
     check_spec(spec)
     done = prepare_table(pa.table({"m": [USER, USER], "t": [0.5, None], "c": [None, ["a"]]}), spec)
     tokenizer, ids = load_tokenizer(chat_checkpoint), done[PROMPT_IDS].to_pylist()[0]

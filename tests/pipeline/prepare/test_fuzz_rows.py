@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 from arrow_values import values_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from part_builders import part_spec
+from part_builders import fake_answers, part_spec
 
-from actors.answers import Answer
+from actors.answers import Answer, Prompt
 from actors.engine.types import SamplingParams
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.generate.output import part_bytes, part_table
@@ -125,22 +126,9 @@ def uses(draw: st.DrawFn) -> tuple[list[pa.Table], dict[str, Any]]:
     return files, {"input": given, "keep": draw(st.lists(name, max_size=2))}
 
 
-def fake(prompt: Any, row: int) -> Answer:
-    bad = prompt.error is not None
-    return Answer(
-        row=row,
-        sample_index=0,
-        generated_text=None if bad else f"answer {row}",
-        finish_reason="error" if bad else "length",
-        prompt_tokens=len(prompt.ids),
-        generated_tokens=0 if bad else 1,
-        mean_depth=None,
-        error=prompt.error,
-        token_ids=[] if bad else [7],
-        cumulative_logprob=None,
-        logprobs=None,
-        choice_probability=None,
-    )
+def fake(prompt: Prompt, row: int) -> Answer:
+    answered, _, failed = fake_answers(3)
+    return replace(answered if prompt.error is None else failed, row=row, error=prompt.error)
 
 
 def through(config: JobConfig, checkpoint: Path) -> list[tuple[str, int, int, pa.Table]] | None:

@@ -54,11 +54,9 @@ def test_lists_of_stops(checkpoint: Path) -> None:
     [
         ('{"temprature": 1}', "sampling: unknown key temprature; did you mean temperature?"),
         ('{"temperature": NaN}', "sampling: temperature = nan: "),
-        ('{"temperature": Infinity}', "sampling: temperature = inf: "),
         ('{"temperature": 1e999}', "sampling: temperature = inf: "),
         (f'{{"temperature": {10**400}}}', "sampling: temperature = 1000"),
         ('{"max_new_tokens": true}', "sampling: max_new_tokens = True: must be a whole number"),
-        ('{"max_new_tokens": "5"}', "sampling: max_new_tokens = '5': must be a whole number"),
         ('{"max_new_tokens": 0}', "sampling: max_new_tokens = 0: must be at least 1"),
         ('{"max_new_tokens": -Infinity}', "sampling: max_new_tokens = -inf: must be a whole number"),
         ('{"top_k": 1e30}', "sampling: top_k = 1000000000000000019884624838656: must be 0 (all) to 2147483647"),
@@ -135,7 +133,6 @@ def test_parameters_have_the_names_of_this_program() -> None:
     ("url", "body", "refusal"),
     [
         ("/v1/embeddings", {}, "url '/v1/embeddings' is not supported; known: /v1/chat/completions, /v1/completions"),
-        (CHAT, {"messages": MESSAGES, "max_token": 3}, "body: max_token is not supported; did you mean max_tokens?"),
         (CHAT, {"messages": MESSAGES, "stream": True}, "body: stream = True is not supported"),
         (CHAT, {"messages": MESSAGES, "stream": 0}, "body: stream = 0 is not supported"),
         (CHAT, {"messages": MESSAGES, "prompt": "a"}, "body: prompt is not supported"),
@@ -145,7 +142,6 @@ def test_parameters_have_the_names_of_this_program() -> None:
         (CHAT, {"messages": MESSAGES, "model": 1}, "body: model must be text"),
         (CHAT, {"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 2}, "body: max_tokens and max_comp"),
         (CHAT, {}, "body: messages is missing"),
-        (CHAT, {"messages": [], "response_format": {"type": "xml"}}, "body: response_format.type must be text, json_o"),
         (CHAT, {"messages": [], "response_format": []}, "body: response_format.type must be text, json_object or"),
         (CHAT, {"messages": [], "response_format": {"type": "json_schema"}}, "body: response_format.json_schema."),
         (TEXT, {"prompt": "a", "response_format": {"type": "text"}}, "body: response_format is not supported"),

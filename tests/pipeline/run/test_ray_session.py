@@ -25,13 +25,6 @@ from pipeline.config.job import ActorsConfig
 from pipeline.run import ray_session
 
 
-@pytest.fixture
-def server() -> Any:
-    """A port that accepts connections."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield listening
-
-
 def test_a_cluster_that_does_not_grow_is_refused_after_a_while(
     own_ray: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,13 +174,13 @@ def test_a_ray_that_does_not_start_says_why(no_ray: None) -> None:
     "error", [ConnectionError("Failed to connect"), ray.exceptions.AuthenticationError("no token")]
 )
 def test_a_cluster_that_refuses_this_client_is_named_with_the_remedy(
-    server: socket.socket, monkeypatch: pytest.MonkeyPatch, error: Exception
+    monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    address = f"127.0.0.1:{server.getsockname()[1]}"
-    shown = str(ray_session._start_error(error, address))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        shown = str(ray_session._start_error(error, address))
     assert shown.startswith(f"Ray at {address} runs but refuses this client") and "RAY_AUTH_MODE=token" in shown
-    server.close()
     gone = ConnectionError("Failed to connect")
     assert ray_session._start_error(gone, address) is gone
 
