@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia")):
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # set before torch imports Triton; without a GPU kernels are interpreted
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before torch imports Triton: without a GPU kernels are interpreted
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits does not spin
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as the command line sets them: Ray on the loopback

@@ -80,7 +80,7 @@ class Ours:
             schedule = ScheduleSpec(speedup=speedup, horizon=workload.horizon).build(self.decoder.num_layers)
             self.engines[key] = Engine(self.decoder, schedule, (), cumulative_logprob=False)
         engine = self.engines[key]
-        sampling = SamplingParams(max_new_tokens=workload.limit, ignore_eos=True)
+        sampling = SamplingParams(max_new_tokens=max(workload.new), ignore_eos=True)
         requests = [
             Request(ids, sampling, key=row, ending=Forced(new))
             for row, (ids, new) in enumerate(zip(workload.prompts, workload.new, strict=True))

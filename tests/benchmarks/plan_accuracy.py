@@ -28,35 +28,30 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 SKIPDECODE = str(Path(sys.executable).parent / "skipdecode")
-E2E, BANKING = "input.path=../shared/data/e2e/test.parquet", "work/real/{}/train-{}.parquet"
+E2E = "input.path=../shared/data/e2e/test.parquet"
+FIRST, FIRST_ROWS = {"labels": 300, "groups": 300, "summaries": 48}, "work/real/{}/train-{}.parquet"
 PROGRESS = re.compile(r"(?P<done>[\d,]+)/(?P<rows>[\d,]+) rows.* ETA (?P<eta>[\d:]+)")
 WITHIN = 0.1  # of the command's seconds
 TAILS = "work/plan-accuracy/tails.parquet"  # as `write_inputs` makes it
+DEMO, SAMPLED = ["configs/demo.yaml"], "sampling.temperature=0.7"
+TAILED = [*DEMO, f"input.path={TAILS}", "input.sampling=sampling"]
 JOBS: dict[str, list[str]] = {
-    **{f"demo-{speed}x": ["configs/demo.yaml", f"schedule.speedup={speed}"] for speed in (1, 2, 3, 4, 5)},
-    **{
-        f"demo-1-actor-{speed}x": ["configs/demo.yaml", f"schedule.speedup={speed}", "actors.count=1"]
-        for speed in (1, 3)
-    },
-    "demo-refill": ["configs/demo.yaml", "actors.scheduler=refill"],
-    "demo-sampled": ["configs/demo.yaml", "sampling.temperature=0.7", "sampling.max_new_tokens=200"],
-    "demo-small-batches": ["configs/demo.yaml", "actors.max_batch=8"],
-    "demo-three-samples": ["configs/demo.yaml", "sampling.n=3", "sampling.temperature=0.7"],
-    "tails": ["configs/demo.yaml", f"input.path={TAILS}", "input.sampling=sampling"],
-    "tails-1x-refill": [
-        "configs/demo.yaml",
-        f"input.path={TAILS}",
-        "input.sampling=sampling",
-        "schedule.speedup=1",
-        "actors.scheduler=refill",
-    ],
-    "e2e-demo": ["configs/demo.yaml", E2E, "input.id=id"],
+    **{f"demo-{speed}x": [*DEMO, f"schedule.speedup={speed}"] for speed in (1, 2, 3, 4, 5)},
+    **{f"demo-1-actor-{speed}x": [*DEMO, f"schedule.speedup={speed}", "actors.count=1"] for speed in (1, 3)},
+    "demo-refill": [*DEMO, "actors.scheduler=refill"],
+    "demo-sampled": [*DEMO, SAMPLED, "sampling.max_new_tokens=200"],
+    "demo-small-batches": [*DEMO, "actors.max_batch=8"],
+    "demo-three-samples": [*DEMO, SAMPLED, "sampling.n=3"],
+    "tails": TAILED,
+    "tails-1x-refill": [*TAILED, "schedule.speedup=1", "actors.scheduler=refill"],
+    "e2e-demo": [*DEMO, E2E, "input.id=id"],
     "smollm2-e2e-1x": ["configs/real/1x.yaml", E2E],
     "smollm2-e2e-2x": ["configs/real/2x.yaml", E2E],
     "smollm2-e2e-bf16": ["configs/real/1x.yaml", E2E, "model.dtype=bfloat16"],
-    "smollm2-labels": ["configs/real/labels.yaml", f"input.path={BANKING.format('labels', 300)}"],
-    "smollm2-groups": ["configs/real/groups.yaml", f"input.path={BANKING.format('groups', 300)}"],
-    "smollm2-summaries": ["configs/real/summaries.yaml", f"input.path={BANKING.format('summaries', 48)}"],
+    **{
+        f"smollm2-{name}": [f"configs/real/{name}.yaml", f"input.path={FIRST_ROWS.format(name, rows)}"]
+        for name, rows in FIRST.items()
+    },
 }
 
 
@@ -70,11 +65,9 @@ def write_inputs() -> None:
     sampling = pa.array([{"max_new_tokens": int(limit), "ignore_eos": True} for limit in limits])
     Path(TAILS).parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(prompts.append_column("sampling", sampling).slice(0, 1000), TAILS)
-    for name, rows in (("labels", 300), ("groups", 300), ("summaries", 48)):
-        if not Path(f"work/real/{name}/train.parquet").exists():  # made by `make real` and real_data.py
-            continue
-        table = pq.read_table(f"work/real/{name}/train.parquet")
-        pq.write_table(table.slice(0, rows), BANKING.format(name, rows))
+    for name, rows in FIRST.items():
+        if (source := Path(f"work/real/{name}/train.parquet")).exists():  # made by `make real` and real_data.py
+            pq.write_table(pq.read_table(source).slice(0, rows), FIRST_ROWS.format(name, rows))
 
 
 def measured(name: str, folder: Path) -> dict[str, Any]:
@@ -84,10 +77,7 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
     shutil.rmtree(output, ignore_errors=True)  # of an earlier measurement
     options = [option for change in [*changes, f"output.path={output}"] for option in ("--set", change)]
     began = time.monotonic()
-    planned = subprocess.run(
-        [SKIPDECODE, "plan", file, *options, "--json"], stdout=subprocess.PIPE, text=True, check=True
-    )
-    plan = json.loads(planned.stdout.strip().splitlines()[-1])
+    plan = json.loads(subprocess.check_output([SKIPDECODE, "plan", file, *options, "--json"]).splitlines()[-1])
     plan_seconds = time.monotonic() - began
     began = time.monotonic()
     run, ends = watched_run(file, *options, "--json", "--overwrite")

@@ -69,8 +69,7 @@ class Ours:
     def workload(self, prompts: list[list[int]]) -> Workload:
         """Lengths are those of the model's own answers, their end included."""
         answers = self.of_1x[""].answer([Prompt(tuple(ids), "bench", row) for row, ids in enumerate(prompts)])
-        new = [len(answer.token_ids or ()) for answer in answers]
-        return Workload("e2e chat", prompts, new, max(new))
+        return Workload(prompts, [len(answer.token_ids or ()) for answer in answers])
 
     def answer(self, name: str, workload: Workload) -> contestants.Timing:
         generator = self.engines[name]

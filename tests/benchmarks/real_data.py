@@ -27,11 +27,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from restaurant_slots import slots_of
 
 from actors.engine.model.loading import load_tokenizer
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config
+from pipeline.demo_data import OPTIONAL_SLOTS
 from pipeline.learn.adapt.rows import prompt_ids
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.storage.owned_folder import replacing
@@ -47,7 +49,6 @@ PROMPT_TOKENS, AROUND = 1500, 80  # of a summary's prompt, and of the chat aroun
 ADAPT_TOKENS = 250  # of such prompts that are adapted to: a step takes a fifth of the time
 RECOMBINED, FACTS = 1600, (6, 8)  # such prompts; facts of each, name included
 SEED = 7
-E2E_FACTS = ("name", "eatType", "food", "priceRange", "customer rating", "area", "familyFriendly", "near")
 # Banking77's intents by topic, a word of their names each; the first match counts
 TOPICS: dict[str, Sequence[str]] = {
     "exchange": ("exchange", "fiat"),
@@ -127,9 +128,9 @@ def recombined(rows: Rows) -> Rows:
     chance = random.Random(SEED)
     values: dict[str, list[str]] = {}
     for row in rows:
-        for fact, value in re.findall(r"([\w ]+)\[(.*?)\]", row["prompt"]):
-            values.setdefault(fact.strip(), []).append(value)
-    order = [fact for fact in E2E_FACTS if fact in values]
+        for fact, value in slots_of(row["prompt"]).items():
+            values.setdefault(fact, []).append(value)
+    order = [fact for fact in ("name", *OPTIONAL_SLOTS) if fact in values]
     made: dict[str, None] = {}
     while len(made) < RECOMBINED:
         chosen = {"name", *chance.sample(order[1:], chance.randint(*FACTS) - 1)}

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from ideal import Ceilings, Least, Shape, least, measure, taken_off
-from real_data import JOBS, MODEL, NO_DATA, WORK
+from real_data import JOBS, MODEL, WORK, write_rows
 from real_model import ADAPTER, make_model, values_stated
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,7 +40,6 @@ from pipeline.learn.evaluate.results import answers_file
 DENSE_LAYERS = 15
 UNADAPTED_ROWS = 100  # their losses are large
 COMMITTED = {"text": ADAPTER}  # that of `make real`
-HERE = Path(__file__).parent
 # trainings after that of configs/real/<name>.yaml, each from the adapter of the one before: job file, folder, changes
 FURTHER: dict[str, list[tuple[str, str, list[str]]]] = {
     "text": [
@@ -81,10 +80,8 @@ def main() -> None:
     arguments = parser.parse_args()
     name, folder = arguments.name, WORK / arguments.name
     make_model("gemma3-270m" if name == GEMMA else "smollm2")
-    if not (folder / "test.parquet").is_file():
-        ended = subprocess.run([sys.executable, str(HERE / "real_data.py"), name]).returncode
-        if ended:
-            sys.exit(0 if ended == NO_DATA else ended)  # skipped, with the reason printed
+    if not (folder / "test.parquet").is_file() and not write_rows(name):
+        return  # skipped, with the reason printed
     steps = [] if arguments.steps is None else [f"training.max_steps={arguments.steps}"]
     adapter = speed_adapter(name, [f"adapt.{step}" for step in steps], arguments.sample)
     dense = None if name == GEMMA else dense_model(name, adapter, steps)

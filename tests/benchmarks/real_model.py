@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -21,11 +20,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import torch
 from ideal import Least, Shape, least, measure, taken_off
+from restaurant_slots import slots_of
 from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from actors.engine.model.loading import inspect
+from actors.engine.model.loading import inspect, with_adapter
 from pipeline.checkpoints.local import file_digest
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config
@@ -117,7 +117,7 @@ def command(*arguments: str) -> None:
 
 def values_of(prompt: str) -> list[str]:
     """The values of a prompt's slots, but for familyFriendly, whose yes and no are never said word for word."""
-    return [value for slot, value in re.findall(r"([^,\[]+)\[([^\]]*)\]", prompt) if slot.strip() != "familyFriendly"]
+    return [value for slot, value in slots_of(prompt).items() if slot != "familyFriendly"]
 
 
 def values_stated(prompts: list[str], texts: list[str]) -> tuple[int, int]:
@@ -140,9 +140,8 @@ def show(names: list[str]) -> None:
         for name in names:
             console.print(f"  {name}  {answers[name][row]['generated_text']}", markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("", "values\nstated", "answer\ntokens", "layer\nratio", "whole\nseconds", "\nspeed-up", "\nideal"):
-        table.add_column(title, justify="right")
-    for title in ("decode\nseconds", "\nspeed-up", "\nideal"):
+    whole = ("whole\nseconds", "\nspeed-up", "\nideal")
+    for title in ("", "values\nstated", "answer\ntokens", "layer\nratio", *whole, "decode\nseconds", *whole[1:]):
         table.add_column(title, justify="right")
     summaries = {name: json.loads((folder / "_job" / "summary.json").read_text()) for name, folder in outputs.items()}
     print("\nmeasuring the machine's ceilings", flush=True)
@@ -179,8 +178,6 @@ def least_work(name: str, answers: list[dict], shared: int) -> Least:
     config = load_config(JobConfig, JOBS / f"{name}.yaml", [])
     checkpoint = inspect(config.model.path)
     if config.model.speed_adapter is not None:
-        from actors.engine.model.loading import with_adapter
-
         checkpoint = with_adapter(checkpoint, config.model.speed_adapter)
     rows = [(row["prompt_tokens"], row["generated_tokens"]) for row in answers if row["error"] is None]
     dtype = getattr(torch, config.model.dtype)

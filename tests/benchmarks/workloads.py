@@ -19,13 +19,10 @@ CONTEXT = 2048  # tokens; as far as the workloads go
 
 @dataclass(frozen=True)
 class Workload:
-    """prompts: token ids of each row. new: tokens that each row generates, no more and no less. limit: what a user
-    would give as max_new_tokens, who does not know `new`."""
+    """prompts: token ids of each row. new: tokens that each row generates, no more and no less."""
 
-    name: str
     prompts: list[list[int]]
     new: list[int]
-    limit: int
 
     @property
     def generated(self) -> int:
@@ -70,7 +67,7 @@ def make(kind: str, rows: int, vocabulary: int, context: int) -> Workload:
     pairs = [(min(prompt, context // 2), new) for prompt, new in lengths(kind, chance, rows)]
     new_tokens = [min(new, context - prompt) for prompt, new in pairs]
     prompts = [[chance.randrange(4, vocabulary) for _ in range(prompt)] for prompt, _ in pairs]
-    return Workload(kind, prompts, new_tokens, max(new_tokens))
+    return Workload(prompts, new_tokens)
 
 
 class Forced(StopStrings):
