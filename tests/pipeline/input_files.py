@@ -1,11 +1,21 @@
-"""Parquet input files of tests."""
+"""Input files of tests."""
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
+import json
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from pipeline.config.job import StorageConfig
+from pipeline.storage.folder import filesystem
 
 
 def write_rows(path: Path, groups: list[int], first: int = 0) -> None:
@@ -17,3 +27,27 @@ def write_rows(path: Path, groups: list[int], first: int = 0) -> None:
             values = {"id": ids, "prompt": [f"prompt {row}" for row in ids], "other": [0.5] * rows}
             writer.write_table(pa.table(values, schema=schema), row_group_size=max(rows, 1))
             first += rows
+
+
+def write_values(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """A file of these rows, of the format that its name shows."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+        return
+    text = io.StringIO()
+    if ".csv" in path.name:
+        writer = csv.DictWriter(text, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        text.writelines(json.dumps(row) + "\n" for row in rows)
+    data = text.getvalue().encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def uploaded(folder: Path, storage: StorageConfig) -> str:
+    """The URL of a copy of the folder in the bucket."""
+    root = f"s3://bucket/{uuid.uuid4().hex}"
+    fs, inside = filesystem(root, storage)
+    fs.put(f"{folder}/", inside, recursive=True)
+    return root

@@ -26,7 +26,7 @@ from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import LedgerRun
 from pipeline.input.shards import Shard
 from pipeline.runtime.signals import Interrupted
-from pipeline.storage.folder import Folder, open_folder
+from pipeline.storage.folder import Folder, filesystem, open_folder
 
 
 class Inbox:
@@ -368,12 +368,9 @@ def test_real_answers_from_and_to_a_bucket(in_process: None, inbox: Inbox, s3: S
     assert [[Path(file.url).name for file in run.files] for run in runs] == [["a.parquet", "b.parquet"], ["c.parquet"]]
     ids: list[str] = []
     for run in runs:
-        folder = open_folder(f"{root.url}/{run.folder}", s3)
-        assert "_SUCCESS" in folder.names()
-        assert b"rows are accounted for" in folder.read("_job/report.html")
-        for name in folder.names():
-            if name.endswith(".parquet"):
-                table = pq.read_table(pa.BufferReader(folder.read(name)))
-                assert table["generated_text"].null_count == 0
-                ids += table["id"].to_pylist()
+        fs, path = filesystem(f"{root.url}/{run.folder}", s3)
+        assert fs.exists(f"{path}/_SUCCESS") and b"rows are accounted for" in fs.cat(f"{path}/_job/report.html")
+        table = pq.read_table(path, filesystem=fs)
+        assert table["generated_text"].null_count == 0
+        ids += table["id"].to_pylist()
     assert sorted(ids) == ["a-0", "a-1", "b-0", "c-0", "c-1", "c-2", "c-3"]

@@ -47,13 +47,13 @@ def test_refusals_are_one_line(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"a": [1], "b": [2]}), path)
     (tmp_path / "text").write_text("no Parquet")
-    for given_, message in (
+    for place, message in (
         (str(path), f"{path}: no column 'c'; it has a, b"),
         (str(tmp_path / "none"), f"{tmp_path}/none: no such file or folder"),
         (str(tmp_path / "text"), f"{tmp_path}/text: not readable as Parquet"),
     ):
         with pytest.raises(UserError, match=f"^{re.escape(message)}") as refused:
-            read_columns(given_, ("a", "c"), LOCAL)
+            read_columns(place, ("a", "c"), LOCAL)
         assert "\n" not in str(refused.value)
 
 

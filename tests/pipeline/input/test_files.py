@@ -12,14 +12,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from input_files import write_rows
+from input_files import uploaded, write_rows
 
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import list_files, read_footer
-from pipeline.input.rows import from_ipc, read_rows
+from pipeline.input.rows import read_rows
 from pipeline.input.shards import cut_shards
-from pipeline.run.ray_data import ShardSource
-from pipeline.run.stages import Read
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import filesystem
 
@@ -58,10 +56,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "local":
         return str(folder), LOCAL
     storage: StorageConfig = request.getfixturevalue("s3")
-    root = f"s3://bucket/{uuid.uuid4().hex}"
-    fs, inside = filesystem(root, storage)
-    fs.put(str(folder), inside, recursive=True)
-    return root, storage
+    return uploaded(folder, storage), storage
 
 
 def test_list_files_of_a_file_a_folder_a_glob_and_a_list(place: tuple[str, StorageConfig]) -> None:
@@ -86,22 +81,6 @@ def test_spark_dates_beyond_nanoseconds_keep_their_value(tmp_path: Path) -> None
     file, schema = read_footer(url, size, version, LOCAL)
     (read,) = read_rows(cut_shards([file], 5, 10**6), file, schema, LOCAL)
     assert read["end"].to_pylist() == [end, None]
-
-
-def test_listed_files_are_read_by_the_ray_source(place: tuple[str, StorageConfig]) -> None:
-    root, storage = place
-    files = list_files([f"{root}/a.parquet", f"{root}/sub"], storage)
-    columns = pa.schema([("id", pa.int64())])
-    both = [read_footer(url, size, version, storage) for url, (size, version) in files.items()]
-    assert [file.group_rows for file, _ in both] == [(3, 2), (4,)]
-    assert both[0][1].names == ["id", "prompt", "other"] and both[0][1].field("prompt").type == pa.string()
-    assert len(both[0][0].group_bytes) == 2 and all(size > 0 for size in both[0][0].group_bytes)
-    shards = cut_shards([file for file, _ in both], 3, 10**9)
-    assert [(shard.first_row, shard.rows) for shard in shards] == [(0, 3), (3, 2), (0, 3), (3, 1)]
-    source = ShardSource(Read(shards, [file for file, _ in both], columns, storage), 100, 10**9, "out")
-    blocks = [block for task in source.get_read_tasks(2) for block in task()]
-    rows = [from_ipc(row["rows"])["id"].to_pylist() for block in blocks for row in block.to_pylist()]
-    assert rows == [[0, 1, 2], [3, 4], [5, 6, 7], [8]]
 
 
 def test_a_path_without_files_is_named(place: tuple[str, StorageConfig]) -> None:
@@ -247,9 +226,7 @@ def test_a_table_is_not_read_as_its_files(
     root, storage = str(tmp_path), LOCAL
     if store == "s3":
         storage = request.getfixturevalue("s3")
-        root = f"s3://bucket/{uuid.uuid4().hex}"
-        fs, inside = filesystem(root, storage)
-        fs.put(f"{tmp_path}/", inside, recursive=True)
+        root = uploaded(tmp_path, storage)
     paths = ["lake/t", "lake", "lake/t/*.parquet", "lake/t/dt=*/*.parquet", "lake/t/dt=2", "lake/t/c.parquet"]
     for path in paths if remedy.endswith("delta") else [*paths, "lake/t/data/dt=1/*", "lake/t/data"]:
         message = refusal([f"{root}/{path}"], storage)

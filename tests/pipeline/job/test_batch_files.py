@@ -5,20 +5,24 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from in_process import answered_rows, job_values, run_in_process
+from input_files import write_values
+from memory_folder import Killed
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from actors.engine.errors import UserError
 from actors.openai_requests import CHAT, TEXT
+from pipeline import job as jobs
 from pipeline.commit.results import RECORD, recorded, result_problems
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.storage.folder import open_folder
+from pipeline.generate.stats import Totals
+from pipeline.storage.folder import LocalFolder, open_folder
 
 
 def request(number: int, url: str, **body: Any) -> dict[str, Any]:
@@ -45,10 +49,6 @@ ERRORS = {
 }
 
 
-def write(path: Path, requests: Sequence[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(one) + "\n" for one in requests))
-
-
 def config(path: Path, output: Path, checkpoint: Path, **changes: Any) -> JobConfig:
     values = job_values(path, output, checkpoint, shard_rows=3, actors={"max_batch": 8})
     return JobConfig.model_validate({**values, "input": {"path": str(path), "format": "openai_batch"}, **changes})
@@ -56,7 +56,7 @@ def config(path: Path, output: Path, checkpoint: Path, **changes: Any) -> JobCon
 
 def test_each_request_is_answered_by_its_own_parameters(tmp_path: Path, chat_checkpoint: Path) -> None:
     """A chat and a text have the answers that a messages and a prompt column have."""
-    write(tmp_path / "in.jsonl", REQUESTS)
+    write_values(tmp_path / "in.jsonl", REQUESTS)
     job = config(tmp_path / "in.jsonl", tmp_path / "out", chat_checkpoint)
     totals = run_in_process(job).totals
     assert (totals.rows, totals.answers, totals.errors) == (8, 9, 2)
@@ -74,7 +74,7 @@ def test_each_request_is_answered_by_its_own_parameters(tmp_path: Path, chat_che
         (0, {"messages": "m"}, {"m": chat("alpha"), "k": 3}),
         (1, {"prompt": "p"}, {"p": "alpha bravo", "k": 4}),
     ):
-        write(tmp_path / "one.jsonl", [body])
+        write_values(tmp_path / "one.jsonl", [body])
         source = {"path": str(tmp_path / "one.jsonl"), "sampling": {"max_new_tokens": "k"}, **columns}
         output = tmp_path / f"one-{number}"
         run_in_process(config(tmp_path, output, chat_checkpoint, input=source))
@@ -92,7 +92,7 @@ def test_an_answer_has_the_form_that_its_request_asks_for(tmp_path: Path, chat_c
         request(1, CHAT, messages=chat("alpha"), max_tokens=2, response_format=form),
         request(2, CHAT, messages=chat("alpha"), response_format=other),
     ]
-    write(tmp_path / "in.jsonl", ask)
+    write_values(tmp_path / "in.jsonl", ask)
     run_in_process(config(tmp_path / "in.jsonl", tmp_path / "out", chat_checkpoint))
     whole, cut = (line["response"]["body"]["choices"][0] for line in lines(tmp_path / "out" / "results.jsonl"))
     assert json.loads(whole["message"]["content"]) in ({"a": True}, {"a": False})
@@ -106,7 +106,7 @@ def test_a_custom_id_that_two_rows_share_is_refused(tmp_path: Path, chat_checkpo
     """Ids are compared as values of their rows, not as JSON spells them; a row without one shares none, nor does
     a broken line with that of another file."""
     (tmp_path / "in").mkdir()
-    write(tmp_path / "in" / "a.jsonl", REQUESTS[:3])
+    write_values(tmp_path / "in" / "a.jsonl", REQUESTS[:3])
     damaged = '{"custom_id": "request-0"\n' * 2 + '{"body": {"custom_id": "request-0"}}\n'
     (tmp_path / "in" / "a.jsonl").write_text("{\n" + (tmp_path / "in" / "a.jsonl").read_text())
     spelled = json.dumps(REQUESTS[1]).replace("request-1", "request\\u002d1")
@@ -122,7 +122,7 @@ def test_a_custom_id_that_two_rows_share_is_refused(tmp_path: Path, chat_checkpo
 def test_a_request_is_whole(tmp_path: Path, chat_checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="prompt cannot be combined with format: openai_batch"):
         config(tmp_path, tmp_path, chat_checkpoint, input={"path": "a", "format": "openai_batch", "prompt": "p"})
-    write(tmp_path / "in.jsonl", [{"prompt": "alpha"}])
+    write_values(tmp_path / "in.jsonl", [{"prompt": "alpha"}])
     with pytest.raises(UserError, match=r"in\.jsonl: no column 'custom_id'; it has prompt"):
         run_in_process(config(tmp_path / "in.jsonl", tmp_path / "out", chat_checkpoint))
 
@@ -136,7 +136,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_results_and_errors_are_those_of_the_parts(tmp_path: Path, chat_checkpoint: Path) -> None:
-    write(tmp_path / "in.jsonl", REQUESTS)
+    write_values(tmp_path / "in.jsonl", REQUESTS)
     run_in_process(config(tmp_path / "in.jsonl", tmp_path / "out", chat_checkpoint))
     rows = answered_rows(tmp_path / "out")
     results, errors = (lines(tmp_path / "out" / f"{name}.jsonl") for name in ("results", "errors"))
@@ -169,41 +169,26 @@ def test_a_job_killed_at_any_write_of_its_end_finishes_with_the_same_bytes(
 ) -> None:
     """Killed before the `at`-th file after the last part; then run again. Planned at the same second."""
     monkeypatch.setattr("pipeline.plan.manifest.time.time", lambda: 1_700_000_000.0)
-    write(tmp_path / "in.jsonl", REQUESTS[:3] + REQUESTS[4:5])
+    write_values(tmp_path / "in.jsonl", REQUESTS[:3] + REQUESTS[4:5])
     run_in_process(config(tmp_path / "in.jsonl", tmp_path / "whole", chat_checkpoint))
     job = config(tmp_path / "in.jsonl", tmp_path / "killed", chat_checkpoint)
-    left = at
+    finalize, write, writes = jobs.finalize, LocalFolder._write, iter(range(1, at))
 
-    class Killed(BaseException):
-        pass
+    def dies(*arguments: Any) -> Path:
+        if next(writes, None) is None:
+            raise Killed
+        return write(*arguments)
 
-    def dying(method: Any) -> Any:
-        def write_or_die(*arguments: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise Killed
-            return method(*arguments)
+    def from_here_on(*arguments: Any) -> Totals:
+        monkeypatch.setattr(LocalFolder, "_write", dies)
+        return finalize(*arguments)
 
-        return write_or_die
-
-    from pipeline import job as jobs
-    from pipeline.storage.folder import LocalFolder
-
-    real = jobs.finalize
-
-    def from_here_on(*arguments: Any) -> Any:
-        for name in ("create", "replace"):
-            monkeypatch.setattr(LocalFolder, name, dying(getattr(LocalFolder, name)))
-        return real(*arguments)
-
-    with monkeypatch.context():
-        monkeypatch.setattr(jobs, "finalize", from_here_on)
-        try:
-            run_in_process(job)
-        except Killed:
-            assert not (tmp_path / "killed" / "_SUCCESS").exists()
+    monkeypatch.setattr(jobs, "finalize", from_here_on)
+    with suppress(Killed):
+        run_in_process(job)
+        pytest.fail("it was not killed")
     monkeypatch.undo()
+    assert not (tmp_path / "killed" / "_SUCCESS").exists()
     run_in_process(job)
     whole, killed = files(tmp_path / "whole"), files(tmp_path / "killed")
     assert killed.keys() == whole.keys() >= {"results.jsonl", "errors.jsonl", "_SUCCESS"}
@@ -214,7 +199,7 @@ def test_a_job_killed_at_any_write_of_its_end_finishes_with_the_same_bytes(
 
 
 def test_a_users_file_is_never_replaced(tmp_path: Path, chat_checkpoint: Path) -> None:
-    write(tmp_path / "in.jsonl", REQUESTS[:3])
+    write_values(tmp_path / "in.jsonl", REQUESTS[:3])
     job = config(tmp_path / "in.jsonl", tmp_path / "out", chat_checkpoint)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "results.jsonl").write_text("mine")
@@ -235,7 +220,7 @@ def test_a_users_file_is_never_replaced(tmp_path: Path, chat_checkpoint: Path) -
 
 def test_any_job_writes_its_answers_as_json_lines(tmp_path: Path, checkpoint: Path) -> None:
     """Asked for later, they are written without an answer made anew."""
-    write(tmp_path / "in.jsonl", [{"prompt": "alpha", "n": [1, {"a": None}]}, {"prompt": None}])
+    write_values(tmp_path / "in.jsonl", [{"prompt": "alpha", "n": [1, {"a": None}]}, {"prompt": None}])
     source = {"path": str(tmp_path / "in.jsonl")}
     run_in_process(config(tmp_path, tmp_path / "out", checkpoint, input=source))
     assert not (tmp_path / "out" / "answers.jsonl").exists()
@@ -269,7 +254,7 @@ def test_results_in_a_bucket(tmp_path: Path, chat_checkpoint: Path, s3: StorageC
 
 
 def test_a_glob_that_would_match_the_results_is_refused(tmp_path: Path, chat_checkpoint: Path) -> None:
-    write(tmp_path / "in.jsonl", REQUESTS[:1])
+    write_values(tmp_path / "in.jsonl", REQUESTS[:1])
     (tmp_path / "out").mkdir()
     for glob, output in (("out/*.jsonl", "out"), ("*.jsonl", ".")):
         values = config(tmp_path, tmp_path / output, chat_checkpoint).model_dump(exclude_unset=True)
@@ -280,7 +265,7 @@ def test_a_glob_that_would_match_the_results_is_refused(tmp_path: Path, chat_che
 
 def test_results_of_parts_that_were_answered_again_replace_the_former(tmp_path: Path, chat_checkpoint: Path) -> None:
     """The record knows the former files; one of them is needed no more."""
-    write(tmp_path / "in.jsonl", REQUESTS)
+    write_values(tmp_path / "in.jsonl", REQUESTS)
     job = config(tmp_path / "in.jsonl", tmp_path / "out", chat_checkpoint)
     run_in_process(job)
     out = tmp_path / "out"

@@ -59,23 +59,14 @@ def test_another_programs_file_is_refused_by_name(config: JobConfig, name: str, 
     assert state(folder) == before and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["part-000000.parquet", "part-000003.parquet", "_SUCCESS"])
+@pytest.mark.parametrize(
+    "name", ["part-000000.parquet", "part-000003.parquet", "_SUCCESS", "answers.jsonl", "answers-0001.jsonl"]
+)
 def test_another_programs_file_in_a_jobs_own_folder_is_refused_too(config: JobConfig, name: str) -> None:
     jobs.run(config)
     folder = Path(config.output.path)
     (folder / name).unlink(missing_ok=True)
     (folder / name).write_bytes(FOREIGN.get(name, parquet()))
-    before = state(folder)
-    with pytest.raises(UserError, match=name):
-        jobs.run(config, overwrite=True)
-    assert state(folder) == before
-
-
-@pytest.mark.parametrize("name", ["answers.jsonl", "answers-0001.jsonl"])
-def test_another_programs_json_lines_are_refused_before_anything_is_deleted(config: JobConfig, name: str) -> None:
-    jobs.run(config)
-    folder = Path(config.output.path)
-    (folder / name).write_text("{}\n")
     before = state(folder)
     output = config.output.model_copy(update={"format": "jsonl"})
     with pytest.raises(UserError, match=name):

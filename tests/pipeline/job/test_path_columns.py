@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from in_process import job_values, run_and_read
+from input_files import uploaded, write_values
 
 from actors.engine.errors import UserError
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.propose import read_sample
-from pipeline.storage.folder import filesystem
 from pipeline.try_rows import answer_first_rows
 
 PARTITIONS = ["dt=2026-11-01/lang=de", "dt=2026-11-02/lang=fr%20ca", "dt=2026-11-03/lang=__HIVE_DEFAULT_PARTITION__"]
@@ -27,14 +25,7 @@ def write(folder: Path, kind: str, own: dict[str, Any] | None = None) -> None:
     for number, partition in enumerate(PARTITIONS):
         (folder / partition).mkdir(parents=True)
         rows = [{"prompt": f"name[{number}{row}]", **(own or {})} for row in range(2)]
-        file = folder / partition / f"a.{kind}"
-        if kind == "parquet":
-            pq.write_table(pa.Table.from_pylist(rows), file)
-        elif kind == "jsonl":
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        else:
-            lines = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
-            file.write_text("".join(line + "\n" for line in lines))
+        write_values(folder / partition / f"a.{kind}", rows)
 
 
 def job(path: str, checkpoint: Path, output: Path, keep: list[str], **sections: Any) -> dict[str, Any]:
@@ -63,9 +54,7 @@ def test_they_are_kept_used_by_templates_and_as_id(tmp_path: Path, checkpoint: P
 
 def test_they_are_read_in_a_bucket_and_proposed_by_init(tmp_path: Path, checkpoint: Path, s3: StorageConfig) -> None:
     write(tmp_path / "in", "parquet")
-    root = f"s3://bucket/{uuid.uuid4().hex}"
-    fs, inside = filesystem(root, s3)
-    fs.put(f"{tmp_path}/in/", inside, recursive=True)
+    root = uploaded(tmp_path / "in", s3)
     storage = s3.model_dump(exclude={"catalog"})
     rows = run_and_read(job(root, checkpoint, tmp_path / "out", ["lang"], storage=storage))
     assert [(row["id"], row["lang"]) for row in rows] == [row for row in ROWS for _ in range(2)]

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from in_process import InProcess, answered_rows, job_config, parts, run_in_process
+from in_process import InProcess, answered_rows, job_config, parts, run_in_process, run_interrupted
+from input_files import write_values
 
-from pipeline import job as jobs
 from pipeline.commit.verify import verify
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.incremental import runs as incremental
 from pipeline.plan import plan_files
-from pipeline.run import stages
 from pipeline.storage.folder import open_folder
 from pipeline.try_rows import answer_first_rows
 
@@ -27,26 +21,7 @@ ROWS = [
     {"id": f"row-{row}", "prompt": " ".join(["alpha", "bravo", "cheap"][: 1 + row % 3]), "heat": row % 2 * 0.5}
     for row in range(20)
 ]
-
-
 FEW = {"max_new_tokens": 4}
-
-
-def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(list(rows)), path)
-        return
-    if ".csv" in path.name:
-        plain = path.with_suffix("") if path.suffix == ".gz" else path
-        with open(plain, "w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-        data = plain.read_bytes()
-        plain.unlink()
-    else:
-        data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
 
 
 def config(path: Path, output: Path, checkpoint: Path, /, **changes: Any) -> JobConfig:
@@ -59,7 +34,7 @@ def test_rows_in_any_format_have_the_same_answered_rows(tmp_path: Path, checkpoi
     found = {}
     for suffix in ("parquet", "jsonl", "jsonl.gz", "csv", "csv.gz"):
         path = tmp_path / f"in.{suffix}"
-        write(path, [{**row, "heat": 0.0} for row in ROWS])
+        write_values(path, [{**row, "heat": 0.0} for row in ROWS])
         job = config(path, tmp_path / suffix, checkpoint, input={"sampling": {"temperature": "heat"}})
         assert run_in_process(job).totals.errors == 0
         found[suffix] = answered_rows(tmp_path / suffix)
@@ -68,31 +43,19 @@ def test_rows_in_any_format_have_the_same_answered_rows(tmp_path: Path, checkpoi
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "csv"])
-def test_a_killed_and_resumed_job_writes_the_same_bytes(tmp_path: Path, checkpoint: Path, suffix: str) -> None:
+def test_an_interrupted_and_resumed_job_writes_the_same_bytes(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
     """Sampled answers: they depend on file and row number."""
     path = tmp_path / f"in.{suffix}"
-    write(path, ROWS)
+    write_values(path, ROWS)
     changes: dict[str, Any] = {"sampling": {"max_new_tokens": 4, "temperature": 1.0}}
     run_in_process(config(path, tmp_path / "whole", checkpoint, **changes))
     killed = config(path, tmp_path / "killed", checkpoint, **changes)
 
-    class Killed(BaseException):
-        pass
-
-    with pytest.MonkeyPatch.context() as patch:
-        real, calls = stages.commit_shard, []
-
-        def dying(*arguments: Any, **options: Any) -> Any:
-            calls.append(1)
-            if len(calls) > 2:
-                raise Killed
-            return real(*arguments, **options)
-
-        patch.setattr(stages, "commit_shard", dying)
-        with pytest.raises(Killed):
-            jobs.run(killed, backend=InProcess())
-    assert len(parts(tmp_path / "killed")) == 2
-    assert run_in_process(killed).fresh_rows == len(ROWS) - 12
+    run_interrupted(monkeypatch, killed)
+    assert len(parts(tmp_path / "killed")) == 1
+    assert run_in_process(killed).fresh_rows == len(ROWS) - 6
     assert parts(tmp_path / "killed") == parts(tmp_path / "whole")
     folder = open_folder(str(tmp_path / "killed"), StorageConfig())
     manifest = plan_files.load(folder)
@@ -110,7 +73,7 @@ def test_a_damaged_line_is_its_rows_error(tmp_path: Path, checkpoint: Path) -> N
     assert rows[4]["id"] is None and rows[4]["error"].startswith("not JSON: JSONDecodeError")
     assert rows[9]["error"] == "prompt is null"
     whole = tmp_path / "whole.jsonl"
-    write(whole, ROWS)
+    write_values(whole, ROWS)
     run_in_process(config(whole, tmp_path / "whole", checkpoint))
     others = [row for number, row in enumerate(answered_rows(tmp_path / "whole")) if number not in (4, 9)]
     assert others == [row for number, row in enumerate(rows) if number not in (4, 9)]
@@ -125,7 +88,7 @@ def test_chats_and_sampling_may_differ_in_shape_from_row_to_row(tmp_path: Path, 
         {"id": 2, "chat": [parts_of_text], "own": {"stop": ["zzzz"], "max_new_tokens": 2}},
         {"id": 3, "chat": json.dumps([text]), "own": {"max_new_tokens": 0}},
     ]
-    write(path, rows)
+    write_values(path, rows)
     job = config(path, tmp_path / "out", chat_checkpoint, input={"messages": "chat", "sampling": "own"})
     run_in_process(job)
     found = answered_rows(tmp_path / "out")
@@ -137,7 +100,7 @@ def test_chats_and_sampling_may_differ_in_shape_from_row_to_row(tmp_path: Path, 
 def test_a_schema_may_be_an_object_of_its_row(tmp_path: Path, checkpoint: Path) -> None:
     path = tmp_path / "in.jsonl"
     schemas: list[Any] = [{"const": "a"}, {"enum": [["b", 1]]}, json.dumps({"const": "c"}), 5]
-    write(path, [{"id": number, "prompt": "alpha", "form": schema} for number, schema in enumerate(schemas)])
+    write_values(path, [{"id": number, "prompt": "alpha", "form": schema} for number, schema in enumerate(schemas)])
     source = {"output_format": {"json_schema": "form"}}
     run_in_process(config(path, tmp_path / "out", checkpoint, input=source, sampling={"max_new_tokens": 20}))
     found = answered_rows(tmp_path / "out")
@@ -147,7 +110,7 @@ def test_a_schema_may_be_an_object_of_its_row(tmp_path: Path, checkpoint: Path) 
 
 def test_a_shared_prefix_is_found_and_try_shows_rows(tmp_path: Path, checkpoint: Path) -> None:
     path = tmp_path / "in.jsonl"
-    write(path, ROWS)
+    write_values(path, ROWS)
     rule = "Name the place, its area and its food in one line. {{ prompt }}"
     job = config(path, tmp_path / "out", checkpoint, input={"template": rule})
     assert len(run_in_process(job).manifest.batching.prefix) > 5
@@ -166,7 +129,7 @@ def test_incremental_runs_answer_each_file_once(tmp_path: Path, checkpoint: Path
     section = {"format": "jsonl", "since": "last_success"}
     job = config(inbox, tmp_path / "root", checkpoint, input=section, output={"format": "jsonl"})
     for number, rows in enumerate((ROWS[:5], ROWS[5:8])):
-        write(inbox / f"{number}.jsonl", rows)
+        write_values(inbox / f"{number}.jsonl", rows)
         (run,) = incremental.run(job, backend=InProcess()).finished
         folder = tmp_path / "root" / run.run.folder
         found = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
