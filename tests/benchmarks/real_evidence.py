@@ -41,30 +41,17 @@ DENSE_LAYERS = 15
 UNADAPTED_ROWS = 100  # their losses are large
 COMMITTED = {"text": ADAPTER}  # that of `make real`
 # trainings after that of configs/real/<name>.yaml, each from the adapter of the one before: job file, folder, changes
+BOTH = 'input.path=["work/real/text/own.parquet", "work/real/text/recombined.parquet"]'
 FURTHER: dict[str, list[tuple[str, str, list[str]]]] = {
     "text": [
         ("text-own.yaml", "adapt-own", []),
-        (
-            "text-own.yaml",
-            "adapt-recombined",
-            [
-                'input.path=["work/real/text/own.parquet", "work/real/text/recombined.parquet"]',
-                "adapt.rows=2351",
-                "adapt.training.epochs=1",
-            ],
-        ),
+        ("text-own.yaml", "adapt-recombined", [BOTH, "adapt.rows=2351", "adapt.training.epochs=1"]),
     ],
     "labels": [("labels-further.yaml", "adapt-further", [])],
     "summaries": [("summaries.yaml", "adapt-again", ["adapt.training.max_steps=170", "adapt.training.seed=1"])],
 }
 GEMMA = "gemma-labels"  # a job of the second model, whose weights and adapters are never committed
-METRICS = {
-    "text": "bleu",
-    "labels": "exact_match",
-    "groups": "exact_match",
-    GEMMA: "exact_match",
-    "summaries": "rouge_l",
-}
+METRICS = {"text": "bleu", **dict.fromkeys(("labels", "groups", GEMMA), "exact_match"), "summaries": "rouge_l"}
 TITLES = {"bleu": "BLEU", "exact_match": "accuracy %", "rouge_l": "ROUGE-L"}
 LINES = {"adapted": "adapted", "measured": "unadapted, measured order", "paper": "unadapted, paper's order"}
 OF_PROMPT_AND_FALL = ("horizon", "decay", "prompt")
@@ -280,52 +267,42 @@ def _cost(folder: Path) -> dict[str, float]:
 
 
 def _markdown(name: str, rows: Sequence[Row], cost: dict[str, float]) -> str:
-    metric = METRICS[name]
-    stated = " values stated | loss |" if name == "text" else ""
-    head = (
-        f"| line | layer ratio | wall clock, whole | ideal | decode | ideal | {TITLES[metric]} | loss against 1x |"
-        f"{stated} ROUGE-L to 1x | same answer % | token KL, nats | break-even rows |"
-    )
-    lines = [head, "|---" + "|---:" * (head.count("|") - 2) + "|"]
-    full = rows[0]
-    count = full.values["rows"]
+    metric, full = METRICS[name], rows[0]
+    count, lines = full.values["rows"], []
     for row in rows:
-        values = row.values
-        ideals = ["-", "-"] if row.ideal is None else [f"{speedup:.2f}x" for speedup in row.ideal]
-        loss = "-"
-        facts = row.values_stated()
-        of_facts = [f"{facts['values_stated']:.1f}%", "-"] if facts else []
-        if row is not full:
-            loss = _loss(values, metric)
-            of_facts = [*of_facts[:1], _loss(facts, "values_stated")] if facts else []
+        values, facts = row.values, row.values_stated()
+        whole, decode = ("-", "-") if row.ideal is None else (f"{speedup:.2f}x" for speedup in row.ideal)
         saved = (full.values["seconds"] - values["seconds"]) / count
         pays = row.kind == "adapted" and row is not full and "adapt" in cost
-        even = "-" if not pays else f"{cost['adapt'] / saved:,.0f}" if saved > 0 else "never"
-        cells = [
-            row.title,
-            "-" if values["layer_ratio"] is None else f"{values['layer_ratio']:.2f}x",
-            f"{values['wall_clock']:.2f}x",
-            ideals[0],
-            f"{values['decode_wall_clock']:.2f}x",
-            ideals[1],
-            f"{values[metric]:.1f}",
-            loss,
-            *of_facts,
-            *(f"{values[key]:.1f}" for key in ("agreement_rouge_l", "agreement_exact")),
-            f"{values['token_kl']:.3f}",
-            even,
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        cells = {
+            "line": row.title,
+            "layer ratio": "-" if values["layer_ratio"] is None else f"{values['layer_ratio']:.2f}x",
+            "wall clock, whole": f"{values['wall_clock']:.2f}x",
+            "ideal": whole,
+            "decode": f"{values['decode_wall_clock']:.2f}x",
+            "decode, ideal": decode,
+            TITLES[metric]: f"{values[metric]:.1f}",
+            "loss against 1x": "-" if row is full else _loss(values, metric),
+        }
+        if facts:
+            cells["values stated"] = f"{facts['values_stated']:.1f}%"
+            cells["loss"] = "-" if row is full else _loss(facts, "values_stated")
+        cells["ROUGE-L to 1x"] = f"{values['agreement_rouge_l']:.1f}"
+        cells["same answer %"] = f"{values['agreement_exact']:.1f}"
+        cells["token KL, nats"] = f"{values['token_kl']:.3f}"
+        cells["break-even rows"] = "-" if not pays else f"{cost['adapt'] / saved:,.0f}" if saved > 0 else "never"
+        if row is full:
+            lines = ["| " + " | ".join(cells) + " |", "|---" + "|---:" * (len(cells) - 1) + "|"]
+        lines.append("| " + " | ".join(cells.values()) + " |")
     notes = [f"{count} rows, batches of up to {full.values['batch']}; brackets: 95% intervals, paired bootstrap."]
     fewer = {row.values["rows"] for row in rows} - {count}
     if fewer:
         notes.append(f"Unadapted: {min(fewer)} rows.")
-    if METRICS[name] == "exact_match":
+    if metric == "exact_match":
         notes.append(_nearest(name, count))
     if "tune" in cost:
-        notes.append(
-            f"Training of the adapter {cost['tune'] / 60:.1f} min, with its answers {cost['adapt'] / 60:.1f} min."
-        )
+        tune, adapt = cost["tune"] / 60, cost["adapt"] / 60
+        notes.append(f"Training of the adapter {tune:.1f} min, with its answers {adapt:.1f} min.")
     if "heal" in cost:
         notes.append(f"Healing of the pruned model {cost['heal'] / 60:.1f} min.")
     return "\n".join([*lines, "", " ".join(notes), ""])
