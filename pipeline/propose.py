@@ -100,26 +100,23 @@ def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[S
 def read_sample(path: str, storage: StorageConfig) -> Sample:
     """Read the first rows of the first file that has rows. Raises UserError if the first `FILES` files have none."""
     given: InputFormat | None = None
-    first: UserError | None = None
+    unlisted, unread = list[UserError](), list[UserError]()
     for given in (None, "jsonl", "csv"):  # the name of a folder does not show the format of its files
         try:
             files = list_files([path], storage, given)
             break
         except UserError as error:
-            first = first or error
+            unlisted.append(error)
     else:
-        assert first is not None
-        raise first
-    problem: UserError | None = None
+        raise unlisted[0]
     for url, entry in islice(files.items(), FILES):
         try:
             return Sample(len(files), given, first_rows(url, *entry, file_format(url, given), storage))
         except OtherFormat as error:
             return Sample(len(files), error.format, first_rows(url, *entry, error.format, storage))
         except UserError as error:
-            problem = problem or error  # for example an empty file
-    assert problem is not None, "list_files returns a file"
-    raise problem
+            unread.append(error)  # for example an empty file
+    raise unread[0]
 
 
 def first_rows(url: str, size: int, version: str, kind: str, storage: StorageConfig) -> dict[str, list[Any]]:

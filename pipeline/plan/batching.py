@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from actors.engine.errors import UserError
-from actors.engine.machine import process_cpus, process_memory
 from actors.engine.model.loading import Checkpoint
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
@@ -40,9 +39,8 @@ class Batching:
 def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, hardware: Hardware | None) -> Batching:
     """Return the batching of a new job with `rows` rows. Its shared prefix is set later. hardware: see `plan_job`."""
     actors = config.actors
-    cpus, memory, nodes = process_cpus(), process_memory(), 1
-    if hardware is not None and not actors.gpus and None in (actors.threads, actors.cache_bytes):
-        cpus, memory, nodes = hardware.node(actors)
+    needs_node = not actors.gpus and None in (actors.threads, actors.cache_bytes)
+    cpus, memory, nodes = (hardware if hardware is not None and needs_node else Hardware()).node(actors)
     of_node = math.ceil(actors.most / nodes)
     cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1)) if actors.gpus else min(2**30, memory // 4 // of_node)
     if config.model.engine == "vllm" and actors.gpus:
