@@ -90,14 +90,20 @@ class Budget:
             # if the job has no budget, only a later run may need the record
             with shielded(), suppress(*(STORE_ERRORS if self.config.budget is None else ())):
                 used = self.device_seconds + (time.monotonic() - began) * self.config.devices
-                write_json(self.folder, SPENT, {"device_seconds": used})
+                if _recorded_seconds(self.folder) <= self.device_seconds:  # otherwise another run has taken over
+                    write_json(self.folder, SPENT, {"device_seconds": used})
 
 
 def open_budget(config: JobConfig, folder: Folder, fingerprint: str) -> Budget:
     """Return the job's budget with what earlier runs have used."""
-    stored = read_json(folder, SPENT)
-    known = float(stored["device_seconds"]) if isinstance(stored, dict) and "device_seconds" in stored else 0.0
+    known = _recorded_seconds(folder)
     if config.budget is None:
         return Budget(config, folder, known, 0)
     totals = totals_of(read_records(folder, fingerprint))
     return Budget(config, folder, max(known, totals.device_seconds), totals.generated_tokens)
+
+
+def _recorded_seconds(folder: Folder) -> float:
+    """Return the device time in the file `SPENT`; 0 without a valid file."""
+    stored = read_json(folder, SPENT)
+    return float(stored["device_seconds"]) if isinstance(stored, dict) and "device_seconds" in stored else 0.0

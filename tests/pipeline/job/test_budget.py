@@ -16,9 +16,10 @@ from actors.engine.errors import UserError
 from pipeline.commit.budget import SPENT, Budget, BudgetSpent, open_budget
 from pipeline.config.job import JobConfig
 from pipeline.config.load import validated
+from pipeline.generate.coordinator import Coordinator
 from pipeline.plan import plan_files
 from pipeline.run import stages
-from pipeline.storage.folder import open_folder
+from pipeline.storage.folder import Folder, open_folder
 
 ROWS = 24
 
@@ -94,6 +95,15 @@ def test_a_run_without_a_budget_is_counted_by_a_later_one(values: dict[str, Any]
     manifest = plan_files.load(folder)
     assert manifest is not None and spent > 0
     assert open_budget(config, folder, manifest.fingerprint).used()["hours"] >= spent / 3600
+
+
+def test_a_run_that_was_replaced_leaves_the_record_of_its_successor(values: dict[str, Any], local: Folder) -> None:
+    first, second = (open_budget(JobConfig.model_validate(values), local, "") for _ in range(2))
+    with first.spending(Coordinator(), 1):
+        with second.spending(Coordinator(), 1):
+            time.sleep(0.01)
+        recorded = local.read(SPENT)
+    assert local.read(SPENT) == recorded
 
 
 def test_money_needs_a_price(values: dict[str, Any]) -> None:
