@@ -87,12 +87,8 @@ def measure(given: argparse.Namespace, line: str, rows: list[int]) -> list[dict[
             began = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             whole = time.perf_counter() - began
-        result = {
-            "line": line,
-            "rows": count,
-            "tokens_per_second": count * given.new_tokens / whole,
-            "steps": len(steps),
-        }
+        speed = count * given.new_tokens / whole
+        result = {"line": line, "rows": count, "tokens_per_second": speed, "steps": len(steps)}
         if skipper is not None:
             counts = skipper.counts
             result |= {
@@ -138,14 +134,11 @@ def table(results: list[dict[str, Any]]) -> str:
     ]
     for one in sorted(results, key=lambda one: one["rows"]):
         speed, base = one["tokens_per_second"], plain.get(one["rows"])
+        shown = f"{speed:,.0f}" + (f" ({speed / base:.2f})" if base else "")
         more = ["", "", ""]
         if "overhead" in one:
             more = [f"{one['builds_per_step']:.1f}", f"{one['layers_per_token']:.1f}", f"{one['overhead']:.1%}"]
-        cells = [
-            *(one["rows"], one["line"], f"{speed:,.0f}" + (f" ({speed / base:.2f})" if base else ""), one["steps"]),
-            *more,
-        ]
-        text.append("| " + " | ".join(map(str, cells)) + " |")
+        text.append("| " + " | ".join([str(one["rows"]), one["line"], shown, str(one["steps"]), *more]) + " |")
     return "\n".join(text)
 
 

@@ -36,11 +36,11 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("systems.py")
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/pipeline"), str(Path(__file__).parent)]
 
-import boto3  # noqa: E402
 import bucket_server  # noqa: E402
 import psutil  # noqa: E402
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
+import s3fs  # noqa: E402
 from cli_command import MARK, marked  # noqa: E402
 from fault_proxy import SLOW_DOWN, fault_proxy  # noqa: E402
 from local_cluster import LocalCluster  # noqa: E402
@@ -222,14 +222,9 @@ class Trial:
         """The output's files as a consumer reads them; those of a bucket are fetched."""
         folder = Path(self.output)
         if self.endpoint:
-            folder, (bucket, _, prefix) = self.folder / "fetched", self.output.removeprefix("s3://").partition("/")
-            client = boto3.client("s3", endpoint_url=self.endpoint)
-            for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{prefix}/"):
-                for one in page.get("Contents", ()):
-                    place = folder / one["Key"].removeprefix(f"{prefix}/")
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    if one["Key"].endswith(".parquet"):
-                        client.download_file(bucket, one["Key"], str(place))
+            folder, store = self.folder / "fetched", s3fs.S3FileSystem(endpoint_url=self.endpoint)
+            with suppress(FileNotFoundError):  # of a job that wrote nothing
+                store.get(f"{self.output}/", f"{folder}/", recursive=True)
         hidden = ("_", ".")
         files = (file.relative_to(folder) for file in folder.rglob("*.parquet"))
         return sorted(folder / file for file in files if not any(part.startswith(hidden) for part in file.parts))
