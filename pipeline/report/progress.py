@@ -120,7 +120,8 @@ class Progress:
         try:
             run = self.coordinator.read()
         except (ray.exceptions.RayError, TimeoutError):
-            return "progress unknown: the run's coordinator does not answer", {}
+            unknown = "progress unknown: the run's coordinator does not answer"
+            return unknown if self.phase else "starting the run's coordinator", {}
         now = time.monotonic()
         self.example = run.example
         self.phase = "rows" if run.shards else _waits_for(run)[0]

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -252,6 +253,13 @@ def test_rates_are_those_of_the_last_minutes(monkeypatch: pytest.MonkeyPatch) ->
 def test_before_the_first_commit_progress_says_what_it_waits_for(run: RunProgress, waits_for: str) -> None:
     line = progress_line(run, {}, 3.0, Workload(8, 1000, 2, 300))
     assert line == f"2/8 shards  300/1,000 rows  {waits_for}  0:03 elapsed"
+
+
+def test_a_coordinator_that_does_not_answer_is_named_only_after_it_has_started() -> None:
+    coordinator = Mock(**{"read.side_effect": [TimeoutError(), RunProgress(at_work=1), TimeoutError()]})
+    shown = progress.Progress(coordinator, Workload(8, 80, 0, 0))
+    lines = [shown.read()[0] for _ in range(3)]
+    assert lines[0] == "starting the run's coordinator" and "0/80 rows" in lines[1] and "unknown" in lines[2]
 
 
 def test_a_line_says_that_actors_wait_for_rows_and_how_many_cpus_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
