@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from actors.answers import Answer, answer_columns
 from pipeline.generate.parsed import parse_answers
 from pipeline.input.shards import Shard
+from pipeline.storage.parquet import parquet_bytes
 
 PARSED = "parsed"
 
@@ -62,11 +62,8 @@ def part_bytes(table: pa.Table, spec: PartSpec, shard: Shard) -> bytes:
         **shard_metadata(shard),
         "skipdecode.num_layers": str(spec.num_layers),
     }
-    sink = pa.BufferOutputStream()
     combined = table.replace_schema_metadata(metadata).combine_chunks()  # Parquet pages must not depend on row batches
-    pq.write_table(combined, sink, compression="zstd", write_page_checksum=True)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
+    return parquet_bytes(combined, compression="zstd", write_page_checksum=True)
 
 
 def shard_metadata(shard: Shard) -> dict[str, str]:

@@ -159,7 +159,7 @@ class Peer:
 def running_peers(
     peers: Mapping[str, tuple[str, Path, dict[str, str]]], checkpoint: Path, options: argparse.Namespace
 ) -> Iterator[dict[str, Peer]]:
-    """Peers of `options.peers` that start; the others are passed by, with a line."""
+    """Start the peers in `options.peers`. For a peer that does not start, print a line and leave it out."""
     started: dict[str, Peer] = {}
     with ExitStack() as stack:
         for name in options.peers:
@@ -180,7 +180,7 @@ def running_peers(
 def rounds(
     ours: Mapping[str, Callable[[], Timing]], peers: Mapping[str, Peer], workload: Workload, runs: int
 ) -> dict[str, list[Timing]]:
-    """Every contestant once a round, in turn; the first round's timing, kept first, is a warm-up."""
+    """Time every contestant once in each round, in turn. The first timing of each is its warm-up."""
     contestants = {**ours, **{name: partial(peer.answer, workload) for name, peer in peers.items()}}
     seen: dict[str, list[Timing]] = {name: [] for name in contestants}
     for _ in range(runs + 1):
@@ -197,12 +197,12 @@ def rounds(
 
 
 def median(timings: list[Timing]) -> Timing:
-    """The one of the middle by its seconds, without the warm-up."""
+    """Return the timing with the median number of seconds. The first timing, the warm-up, does not count."""
     return sorted(timings[1:], key=lambda one: one.seconds)[(len(timings) - 2) // 2]
 
 
 def figures(timings: list[Timing]) -> dict[str, float]:
-    """What is told of every contestant."""
+    """Return the figures of a contestant that every contestant has."""
     one = median(timings)
     peak = max(timing.peak_bytes for timing in timings[1:])
     return {"tokens/s": one.tokens / one.seconds, "warm-up, s": timings[0].seconds, "peak MiB": peak / 2**20}
@@ -219,7 +219,7 @@ def table(found: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def comparison(doc: str | None, rows: int, max_rows: int, peers: Iterable[str]) -> argparse.ArgumentParser:
-    """Options that all comparisons have."""
+    """Return a parser with the options that all comparisons have."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=rows)
     parser.add_argument("--max-rows", type=int, default=max_rows, help="in flight at once")
@@ -231,7 +231,7 @@ def comparison(doc: str | None, rows: int, max_rows: int, peers: Iterable[str]) 
 
 
 def facts(options: argparse.Namespace, ceilings: Ceilings) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return facts on which the figures depend, such as versions and the machine."""
     processors = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "machine": processors[0].split(":", 1)[1].strip() if processors else "unknown",
@@ -244,7 +244,7 @@ def facts(options: argparse.Namespace, ceilings: Ceilings) -> dict[str, Any]:
 
 
 def save(results: Mapping[str, Any], file: Path | None) -> None:
-    """Write results as JSON, if a file is asked for."""
+    """Write the results as JSON if the options name a file."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(results, indent=1) + "\n")

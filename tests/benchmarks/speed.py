@@ -35,7 +35,7 @@ from actors.engine.loop import SCHEDULERS
 def figures_of_all(
     seen: dict[str, list[contestants.Timing]], workload: Workload, shape: Shape, ceilings: Ceilings, max_rows: int
 ) -> dict[str, dict[str, float]]:
-    """What is told of each contestant; of this engine its work and speed-ups too."""
+    """Return the figures of each contestant. For this engine, they include its work and its speed-ups."""
     found = {name: contestants.figures(timings) for name, timings in seen.items()}
     rows = [(len(ids), new) for ids, new in zip(workload.prompts, workload.new, strict=True)]
     for name, timings in seen.items():

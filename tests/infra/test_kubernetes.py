@@ -1,5 +1,4 @@
-"""RayJob, nightly CronJob and RayService: by schemas, by what they say of each other and of Ray Serve, and the waiting
-script itself."""
+"""The files of KubeRay and Kubernetes fit their schemas and one another, and the script waits for the job's end."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from typing import Any
 import boto3
 import bucket_server
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import s3fs
 from infra_files import INFRA
@@ -20,6 +19,7 @@ from pipeline.config.job import StorageConfig
 from pipeline.input.files import list_files, read_footer
 from pipeline.input.shards import cut_shards, read_groups
 from pipeline.storage.folder import open_folder, probe_create
+from pipeline.storage.parquet import parquet_bytes
 
 BUCKET = "example-bucket"
 NEEDS = {
@@ -71,9 +71,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         client = boto3.client("s3")
         client.create_bucket(Bucket=BUCKET)
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.table({"prompt": ["a", "b"]}), sink)
-        client.put_object(Bucket=BUCKET, Key="prompts/in.parquet", Body=sink.getvalue().to_pybytes())
+        data = parquet_bytes(pa.table({"prompt": ["a", "b"]}))
+        client.put_object(Bucket=BUCKET, Key="prompts/in.parquet", Body=data)
         monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", recorded)
         s3fs.S3FileSystem.clear_instance_cache()
         yield made

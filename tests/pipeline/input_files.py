@@ -30,7 +30,7 @@ def write_rows(path: Path, groups: list[int], first: int = 0) -> None:
 
 
 def write_values(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """A file of these rows, of the format that its name shows."""
+    """Write `rows` to a file in the format that the suffix of its name shows."""
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(list(rows)), path)
         return

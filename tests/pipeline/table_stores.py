@@ -162,7 +162,7 @@ def prompts(first: int, count: int) -> pa.Table:
 
 
 def config(tables: Tables, checkpoint: Path, **sections: Any) -> JobConfig:
-    """A job of these sections and of defaults for others."""
+    """Return a job with these sections. All other sections have their defaults."""
     own = {"sampling": {"max_new_tokens": 3}, "storage": tables.storage(), "shard_rows": 2, "shared_prefix": False}
     return job_config("", "", checkpoint, **{**own, **sections})
 

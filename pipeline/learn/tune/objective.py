@@ -55,7 +55,7 @@ class Targets:
         return cls(ids, log_probs, rest, parts[0].entries)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Targets:
-        """Return targets whose tensors are `change` of these tensors."""
+        """Apply `change` to each tensor, and return the results as new targets."""
         return replace(self, ids=change(self.ids), log_probs=change(self.log_probs), rest=change(self.rest))
 
     def __getitem__(self, tokens: slice) -> Targets:

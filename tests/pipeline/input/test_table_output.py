@@ -39,6 +39,7 @@ from pipeline.input.table import output_table
 from pipeline.plan import plan_files
 from pipeline.plan.manifest import Manifest
 from pipeline.storage.folder import Folder, open_folder
+from pipeline.storage.parquet import parquet_bytes
 
 NAME = "out.answers"
 OUTPUTS = {"iceberg": IcebergOutput, "delta": DeltaOutput}
@@ -212,9 +213,7 @@ def test_a_lost_part_that_is_answered_with_other_bytes_is_named(
     def longer(shards: Sequence[Shard], folder: Folder, fingerprint: str) -> None:
         for shard in shards:
             table = pq.read_table(io.BytesIO(part(shard, fingerprint=fingerprint)))
-            sink = pa.BufferOutputStream()
-            pq.write_table(table, sink, compression="none")
-            commit(folder, shard, sink.getvalue().to_pybytes(), part_stats(shard), fingerprint)
+            commit(folder, shard, parquet_bytes(table, compression="none"), part_stats(shard), fingerprint)
 
     with pytest.raises(UserError, match=r"holds parts of .* that were lost and answered again with other bytes"):
         jobs.run(job, backend=MadeUpParts(longer))

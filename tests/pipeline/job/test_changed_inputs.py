@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from in_process import InProcess, invoke, job_config, job_values, run_in_process
 
@@ -23,16 +22,15 @@ from pipeline.plan import plan_files
 from pipeline.run.ray_data import ShardSource
 from pipeline.run.stages import Read
 from pipeline.storage.folder import Folder, open_folder
+from pipeline.storage.parquet import parquet_bytes
 
 ROWS, SHARD_ROWS = 40, 10
 SCHEMA = pa.schema([("prompt", pa.string())])
 
 
 def parquet(prompt: str) -> bytes:
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({"prompt": [f"{prompt} {row}" for row in range(ROWS)]}), sink, row_group_size=SHARD_ROWS)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
+    table = pa.table({"prompt": [f"{prompt} {row}" for row in range(ROWS)]})
+    return parquet_bytes(table, row_group_size=SHARD_ROWS)
 
 
 OLD, NEW = parquet("alpha"), parquet("bravo")  # as many bytes
