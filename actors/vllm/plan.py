@@ -81,11 +81,15 @@ class PassPlan:
             counts = np.diff(np.concatenate(([0], np.cumsum(runs)))[self.starts])
             requests = np.flatnonzero(counts)
             dropped = (np.diff(self.starts) - counts)[requests]
-            tokens, on_device = (
-                torch.from_numpy(one).to(self.device, non_blocking=True) for one in (np.flatnonzero(runs), requests)
-            )
+            tokens, on_device = to_device(np.flatnonzero(runs), self.device), to_device(requests, self.device)
             self._subsets[level] = Subset(tokens, requests, on_device, counts[requests], dropped)
         return self._subsets[level]
+
+
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array to a device. From memory that is not pinned, the copy would wait until the GPU has no more work."""
+    tensor = torch.from_numpy(values)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def cut_metadata(common: Any, subset: Subset, ends: np.ndarray) -> Any:
@@ -100,10 +104,10 @@ def cut_metadata(common: Any, subset: Subset, ends: np.ndarray) -> Any:
     if not isinstance(common.causal, bool):
         raise NotImplementedError("CommonAttentionMetadata.causal is set for each request, which is not supported")
     device = common.seq_lens.device
-    starts = torch.from_numpy(np.concatenate(([0], np.cumsum(subset.counts))).astype(np.int32))
+    starts = np.concatenate(([0], np.cumsum(subset.counts))).astype(np.int32)
     cut: dict[str, Any] = {
-        "query_start_loc_cpu": starts,
-        "query_start_loc": starts.to(device, non_blocking=True),
+        "query_start_loc_cpu": torch.from_numpy(starts),
+        "query_start_loc": to_device(starts, device),
         "num_reqs": len(subset.counts),
         "num_actual_tokens": int(subset.counts.sum()),
         "max_query_len": int(subset.counts.max()),
@@ -120,7 +124,7 @@ def cut_metadata(common: Any, subset: Subset, ends: np.ndarray) -> Any:
             there = isinstance(value, Tensor) and value.device == device
             rows = value[: common.num_reqs][subset.on_device if there else subset.requests]
             if name in LENGTHS:
-                rows = rows - torch.from_numpy(subset.dropped).to(rows.device, rows.dtype)
+                rows = rows - to_device(subset.dropped, rows.device).to(rows.dtype)
             cut[name] = rows
         else:
             raise NotImplementedError(f"CommonAttentionMetadata.{name} is set, which SkipDecode does not support")

@@ -3,11 +3,11 @@
     python tests/benchmarks/vllm_speed.py --model work/real/model --rows 32        # on a CPU
     python tests/benchmarks/vllm_speed.py --shape llama-3-8b --rows 32,256,1024    # on a GPU, see gpu.sh
 
-Plain vLLM has its compiled layers and CUDA graphs. The add-on runs eagerly, and so does plain vLLM in a further line,
-which tells how much of the difference is launches. 1x: all layers wrapped, and run for every token. Each line is a
-process of its own, and its second run is timed. Columns: generated tokens a second of the whole run, prefill included;
-steps; builds of metadata for subsets a step; layers that a token runs; overhead: share of the run that the add-on
-spends on plans and metadata.
+Plain vLLM has its compiled layers and CUDA graphs. The add-on runs eagerly, and so does plain vLLM in a further engine,
+which tells how much of the difference is launches. 1x: all layers wrapped, and run for every token. Each engine is a
+process of its own, and the second of two runs is timed. Columns: generated tokens a second of the whole run, prefill
+included; steps; builds of metadata for subsets a step; layers that a token runs, prompts included; overhead: share of
+the run that the add-on spends on plans and metadata.
 """
 
 from __future__ import annotations
@@ -28,28 +28,20 @@ ADD_ON = {
     "scheduler_cls": "actors.vllm.scheduler.SkipAsyncScheduler",
     "enforce_eager": True,
 }
-LINES: dict[str, tuple[float | None, dict[str, Any]]] = {  # speed-up of the add-on, options of vLLM
-    "plain": (None, {}),
-    "plain, eager": (None, {"enforce_eager": True}),
-    "1x": (1, ADD_ON),
-    "2x": (2, ADD_ON),
-    "3x": (3, ADD_ON),
-}
+ENGINES: dict[str, dict[str, Any]] = {"plain": {}, "plain, eager": {"enforce_eager": True}, "add-on": ADD_ON}
 
 
-def measure(given: argparse.Namespace, line: str, rows: list[int]) -> list[dict[str, Any]]:
-    """Measure a line at each number of rows in flight."""
+def measure(given: argparse.Namespace, name: str, rows: list[int]) -> list[dict[str, Any]]:
+    """Measure an engine at each number of rows in flight, and the add-on at each speed-up."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     import vllm
 
     from actors.engine.schedule.schedule import ScheduleSpec
 
-    speedup, options = LINES[line]
-    # any schedule below full depth wraps the layers; the line's own follows
-    how = {"unadapted": True, "self_check": False}  # an unadapted model magnifies rounding to 16 bits
-    skipping = {"skipdecode": {"speedup": 2, "horizon": given.new_tokens, **how}}
+    # any schedule below full depth wraps the layers; the schedule of each speed-up follows
+    how = {"speedup": 2, "horizon": given.new_tokens, "unadapted": True, "self_check": False}
     with tempfile.TemporaryDirectory() as folder:
         llm = vllm.LLM(
             given.model or _shape(given.shape, Path(folder)),
@@ -60,43 +52,45 @@ def measure(given: argparse.Namespace, line: str, rows: list[int]) -> list[dict[
             max_model_len=given.prompt_tokens + given.new_tokens,
             max_num_seqs=max(rows),
             gpu_memory_utilization=given.memory,
-            additional_config={} if speedup is None else skipping,
-            **options,
+            additional_config={"skipdecode": how} if name == "add-on" else {},
+            **ENGINES[name],
         )
     engine: Any = llm.llm_engine
     skipper: Any = None
-    if speedup is not None:
-        num_layers = llm.model_config.get_total_num_hidden_layers()
-        schedule = ScheduleSpec(speedup=speedup, horizon=given.new_tokens).build(num_layers)
-        llm.collective_rpc("set_schedule", args=(schedule,))
+    if name == "add-on":
         skipper = engine.engine_core.engine_core.model_executor.driver_worker.worker.skipper
     steps = _seconds_of(engine, "step")
     plans = [] if skipper is None else _seconds_of(skipper, "_prepare")
     vocabulary, chance, found = llm.model_config.get_vocab_size(), random.Random(0), []
     params = vllm.SamplingParams(temperature=0, max_tokens=given.new_tokens, ignore_eos=True, detokenize=False)
-    for count in rows:
-        prompts = [
-            {"prompt_token_ids": [chance.randrange(vocabulary) for _ in range(given.prompt_tokens)]}
-            for _ in range(count)
-        ]
-        for _ in range(2):
-            steps.clear()
-            plans.clear()
-            if skipper is not None:
-                skipper.counts.clear()
-            began = time.perf_counter()
-            llm.generate(prompts, params, use_tqdm=False)
-            whole = time.perf_counter() - began
-        speed = count * given.new_tokens / whole
-        result = {"line": line, "rows": count, "tokens_per_second": speed, "steps": len(steps)}
+    for speedup in given.speedups.split(",") if skipper is not None else [""]:
         if skipper is not None:
-            counts = skipper.counts
-            result |= {
-                "builds_per_step": counts["builds"] / counts["passes"],
-                "layers_per_token": counts["token_layers"] / counts["tokens"],
-                "overhead": sum(plans) / whole,
-            }
-        found.append(result)
+            schedule = ScheduleSpec(speedup=float(speedup), horizon=given.new_tokens)
+            skipper.set_schedule(schedule.build(llm.model_config.get_total_num_hidden_layers()))
+        for count in rows:
+            prompts = [
+                {"prompt_token_ids": [chance.randrange(vocabulary) for _ in range(given.prompt_tokens)]}
+                for _ in range(count)
+            ]
+            for _ in range(2):
+                steps.clear()
+                plans.clear()
+                if skipper is not None:
+                    skipper.counts.clear()
+                began = time.perf_counter()
+                llm.generate(prompts, params, use_tqdm=False)
+                whole = time.perf_counter() - began
+            line = name if skipper is None else f"{speedup}x"
+            speed = count * given.new_tokens / whole
+            result = {"line": line, "rows": count, "tokens_per_second": speed, "steps": len(steps)}
+            if skipper is not None:
+                counts = skipper.counts
+                result |= {
+                    "builds_per_step": counts["builds"] / counts["passes"],
+                    "layers_per_token": counts["token_layers"] / counts["tokens"],
+                    "overhead": sum(plans) / whole,
+                }
+            found.append(result)
     return found
 
 
@@ -150,21 +144,22 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory; on a CPU 0.3")
-    parser.add_argument("--lines", default=";".join(LINES), help="some of: " + "; ".join(LINES))
+    parser.add_argument("--engines", default=";".join(ENGINES), help="some of: " + "; ".join(ENGINES))
+    parser.add_argument("--speedups", default="1,2,3", help="of the add-on")
     parser.add_argument("--out", type=Path, default=Path("work/gpu/vllm.json"))
-    parser.add_argument("--line", help=argparse.SUPPRESS)
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
     given = parser.parse_args()
     rows = [int(count) for count in given.rows.split(",")]
-    if given.line is not None:
-        given.out.write_text(json.dumps(measure(given, given.line, rows)))
+    if given.engine is not None:
+        given.out.write_text(json.dumps(measure(given, given.engine, rows)))
         return
     results = []
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    for line in given.lines.split(";"):
+    for engine in given.engines.split(";"):
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder) / "part.json"
-            # a line that fails, e.g. for memory, costs no other line
-            done = subprocess.run([sys.executable, __file__, *sys.argv[1:], f"--line={line}", f"--out={part}"])
+            # an engine that fails, e.g. for memory, costs no other engine
+            done = subprocess.run([sys.executable, __file__, *sys.argv[1:], f"--engine={engine}", f"--out={part}"])
             results += json.loads(part.read_text()) if done.returncode == 0 else []
         given.out.write_text(json.dumps(results, indent=2) + "\n")
     print(table(results) if results else "no line was measured")

@@ -1,6 +1,6 @@
 """Engines of vLLM with the add-on, tiny checkpoints for them, and the answers that the library engine gives.
 
-Importing it needs vLLM. Engines run in this process, one at a time, on a CPU, in float32.
+Importing it needs vLLM. Engines run in this process, one at a time, on a GPU or else on a CPU, in float32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "TRITON_F32_DEFAULT": "ieee",  # on a GPU float32 would else be multiplied in TF32
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -65,6 +65,7 @@ ENGINE: dict[str, Any] = {
     "enable_prefix_caching": False,
     "skip_tokenizer_init": True,
     "gpu_memory_utilization": 0.3,
+    "kv_cache_memory_bytes": 2**28,
     "worker_cls": "actors.vllm.worker.SkipWorker",
     "scheduler_cls": "actors.vllm.scheduler.SkipAsyncScheduler",
 }
