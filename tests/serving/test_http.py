@@ -8,6 +8,7 @@ import json
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,10 +230,10 @@ def _slow(step: Any) -> Any:
 
 
 def test_a_key_a_size_and_a_time_bound_requests(chat_checkpoint: Path, http: httpx2.Client) -> None:
-    limits = Limits(timeout_seconds=0.5, body_bytes=2000, key_sha256=hashlib.sha256(b"secret").hexdigest())
+    limits = Limits(body_bytes=2000, key_sha256=hashlib.sha256(b"secret").hexdigest())
+    key = {"Authorization": "Bearer secret"}
     with running(chat_checkpoint, limits, max_batch=1) as server:
         url = f"{server.url}/v1/completions"
-        key = {"Authorization": "Bearer secret"}
         for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic secret"}):
             assert http.post(url, json={"prompt": "a"}, headers=headers).status_code == 401
             assert http.get(f"{server.url}/v1/models", headers=headers).status_code == 401
@@ -243,6 +244,8 @@ def test_a_key_a_size_and_a_time_bound_requests(chat_checkpoint: Path, http: htt
         assert below.post("/llm/v1/completions", json={"prompt": "a"}).status_code == 401
         assert below.get("/llm/health").status_code == 200
         assert http.post(url, json={"prompt": "a" * 3000}, headers=key).status_code == 413
+    with running(chat_checkpoint, replace(limits, timeout_seconds=0.5), max_batch=1) as server:
+        url = f"{server.url}/v1/completions"
         server.model.loop.engine.step = _slow(server.model.loop.engine.step)  # type: ignore[method-assign]
         late = http.post(url, json={"prompt": "a", "max_tokens": 40, "ignore_eos": True}, headers=key)
         assert late.status_code == 504 and "0.5 s" in late.json()["error"]["message"]
