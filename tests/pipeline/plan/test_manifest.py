@@ -83,6 +83,7 @@ def refusal(config: JobConfig, stored: Manifest | None = None) -> str:
         (10, {}, 5, 2),
         (10, {}, 100, 3),
         (5_000, {}, None, 256),
+        (5_000, {"max_batch": 1024}, None, 1024),
         (40_000, {"count": 2}, None, 625),
         (300_000, {"count": 2}, None, 4096),
     ],
@@ -96,6 +97,14 @@ def test_an_actor_gets_4_shards_of_a_small_job_and_32_of_a_larger_one(
     most = actors.get("max", actors.get("count", 1))
     assert len(manifest.shards) >= most
     assert all(shard.rows <= shard_rows for shard in manifest.shards)
+
+
+@pytest.mark.parametrize(("engine", "gpus", "rows"), [("library", 1, 64), ("vllm", 0, 256), ("vllm", 1, 1024)])
+def test_rows_in_flight_depend_on_engine_and_device(
+    tmp_path: Path, checkpoint: Path, engine: str, gpus: int, rows: int
+) -> None:
+    config = job(tmp_path, checkpoint, model={"path": str(checkpoint), "engine": engine}, actors={"gpus": gpus})
+    assert config.rows_in_flight == rows
 
 
 @pytest.mark.parametrize(
