@@ -356,7 +356,8 @@ class JobConfig(Section):
         None,
         ge=1,
         description="rows per shard, the unit of commit and progress. The default is a quarter of an actor's rows, "
-        "at most 256 or, if more, the rows in flight; with more than 8,192 rows per actor it is 1/32 of an actor's rows, at most 4,096",
+        "at most 256 or, if more, the rows in flight; with more than 8,192 rows per actor it is 1/32 of an actor's "
+        "rows, at most 4,096",
     )
     shard_bytes: int = Field(64 * 2**20, ge=1, description="uncompressed input bytes per shard")
     max_error_rate: float = Field(

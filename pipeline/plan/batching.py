@@ -45,8 +45,8 @@ def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, ha
     cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1)) if actors.gpus else min(2**30, memory // 4 // of_node)
     if config.model.engine == "vllm" and actors.gpus:
         cache = 0  # vLLM takes the free memory
-    # Each actor gets at least 4 shards. It gets more, up to 32, if each shard then has at least 256 rows, and as many as
-    # are in flight. With more shards, an interrupted run loses less work, and progress shows earlier.
+    # Each actor gets at least 4 shards. It gets more, up to 32, if each shard then has at least 256 rows, and as many
+    # as are in flight. With more shards, an interrupted run loses less work, and progress shows earlier.
     least = min(max(256, config.rows_in_flight), math.ceil(rows / (4 * actors.most)))
     default = min(4096, max(math.ceil(rows / (32 * actors.most)), least))
     return Batching(
