@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import shutil
 import socket
 from pathlib import Path
@@ -53,11 +54,9 @@ def test_refusals_are_one_line_and_name_the_key(
 ) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(f"model: {{path: {checkpoint}}}\n")
-    with socket.create_server(("127.0.0.1", 0)) as used, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        ports = () if "--port" in arguments else ("--port", str(port))
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        # not a port that the system may give to a connection meanwhile
+        ports = () if "--port" in arguments else ("--port", str(random.randrange(20_000, 30_000)))
         filled = [one.format(file=file, used=used.getsockname()[1]) for one in arguments]
         assert says in refusal(*filled, *ports)
 
