@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from actors.engine.errors import UserError, flat
 from pipeline.commit.claim import LEDGER
@@ -327,7 +328,7 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
         state = f"{run.state}: {run.why}" if run.why else run.state
         if run.left:
             state += f"; left for a later run: {some(run.left)}"
-        table.add_row(str(run.number), f"{len(run.files):,}", f"{run.rows:,}", run.folder, run.ended, state)
+        table.add_row(str(run.number), f"{len(run.files):,}", f"{run.rows:,}", run.folder, run.ended, Text(state))
     console.print(table)
     succeeded = ledger.succeeded
     files, rows = len({file.url for run in succeeded for file in run.files}), sum(run.rows for run in succeeded)

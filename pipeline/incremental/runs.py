@@ -251,7 +251,7 @@ def print_runs(console: Console, result: IncrementalResult) -> None:
     elif not result.finished:
         lines.append("nothing new: there was no run yet, and no file has rows")
     for line in lines:
-        console.print(line, highlight=False)
+        console.print(line, markup=False, highlight=False)
 
 
 def runs_summary(root: str, result: IncrementalResult, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

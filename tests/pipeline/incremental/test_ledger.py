@@ -200,12 +200,12 @@ def test_the_ledger_is_printed() -> None:
     root = MemoryFolder()
     run_over(root, "a", "b")
     run_over(root, "c", state="abandoned")
-    run_over(root, "c", state="unfinished")
+    ledgers.claim(root, ledgers.read(root), manifest("c"), left=["in/[/b].csv"])
     out = io.StringIO()
     print_ledger(Console(file=out, width=200), ledgers.read(root))
     lines = [line.split() for line in out.getvalue().splitlines()]
     runs = ledgers.read(root).runs
     assert lines[2] == ["1", "2", "10", runs[0].folder, runs[0].ended, "success"]
     assert lines[3][:4] == ["2", "1", "5", runs[1].folder] and lines[3][-3:] == ["abandoned:", "why", "not"]
-    assert lines[4] == ["3", "1", "5", runs[2].folder, "unfinished"]
+    assert lines[4][3:6] == [runs[2].folder, "unfinished;", "left"] and lines[4][-1] == "in/[/b].csv"
     assert "2 files and 10 rows answered in 1 runs" in out.getvalue()

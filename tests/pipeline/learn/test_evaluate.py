@@ -220,6 +220,13 @@ def test_without_decode_steps_there_is_no_depth(recipe: dict[str, Any], tmp_path
     assert re.search(r"^1x +- +- +1.00x", result.output, re.MULTILINE)
 
 
+def test_brackets_in_names_and_answers_are_printed_as_they_are(tmp_path: Path) -> None:
+    line = Line("model [b]", None, "full", None, 1.0, {"fidelity": Score(1, 0, 0)}, warnings=("'[/INST]'",))
+    out = io.StringIO()
+    print_tables(Console(file=out), Evaluation([line], tmp_path, 2, 64, "fidelity", "model [b]", {}))
+    assert "model [b]: '[/INST]'" in out.getvalue() and "\nmodel [b]  " in out.getvalue()
+
+
 def test_infinity_and_nan_are_null_in_json(tmp_path: Path) -> None:
     score = Score(float("inf"), float("nan"), 0.0, 1.0, float("inf"))
     line = Line("1x", 1.0, "full", 1.0, 1.0, {"perplexity": score})
