@@ -52,7 +52,8 @@ def count_answers(texts: Sequence[str]) -> dict[str, Any]:
     return {
         "empty_answers": sum(not text.strip() for text in texts),
         "repeating_answers": sum(map(repeats_itself, texts)),
-        "common_answers": json.dumps(dict(common)) if common else "",
+        # of long texts with the same beginning, the most frequent one is counted
+        "common_answers": json.dumps(dict(reversed(common))) if common else "",
     }
 
 

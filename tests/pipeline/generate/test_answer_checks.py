@@ -23,6 +23,7 @@ from pipeline.generate.answer_checks import repeats_itself, warnings_of
         (["billing"] * 7 + ["bug"] * 3, ["7 of 10 answers (70.0%) are the same: 'billing'"]),
         (["billing"] * 6 + ["bug"] * 4, []),
         (["billing"] * 4, []),  # too few
+        ([f"{list(range(50))} a"] * 7 + [f"{list(range(50))} b"] * 3, ["7 of 10 answers (70.0%) are the same: '[0, 1"]),
         (["", " \n", ""] + [f"text {n}" for n in range(7)], ["3 of 10 answers (30.0%) are empty"]),
         ([""] * 2 + [f"text {n}" for n in range(8)], []),
         (
