@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import keyword
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -66,6 +67,10 @@ class Proposal:
     keys: dict[str, Any]
     notes: list[str]
     labels: tuple[str, ...] = ()  # values of a column that may hold labels
+
+    def uses(self, column: str) -> bool:
+        """Return whether a key names the column, or the template inserts it."""
+        return any(column == value or f"{{ {column} }}" in value for value in self.keys.values())
 
 
 def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[Sample, Proposal]:
@@ -157,7 +162,7 @@ def propose(columns: Mapping[str, Sequence[Any]]) -> Proposal:
     for name, values in columns.items():
         labels = tuple(sorted({value for value in values if isinstance(value, str)}))
         few = 2 <= len(labels) <= LABELS and len(values) >= 3 * len(labels)
-        if few and _all(values, _is_label) and name not in str(found.keys):
+        if few and _all(values, _is_label) and not found.uses(name):
             note = f"{name} has {len(labels)} values: a comment lists them as `choices`."
             return Proposal(found.keys, [*found.notes, note], labels)
     return found
@@ -248,12 +253,12 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str, answers:
             pass
         if "template" in keys:
             keys["template"] = keys["template"].removesuffix(SUMMARY)
-    name = path.rstrip("/").rpartition("/")[2].partition(".")[0].replace("*", "") or Path(path).resolve().name
+    names = [re.sub(r"[*?\[\]]", "", part.partition(".")[0]) for part in path.split("/")]
+    name = next(filter(None, reversed(names)), Path.cwd().name)  # a glob of whole names leaves the folder's name
     notes = "".join(f"# {printable(line)}\n" for line in (f"Columns: {listed(sample.columns)}", *proposal.notes))
     chat = "  # chat: true                      # for a model with a chat template\n"
     hint = "" if is_chat or "chat" in keys else chat
-    used, template = [*proposal.keys.values()], str(keys.get("template"))
-    rest = {key: one for key, one in sample.columns.items() if key not in used and f"{{ {key} }}" not in template}
+    rest = {key: one for key, one in sample.columns.items() if not proposal.uses(key)}
     right = true_answers(rest)
     looks = f"{right} seems to hold true answers; `skipdecode adapt` can use them to measure losses"
     adapt = "" if right is None else f"# adapt: {{references: {right}}}       # {looks}\n"

@@ -158,6 +158,33 @@ def test_a_column_of_few_values_becomes_choices_in_a_comment() -> None:
     assert propose({**columns, "truth": [f"word {row % 6}" for row in range(12)]}).labels == ()
 
 
+def test_a_column_is_not_taken_for_one_whose_name_contains_its_name() -> None:
+    columns = {"labelled_text": [f"song {row}" for row in range(12)], "label": ["C", "D"] * 6}
+    assert propose(columns).labels == ("C", "D")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("data/*.parquet", "data"),
+        ("data/**/*.jsonl", "data"),
+        ("s3://bucket/part-?.parquet", "part-"),
+        ("data/[ab].csv", "ab"),
+        ("data/in.jsonl.gz", "in"),
+        ("data/", "data"),
+        ("*.parquet", "cwd"),
+    ],
+)
+def test_the_output_is_named_after_the_input_without_the_globs_characters(
+    path: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    columns = {"prompt": ["a", "b"]}
+    text = job_text(path, Sample(1, None, dict(columns)), propose(columns), PLACEHOLDER)
+    assert parse_yaml(text)["output"]["path"] == f"answers/{name}"
+
+
 def test_labels_keep_their_last_character() -> None:
     columns = {"id": list(range(12)), "text": [f"song {row}" for row in range(12)], "key": ["C", "C#"] * 6}
     text = job_text("in.csv", Sample(1, None, columns), propose(columns), PLACEHOLDER)
