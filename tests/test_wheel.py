@@ -69,6 +69,13 @@ def installed(environment: Path, folder: Path, *command: str, **more: str) -> su
     return subprocess.run(program, cwd=folder, env={**env, **more}, capture_output=True, text=True)
 
 
+def write_own_modules(folder: Path) -> None:
+    """Write a package and a module of the user's own, which end a process that imports them."""
+    (folder / "pipeline").mkdir()
+    for module in ("pipeline/__init__.py", "actors.py"):
+        (folder / module).write_text("raise SystemExit('the wrong module')\n")
+
+
 def test_the_page_of_the_wheel_has_absolute_links(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     page = zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith("METADATA"))).decode()
@@ -76,8 +83,9 @@ def test_the_page_of_the_wheel_has_absolute_links(wheel: Path) -> None:
     assert len(links) > 5 and [link for link in links if not link.startswith(("https://", "#"))] == []
 
 
-def test_try_answers_rows_from_an_installed_wheel(environment: Path, tmp_path: Path) -> None:
-    """`try` does not import ray. The optional packages are named with the command that adds them to this wheel."""
+@pytest.mark.parametrize("command", [["skipdecode"], ["python", "-m", "skipdecode"]])
+def test_try_answers_rows_from_an_installed_wheel(environment: Path, tmp_path: Path, command: list[str]) -> None:
+    """`try` imports no Ray and no modules of the user's own. Messages name the command that adds packages to this wheel."""
     pq.write_table(
         pa.table({"prompt": ["name[Zizzi], food[Italian]", "name[Aromi], area[riverside]"]}), tmp_path / "in.parquet"
     )
@@ -92,7 +100,9 @@ def test_try_answers_rows_from_an_installed_wheel(environment: Path, tmp_path: P
     asked = "import pipeline, pipeline.messages as m; print(pipeline.__file__, m.install_command('tune'))"
     where = installed(environment, tmp_path, "python", "-c", asked).stdout
     assert where.startswith(str(environment)) and "pip install 'skipdecode[tune] @ file:///" in where
-    done = installed(environment, tmp_path, "skipdecode", "try", "job.yaml", "--rows", "2", PYTHONPROFILEIMPORTTIME="1")
+    write_own_modules(tmp_path)
+    more = {"PYTHONPROFILEIMPORTTIME": "1", "PYTHONPATH": str(tmp_path)}
+    done = installed(environment, tmp_path, *command, "try", "job.yaml", "--rows", "2", **more)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert done.returncode == 0, done.stderr
     assert "torch" in imported and "ray" not in imported
@@ -102,7 +112,8 @@ def test_try_answers_rows_from_an_installed_wheel(environment: Path, tmp_path: P
 
 @pytest.mark.ray
 def test_the_demo_runs_from_an_installed_wheel(environment: Path, tmp_path: Path) -> None:
-    """Prompts, job file and checkpoint come with the wheel."""
+    """Prompts, job file and checkpoint come with the wheel. A user's own modules reach neither command nor workers."""
+    write_own_modules(tmp_path)
     done = installed(environment, tmp_path, "skipdecode", "demo", "--rows", "24")
     assert done.returncode == 0, done.stderr
     assert "24 rows in " in done.stdout
