@@ -85,7 +85,7 @@ def test_the_page_of_the_wheel_has_absolute_links(wheel: Path) -> None:
 
 @pytest.mark.parametrize("command", [["skipdecode"], ["python", "-m", "skipdecode"]])
 def test_try_answers_rows_from_an_installed_wheel(environment: Path, tmp_path: Path, command: list[str]) -> None:
-    """`try` imports no Ray and no modules of the user's own. Messages name the command that adds packages to this wheel."""
+    """`try` imports neither Ray nor modules of the user's own. Messages name the command that adds to this wheel."""
     pq.write_table(
         pa.table({"prompt": ["name[Zizzi], food[Italian]", "name[Aromi], area[riverside]"]}), tmp_path / "in.parquet"
     )
