@@ -230,11 +230,16 @@ def _write(evaluation: Evaluation, inputs: EvalInputs, runs: Mapping[str, TimedR
     )
 
 
-def _columns(rows: Sequence[EvalRow]) -> dict[str, list[Any]]:
+def _columns(rows: Sequence[EvalRow]) -> dict[str, pa.Array]:
     """Return the input columns for the answers files: the prompt; id and references only if the data has them."""
-    prompts: list[Any] = [row.prompt for row in rows]
-    if any(isinstance(prompt, str) for prompt in prompts):  # a column has one type, so token ids become text too
-        prompts = [prompt if isinstance(prompt, str) else json.dumps(prompt) for prompt in prompts]
-    columns = {"id": [row.id for row in rows]} if any(row.id is not None for row in rows) else {}
-    columns["prompt"] = prompts
-    return columns | ({"references": [list(row.references) for row in rows]} if rows[0].references else {})
+    columns = {"id": _array([row.id for row in rows])} if any(row.id is not None for row in rows) else {}
+    columns["prompt"] = _array([row.prompt for row in rows])
+    return columns | ({"references": pa.array([list(row.references) for row in rows])} if rows[0].references else {})
+
+
+def _array(values: Sequence[Any]) -> pa.Array:
+    """Return the values as an array. If no type of `pa.array` holds all of them, they become text."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError):  # for example ids of two files, or numbers of 64 bits without a sign
+        return pa.array([v if v is None or isinstance(v, str) else json.dumps(v, default=str) for v in values])

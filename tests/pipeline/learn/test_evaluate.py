@@ -105,6 +105,19 @@ def test_answers_carry_the_ids_of_the_rows(recipe: dict[str, Any], tmp_path: Pat
     assert pq.read_table(answers)["id"].to_pylist() == ["red", "green", "red", "Blue "]
 
 
+def test_ids_and_prompts_of_several_types_become_text(recipe: dict[str, Any], tmp_path: Path) -> None:
+    texts = {"prompt": ROWS[:2], "references": ROWS[:2], "id": ["a", None]}
+    tokens = {"prompt": [[4, 5], [6]], "references": ROWS[2:], "id": pa.array([7, 2**64 - 1], pa.uint64())}
+    for name, columns in (("texts", texts), ("tokens", tokens)):
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    recipe["data"]["path"] = [str(tmp_path / "texts.parquet"), str(tmp_path / "tokens.parquet")]
+    result = run(recipe, tmp_path)
+    assert result.exit_code == 0, result.output
+    answers = pq.read_table(tmp_path / "out" / "answers-1x.parquet")
+    assert answers["id"].to_pylist() == ["a", None, "7", str(2**64 - 1)]
+    assert answers["prompt"].to_pylist() == [*ROWS[:2], "[4, 5]", "[6]"]
+
+
 def test_every_stage_is_announced(recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.runtime.announce.INTERVAL", 0.0)
     result = run({**recipe, "runs": 2, "max_batch": 2}, tmp_path)
