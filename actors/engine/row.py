@@ -89,8 +89,13 @@ class Row:
 def begin_row(
     request: Request, ticket: int, *, context_length: int, vocab_size: int, stop_ids: frozenset[int], schedule: Schedule
 ) -> Row:
-    """Build the row for a request. stop_ids: the model's end tokens. schedule: used if the request sets none."""
-    sampling = RowSampling.begin(request.sampling, request.key, request.prompt_ids)
+    """Build the row for a request.
+
+    vocab_size: number of logits; a prompt may hold tokens of a padded vocabulary, which have none. stop_ids: the
+    model's end tokens. schedule: used if the request sets none.
+    """
+    prompt_ids = [token for token in request.prompt_ids if token < vocab_size]
+    sampling = RowSampling.begin(request.sampling, request.key, prompt_ids)
     ends = request.sampling.all_stop_ids(stop_ids)
     limit = request.new_tokens_limit(context_length)
     row = Row(request, ticket, limit, sampling, ends, request.schedule or schedule)

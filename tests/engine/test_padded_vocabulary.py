@@ -56,3 +56,11 @@ def test_answers_are_those_of_the_vocabulary_without_padding(
     assert list(got["generated_tokens"]) == list(expected["generated_tokens"])
     if "logprobs" in got:
         assert got["logprobs"].tolist() == expected["logprobs"].tolist()
+
+
+def test_a_prompt_may_hold_tokens_of_the_padding(checkpoints: tuple[Path, Path]) -> None:
+    sampling = {"repetition_penalty": 1.2, "max_new_tokens": 3}
+    padded = Generator(str(checkpoints[1]), dtype="float32", device="cpu", sampling=sampling)
+    alone = padded({"prompt": [[5, 6]]})["generated_text"]
+    got = padded({"prompt": [[5, 6], [5, padded.engine.decoder.vocab_size, 6]]})
+    assert list(got["error"]) == [None, None] and got["generated_text"][0] == alone[0]

@@ -14,6 +14,7 @@ import regex
 from actors.engine.constraints.grammar import GrammarCompiler
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import AfterReasoning, Reasoning
+from actors.engine.types import Completion, FinishReason
 from actors.generator import Generator
 
 END, VOCAB = 2, 300
@@ -71,6 +72,17 @@ def test_choices_after_thinking_have_their_probability(checkpoint: Path) -> None
             assert text in ("yes", "no") and 0 < probability <= 1
         else:
             assert "cut off" in error and probability is None
+
+
+def test_a_label_that_the_limit_cuts_off_costs_no_other_row(checkpoint: Path) -> None:
+    generator = make(checkpoint, reasoning={"start": "[", "end": "e"}, choices=["a pub in town", "a pub in Rome"])
+    row = generator.builder.prompt("a 0")
+    request = generator.builder.requests(row)[0]
+    tokens = generator.tokenizer("xe", add_special_tokens=False)["input_ids"]
+    tokens += generator.tokenizer("a p", add_special_tokens=False)["input_ids"]
+    cut_off = Completion(tuple(tokens), FinishReason.LENGTH, None, error="choices: cut off")
+    answer = generator.completed(row, 0, 0, request, cut_off)
+    assert (answer.generated_text, answer.reasoning, answer.error) == ("", "x", "choices: cut off")
 
 
 def test_thinking_allows_all_tokens_but_those_that_end_an_answer(checkpoint: Path) -> None:

@@ -76,9 +76,8 @@ class ChoiceTrie:
         return LabelProgress(self)
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:
-        """Return the label's text."""
-        assert label is not None
-        return self.texts[label]
+        """Return the label's text, or no text if the row ended before it chose a label."""
+        return "" if label is None else self.texts[label]
 
 
 class LabelProgress:
