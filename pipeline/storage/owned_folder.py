@@ -31,7 +31,7 @@ class OwnedFolder:
             values: dict[str, Any] = json.loads(text) if text else {FILES: []}
             if not all(Path(name).name == name for name in list(values[FILES])) or not isinstance(values[FILES], list):
                 raise ValueError("no list of file names in it")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
@@ -61,11 +61,20 @@ class OwnedFolder:
                     "choose another folder"
                 )
 
+    def make(self) -> None:
+        """Create the folder, unless it exists. Raises UserError if it cannot be created, or is not writable."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.key}: {self.path}: cannot be made: {error.strerror}") from None
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise UserError(f"{self.key}: {self.path}: not writable")
+
     def claim(self, names: Iterable[str]) -> None:
         """Check `names`, create the folder, and list `names` in the record. Call this before the files are written."""
         names = set(names)
         self.check(names)
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.make()
         if not self.record.exists() or names - self.files():
             self._write(self.values(), names | self.files())
 

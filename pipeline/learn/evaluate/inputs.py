@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -213,12 +212,7 @@ def _output_folder(output: str) -> OwnedFolder:
         raise UserError(f"output: {output} is not local; name a local folder, and copy the results afterwards")
     folder = OwnedFolder(Path(output), RECORD, "output")
     folder.check([])
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output: {output}: cannot be made: {error.strerror}") from None
-    if not os.access(folder.path, os.W_OK | os.X_OK):
-        raise UserError(f"output: {output}: not writable")
+    folder.make()
     return folder
 
 

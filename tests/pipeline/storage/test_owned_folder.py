@@ -39,6 +39,21 @@ def test_only_listed_files_are_replaced_or_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.path.iterdir()) == ["c", "d", "made.json"]
 
 
+@pytest.mark.parametrize(("below", "why"), [("", "File exists"), ("out", "Not a directory")])
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, below: str, why: str) -> None:
+    (tmp_path / "file").touch()
+    folder = owned(tmp_path / "file" / below)
+    assert folder.values() == {}
+    with pytest.raises(ValueError, match=rf"^output: {folder.path}: cannot be made: {why}$"):
+        folder.claim(["a"])
+
+
+def test_a_folder_that_is_not_writable_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(ValueError, match=r"^output: .*out: not writable$"):
+        owned(tmp_path / "out").claim(["a"])
+
+
 def test_a_claim_keeps_values_and_names(tmp_path: Path) -> None:
     folder = owned(tmp_path / "out")
     folder.claim(["a"])
