@@ -13,7 +13,7 @@ from pipeline.config.adapt import MEANINGS
 from pipeline.learn.adapt.choice import full_depth
 from pipeline.learn.adapt.configs import AFTER, BEFORE
 from pipeline.learn.adapt.run import Adapted
-from pipeline.learn.evaluate.results import bracketed, remarks, uselessness
+from pipeline.learn.evaluate.results import bracketed, chance_metric, remarks, uselessness
 from pipeline.runtime.wide_console import wide
 
 # metric -> title of its column; the column is shown if the metric was measured
@@ -58,8 +58,9 @@ def too_tight(adapted: Adapted) -> str:
     """Return the message if no speed was chosen. It names the tolerance or number of rows that would allow one."""
     closest = adapted.nearest
     if uselessness(closest, adapted.chance, adapted.metric) is not None:
+        metric = chance_metric(adapted.metric, adapted.chance)
         return (
-            f"every speed-up is useless: none has a higher {adapted.metric} than chance. No job file is written; "
+            f"every speed-up is useless: none has a higher {metric} than chance. No job file is written; "
             "raise adapt.rows or training.epochs"
         )
     score = closest.scores[adapted.metric]

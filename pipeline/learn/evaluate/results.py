@@ -70,9 +70,14 @@ def scores_of(values: Mapping[str, Mapping[str, float]]) -> Scores:
     return {name: Score(**score) for name, score in values.items()}
 
 
+def chance_metric(metric: str, chance: Scores) -> str:
+    """Return the metric in which lines are compared with chance, which has no token_kl: `metric` or a similar one."""
+    return next((name for name in (metric, "fidelity") if name in chance), "agreement_exact")
+
+
 def uselessness(line: Line, chance: Scores, metric: str) -> str | None:
     """Return a sentence that calls `line` useless if its score is no better than chance. Otherwise return None."""
-    metric = metric if metric in chance else "agreement_exact"  # chance has no score for token_kl and perplexity
+    metric = chance_metric(metric, chance)
     if metric not in chance or line.scores[metric].value > chance[metric].value:
         return None
     title, value = METRICS[metric].title, line.scores[metric].value

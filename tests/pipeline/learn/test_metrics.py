@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,3 +172,7 @@ def test_a_line_at_or_below_chance_is_called_useless() -> None:
     assert uselessness(line(61.0), chance, "agreement_exact") == uselessness(line(61.0), chance, "token_kl") == said
     assert uselessness(line(61.5), chance, "agreement_exact") is uselessness(line(61.0), {}, "token_kl") is None
     assert remarks([line(61.0)], chance, "agreement_exact") == [said, "2x: 9 are empty"]
+    free = replace(line(0), scores={"agreement_exact": Score(0, 0, 0), "fidelity": Score(80, 20, 25)})
+    chance = {"agreement_exact": Score(0, 0, 0), "fidelity": Score(9, 91, 95)}  # long answers are seldom the same
+    assert uselessness(free, chance, "token_kl") is None
+    assert "fidelity 80.0, by chance 81.0" in str(uselessness(free, {"fidelity": Score(81, 19, 25)}, "token_kl"))
