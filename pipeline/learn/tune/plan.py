@@ -63,11 +63,11 @@ def encode(
 ) -> list[dict[str, Any]]:
     """Return `input_ids` and `prompt_tokens` of each pair. Leave out pairs longer than `max_tokens` and warn of them.
 
-    Raises UserError for a token outside the vocabulary, or if the tokenizer has no end-of-sequence token.
+    Raises UserError for a token outside the vocabulary, or if a pair needs an end token and the tokenizer has none.
     """
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no end-of-sequence token, so the model cannot learn where an answer ends")
     prompts, responses, ends = zip(*pairs, strict=True)
+    if tokenizer.eos_token_id is None and any(ends):
+        raise UserError("the tokenizer has no end-of-sequence token, so the model cannot learn where an answer ends")
     encoded = zip(token_ids(tokenizer, prompts), token_ids(tokenizer, responses, special=False), ends, strict=True)
     rows: list[dict[str, Any]] = []
     for number, (prompt, response, ended) in enumerate(encoded):

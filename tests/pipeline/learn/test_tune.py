@@ -326,6 +326,10 @@ def test_token_ids_and_cut_off_responses(recipe: dict[str, Any], start: Path, tm
     assert encode(tokenizer, text, 256, 300)[0] == rows[0]
     with pytest.raises(ValueError, match="pair 0: a token id lies outside the model's vocabulary of 5"):
         encode(tokenizer, text, 256, 5)
+    tokenizer.eos_token = None  # the end tokens of `generation_config.json` are in the responses that `adapt` writes
+    assert encode(tokenizer, [(*pair[:2], False) for pair in text], 256, 300)[1] == rows[1]
+    with pytest.raises(ValueError, match="the tokenizer has no end-of-sequence token"):
+        encode(tokenizer, text, 256, 300)
     columns = {"train_reference": "response", "dev_reference": "response", "ended": "ended"}
     train_recipe({**recipe, "model": {"path": str(start)}, "data": {"train": path, "dev": path, **columns}})
 
