@@ -20,7 +20,7 @@ from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.adapt import OF_TEXTS, AdaptConfig
 from pipeline.config.base import without_removed
 from pipeline.config.job import JobConfig
-from pipeline.input.files import list_input
+from pipeline.input.files import InputFile, list_input
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt.configs import Task
 from pipeline.learn.adapt.rows import layout
@@ -103,15 +103,22 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
         order = "paper" if shape["keep_order"] == MEASURED else shape["keep_order"]
         resolved.checkpoint.schedule({"horizon": 2, **shape, "keep_order": order, "speedup": speedup})
     if options.references is None:
-        file = next(file for file in files if file.rows)
-        rows = first_rows(file.url, file.size, file.version, file.format, config.storage)
-        further = {name: values for name, values in rows.items() if name not in needed_columns(config)}
-        if (right := true_answers(further, config.choices)) is not None:
-            announce(
-                f"column {right!r} looks like true answers: set adapt.references: {right} to choose the speed by how "
-                "well its answers match them; without this key, their agreement with full depth decides"
-            )
+        _announce_references(config, next(file for file in files if file.rows))
     return task, record
+
+
+def _announce_references(config: JobConfig, file: InputFile) -> None:
+    """Print a line if a column of `file` that the job does not read seems to hold true answers."""
+    try:
+        rows = first_rows(file.url, file.size, file.version, file.format, config.storage)
+    except UserError:  # no row has all columns readable; the job needs only some columns, and rows of other files
+        return
+    further = {name: values for name, values in rows.items() if name not in needed_columns(config)}
+    if (right := true_answers(further, config.choices)) is not None:
+        announce(
+            f"column {right!r} looks like true answers: set adapt.references: {right} to choose the speed by how "
+            "well its answers match them; without this key, their agreement with full depth decides"
+        )
 
 
 def _check_job(config: JobConfig, options: AdaptConfig) -> None:

@@ -378,6 +378,14 @@ def test_a_column_that_looks_like_true_answers_is_proposed(tmp_path: Path, fakes
     assert said in command(job=labels).stderr
     assert said not in command(job=labels, references="unused", output=str(tmp_path / "other")).stderr
     assert "looks like" not in command(output=str(tmp_path / "third")).stderr
+    for name, text in (
+        ("a", b"q,key\nh\xe9,1\n"),
+        ("b", b"q,key\n" + b"".join(b"alpha %d,2\n" % row for row in range(30))),
+    ):
+        (tmp_path / f"{name}.csv").write_bytes(text)
+    csv = {"input": {"path": str(tmp_path / "*.csv"), "id": "key", "template": "say {{ q }}"}}
+    result = command(job=csv, output=str(tmp_path / "fourth"))
+    assert result.exit_code == 0, result.stderr  # although no row of the first file can be read
 
 
 def test_every_stage_is_announced(tmp_path: Path, fakes: Fakes, command: Run) -> None:
