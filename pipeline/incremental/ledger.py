@@ -48,7 +48,7 @@ FORMAT = 2
 SHOWN_RUNS = 20
 SHOWN_FILES = 3  # maximum number of file names to show if files are left for a later run
 COMPACT_EVERY = 50  # each time this many runs have ended, all ended runs are copied into one file
-CLAIM, COMPACTED = re.compile(r"(\d{6,})\.json"), re.compile(r"through-(\d{6,})\.json")
+RECORD, COMPACTED = re.compile(r"(\d{6,})(?:\.end)?\.json"), re.compile(r"through-(\d{6,})\.json")
 Rows = dict[str, set[int]]  # URL of an input file -> its rows with an error
 State = Literal["unfinished", "success", "abandoned"]
 
@@ -146,7 +146,7 @@ def read(root: Folder) -> Ledger:
     def newest(kind: re.Pattern[str]) -> int:
         return max((int(match[1]) for name in names if (match := kind.fullmatch(name))), default=0)
 
-    last, compacted = newest(CLAIM), newest(COMPACTED)
+    last, compacted = newest(RECORD), newest(COMPACTED)
     try:
         copied = read_json(root, compacted_name(compacted)) if compacted else None
         runs = [LedgerRun.of(values) for values in copied or ()]
@@ -219,15 +219,16 @@ def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[in
     """Return the `listed` files that no successful run has answered. A file uploaded again without a change is not new.
 
     changed: value of `input.changed`, for answered files that have changed. If it is "error", they raise UserError.
+    A file that had no rows when it was answered, and has changed, is new.
     """
     answered = {file.url: (run, file) for run in ledger.succeeded for file in run.files}
     new: dict[str, tuple[int, str]] = {}
     for url, (size, version) in listed.items():
         if url in answered:
             run, file = answered[url]
-            if changed == "ignore" or _is_same(file, size, version):
+            if (changed == "ignore" and file.rows) or _is_same(file, size, version):
                 continue
-            if changed == "error":
+            if changed == "error" and file.rows:
                 raise UserError(
                     f"{url}: changed since run {run.number} answered it ({file.size} bytes then, {size} now); "
                     "put the old file back, or set input.changed: reprocess (answer all of it again) or ignore (keep "

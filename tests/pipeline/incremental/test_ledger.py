@@ -159,12 +159,23 @@ def test_a_changed_file_follows_input_changed(now: tuple[int, str]) -> None:
         assert new_files({"a": now}, ledgers.read(root), changed) == {}
 
 
+def test_a_file_that_had_no_rows_is_new_once_it_has_some() -> None:
+    root = MemoryFolder()
+    empty = InputFile("empty", 0, "1", (), ())
+    both = manifest("a")
+    run = ledgers.claim(root, ledgers.read(root), replace(both, files=[*both.files, empty]))
+    ledgers.end(root, run, "success")
+    for changed in ("error", "reprocess", "ignore"):
+        assert new_files({"a": (7, "1"), "empty": (0, "1")}, ledgers.read(root), changed) == {}
+        assert new_files({"a": (7, "1"), "empty": (9, "2")}, ledgers.read(root), changed) == {"empty": (9, "2")}
+
+
 def test_a_file_uploaded_again_with_the_same_bytes_is_not_new(tmp_path: Path) -> None:
     root, path = MemoryFolder(), tmp_path / "a.parquet"
     path.write_bytes(b"content")
     url = str(path)
     pinned = with_digests([InputFile(url, 7, str(path.stat().st_mtime_ns), (5,), (10,))])
-    run = ledgers.claim(root, ledgers.read(root), replace(manifest(), files=pinned))
+    run = ledgers.claim(root, ledgers.read(root), replace(manifest(url), files=pinned))
     ledgers.end(root, run, "success")
     ledger = ledgers.read(root)
     os.utime(path, ns=(1, 1))
@@ -184,6 +195,7 @@ def test_a_missing_ledger_record_is_refused() -> None:
     files = dict(root.files)
     for name, says in (
         (claim_name(2), f"root/{LEDGER}/000002.json: missing; without it, files would be answered twice"),
+        (claim_name(3), f"root/{LEDGER}/000003.json: missing; without it, files would be answered twice"),
         (end_name(2), f"root/{LEDGER}/000002.end.json: missing, although later runs have begun"),
     ):
         root.remove(name)
