@@ -25,7 +25,7 @@ from pyiceberg.io import PY_IO_IMPL, FileIO, InputFile, OutputFile
 from pyiceberg.io.fsspec import FsspecInputFile, FsspecOutputFile
 from pyiceberg.io.pyarrow import pyarrow_to_schema
 from pyiceberg.manifest import FileFormat
-from pyiceberg.schema import Schema
+from pyiceberg.schema import Schema, make_compatible_name
 from pyiceberg.table import FileScanTask, Table, TableProperties
 from pyiceberg.table.snapshots import Operation, Snapshot, ancestors_between_ids
 from pyiceberg.transforms import IdentityTransform
@@ -180,8 +180,13 @@ class IcebergInput:
                     raise UserError(f"{url}: its column {name!r} has no Iceberg field id; {COMPACT}")
                 continue
             if field.field_id in by_id:
-                earlier = by_id[field.field_id]
-                raise UserError(f"{url}: has column {name!r} under its earlier name {earlier!r}; {COMPACT}")
+                held_as = by_id[field.field_id]
+                if held_as == make_compatible_name(name):
+                    raise UserError(
+                        f"{url}: Iceberg's files hold column {name!r} as {held_as!r}; rename it in the table to "
+                        f"letters, digits and _, and {COMPACT}"
+                    )
+                raise UserError(f"{url}: has column {name!r} under its earlier name {held_as!r}; {COMPACT}")
             if self._is_partition(field.field_id):
                 raise UserError(f"{url}: lacks the partition column {name!r}; {COMPACT}, or leave the column out")
             if field.initial_default is not None:

@@ -61,7 +61,7 @@ def load(folder: Folder) -> Manifest | None:
     """
     try:
         text = folder.read(JOB)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     values = _job_values(f"{folder.url}/{JOB}", text)
     data: dict[str, bytes] = {}

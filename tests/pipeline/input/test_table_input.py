@@ -205,6 +205,15 @@ def test_a_renamed_or_reused_column_name_is_never_read_from_older_files(
     assert "has column 'question' under its earlier name 'prompt'" in refusal(renamed)
 
 
+def test_a_name_that_iceberg_writes_otherwise_into_its_files_is_refused(
+    iceberg: IcebergTables, checkpoint: Path
+) -> None:
+    """A compaction, the remedy for a renamed column, would write it as before."""
+    iceberg.append(NAME, prompts(0, 2).rename_columns(["id", "my prompt"]))
+    said = refusal(job_over(iceberg, checkpoint, [], prompt="my prompt"))
+    assert "hold column 'my prompt' as 'my_x20prompt'; rename it in the table to letters, digits and _, and" in said
+
+
 def test_a_nested_field_is_known_by_its_id_too(iceberg: IcebergTables, checkpoint: Path) -> None:
     meta = pa.array([{"a": "x", "b": "y"}] * 2)
     iceberg.append(NAME, prompts(0, 2).append_column("meta", meta))
