@@ -68,7 +68,7 @@ def write_prompts(folder: Path, rows: int, files: int, seed: int) -> None:
 
 
 def write_demo(folder: Path, rows: int = 2000) -> Path:
-    """Write the demo's prompts and its job file, which uses the included checkpoint. Return the job file's path."""
+    """Write the demo's prompts, and a job file that uses the included checkpoint. Return the job file's path."""
     jobs = Path(__file__).parents[1] / "configs" / "demo.yaml"
     checkpoint = jobs.parent / "demo" / "checkpoint"
     if not jobs.is_file():  # the program is installed from a wheel
@@ -77,7 +77,9 @@ def write_demo(folder: Path, rows: int = 2000) -> Path:
     job, text = folder / jobs.name, jobs.read_text()
     there = [pq.read_metadata(file).num_rows for file in (folder / "prompts").glob("*.parquet")]
     if len(there) == FILES and (held := sum(there)) != rows:
-        raise UserError(f"{folder}: holds {held:,} prompts of an earlier demo; choose another, or set --rows {held}")
+        raise UserError(
+            f"{folder}: holds {held:,} prompts of an earlier demo; name another folder, or set --rows {held}"
+        )
     try:
         write_prompts(folder / "prompts", rows, FILES, 0)
         job.write_text(text.replace("work/demo", str(folder)).replace("configs/demo/checkpoint", str(checkpoint)))

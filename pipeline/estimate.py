@@ -51,16 +51,16 @@ from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import open_folder
 
-SAMPLE_SECONDS = 120.0  # time limit for all speeds together, from the moment when the first model is loaded
-SAMPLE_SHARE = 0.01  # share of the job's rows to answer, but at least two batches for each actor
+SAMPLE_SECONDS = 120.0  # time limit for the sample at all speeds together; starts when the first model is loaded
+SAMPLE_SHARE = 0.01  # share of the job's rows in the sample; each actor gets at least two batches
 LEAST_ROWS = 64  # minimum number of rows to give each actor at each speed
 SAMPLED_ACTORS = 8  # maximum number of actors that measure at the same time
 WARM_UP_ROWS = 8
-BATCH_GAIN = 4  # maximum of a warm-up's seconds per row ÷ a full batch's seconds per row
+BATCH_GAIN = 4  # assumed maximum of the ratio: seconds per row of a warm-up ÷ seconds per row of a full batch
 PREPARED_ROWS, PLACES = 2048, 16  # maximum numbers of rows to tokenize, and of shards to read them from
 STAGES_SECONDS = 2.5  # seconds from the loaded model to the first shard, plus seconds for totals, report and exit
 WORKER_SHARE = 1.0  # CPU seconds to start a process that reads and prepares rows ÷ seconds of planning
-CROWDED = 1.05  # if all actors share a machine: an actor's time in a run ÷ its time for the same work in the sample
+CROWDED = 1.05  # if all actors share a machine: an actor's time in a run ÷ the actor's time for this work in the sample
 REPLICATES, LOW, HIGH = 400, 5, 95  # number of bootstrap samples; percentiles that bound the interval
 SPREAD, STARTUP_SPREAD = 0.08, 0.1  # relative standard deviations of a run's speed and of its start-up on one machine
 OFFERED = (1.5, 2.0, 3.0, 4.0, 5.0)  # speeds to time if no tune.json lists trained speeds
@@ -90,11 +90,13 @@ def estimate(
     process_began: float | None = None,
     seconds: float = SAMPLE_SECONDS,
 ) -> dict[str, Any]:
-    """Plan a job, and time a sample of its rows at each speed. Write no output. seconds: time for all speeds together.
+    """Plan a job, time a sample of its rows at each speed, and predict time and cost of the job. Write no output.
 
-    Return plain values. `chosen`: the entry of `speeds` for the job's own speed. `startup`: seconds in which no row is
-    answered. Its parts are plan (from the start of the process), ray (start or find Ray, and leave it), load (until
-    the last actor has its model), and stages (before the first and after the last row). Other arguments: see `job.run`.
+    seconds: time limit for the sample at all speeds together. For the other arguments see `job.run`.
+
+    Return a dict that JSON can hold. `chosen`: the entry of `speeds` for the job's own speed. `startup`: seconds in
+    which no row is answered, as a sum of plan (from the start of the process), ray (start or find Ray, and leave Ray),
+    load (until the last actor has its model), and stages (before the first and after the last row).
 
     Raises:
         UserError: `job.run` would refuse the job, or none of the sampled rows can be answered.
@@ -182,7 +184,7 @@ def estimate(
 
 
 def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[PlannedJob, Manifest | None, list[Shard]]:
-    """Return the planned job, the plan stored in its output folder (or None), and shards to answer. Write nothing."""
+    """Return the planned job, the plan in the output folder (or None), and the shards to answer. Write nothing."""
     if config.input.since is not None:
         if limit is not None:
             raise UserError("--limit: an incremental run cannot have a limit; leave out --limit or input.since")
@@ -203,7 +205,7 @@ def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[Pl
 
 
 def _budget_used(config: JobConfig, stored: Manifest | None) -> dict[str, float]:
-    """Return limit -> amount: how much of the job's budget earlier runs have used. Return {} without a budget."""
+    """Return limit name -> amount that earlier runs of the job have used. Return {} if the job has no budget."""
     if config.budget is None or stored is None:
         return {}
     return open_budget(config, open_folder(config.output.path, config.storage), stored.fingerprint).used()
@@ -237,7 +239,7 @@ def name_of(schedule: Schedule) -> str:
 
 
 def schedules(job: PlannedJob) -> dict[str, Schedule]:
-    """Return name -> schedule: the job's own, other speeds that the checkpoint was trained for, and 1x last."""
+    """Return speed's name -> schedule: the job's own, other speeds that the checkpoint was trained for, and 1x last."""
     checkpoint = job.checkpoint.checkpoint
     kept = {key: value for key, value in job.config.schedule.changes().items() if key not in DEPTH_KEYS}
     found = {name_of(job.schedule): job.schedule}
@@ -261,7 +263,7 @@ def schedules(job: PlannedJob) -> dict[str, Schedule]:
 def _sample(
     job: PlannedJob, good: Sequence[Prompt], speeds: dict[str, Schedule], backend: Backend, seconds: float, rows: int
 ) -> list[tuple[float, dict[str, list[TimedCall]]]]:
-    """Let actors answer rows in parallel; each one times its rows at every speed. Return results of `time_speeds`."""
+    """Divide a sample of `good` among actors, which call `time_speeds` in parallel. Return one result per actor."""
     actors, batching = job.config.actors, job.manifest.batching
     count = min(len(good), max(math.ceil(SAMPLE_SHARE * rows), max(2 * batching.max_batch, LEAST_ROWS) * actors.most))
     workers = min(actors.most, SAMPLED_ACTORS, count)
@@ -285,13 +287,14 @@ def time_speeds(
     size: int,
     seconds: float,
 ) -> tuple[float, dict[str, list[TimedCall]]]:
-    """Answer rows at each speed, as many as `seconds` allows, and time the calls. Runs in an actor's process.
+    """Answer rows at each speed in an actor's process, and time the calls.
 
     Args:
+        given: Prompts of the rows. If the time is short, some of them are not answered.
         generator: Arguments of `Generator`, in which checkpoint and speed adapter are sources for `fetch`.
-        chosen: Name of the job's own speed. This speed and 1x are always timed, other speeds if there is time.
+        chosen: Name of the job's own speed. This speed and 1x are always timed; other speeds only if time is left.
         size: Maximum number of rows in a call.
-        seconds: Time for all speeds, from the moment when the first model is loaded. The first calls may take longer.
+        seconds: Time limit for all speeds, starting when the first model is loaded. The first calls may exceed it.
 
     Return the time at which the first model was ready (s since 1970), and speed -> timed calls, without warm-ups.
     """
@@ -327,7 +330,7 @@ def _in_turn(
     size: int,
     until: float,
 ) -> dict[str, list[TimedCall]]:
-    """Time one call at each speed, in turn and repeatedly, so that machine drift affects all speeds equally."""
+    """Time calls at all speeds in rotation, so that drift of the machine affects all speeds equally."""
     calls: dict[str, list[TimedCall]] = {name: [] for name in generators}
     parts = math.ceil(len(given) / size)
     for part in range(parts):
@@ -358,7 +361,7 @@ def _timed(generator: Any, rows: Sequence[Prompt], prefix: Sequence[int]) -> Tim
 
 
 def longest(shards: Iterable[int], actors: int) -> int:
-    """Return the number of rows of the busiest actor, if each shard goes to the first actor that becomes free."""
+    """Return the number of rows that the busiest actor answers. Each shard goes to the first actor that is free."""
     ends = [0] * actors
     for rows in shards:
         heapq.heapreplace(ends, ends[0] + rows)
@@ -374,7 +377,7 @@ def predict(
     startup: float,
     crowd: float = 1.0,
 ) -> dict[str, dict[str, Any]]:
-    """Predict a whole run at each speed, slowest first. Speeds at which no row has an answer are left out.
+    """Predict time and tokens of a whole run at each speed, slowest first. Leave out speeds that gave no answer.
 
     Args:
         rows: Number of rows to answer, without rows that are expected to fail in preparation.

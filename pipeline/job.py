@@ -58,9 +58,10 @@ def run(
     Args:
         limit: maximum number of input rows to answer.
         overwrite: replace the job in the output folder.
-        check: how to check parts (output files of shards) that earlier runs committed.
-        backend: where the stages run; default: Ray Data. verbose: whether Ray Data shows its own messages.
-        process_began: time at which the process began, s since 1970; default: now.
+        check: how to check the parts (output files of shards) of earlier runs.
+        verbose: show the messages of Ray Data.
+        backend: where the stages run; default: Ray Data.
+        process_began: start of the process, in s since 1970; default: now.
 
     Raises:
         UserError: configuration or input is wrong, or the output belongs to another job.
@@ -80,7 +81,7 @@ def run(
         check_same_job(folder, stored, job.manifest)
         finished = stored is not None and has_results(folder, config) and has_table(folder, config)
         totals, fresh_rows = finished_totals(folder, job.manifest, check, config.input) if finished else None, 0
-        if totals is None:  # skipped for a finished job, which needs no right to write
+        if totals is None:  # a finished job skips all this, so that it needs no write access
             check_table(job.config, part_schema(job))
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             make_writable(folder)
@@ -104,7 +105,7 @@ def output_folder(config: JobConfig) -> Folder:
 
 @contextmanager
 def checked(job: PlannedJob, stored: Manifest | None, backend: Backend) -> Iterator[PlannedJob]:
-    """Yield the job. For a new job, first measure agreement with full depth. Raises UserError if it is too low."""
+    """Yield the job. If it is new, first measure its agreement with full depth. Raises UserError if that is too low."""
     config, spec = job.config, prompt_spec(job.config, job.checkpoint, job.manifest.batching.planned)
     in_library = job.checkpoint.checkpoint.in_library
     if stored is not None or not in_library or not is_measured(config, job.schedule, spec):
@@ -126,7 +127,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
     if done and left:
         log.warning("resuming: %d of %d shards are committed already", len(done), len(manifest.shards))
     if left:
-        folder.remove(SUCCESS)  # it exists if a finished job has lost parts
+        folder.remove(SUCCESS)  # the file exists if a finished job has lost parts
         job = replace(job, config=job.config.model_copy(update={"storage": job.config.storage.after_planning()}))
         folder = probe_create(open_folder(folder.url, job.config.storage))
         workload = Workload(len(manifest.shards), manifest.rows, len(done), manifest.rows - left_rows, job.began)

@@ -30,7 +30,7 @@ def is_unicode(text: str) -> bool:
 
 
 def check_unicode(value: Any, where: str = "") -> None:
-    """Raise UserError if a text or key in a nested value is not valid Unicode. The message names the place."""
+    """Raise UserError if a text or key in a nested value is not valid Unicode. where: name of the value."""
     if isinstance(value, str) and not is_unicode(value):
         found = next(char for char in value if not is_unicode(char))
         raise UserError(f"{where}: holds {found!r}, a lone surrogate, which UTF-8 cannot store; remove it")
@@ -41,7 +41,7 @@ def check_unicode(value: Any, where: str = "") -> None:
         check_unicode(one, f"{where}.{index}")
 
 
-LINE = 1000  # maximum characters of a line; needed because an error may quote the whole input
+LINE = 1000  # maximum characters of an error's text, because an error may quote the whole input
 
 
 def one_line(error: BaseException) -> str:
@@ -61,12 +61,12 @@ def printable(name: object) -> str:
 
 
 def listed(names: Iterable[object]) -> str:
-    """Return names from the data, separated by commas. Names that could be misread are quoted."""
+    """Return names from the data as text, separated by commas. Quote names that could be misread."""
     return ", ".join(repr(str(name)) if set(str(name)) & set(",;'\"") else printable(name) for name in names)
 
 
 def where_sought(path: str | Path) -> str:
-    """Return text for the end of a message: where a local path was sought. Return "" outside of submitted Ray jobs."""
+    """Return the end of a message: the host on which a path was sought. Return "" except in a submitted Ray job."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ or "://" in str(path):
         return ""
     host = f" on host {socket.gethostname()} of the cluster"
@@ -100,7 +100,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 0.1 or not seconds else f"{1000 * seconds:.2f} ms"
 
 
-# A password may contain "/". A quoted line may be cut inside a URL: it then begins or ends with "...".
+# A password may contain "/". If an error quotes a line and cuts the line inside a URL, "..." marks the cut.
 _END = r"(?:@|(?= \.\.\.))"
 _IN_URL = re.compile(rf"(\w://(?=[^/:\s'\"]*:)|\.\.\. )[^\s'\"]*{_END}|(\w://)[^/\s'\"]*{_END}")
 
@@ -122,7 +122,7 @@ def in_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def parsed_control_tokens(count: int) -> str:
-    """Return a sentence: the number of control tokens parsed in prompts, and the setting that changes this."""
+    """Return the message that prompts held control tokens: their number, and how to keep them as text."""
     return f"parsed {counted(count, 'control token')} in prompts; set input.special_tokens: text to keep them as text"
 
 

@@ -1,7 +1,7 @@
-"""Metrics of a running job: names, units, and the sink that exports amounts from this process. Does not import Ray.
+"""Defines the metrics of a running job, and passes their values to the sink of this process. Does not import Ray.
 
-A process that exports metrics installs a sink, e.g. the one for Ray in `run.remote`. Without a sink, amounts are
-dropped. Amounts are added for each shard or retry, never for each token.
+A sink is a function that exports values, e.g. the sink for Ray in `run.remote`. Without a sink, values are dropped.
+Counters increase once per shard or retry, never per token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Sink = Callable[[str, float, Part | None], None]  # arguments: metric's name, am
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. text: what the metric counts or shows, with the unit."""
+    """A metric. text: description with the unit."""
 
     kind: Literal["counter", "gauge"]
     text: str
@@ -66,7 +66,7 @@ def add(name: str, amount: float = 1.0, *, part: Part | None = None) -> None:
 
 
 def set_gauge(name: str, value: float) -> None:
-    """Set a gauge. Call this at least every 20 s, because Ray then forgets the value."""
+    """Set a gauge. Call this at least every 20 s: Ray forgets values that are older."""
     assert METRICS[name].kind == "gauge", name
     if _sink is not None:
         _sink(name, value, None)

@@ -1,4 +1,4 @@
-"""Plans a job: checks job file, checkpoint, schedule and input, and makes the arguments of the stages."""
+"""Plans a job: checks job file, checkpoint, schedule and input, and builds the arguments of the stages."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def plan(
     files: Files | None = None,
     preview: bool = False,
 ) -> PlannedJob:
-    """Plan a new job. If `stored` is given, plan the rest of that job instead, and keep its pinned values.
+    """Plan a new job. If `stored` (the plan of an interrupted job) is given, continue that job with its pinned values.
 
-    For arguments and errors see `plan_job`. A preview does not look for repeated ids. Also raises UserError if
+    preview: do not look for repeated ids. For the other arguments and errors see `plan_job`. Also raises UserError if
     checkpoint, prompt settings or input are wrong, or differ from those of the stored job.
     """
     began = time.time()
@@ -89,7 +89,7 @@ def _check_ids(config: JobConfig, manifest: Manifest) -> None:
         schema = pa.schema([manifest.schema.field(column)])
         for shard, table in read_shards(manifest.files, shards, schema, config.storage):
             ids = table[column]
-            if is_batch:  # a missing id is a row error, so such rows get distinct ids here
+            if is_batch:  # a row without an id is a row error; a unique id here keeps it from counting as repeated
                 rows = enumerate(zip(ids.to_pylist(), table[ERROR].to_pylist(), strict=True), shard.first_row)
                 ids = pa.chunked_array(
                     [[f"\0{shard.url}\0{row}" if one is None or error else one for row, (one, error) in rows]]
@@ -126,7 +126,7 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
 
 
 def part_spec(job: PlannedJob) -> PartSpec:
-    """Return what the job's parts (output files, one for each shard) hold."""
+    """Return the description of the job's parts (output files, one for each shard)."""
     return PartSpec(
         id_column=job.config.input.id_column,
         keep=tuple(kept_columns(job.config)),

@@ -53,7 +53,10 @@ SYSTEM = "You do what the user asks, and write nothing else."
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of an input. format: `input.format`; None if file names show it. columns: name -> sampled values."""
+    """A sample of an input.
+
+    files: number of input files. format: `input.format`; None if file names show it. columns: name -> sampled values.
+    """
 
     files: int
     format: InputFormat | None
@@ -62,7 +65,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Proposed keys of a job file's section `input`, and a sentence that explains each choice."""
+    """Proposed keys of a job file's section `input`. notes: a sentence that explains each choice."""
 
     keys: dict[str, Any]
     notes: list[str]
@@ -103,7 +106,7 @@ def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[S
 
 
 def read_sample(path: str, storage: StorageConfig) -> Sample:
-    """Read the first rows of the first file that has rows. Raises UserError if the first `FILES` files have none."""
+    """Read the first rows of the first file that has rows. Raises UserError if the first `FILES` files have no rows."""
     given: InputFormat | None = None
     unlisted, unread = list[UserError](), list[UserError]()
     for given in (None, "jsonl", "csv"):  # the name of a folder does not show the format of its files
@@ -126,7 +129,7 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
 
 def first_rows(url: str, size: int, version: str, kind: str, storage: StorageConfig) -> dict[str, list[Any]]:
     """Return column name -> values in a file's first rows. Raises UserError if none of these rows can be read."""
-    names: list[str] = [""]  # no column has this name; the first scan finds the names, the second one the types
+    names: list[str] = [""]  # no column has this name; the first pass finds the names, the second one the types
     for _ in range(2):
         file, schema = read_layout(url, size, version, storage, kind, TextColumns(names), ROWS)
         names = schema.names
@@ -134,13 +137,16 @@ def first_rows(url: str, size: int, version: str, kind: str, storage: StorageCon
     shards = cut_shards([file], ROWS, SAMPLE_BYTES)[:1]
     tables = [table.filter(pc.field(ERROR).is_null()) for _, table in read_shards([file], shards, schema, storage)]
     if not tables or not tables[0].num_rows:
-        raise UserError(f"{url}: none of the first rows can be read")
+        raise UserError(f"{url}: none of the first {ROWS} rows can be read; correct the file")
     values: dict[str, list[Any]] = tables[0].select(schema.names).to_pydict()
     return values
 
 
 def true_answers(columns: Mapping[str, Sequence[Any]], choices: Collection[str] | None = None) -> str | None:
-    """Return a column that seems to hold true answers (only `choices`, or texts under a usual name), else None."""
+    """Return the name of a column that seems to hold true answers; None if there is none.
+
+    choices: labels, one of which each value must be. None: the column must hold texts and have a usual name.
+    """
     labels = None if choices is None else set(map(normalized, choices))
 
     def fits(value: Any) -> bool:
@@ -254,7 +260,7 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str, answers:
         if "template" in keys:
             keys["template"] = keys["template"].removesuffix(SUMMARY)
     names = [re.sub(r"[*?\[\]]", "", part.partition(".")[0]) for part in path.split("/")]
-    name = next(filter(None, reversed(names)), Path.cwd().name)  # a glob of whole names leaves the folder's name
+    name = next(filter(None, reversed(names)), Path.cwd().name)  # for *.csv, the name of the folder
     notes = "".join(f"# {printable(line)}\n" for line in (f"Columns: {listed(sample.columns)}", *proposal.notes))
     chat = "  # chat: true                      # for a model with a chat template\n"
     hint = "" if is_chat or "chat" in keys else chat

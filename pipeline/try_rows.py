@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TriedRow:
-    """A row as the model gets it, and the row's answers."""
+    """A row: the prompt that the model gets, and the answers."""
 
     id: Any  # value of the id column; if there is none, file and row number
     prompt: str  # decoded prompt, with special tokens; "" if the row has an error
     answers: list[Answer]
-    control_tokens: int  # number of control tokens that were parsed in the row's values
+    control_tokens: int  # number of control tokens in the row's values
 
 
 def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] = log.debug) -> list[TriedRow]:
@@ -65,7 +65,10 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
 
         generator = Generator(**fetched(generator_arguments(job)))
     if continued and not section.continue_final:
-        say("messages end with an assistant's turn, but a new turn begins; to continue, set input.continue_final: true")
+        note = (
+            "a chat ends with an assistant's message, but the model starts a new message; to continue the last message,"
+        )
+        say(f"{note} set input.continue_final: true")
     say(f"answers end at {', '.join(_ends(job.checkpoint.checkpoint.path, spec)) or 'no token (the model names none)'}")
     with announced("answering"):
         answers = generator.answer([prompt for _, prompt, _ in prepared])
@@ -92,7 +95,7 @@ def _ends(checkpoint: Any, spec: PromptSpec) -> list[str]:
 
 
 def _on_this_machine(config: JobConfig) -> JobConfig:
-    """Return the job, with exactly one GPU if it asks for GPUs. Raises UserError if this machine then has no GPU."""
+    """Return the job. If it asks for GPUs, set exactly one GPU; raises UserError if this machine has none."""
     if not config.actors.gpus:
         return config
     import torch

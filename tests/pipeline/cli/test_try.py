@@ -142,7 +142,7 @@ def test_messages_that_end_with_the_assistants_turn_get_a_hint(
     pq.write_table(pa.table({"id": ["a"], "m": [chat]}), tmp_path / "in" / "0.parquet")
     values["input"]["messages"] = "m"
     values["model"]["path"] = str(chat_checkpoint)
-    said = "messages end with an assistant's turn, but a new turn begins; "
+    said = "a chat ends with an assistant's message, but the model starts a new message; "
     assert said in tried(tmp_path, values).stdout
     result = tried(tmp_path, values, "--set", "input.continue_final=true")
     assert result.exit_code == 0 and said not in result.stdout and "[assistant]It is\n" in result.stdout
