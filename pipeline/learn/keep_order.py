@@ -2,10 +2,10 @@
 
 Two methods from the literature are combined. ShortGPT (Men et al., 2024, arXiv 2403.03853) ranks layers by their
 influence, 1 - cos(input, output). One pass measures all layers, but does not show that one of two interchangeable
-layers must stay. Greedy elimination (SLEB: Song et al., 2024, arXiv 2402.09025) does, but each step needs one pass for
-each layer. Here, a step tries only the layers of least influence. It removes the layer without which the next-token
-distribution stays closest to full depth's (KL divergence). When the divergence exceeds `LOST`, full depth's text is
-lost, and further steps would be meaningless. The remaining layers are then ranked by their influence at full depth.
+layers must stay. Greedy elimination (SLEB: Song et al., 2024, arXiv 2402.09025) shows this, but each step needs one
+pass for each layer. Here, each step tries only the layers of least influence. It removes the one that changes the
+next-token distribution least (KL divergence from full depth). The steps end when the divergence exceeds `LOST`, because
+the text then has little in common with full depth's. The remaining layers are ranked by their influence at full depth.
 As in generation, layers are bypassed for response tokens only.
 
 Shapes: N response tokens of a batch, E hidden size, V vocabulary size.
@@ -57,7 +57,7 @@ def measured_order(
         identity: Digests or versions of the checkpoint's files; part of the cache key.
         load: Loads the checkpoint's model; not called if the cache holds the order.
         rows: Prompts and the model's responses at full depth; `ROWS` evenly spaced rows are used.
-        warmup: Number of lowest layers that always run; None: set by `LayerRanking.warmup`, at most 1/8 of all layers.
+        warmup: Number of lowest layers that always run; None: at most 1/8 of all layers, see `LayerRanking`.
         cache: Folder of the cache (`model.cache`); None: the default folder.
     """
     kept = min(ROWS, len(rows))
@@ -117,7 +117,7 @@ def rank_layers(decoder: Decoder, rows: Sequence[Row], *, warmup: int = 0) -> La
         decoder: The model, in evaluation mode.
         rows: Prompts and responses. Rows without a prompt or response, and rows beyond the memory limits, are ignored.
             If a response has one token, the prompt's last token counts as a response token too.
-        warmup: Number of lowest layers. They come first in the order, and are never left out.
+        warmup: Number of lowest layers that always run. They come first in the order.
 
     Raises:
         UserError: No row has a prompt and a response.
@@ -167,7 +167,7 @@ def _influence(batches: Sequence[ResponsePasses], layers: Sequence[int]) -> dict
 
 
 def _divergence(batches: Sequence[ResponsePasses], layer: int, limit: float) -> float:
-    """Return the divergence if `layer` is bypassed too, summed over batches. Return inf if the sum exceeds `limit`."""
+    """Return the divergence with `layer` bypassed too, summed over batches; inf if it exceeds `limit`."""
     total = 0.0
     for batch in batches:
         total += batch.divergence_without(layer)
@@ -216,7 +216,7 @@ class ResponsePasses:
         self._run(self._inputs)
 
     def _run(self, inputs: list[Tensor], without: Collection[int] = ()) -> Tensor:
-        """Run from the layer whose input is last in `inputs`. Append the next layers' inputs; return the output."""
+        """Run the layers from number `len(inputs) - 1` on (from 0 if empty). Append their outputs; return the last."""
         running = set(range(self._decoder.num_layers)) - self._bypassed - set(without)
         ranks = prompt_ranks(self._decoder.num_layers, running)
         return run_level(self._decoder, self._responses, ranks, self._rows, [self._prompts], inputs=inputs)[0]

@@ -32,7 +32,7 @@ def choose(metric: str, tolerance: float, lines: Sequence[Line], chance: Scores)
 
 
 def nearest(metric: str, lines: Sequence[Line], chance: Scores) -> Line:
-    """Return the speed-up that needs the smallest tolerance. Those no better than chance come after all others."""
+    """Return the speed-up that needs the smallest tolerance, among those better than chance if there are any."""
     return min(
         _speedups(lines),
         key=lambda line: (uselessness(line, chance, metric) is not None, line.scores[metric].loss_high, line.seconds),
@@ -66,8 +66,8 @@ def parallel_actors(actors: int, gpus: float, threads: int, cores: int | None, d
 class BreakEven:
     """Cost and savings of an adaptation, in seconds.
 
-    cost: wall clock of the adaptation. full, fast: an actor's time for a row, at full depth without adaptation and at
-    the chosen speed with it. rows: rows of the job. actors: number of actors that work in parallel.
+    cost: wall clock of the adaptation. full: an actor's time for a row at full depth. fast: an actor's time for a row
+    at the chosen speed, after adaptation. rows: rows of the job. actors: number of actors that work in parallel.
     """
 
     cost: float
@@ -78,17 +78,17 @@ class BreakEven:
 
     @property
     def at_rows(self) -> int | None:
-        """Smallest number of rows for which the adaptation saves time; None if it saves none on a row."""
+        """Smallest number of rows for which the adaptation saves time; None if it never does."""
         saved = self.full - self.fast
         return math.ceil(self.cost * self.actors / saved) if saved > 0 else None
 
     @property
     def saved(self) -> float:
-        """Net savings in seconds: time saved by the job, minus the adaptation's cost. Below 0, it does not pay."""
+        """Net savings in seconds: time saved by the job, minus the adaptation's cost. Negative if it does not pay."""
         return self.rows * (self.full - self.fast) / self.actors - self.cost
 
     def sentences(self, speed: str) -> list[str]:
-        """Return cost and savings as text."""
+        """Return cost and savings as sentences. speed: name of the chosen speed."""
         job, without = f"this job has {self.rows:,} rows", self.rows * self.full / self.actors
         if self.at_rows is None:
             verdict = f"never: {speed} saves no time on this hardware, so adaptation does not pay"
@@ -133,7 +133,7 @@ def stage_seconds(task: Task, row: RowCost) -> tuple[int, dict[str, float]]:
     # a backward pass costs as much as a forward pass if weights are frozen; the teacher runs only once for each row
     tokens = steps * recipe.batch_size * 2 * (row.prompt + row.answer * sum(shares))
     tokens += trained * (row.prompt + row.answer)
-    if task.shape["keep_order"] == MEASURED:  # each step drops a layer; on average, a pass runs half of the rest
+    if task.shape["keep_order"] == MEASURED:  # each step drops a layer; a pass runs, on average, half of those left
         tokens += ORDER_ROWS * (row.prompt + row.answer * CANDIDATES * task.resolved.checkpoint.num_layers / 4)
     evaluated = options.held_out * sum(row.prefill_seconds + row.decode_seconds * share for share in [1.0, *shares])
     return steps, {

@@ -25,7 +25,7 @@ SAMPLE, ANSWERS, TRAIN = "sample.parquet", "full-depth", "train.parquet"
 DEV, HELD_OUT = "dev.parquet", "held-out.parquet"  # DEV: to choose the best training step; HELD_OUT: the speed
 CHECKPOINT, ADAPTER, BEFORE, AFTER, JOB_FILE = "checkpoint", "speed-adapter", "before", "after", "job.yaml"
 STAGE_FILES = (SAMPLE, ANSWERS, TRAIN, DEV, HELD_OUT, CHECKPOINT, ADAPTER, BEFORE, AFTER)
-PROMPT_SHARE = 1 / 3  # if prompts take this share of a job's time at full depth, they limit every speed-up to 3x
+PROMPT_SHARE = 1 / 3  # from this share of a job's time on, prompts limit speed-ups to 3x; `prompt: first` is tried too
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,9 @@ def pinned_path(config: JobConfig, resolved: ResolvedCheckpoint) -> str:
 def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, Any]:
     """Return the schedule to train for, without its depths. Keys that the job leaves out come from `stored`.
 
-    stored: the checkpoint's schedule. If neither sets a layer order (keep order), the order is measured. The warm-up is
-    then measured too, unless the job sets it. Raises UserError if the job changes a key that `tune` lacks.
+    stored: the checkpoint's schedule. If neither the job nor `stored` sets a layer order (keep order), the order is
+    measured. The warm-up is then measured too, unless the job sets it. Raises UserError if the job changes
+    a key that `tune` lacks.
     """
     changes = {key: value for key, value in config.schedule.changes().items() if key in KEPT}
     start = stored or ScheduleSpec(keep_order=MEASURED)
@@ -144,7 +145,7 @@ def tune_config(task: Task, model: str, max_tokens: int, prompts: Sequence[str])
 def eval_values(
     task: Task, model: str, shape: Mapping[str, Any], prompts: Sequence[str], *, tuned: bool
 ) -> dict[str, Any]:
-    """Return keys and values of an evaluation file for the held-out rows, but not threads, cache and rows in flight.
+    """Return the keys of an evaluation file for the held-out rows, except `threads`, `cache_bytes` and `max_batch`.
 
     Sampling is greedy, because sampled answers differ even without a loss of quality.
 

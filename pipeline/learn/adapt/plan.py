@@ -140,7 +140,7 @@ def _check_job(config: JobConfig, options: AdaptConfig) -> None:
 
 
 def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]:
-    """Return the settings that each stage depends on, but not those of earlier stages, metric and tolerance."""
+    """Return stage -> settings that decide the stage's result, without settings that an earlier stage lists."""
     config, values = task.config, task.options.model_dump()
 
     def chosen(*names: str) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class StageRecord:
         self.done: dict[str, dict[str, Any]] = {}  # stage -> {"settings", "result"}
         self.seconds: dict[str, float] = {}  # stage -> seconds of all attempts together
         self.job_text = ""  # the text last written to the job file
-        self.settings: Mapping[str, Mapping[str, Any]] = {}  # of each stage; set by `check`
+        self.settings: Mapping[str, Mapping[str, Any]] = {}  # stage -> settings, set by `check`
         values = self.folder.values()
         if not values.keys() - {FILES}:
             return  # no record, or no finished stage in it
@@ -216,7 +216,7 @@ class StageRecord:
     def run(self, stage: str, purpose: str, files: Sequence[str], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the result of `stage`. Call `work` to compute it, unless the stage is done and its `files` exist.
 
-        purpose: announced before the call of `work`. The stage's seconds include failed attempts.
+        purpose: text that is announced before `work` is called. The stage's seconds include failed attempts.
         """
         if stage in self.done and all((self.folder.path / name).exists() for name in files):
             return dict(self.done[stage]["result"])

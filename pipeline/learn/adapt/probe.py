@@ -39,9 +39,10 @@ HEAD_CALLS = 20
 
 
 def probe(config: JobConfig, source: str) -> dict[str, Any]:
-    """Estimate from some rows at full depth what an adaptation saves. `seconds` in the result: of one actor for a row.
+    """Estimate, from some rows answered at full depth, how much time an adaptation saves.
 
-    Writes no file. source: name of the job file. Raises UserError for a mistake, or if no row can be answered.
+    Return values for `print_probe`; `seconds` are an actor's mean seconds for a row. Only the layer order is written,
+    into the cache. source: name of the job file. Raises UserError for a mistake, or if no row can be answered.
     """
     task, _ = plan_adaptation(config, source)
     generator, prompts = _load(task), _prompts(task)
@@ -112,7 +113,7 @@ def _head_seconds(generator: Generator, rows: int) -> float:
         began = time.perf_counter()
         head(hidden)
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds) / rows  # the mean would count a moment in which the machine did other work
+    return statistics.median(seconds) / rows  # not the mean, which would include calls that other processes delayed
 
 
 def _divergence(generator: Generator, pairs: Sequence[Row], order: tuple[int, ...]) -> list[dict[str, float]]:
@@ -132,7 +133,10 @@ def _divergence(generator: Generator, pairs: Sequence[Row], order: tuple[int, ..
 def _speed(
     task: Task, row: RowCost, head: float, shape: Mapping[str, Any], speed: float, cost: float
 ) -> dict[str, Any]:
-    """Estimate the wall-clock speed-up, and for how many rows adaptation pays. The head's time does not change."""
+    """Estimate the wall-clock speed-up, and the number of rows from which adaptation pays.
+
+    head: seconds of the vocabulary head for a row, which are the same at every speed. cost: seconds of the adaptation.
+    """
     schedule = task.resolved.checkpoint.schedule({**shape, "speedup": speed})
     kept = (schedule.mean_depth(round(row.answer)) or schedule.num_layers) / schedule.num_layers
     policies = task.prompt_policies(row.prefill_seconds / row.seconds)

@@ -55,7 +55,7 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
 
 
 def too_tight(adapted: Adapted) -> str:
-    """Return the message if no speed was chosen. It names the tolerance or number of rows that would allow one."""
+    """Return why no speed was chosen, and which tolerance or number of rows would allow one."""
     closest = adapted.nearest
     if uselessness(closest, adapted.chance, adapted.metric) is not None:
         metric = chance_metric(adapted.metric, adapted.chance)

@@ -169,8 +169,8 @@ def metric_of(folder: Path, asked: str | None, *, choices: bool, references: boo
     labels = all(len(text.split()) == 1 for row in texts for text in row)
     if asked in OF_TEXTS and labels and not choices:
         raise UserError(
-            f"adapt.metric: {asked} is not a metric for labels, and each reference of the {len(texts)} held-out "
-            "rows is a single word; use exact_match"
+            f"adapt.metric: {asked} is not a metric for labels, and the references of all {len(texts)} held-out rows "
+            "are labels (single words); use exact_match"
         )
     if asked is not None:
         return asked

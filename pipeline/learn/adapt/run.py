@@ -208,9 +208,9 @@ def _tune(task: Task, longest: int, prompts: Sequence[str]) -> dict[str, Any]:
 
 
 def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mapping[str, int | None]) -> dict[str, Any]:
-    """Evaluate the job's checkpoint at every speed. If `tuned`, evaluate the trained one against it.
+    """Evaluate the job's checkpoint, or if `tuned` the trained one, at every speed. Return the lines and chance.
 
-    actors: threads, cache bytes and rows in flight of an actor of the job. The evaluation uses the same values.
+    actors: `threads`, `cache_bytes` and `max_batch` of the job's actors, which the evaluation uses too.
     """
     from pipeline.learn.evaluate import run as evaluate_run
 

@@ -103,7 +103,7 @@ class EvalInputs:
         return "agreement_exact" if self.is_labelling or self.new_tokens <= SHORT else "fidelity"
 
     def load(self, checkpoint: ResolvedCheckpoint, *, fast: bool = False) -> Generator:
-        """Load `checkpoint` with a schedule at full depth. fast: merge its speed adapter, as a job above 1x does."""
+        """Load `checkpoint` with a schedule at full depth. fast: merge its speed adapter, as jobs above 1x do."""
         config = self.config
         full = checkpoint.checkpoint.schedule({"speedup": 1.0})
         # `model.weights` applies only to the checkpoint in `model`
@@ -124,9 +124,9 @@ class EvalInputs:
 
 
 def prepare(config: EvalConfig) -> EvalInputs:
-    """Read the rows, resolve the checkpoints and check that they fit together. Loads no model.
+    """Read the rows, resolve the checkpoints, and check that they fit together, without loading a model.
 
-    Raises UserError of one line for a mistake.
+    Raises UserError if the configuration or the data are wrong.
     """
     # always the project's own engine: vLLM gives no logits for a schedule that skips layers
     config = config.model_copy(update={"model": config.model.model_copy(update={"engine": "library", "vllm": None})})
@@ -154,7 +154,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
     if config.choices is not None:
         tokenizer = load_tokenizer(model.checkpoint.path)
         ids = tokenize_labels(tokenizer, config.choices)
-        longest(config.choices, ids)  # unlike ChoiceTrie's, its error shows the text of a bad label
+        longest(config.choices, ids)  # checks the labels: its error shows a label's text, that of ChoiceTrie does not
         trie = ChoiceTrie([ids[label] for label in config.choices], tokenizer.eos_token_id)
         reserved = new_tokens = trie.most_tokens
     prompts = _tokenized(rows, model, reserved)
@@ -241,7 +241,10 @@ def _tokenized(rows: Sequence[EvalRow], model: ResolvedCheckpoint, reserved: int
 
 
 def _check_context(prompts: Sequence[Prompt], model: ResolvedCheckpoint, reserved: int, named: str) -> None:
-    """Raise UserError if the model's context has no room for a prompt and `reserved` new tokens."""
+    """Raise UserError if the model's context has no room for a prompt and `reserved` new tokens.
+
+    named: name of the context in the error.
+    """
     context = model.checkpoint.context_length
     for prompt in prompts:
         if len(prompt.ids) + reserved > context:

@@ -1,4 +1,4 @@
-"""Computes metrics in two steps: K statistics for each row, then one score from each statistic's sum over all rows.
+"""Computes metrics in two steps: K statistics for each row, then one score from their K sums over all rows.
 
 This makes the bootstrap of a corpus metric cheap: a resampled data set only needs new sums.
 Shapes: N rows have statistics [N, K]; S data sets have sums [S, K] and scores [S].
@@ -142,7 +142,7 @@ def answer_statistics(answers: Sequence[Sequence[int]], own: Sequence[Sequence[i
     """Return [rows, 5]: tokens of the answer, tokens of full depth's answer, repeated 4-grams, all 4-grams, and regret.
 
     Fidelity is 100 · exp(-regret / tokens) · min(length ratio, 1 / length ratio) · (1 - repeated 4-grams / 4-grams).
-    Length and repetition are factors because the likelihood of single tokens hardly shows errors in them.
+    Length and repetition are factors, because regret hardly shows that an answer is too short, too long or repetitive.
 
     Args:
         answers, own: Token ids of the answers and of full depth's answers, with end tokens.
@@ -179,7 +179,7 @@ class Score:
     """One line's score in one metric: values from the rows themselves, intervals from resampled rows.
 
     loss: difference from full depth on the same rows, positive if the line is worse. low, high: interval for `value`;
-    `value` may lie outside of it. loss_low, loss_high: interval for `loss`.
+    `value` may lie outside. loss_low, loss_high: interval for `loss`.
     """
 
     value: float

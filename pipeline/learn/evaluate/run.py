@@ -39,7 +39,7 @@ from pipeline.runtime.announce import RowProgress, announce
 def evaluate(config: EvalConfig) -> Evaluation:
     """Answer the rows at every speed, score and time the answers, and write tables, answers and `evaluate.json`.
 
-    Raises UserError of one line for a mistake, before a model is loaded.
+    Raises UserError, before a model is loaded, if the configuration or the data are wrong.
     """
     inputs = prepare(config)
     full, fast, others = load_models(inputs)
@@ -97,7 +97,7 @@ def load_models(inputs: EvalInputs) -> tuple[Generator, Generator, dict[str, Gen
 
 
 def with_measured_order(inputs: EvalInputs, generator: Generator) -> EvalInputs:
-    """Return `inputs`. If `schedule.keep_order` asks for it, set a layer order measured on full-depth answers."""
+    """If `schedule.keep_order` is `measured`, measure the layer order on full-depth answers. Return the inputs."""
     model, schedule = inputs.config.model, inputs.config.schedule
     if schedule.keep_order != MEASURED:
         return inputs
@@ -164,8 +164,8 @@ def time_in_turn(
 ) -> dict[str, TimedRun]:
     """Answer all rows with every line in turn, `rounds` times. A drift of the machine's speed then affects all lines.
 
-    Every line first warms up on its largest batch. With several rounds, or on a GPU, where each new shape costs time,
-    it warms up on all rows. Returns line -> answers and counts of the last round, and times of all rounds.
+    Each line first warms up on its largest batch. With several rounds, or on a GPU (where each new shape costs time), a
+    line warms up on all rows. Returns line -> answers and counts of the last round, and times of all rounds.
     """
     whole = rounds > 1 or any(generator.device.type == "cuda" for generator, _ in lines.values())
     longest = sorted(prompts, key=lambda prompt: -len(prompt.ids))
@@ -209,7 +209,7 @@ def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Li
 
 
 def _write(evaluation: Evaluation, inputs: EvalInputs, runs: Mapping[str, TimedRun], generator: Generator) -> None:
-    """Replace the files of an earlier evaluation in the folder. The record with the settings is written last."""
+    """Remove the files of an earlier evaluation. Write the answers, the table and, last, the record of settings."""
     folder, columns = inputs.folder, _columns(inputs.rows)
     folder.discard(folder.files())
     folder.claim(output_files(runs))
@@ -241,5 +241,5 @@ def _array(values: Sequence[Any]) -> pa.Array:
     """Return the values as an array. If no type of `pa.array` holds all of them, they become text."""
     try:
         return pa.array(values)
-    except (pa.ArrowException, OverflowError):  # for example ids of two files, or numbers of 64 bits without a sign
+    except (pa.ArrowException, OverflowError):  # such as ids of several types, or unsigned 64-bit integers
         return pa.array([v if v is None or isinstance(v, str) else json.dumps(v, default=str) for v in values])

@@ -1,4 +1,4 @@
-"""Checks, adds and saves speed adapters with the library peft. They are LoRA (Hu et al. 2021, arXiv 2106.09685)."""
+"""Checks, adds and saves speed adapters (LoRA: Hu et al. 2021, arXiv 2106.09685) with the library peft."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def add_adapters(model: PreTrainedModel, adapter: AdapterConfig) -> PeftModel:
 
 
 def round_frozen(model: torch.nn.Module) -> None:
-    """Round the weights of frozen linear layers to bfloat16 once. Otherwise autocast would do it at every use.
+    """Round the weights of frozen linear layers to bfloat16. Otherwise autocast would round them at every use.
 
-    A head that shares the weights of the embeddings gets its own copy. Embeddings and norms keep their type. They are
-    copied out of the checkpoint's file, because one tensor in the mapped file keeps the whole file in memory.
+    A head that shares the weights of the embeddings gets its own copy. Embeddings and norms keep their type, but are
+    copied out of the mapped checkpoint file. Otherwise the whole file would stay in memory.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and not module.weight.requires_grad:
@@ -72,7 +72,7 @@ def round_frozen(model: torch.nn.Module) -> None:
 
 
 def save_adapters(model: PeftModel, base: str, folder: Path) -> None:
-    """Write the adapters, rounded to bfloat16, into `folder`, with the digest of their checkpoint folder `base`."""
+    """Write the adapters, rounded to bfloat16, and a digest of the checkpoint folder `base` into `folder`."""
     import peft
 
     state: dict[str, Any] = peft.get_peft_model_state_dict(model)

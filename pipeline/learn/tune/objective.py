@@ -1,10 +1,10 @@
-"""Computes the training objective and its gradients chunk by chunk. So the logits of all tokens never exist at once.
+"""Computes the training objective and its gradients in chunks, so that memory never holds the logits of all tokens.
 
 The objective of a response token is the cross-entropy of its label plus KL(teacher || student). KL is computed at
 `loss.temperature` T and multiplied by T squared (Hinton et al. 2015, arXiv 1503.02531). All tokens but the teacher's K
-likeliest count as one class. The KL is thus a lower bound of the KL over the whole vocabulary: it leaves out the KL
-within that class, weighted with the teacher's mass there. The gradient of the logits comes from its formula, not from
-autograd (SmolLM2-135M, 400 tokens, one thread: head and objective take 1.1 s; with autograd, 1.6 s of a step's 6.9 s).
+likeliest count as one class. The KL is thus a lower bound of the KL over the whole vocabulary. The gradient of the
+logits is computed with a formula, which is faster than autograd (SmolLM2-135M, 400 tokens, one thread: head and
+objective take 1.1 s; with autograd, 1.6 s of a step's 6.9 s).
 Shapes: M response tokens, E hidden size, V vocabulary size, K kept entries of the teacher's distribution.
 """
 
@@ -67,8 +67,8 @@ def summed_loss(
 ) -> Tensor:
     """Return the objective, summed over tokens. hidden: hidden states before the final norm.
 
-    Gradients are computed together with each chunk's logits, which are then freed. Memory holds at most the logits of
-    one chunk, and the head is computed only once.
+    Each chunk's gradients are computed right after its logits, which are then freed. The backward pass thus need not
+    compute the head again, and memory holds at most the logits of one chunk.
     """
     layers = {id(weight) for block in decoder.blocks for weight in block.parameters()}
     others = [weight for weight in decoder.model.parameters() if weight.requires_grad and id(weight) not in layers]
@@ -163,7 +163,7 @@ def _divergence(scores: Tensor, targets: Targets, temperature: float) -> tuple[T
 
 
 class _WithGradients(torch.autograd.Function):
-    """Returns `total`, whose `gradients` with respect to `inputs` are known."""
+    """Returns `total`, and gives autograd its `gradients` with respect to `inputs`, which are known already."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, gradients: Sequence[Tensor | None], *inputs: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class TrainingPlan:
     """Inputs of a training.
 
     layers: number of the model's layers. train, dev: pairs as `encode` returns them. spec: schedule to store.
-    schedules: by name; each step draws from them.
+    schedules: name -> schedule; each training step draws some of them.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -99,7 +99,9 @@ class TrainingPlan:
 
 
 def plan_training(config: TuneConfig) -> TrainingPlan:
-    """Read the data and inspect the checkpoints; loads no weights. Raises UserError of one line for a mistake.
+    """Read the data, inspect the checkpoints without loading weights, and return the plan.
+
+    Raises UserError if the recipe or the data are wrong.
 
     If the layer order (keep order) is to be measured, the plan holds the paper's order until `with_order` replaces it.
     """
@@ -121,7 +123,7 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
     longest = min(contexts)
     train, dev = (encode(tokenizer, pairs, longest, architecture.vocab_size) for pairs in (train_pairs, dev_pairs))
     if not train or not dev:
-        raise UserError(f"data: every pair is longer than {longest} tokens, the limit of max_tokens or context")
+        raise UserError(f"data: every pair is longer than {longest} tokens (data.max_tokens or the context)")
     kept = min(len(dev), data.dev_rows)
     dev = [dev[row * len(dev) // kept] for row in range(kept)]
     if len(dev) < 2:

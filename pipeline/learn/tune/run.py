@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 def tune(config: TuneConfig) -> Path:
     """Train as `config` says and write the checkpoint. Resume an interrupted training from its last saved step.
 
-    Before the training starts, raises UserError of one line if configuration or data are wrong.
+    Raises UserError before the training starts if the recipe or the data are wrong.
     """
     plan = plan_training(config)
     if resume.finished(config):
@@ -52,7 +52,7 @@ def tune(config: TuneConfig) -> Path:
 
 
 def with_measured_order(config: TuneConfig, plan: TrainingPlan) -> TrainingPlan:
-    """Return the plan with the start checkpoint's layer order and warm-up. The warm-up is measured only if not set."""
+    """Measure the start checkpoint's layer order, and the warm-up unless the recipe sets it. Return the new plan."""
     path, device = Path(config.model.path), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" and config.training.bf16 else torch.float32
     set_threads(config.training.threads)

@@ -38,7 +38,7 @@ class Teacher:
     """A full-depth model whose next-token distributions the student learns.
 
     Args:
-        decoder: The teacher's decoder: a frozen one, or the student's own.
+        decoder: A frozen decoder, or the student's decoder.
         loss: Section `loss` of the recipe, with the temperature and the number of stored entries per distribution.
         vocabulary: Size of the student's vocabulary.
         alone: Context manager that gives the student's decoder its start weights, for example by disabling adapters.
@@ -64,9 +64,9 @@ class Teacher:
         return Targets.joined([known[id(pair)] for pair in pairs]).each(lambda values: values.to(self.decoder.device))
 
     def exchange(self, gather: Callable[[list[Any]], list[Any]]) -> None:
-        """Store what all workers have computed since the last call, because pairs change workers every epoch.
+        """Share new distributions among all workers, because a pair may go to another worker in the next epoch.
 
-        gather: called by every worker with its own list; returns the lists of all workers, joined.
+        gather: Function that each worker calls with a list; returns the concatenated lists of all workers.
         """
         found, self._new = gather(self._new), []
         self._kept |= dict(found)
@@ -74,7 +74,7 @@ class Teacher:
     def _computed(self, pairs: Sequence[Pair]) -> list[Targets]:
         model = self.decoder.model
         was_training = model.training
-        model.eval()  # the student's own decoder may be in training mode, with dropout
+        model.eval()  # switches dropout off: the model may be the student, in training mode
         try:
             with torch.no_grad(), self.alone():
                 (states,) = predicting_states(self.decoder, pairs, [ScheduleSpec().build(self.decoder.num_layers)])

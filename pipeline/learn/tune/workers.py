@@ -42,8 +42,8 @@ def run_processes(count: int, function: Callable[..., None], *arguments: Any) ->
 
     Raises:
         torch.OutOfMemoryError: A process ran out of memory.
-        RuntimeError: A process failed or died. If it failed, the text is the last line of its traceback, and names
-            the exception type, so that a command recognizes a UserError. The cause is the whole traceback.
+        RuntimeError: A process failed or died. If it failed, the message is the last line of its traceback. This line
+            names the exception type, by which commands recognize a UserError. `__cause__` holds the whole traceback.
     """
     context = start_processes(function, args=arguments, nprocs=count, join=False, daemon=True)
     try:
@@ -59,7 +59,7 @@ def run_processes(count: int, function: Callable[..., None], *arguments: Any) ->
         raise RuntimeError(f"worker {error.error_index} {ended}") from error
     finally:
         for process in context.processes:
-            process.kill()  # safe: the record is written last, and output without it does not count
+            process.kill()  # safe: tune.json is written last, and a training without it is unfinished
             process.join()
 
 
@@ -85,7 +85,7 @@ def _work(rank: int, store: str, config: TuneConfig, plan: TrainingPlan) -> None
     torch.distributed.init_process_group(backend, store=meeting, rank=rank, world_size=workers.count)
     with redirect_stdout(sys.stderr):  # losses are progress, and stdout is only for a command's result
         train(config, plan)
-    # not run after an error, because other processes would then fail before this one has written its traceback
+    # not in a `finally`: after an error, other processes would fail before this one has written its traceback
     torch.distributed.destroy_process_group()
     sys.stderr.flush()
     os._exit(0)  # skips destructors, in which a library's thread may abort the finished process

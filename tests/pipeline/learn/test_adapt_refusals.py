@@ -169,7 +169,7 @@ def test_on_a_cluster_the_folder_must_be_named(
 def test_a_text_metric_of_labels_is_refused_before_training(fakes: Fakes, command: Run) -> None:
     result = command(references="unused", metric="bleu")
     assert (result.exit_code, fakes.calls) == (2, ["answers"])
-    assert "adapt.metric: bleu is not a metric for labels, and each reference of the " in result.stderr
+    assert "adapt.metric: bleu is not a metric for labels, and the references of all " in result.stderr
     assert command(references="unused", metric="exact_match", tolerance=20).exit_code == 0
 
 
