@@ -6,7 +6,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Generator":  # imported on first use, because it imports torch
+    if name == "Generator":  # imported on first use, because its module imports torch
         from actors.generator import Generator
 
         return Generator

@@ -39,7 +39,7 @@ OPTIONAL_TYPES = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row to answer. If its `sampling`, `choices` or `output_format` is set, it overrides that of the Generator."""
+    """A row to answer. `sampling`, `choices` and `output_format`, if set, override those of the `Generator`."""
 
     ids: Sequence[int]
     source: str  # name of the row's file. The seed, `source` and `row` determine the row's random numbers
@@ -68,7 +68,7 @@ class Answer:
     logprobs: list[dict[str, Any]] | None  # one entry per token, see `TokenLogprob.to_dict`
     choice_probability: float | None
     reasoning: str | None = None  # the model's thinking, which came before the text
-    # the tool calls, which are removed from the text; None if no tools are offered or the calls cannot be read
+    # tool calls, which have been removed from the text; None if no tools are offered or the calls cannot be read
     tool_calls: list[ToolCall] | None = None
 
 
@@ -95,7 +95,7 @@ def object_column(values: Sequence[Any]) -> Column:
 
 
 def answer_types(optional: Sequence[str]) -> dict[str, pa.DataType]:
-    """Return answer column -> its type. optional: names of optional columns to include, see `OPTIONAL_TYPES`."""
+    """Return name -> type of the answer columns. optional: optional columns to include, see `OPTIONAL_TYPES`."""
     return {**ANSWER_TYPES, **{name: OPTIONAL_TYPES[name] for name in optional}}
 
 

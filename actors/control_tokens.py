@@ -1,9 +1,9 @@
 """Encodes control tokens such as `<|im_end|>`: as plain text if a user wrote them, as tokens if the template did.
 
-Markers are put around a user's control tokens. The markers, and the encoding of a marked text, are those of
-transformers 5.23 (`apply_chat_template` with `sanitize_control_tokens`). With an earlier version, rows that contain
-control tokens are refused. Templates are also rendered without markers, so that markers cannot change what a template
-writes. A prompt without control tokens is encoded as usual.
+A template is rendered twice: without markers, which gives the prompt's text, and with markers around the user's control
+tokens, which shows who wrote a control token. The text with markers alone would not do, because some templates write
+other text if a value holds markers. Markers and the encoding of marked text are those of transformers 5.23
+(`apply_chat_template` with `sanitize_control_tokens`). With an earlier version, rows with control tokens are refused.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from typing import Any
 
 from actors.engine.errors import UserError
 
-UNCLEAR = "the template splits control tokens in the row's text: remove them, or set input.special_tokens: parse"
+UNCLEAR = (
+    "it is unclear whether the template or the row's text wrote a control token: remove control tokens from the text, "
+    "or set input.special_tokens: parse"
+)
 START, END = "\U000f0000", "\U000f0001"  # transformers' markers
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return text -> id of all special tokens, with or without a name. These tokens decode to no text."""
+    """Return text -> id of all special tokens, named ones (e.g. EOS) and others. These tokens decode to no text."""
     named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     return named | {one.content: token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
 
@@ -41,7 +44,7 @@ class ControlTokens:
     def prompt(
         self, render: Callable[[Any], str], values: Any, *, source: str | None = None, parse: bool = False
     ) -> tuple[str, int]:
-        """Return a prompt's text, and how many control tokens come from `values`. These are marked for `encode`.
+        """Render a prompt. Return its text, and the number of control tokens from `values`, marked for `encode`.
 
         Raises UserError if it is unclear whether a control token comes from the template or from `values`.
 
@@ -95,7 +98,7 @@ class ControlTokens:
         return self.pattern.sub(lambda one: _mark(one[0]), _unmarked(value)) if isinstance(value, str) else value
 
     def _written(self, marked: str) -> list[bool]:
-        """Return for each control token in `marked` whether the template wrote it. Such tokens have no marker."""
+        """Return for each control token in `marked` whether the template wrote it. Only other tokens have markers."""
         written = []
         for found in self._marked.finditer(marked):
             written.append(not found[0].startswith(START))
@@ -105,9 +108,10 @@ class ControlTokens:
         return written
 
     def _aligned(self, text: str, marked: str, written: list[bool]) -> str:
-        """Copy the markers of `marked` to `text`. Some templates write different text if their values have markers.
+        """Copy the markers of `marked` to `text`, which the template wrote from values without markers.
 
-        Both texts are aligned. written: for each control token in `marked`, whether the template wrote it.
+        The texts may differ, so they are aligned. written: for each control token in `marked`, whether the template
+        wrote it.
         """
         ours, theirs = self.pattern.split(text), self.pattern.split(_unmarked(marked))
         if len(written) != len(theirs) // 2:
@@ -131,7 +135,7 @@ def _unmarked(text: str) -> str:
 
 
 def one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Return `ids` with at most one BOS at the start. A text may begin with BOS, and the tokenizer adds another."""
+    """Return `ids` with at most one BOS at the start. The tokenizer adds a BOS even if the text begins with one."""
     first = next((at for at, token in enumerate(ids) if token != tokenizer.bos_token_id), len(ids))
     return ids[max(0, first - 1) :]
 

@@ -57,7 +57,7 @@ class RowsAtWork:
 class Generator:
     """Answers rows with one model on one device.
 
-    Several threads may call it. Calls run one after the other; vLLM runs them together. Loading prints nothing.
+    Several threads may call a generator. Calls run one after the other; vLLM runs them together.
 
     Args:
         checkpoint: Folder with config.json, safetensors and a tokenizer.
@@ -70,7 +70,7 @@ class Generator:
         output_format: Form of every answer: {"json_schema": schema}, {"regex": …} or {"grammar": …} (Lark). An answer
             that the length limit cuts off before its format is complete keeps its text and gets an error.
         reasoning: {"start": …, "end": …}, the delimiters of thinking (default <think> and </think>). Thinking becomes
-            the answer's `reasoning`; choices or output_format apply to the text after it. None: thinking is text.
+            the answer's `reasoning`; choices or output_format apply to the text after it. None: thinking stays text.
         strip: Remove white space from both ends of an answer that is free text.
         dtype: Data type of weights, activations and cache: float32, bfloat16 or float16.
         weights: "int8" rounds linear layers and head to 8 bits, on a CPU with bfloat16. None: the checkpoint's weights.
@@ -79,9 +79,9 @@ class Generator:
         cache_bytes: Bytes of KV cache for the rows in flight. 0 (only with vLLM): as many as vLLM's settings allow.
         max_batch: Maximum number of rows in flight.
         scheduler: lock_step (a batch runs until its last row ends) or refill (waiting rows take slots of ended rows).
-        vllm: Engine arguments of vLLM, if vLLM runs the model; see `actors.vllm.engine`. None: vLLM is not used.
+        vllm: vLLM's engine arguments, see `actors.vllm.engine`; vLLM then runs the model. None: vLLM is not used.
         cumulative_logprob: Add a column with the sum of each answer's log-probabilities in nats; this takes time.
-        row_logprobs: Rows may ask for log-probabilities even if `sampling` does not; `answer` returns them.
+        row_logprobs: Whether single rows may ask for log-probabilities if `sampling` does not. `answer` returns them.
         seed: Random seed. A row's random numbers follow from this seed and the row's prompt.
         share_prefixes: Compute a prefix only once if several prompts of a call share it.
         prompt_column: Column of a batch that holds the prompts.
@@ -154,7 +154,10 @@ class Generator:
             from actors.vllm.engine import VllmEngine
 
             if reasoning is not None and (choices is not None or output_format is not None):
-                raise UserError("engine vllm cannot combine choices or output_format with reasoning; leave one out")
+                raise UserError(
+                    "engine vllm cannot combine choices or output_format with reasoning: leave out reasoning, or use "
+                    "another engine"
+                )
             how |= {"max_rows": max_batch, "share_prefixes": share_prefixes, "options": vllm}
             self.engine = cast("Engine", VllmEngine(inspected, self.schedule, self.tokenizer, **how))
         self.calls = self._loop()
@@ -226,7 +229,7 @@ class Generator:
         depths = ("speedup", "max_depth", "min_depth", "depths")
         changes = {name: value for name, value in self._changes.items() if name not in depths}
         if speedup > 1 and self._inspected.trained is None and not self._unadapted:
-            raise UserError(f"speed = {speedup:g}: the model is not adapted to any speed above 1")
+            raise UserError(f"speed = {speedup:g}: the model is not adapted to any speed above 1: ask for speed 1")
         schedule = self._inspected.schedule({**changes, "speedup": speedup})
         if schedule == replace(self.schedule, speedup=schedule.speedup):
             return self.schedule
@@ -288,8 +291,8 @@ class Generator:
         Args:
             prompts: The rows.
             prefix: Token ids with which most prompts begin; their keys and values are computed once.
-            on_batch: Called before each batch with the indices of the rows that may be in flight until `on_batch` is
-                called again. Called with no rows at the end.
+            on_batch: Called before each batch, with the indices of the rows that may be in flight until the next call
+                of `on_batch`. At the end, `on_batch` is called without rows.
         """
         work = self.begin(prompts, prefix, on_batch)
         self.run(work)
@@ -302,9 +305,10 @@ class Generator:
         on_batch: Callable[[Sequence[int]], None] | None = None,
         on_drain: Callable[[], None] | None = None,
     ) -> RowsAtWork:
-        """Queue rows, from any thread. This is the first part of `answer`: call `run` and then `finish` next.
+        """Queue rows. This is the first of three steps of `answer`; `run` and `finish` must follow.
 
-        on_drain: With vLLM only. Called once, in the thread of `run`, when rows of another call would find free slots.
+        Any thread may call this. on_drain: called once, in the thread of `run`, when slots become free for rows of
+        another call. Only vLLM calls it.
         """
         self._rows_came.set()
         requests: list[Request] = []
@@ -328,7 +332,7 @@ class Generator:
         return RowsAtWork(prompts, owners, errors, call)
 
     def run(self, work: RowsAtWork) -> None:
-        """Answer rows that `begin` has queued, and rows queued meanwhile. One thread at a time runs; others wait."""
+        """Run the engine until the rows that `begin` has queued are answered. Only one thread runs; others wait."""
         with self._running, current_device(self.device):
             self.calls.finish(work.call)
 
@@ -377,7 +381,10 @@ class Generator:
         limit = requests[0].new_tokens_limit(self.engine.decoder.context_length)
         needed = self.engine.row_bytes(len(prompt.ids), limit)
         if needed > self.cache_bytes:
-            raise UserError(f"needs {needed} bytes of cache, more than the budget of {self.cache_bytes}")
+            raise UserError(
+                f"the row needs {needed} bytes of KV cache, but the budget is {self.cache_bytes}: shorten the prompt, "
+                "lower max_new_tokens, or raise the budget (actors.cache_bytes)"
+            )
         return requests
 
     def take_stats(self) -> EngineStats:

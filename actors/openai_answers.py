@@ -24,7 +24,7 @@ def completion_body(
     job: str,
     prompt_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Convert the answers to one request to the body of a response.
+    """Build the response body from the answers to one request.
 
     Args:
         url: the endpoint, one of `ENDPOINTS`.
@@ -33,7 +33,7 @@ def completion_body(
         key: text from which the ids in the body are made.
         created: seconds since 1970.
         model: name of the model.
-        job: text that identifies everything that determines the answers, apart from the request.
+        job: fingerprint of everything that determines the answers, apart from the request.
         prompt_tokens: number of tokens of all prompts; needed if there are several prompts.
     """
     is_chat = url == CHAT
@@ -70,7 +70,7 @@ def usage(prompt: int, completion: int) -> dict[str, int]:
 
 
 def shown_logprobs(url: str, tokens: Sequence[Mapping[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
-    """Return `tokens` in the endpoint's format for log-probabilities. offset: number of characters before `tokens`."""
+    """Convert log-probabilities to the format of endpoint `url`. offset: number of characters before `tokens`."""
     if tokens is None:
         return None
     if url == CHAT:
@@ -80,14 +80,14 @@ def shown_logprobs(url: str, tokens: Sequence[Mapping[str, Any]] | None, offset:
     return {
         "tokens": texts,
         "token_logprobs": [token["logprob"] for token in tokens],
-        # `top` begins with the likeliest token; if several tokens have the same text, the likeliest is kept
+        # reversed, so that the likeliest of several tokens with equal texts is kept: `top` begins with the likeliest
         "top_logprobs": [{one["token"]: one["logprob"] for one in reversed(token["top"])} for token in tokens],
         "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
     }
 
 
 def _entry(token: Mapping[str, Any]) -> dict[str, Any]:
-    # the text of a token may hold U+FFFD because the token is part of a character; then its bytes are unknown
+    # U+FFFD means that the token is only a part of a character: report no bytes, because they are unknown
     spelled = None if REPLACEMENT in token["token"] else list(token["token"].encode())
     return {"token": token["token"], "logprob": token["logprob"], "bytes": spelled}
 

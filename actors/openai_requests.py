@@ -1,7 +1,7 @@
 """Converts OpenAI's request bodies to prompts and sampling parameters. The error for an unsupported key names the key.
 
-Sources: https://platform.openai.com/docs/api-reference/chat/create and .../completions/create. Keys
-that OpenAI does not define are those of vLLM's server.
+Sources: https://platform.openai.com/docs/api-reference/chat/create and .../completions/create. Keys that OpenAI does
+not define are taken from vLLM's server.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDPOINTS = (CHAT, TEXT)
 _SAME = (
     *("temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty"),
-    *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"),  # vLLM's
+    *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"),  # keys of vLLM's server
 )
 _RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 _NO_EFFECT = ("model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key")  # keys without effect
-# key -> values that are accepted, because they change nothing; any other value is an error
+# key -> its accepted values, which change nothing; any other value is an error
 _ONLY: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "logit_bias": ({},),
@@ -43,12 +43,12 @@ _OF_TEXT = ("prompt", "echo", "suffix", "best_of")
 class CompletionRequest:
     """A parsed request body. The prompt's type has been checked; other values have not."""
 
-    messages: Any  # the messages of a chat
-    prompt: str | list[int] | None  # prompt of a completion; None for a chat
+    messages: Any  # the messages of a chat; None for a completion
+    prompt: str | list[int] | None  # the prompt of a completion; None for a chat
     sampling: dict[str, Any]  # sampling parameters that the body sets, named as in `SamplingParams`
     output_format: OutputFormat | None = None
     tools: Any = None  # tools that a chat offers
-    tool_choice: Any = None  # OpenAI's `tool_choice`, if the answer must call tools
+    tool_choice: Any = None  # OpenAI's `tool_choice` if the answer must call tools, else None
 
     def checked_form(self, tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> OutputFormat | None:
         """Return the format that the answer must have: an output format, or tool calls. None: free text.
@@ -67,7 +67,7 @@ class CompletionRequest:
 
 
 def read_request(url: str, body: Mapping[str, Any], others: Iterable[str] = ()) -> CompletionRequest:
-    """Parse a request body. A key whose value is null counts as missing. others: further keys to suggest in an error.
+    """Parse a request body. A key with the value null counts as missing. others: further keys to suggest in an error.
 
     Raises a UserError that names the key if a key is unknown, unsupported or wrong.
     """
@@ -80,7 +80,7 @@ def read_request(url: str, body: Mapping[str, Any], others: Iterable[str] = ()) 
         if name not in known:
             raise UserError(f"body: {name} is not supported; {suggestion(name, sorted({*known, *others} - {*_ONLY}))}")
         if name in _ONLY and not any(value == one and type(value) is type(one) for one in _ONLY[name]):
-            raise UserError(f"body: {name} = {value!r} is not supported")
+            raise UserError(f"body: {name} = {value!r} is not supported: leave it out")
     if not isinstance(given.get("model", ""), str):
         raise UserError("body: model must be text")
     sampling = {name: given[name] for name in _SAME if name in given}

@@ -57,7 +57,7 @@ class RequestBuilder:
         self.vocab_size, self.stop_ids = vocab_size, frozenset(stop_ids)
         self.has_logprobs = row_logprobs or sampling.logprobs is not None
         self.special_ids = special_tokens(tokenizer)
-        self.token_text = lru_cache(2**16)(lambda token: str(tokenizer.decode([token])))  # also of special tokens
+        self.token_text = lru_cache(2**16)(lambda token: str(tokenizer.decode([token])))  # special tokens included
         self.choices = None if choices is None else tuple(choices)
         self.output_format, self.reasoning = output_format, reasoning
         self._compiler: GrammarCompiler | None = None
@@ -73,7 +73,7 @@ class RequestBuilder:
                 self._constraint(form)
 
     def logprobs(self, completion: Completion) -> list[dict[str, Any]] | None:
-        """Return the log-probabilities of a completion's tokens, see `TokenLogprob.to_dict`; None if it has none."""
+        """Return a completion's log-probabilities, see `TokenLogprob.to_dict`; None if they were not asked for."""
         found = completion.logprobs
         return None if found is None else [token.to_dict(self.token_text) for token in found]
 
@@ -97,7 +97,7 @@ class RequestBuilder:
                 error = "prompt holds values that are not token ids"
         except UserError as problem:
             error = str(problem)
-        # a value of an unexpected type, or a chat template, may raise any of these
+        # report any of these errors as the row's: a value of an unexpected type or a chat template may raise them
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
             error = f"prompt cannot be read: {' '.join(str(problem).split())}"
         return Prompt(ids, f"prompt:{ids}", 0, error, tools=bool(tools))
@@ -146,17 +146,17 @@ class RequestBuilder:
         except ValueError as error:
             raise UserError(f"sampling: {error}") from None
         if params.logprobs is not None and not self.has_logprobs:
-            raise UserError("sampling: logprobs: also set it for the whole job (0 is enough), to add the column")
+            raise UserError("sampling: logprobs needs an output column: set it for the job too (0 is enough)")
         for name, ids in (("sampling: stop_token_ids", params.stop_token_ids), ("prompt", prompt.ids)):
             if ids and max(ids) >= self.vocab_size:
                 raise UserError(f"{name}: token {max(ids)} lies outside the model's vocabulary of {self.vocab_size}")
         special = [self.special_ids[text] for text in params.stop if text in self.special_ids]
-        if special:  # special tokens decode to no text, so they are never found as stop strings
+        if special:  # a search in the answer's text would not find them, because special tokens decode to no text
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
         return params
 
     def _form(self, prompt: Prompt) -> tuple[str, ...] | OutputFormat | None:
-        """Return the row's own labels or output format, else those that apply to all rows."""
+        """Return the labels or output format of the row; if it sets none, those that apply to all rows."""
         if prompt.choices is not None:
             return tuple(prompt.choices)
         if prompt.output_format is not None:
@@ -164,7 +164,7 @@ class RequestBuilder:
         return self.output_format if self.choices is None else self.choices
 
     def _constraint(self, form: tuple[str, ...] | OutputFormat) -> Constraint:
-        """Return the cached constraint for labels or an output format. Raises UserError for an unsupported one."""
+        """Return the cached constraint for labels or an output format. Raises UserError if `form` is not supported."""
         if form not in self._constraints:
             constraint = self._grammar(form) if isinstance(form, OutputFormat) else self._trie(form)
             if self.reasoning is not None:
@@ -214,9 +214,9 @@ class RequestBuilder:
         return self.reasoning.begun_by(self._end(request.prompt_ids))
 
     def _end(self, prompt_ids: Sequence[int]) -> str:
-        """Return the text after a prompt's last special token; special tokens at the very end do not count.
+        """Return the text after a prompt's last special token. Special tokens at the very end do not count.
 
-        In a chat, the template wrote this text, not the user.
+        In a chat, this text comes from the template, not from the user.
         """
         special, kept = set(self.special_ids.values()), list[int]()
         for token in reversed(prompt_ids):
@@ -227,7 +227,7 @@ class RequestBuilder:
         return self.decode(kept[::-1])
 
     def text(self, request: Request, completion: Completion) -> tuple[str, str | None]:
-        """Return the answer's text, and its thinking or None. The text ends before the stop token or stop string.
+        """Return the answer's text, and the thinking or None. The text ends before the stop token or stop string.
 
         `strip` applies to free text and to thinking, not to text in an output format.
         """
@@ -261,9 +261,9 @@ class RequestBuilder:
         return error
 
     def with_calls(self, answer: Answer) -> Answer:
-        """Move the tool calls out of an answer's text. If they cannot be read, keep the text and set an error.
+        """Move tool calls from an answer's text to `tool_calls`. If they cannot be read, keep the text; set an error.
 
-        Before this, call `requests` for the row, which checks that the format of the tool calls is supported.
+        Call `requests` for the row first. It checks that the format of the tool calls is supported.
         """
         try:
             text, calls = split_calls(answer.generated_text or "", form_of(self.tokenizer))

@@ -33,4 +33,4 @@ class Server:
     def check_health(self) -> None:
         """Raise RuntimeError if the engine keeps failing; Ray Serve then replaces the replica."""
         if not self._model.loop.healthy:
-            raise RuntimeError("the engine fails")
+            raise RuntimeError("the engine keeps failing: Ray Serve replaces this replica")

@@ -17,7 +17,7 @@ from actors.engine.errors import UserError, flat
 ToolFormat = Literal["hermes", "llama3_json"]
 BEGIN, END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"  # Llama may write this tag before tool calls
-# text in a chat template -> the unsupported format of tool calls that it indicates; the first match counts
+# text in a chat template -> unsupported format of tool calls that the text indicates; the first match counts
 _OTHERS = {
     "<function=": "Qwen3-Coder's <function=…>",
     "<arg_key>": "GLM's <arg_key>",
@@ -37,7 +37,7 @@ ToolCall = dict[str, str]  # keys: `name`, and `arguments` (the text of a JSON o
 def tool_format(template: str) -> ToolFormat:
     """Return the tool-call format that a chat template asks for. Raises UserError if the format is not supported."""
     if "tools" not in template:
-        raise UserError("tools: the chat template does not support tools")
+        raise UserError("tools: the chat template does not support tools: leave tools out, or use another model")
     for text, name in _OTHERS.items():
         if text in template:
             raise UserError(f"tools: the chat template asks for calls in {name}, which is not supported")
@@ -49,7 +49,7 @@ def tool_format(template: str) -> ToolFormat:
 
 
 def form_of(tokenizer: Any) -> ToolFormat:
-    """Return the tool-call format of a tokenizer's chat template. Raises UserError if its calls cannot be read."""
+    """Return the tool-call format of a tokenizer's chat template. Raises UserError if tool calls cannot be read."""
     try:
         template = tokenizer.get_chat_template(tools=[{}])
     except ValueError:
@@ -76,10 +76,10 @@ def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any, form: ToolForma
         named = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
         wanted = named.get("name") if isinstance(named, Mapping) else None
         if wanted is None:
-            raise UserError(f"body: tool_choice = {choice!r} is not supported")
+            raise UserError(f"body: tool_choice = {choice!r} is not supported: give required, or name one function")
         functions = [one for one in functions if one["name"] == wanted]
     if not functions:
-        raise UserError("body: tool_choice names no tool of the request")
+        raise UserError("body: tool_choice names no tool of the request: add the tool to tools")
     key, (begin, end) = ("arguments", (f"{BEGIN}\n", f"\n{END}")) if form == "hermes" else ("parameters", ("", ""))
     between = "\n" if form == "hermes" else "; "
     more = f" ({json.dumps(between)} call)*" if choice == "required" else ""
@@ -99,7 +99,7 @@ def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any, form: ToolForma
 def split_calls(text: str, form: ToolFormat) -> tuple[str, list[ToolCall]]:
     """Split an answer into its text without tool calls, and the tool calls.
 
-    A Llama answer that cannot be read as calls counts as text, because Llama has no delimiters for calls. Raises a
+    In format llama3_json, which has no delimiters, an answer that cannot be read as calls counts as text. Raises a
     ValueError with the call's number (counted from 1) if a call between hermes delimiters cannot be read.
     """
     calls: list[ToolCall] = []
@@ -149,10 +149,10 @@ def _call(value: Any, key: str) -> ToolCall:
 
 
 def checked_tools(value: Any) -> list[dict[str, Any]]:
-    """Check a row's tools; return them as a list of {"type": "function", "function": {"name": …}}.
+    """Check a row's tools. Return them as a list of {"type": "function", "function": {"name": …}}.
 
-    value: a list of tools, the list as JSON text, or None for no tools. Null fields of a list are dropped; in JSON text
-    they are kept. Raises a UserError that gives the number of a wrong tool, counted from 1.
+    value: a list of tools, the list as JSON text, or None for no tools. Null fields are dropped from a list, but kept
+    in JSON text. Raises a UserError that gives the number of a wrong tool, counted from 1.
     """
     if value is None:
         return []
@@ -162,7 +162,7 @@ def checked_tools(value: Any) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise UserError(f"tools: not JSON: {flat(error)}") from None
     else:
-        value = _without_nulls(value)  # in a column of structs, each row has all fields; those it does not use are null
+        value = _without_nulls(value)  # a column of structs has all fields in each row; unused fields are null
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UserError(f"tools is of type {type(value).__name__}; it must be a list")
     tools: list[dict[str, Any]] = []

@@ -152,8 +152,8 @@ def test_a_row_that_does_not_fit_the_cache_is_a_row_error(checkpoint: Path, gene
     assert small < large
     tight = make(checkpoint, cache_bytes=large - 1)
     done = answers(tight, ["a", long, "b"])
-    reason = f"needs {large} bytes of cache, more than the budget of {large - 1}"
-    assert done[1] == (None, "error", lengths[1], 0, reason)
+    reason = f"the row needs {large} bytes of KV cache, but the budget is {large - 1}: "
+    assert done[1][:4] == (None, "error", lengths[1], 0) and done[1][4].startswith(reason)
     assert [done[0], done[2]] == answers(generator, ["a", "b"])
     assert tight.take_stats().cache_bytes <= large - 1
     assert answers(make(checkpoint, cache_bytes=large), [long]) == answers(generator, [long])
@@ -249,7 +249,7 @@ def test_a_rows_own_parameters_go_on_top_of_the_jobs(generator: Generator, check
     assert errors == {
         5: "sampling: unknown key temperatur; did you mean temperature?",
         6: "sampling: n = 2: needs a temperature above 0: greedy answers are all the same",
-        7: "sampling: logprobs: also set it for the whole job (0 is enough), to add the column",
+        7: "sampling: logprobs needs an output column: set it for the job too (0 is enough)",
         8: "sampling: stop_token_ids: token 1000000 lies outside the model's vocabulary of 300",
         9: "sampling: top_p = 0.0: must lie in (0, 1]",
     }

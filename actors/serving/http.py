@@ -81,7 +81,7 @@ class ApiError(Exception):
 
 
 def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
-    """Return an ASGI application that serves `model`. It starts the model's loop, and closes the loop at shutdown."""
+    """Return an ASGI application that serves `model`. Its lifespan starts and closes the model's loop."""
     metrics = Metrics(model.loop)
     # one thread outside the event loop: parsing a body may take long, and `ServedModel.call` allows no second thread
     preparing = ThreadPoolExecutor(1, "prepare")
@@ -105,7 +105,7 @@ def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
         return JSONResponse(shown) if name == model.name else _unknown_model(name, model.name).response()
 
     async def health(_: Request) -> Response:
-        return PlainTextResponse("ok") if model.loop.healthy else PlainTextResponse("the engine fails", 503)
+        return PlainTextResponse("ok") if model.loop.healthy else PlainTextResponse("the engine keeps failing", 503)
 
     async def metrics_text(_: Request) -> Response:
         return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
@@ -231,9 +231,11 @@ class Completions:
             return error
         if isinstance(error, TimeoutError):
             seconds = self._limits.timeout_seconds
-            return ApiError(504, f"not answered within {seconds:g} s; send fewer tokens", "timeout")
+            return ApiError(
+                504, f"not answered within {seconds:g} s: send fewer prompts or lower max_tokens", "timeout"
+            )
         if isinstance(error, ClientGone | ClientDisconnect):
-            return ApiError(GONE, "the client has gone")
+            return ApiError(GONE, "the client has closed its connection")
         if isinstance(error, QueueFull):
             return ApiError(429, f"{error}: try again in 1 s", "rate_limit_exceeded", {"Retry-After": "1"})
         if isinstance(error, UserError):
@@ -266,11 +268,12 @@ class Chunks:
             **({"usage": None} if call.usage else {}),
         }
         self._texts = [model.answer_stream(call, index) for index in range(len(call.rows))]
-        self._sent: dict[int, int] = {}  # row -> number of characters in tokens sent with log-probabilities
+        # row -> number of characters of the tokens whose log-probabilities have been sent
+        self._sent: dict[int, int] = {}
         self._tokens = 0  # number of tokens of all answers that have ended
 
     def of(self, event: Event) -> Iterator[bytes]:
-        """Yield the chunks that report an event. Raises ApiError if the event's row ended without an answer."""
+        """Convert a row's new output to server-sent events. Raises ApiError if the row ended without an answer."""
         index, done, finish = event.index, None, None
         text, thinking = self._texts[index].push(event.tokens)
         if event.completion is not None:
@@ -297,7 +300,7 @@ class Chunks:
         yield self._chunk(index, content, shown_logprobs(self._url, logprobs, offset), finish)
 
     def usage(self) -> bytes:
-        """Return the last chunk, with the token counts."""
+        """Return the last server-sent event of a stream, which holds the token counts."""
         return _event({**self._frame, "choices": [], "usage": usage(self._call.prompt_tokens, self._tokens)})
 
     def _chunk(
@@ -318,7 +321,7 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the loop's counts."""
+        """Yield the loop's counts as Prometheus metrics."""
         loop, stats = self._loop, self._loop.engine.stats
         for kind, name, text, value in (
             (GaugeMetricFamily, "rows_waiting", "Answers that wait to begin.", loop.waiting),
@@ -356,7 +359,7 @@ async def _read_body(request: Request, most_bytes: int) -> bytes:
 
 
 async def _gone(receive: Receive) -> None:
-    """Return once the client has closed its connection."""
+    """Wait until the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -366,5 +369,5 @@ def _unknown_model(name: str | None, served: str) -> ApiError:
 
 
 def _event(values: Mapping[str, Any]) -> bytes:
-    """Return a server-sent event."""
+    """Format `values` as a server-sent event with JSON data."""
     return f"data: {json.dumps(values, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()

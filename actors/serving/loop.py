@@ -1,6 +1,6 @@
 """Answers requests of many clients with the engine's loop, in a separate thread. New tokens are sent after each step.
 
-    submit(requests)    called in any thread: puts rows into a bounded queue
+    submit(requests)    called in any thread: adds rows to a queue of limited length
     turn()              called in the loop's thread: drops cancelled rows, adds waiting rows to the engine, runs a step
 
 A row's tokens do not depend on which other rows run, or on when the row was admitted.
@@ -26,16 +26,16 @@ from actors.engine.types import Completion, FinishReason, Request, TokenLogprob
 PASS_TOKENS = 2048  # maximum number of prompt tokens in one prefill; rows in flight wait during a prefill
 PATIENCE = 4  # waiting rows are held back for at most this many decode steps, so that more rows share a prefill
 SWITCH_SECONDS = 1e-4  # Python's switch interval between threads, see `OnlineLoop.start`
-MAX_FAILURES = 3  # the loop is unhealthy after this many failed turns without an answered row between them
+MAX_FAILURES = 3  # the loop is unhealthy after this many failed steps without an answered row between them
 log = logging.getLogger(__name__)
 
 
 class QueueFull(Exception):
-    """The queue has no space."""
+    """Raised if the queue has no space for the rows of a request."""
 
 
 class ClientGone(Exception):
-    """The client has closed its connection."""
+    """Raised if the client has closed its connection."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class ServedRow:
     has_ended: bool = False  # whether the reader has taken the completion
 
     def put(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> None:
-        """Set the tokens so far."""
+        """Set all tokens so far, and their log-probabilities."""
         self.tokens, self.logprobs, self.count = tokens, logprobs or (), len(tokens)
 
     def take(self) -> Event | None:
-        """Return the output since the last call; None if there is none."""
+        """Return the row's output since the last call; None if there is none."""
         completion, first = self.completion, self.taken
         self.taken = max(first, self.count)  # `count` may fall: if memory runs out, the row starts again at 0
         if self.has_ended or (completion is None and first == self.taken):
@@ -86,7 +86,7 @@ class ServedRow:
 
 @dataclass(eq=False)
 class Submission:
-    """Requests that were submitted together.
+    """Requests that a client has submitted together.
 
     Args:
         streams: Whether tokens are sent as they are sampled. If not, they are sent when an answer has ended.
@@ -105,7 +105,7 @@ class Submission:
         return sum(not row.has_ended for row in self.rows)
 
     def leave(self) -> None:
-        """Make `take` raise ClientGone."""
+        """Make `take` raise ClientGone, because the client has closed its connection."""
         self._client_gone = True
         self.ready.set()
 
@@ -137,7 +137,7 @@ class OnlineLoop:
     def __init__(self, engine: Engine, *, cache_bytes: int, max_rows: int, max_waiting: int) -> None:
         self.engine, self.max_rows, self.max_waiting, self.cache_bytes = engine, max_rows, max_waiting, cache_bytes
         self.ended = self.cancelled = self.failed = 0  # numbers of rows so far
-        self.failures = 0  # failed turns since a row was last answered
+        self.failures = 0  # failed steps since a row was last answered
         self._loop = Loop(
             engine, budget_bytes=cache_bytes, max_rows=max_rows, share_prefixes=False, scheduler="refill", online=True
         )
@@ -157,7 +157,7 @@ class OnlineLoop:
 
         Raises:
             UserError: A request can never run.
-            QueueFull: The queue has no space for all of them.
+            QueueFull: The queue has no space for all requests.
         """
         for request in requests:
             limit = request.new_tokens_limit(self.engine.decoder.context_length)
@@ -168,7 +168,10 @@ class OnlineLoop:
                     f"need {needed} bytes of cache, but this server has {self.cache_bytes}: lower max_tokens"
                 )
         if len(requests) > self.max_waiting:
-            raise UserError(f"{len(requests)} answers in one request; this server queues at most {self.max_waiting}")
+            raise UserError(
+                f"the request asks for {len(requests)} answers, but this server queues at most {self.max_waiting}: "
+                "send fewer prompts, or lower n"
+            )
         submission = Submission(streams)
         submission.rows = [ServedRow(request, submission, index) for index, request in enumerate(requests)]
         with self._changed:
@@ -179,7 +182,7 @@ class OnlineLoop:
         return submission
 
     def cancel(self, submission: Submission) -> None:
-        """Drop the submission's rows at the next turn."""
+        """Drop the submission's rows before the next step."""
         with self._changed:
             submission.cancelled = self._has_cancelled = True
             self._changed.notify()
@@ -196,17 +199,18 @@ class OnlineLoop:
 
     @property
     def healthy(self) -> bool:
-        """False after `MAX_FAILURES` failed turns without an answered row, or if the thread has ended."""
+        """False after `MAX_FAILURES` failed steps without an answered row between them, or if the thread has ended."""
         return self.failures < MAX_FAILURES and (self._thread is None or self._thread.is_alive())
 
     def start(self, wake: Callable[[set[Submission]], object]) -> None:
         """Answer requests in a new thread until `close`.
 
-        Also shortens Python's switch interval: the thread releases the GIL in each kernel. With the default interval it
-        would then wait 5 ms to get the GIL back from the threads that serve clients.
+        Shorten Python's switch interval too. The new thread releases the GIL in each kernel. With the default interval,
+        it would wait 5 ms to get the GIL back from the threads that serve clients.
 
         Args:
-            wake: Called in the new thread at each turn. It must make the readers' thread call this module's `wake`.
+            wake: Called in the new thread when there is output. It must make the readers' thread call this module's
+                `wake`.
         """
         sys.setswitchinterval(SWITCH_SECONDS)
         self._wake = wake
@@ -214,7 +218,7 @@ class OnlineLoop:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after the current turn; rows that have not ended get an error."""
+        """Stop after the current step. Rows that have not ended get an error."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -235,7 +239,7 @@ class OnlineLoop:
                         self._changed.wait_for(lambda: self._closed or self._waiting)
 
     def turn(self) -> bool:
-        """Drop cancelled rows, add waiting rows, and step the engine's loop; return whether there were rows."""
+        """Drop cancelled rows, add waiting rows, and step the engine's loop. Return whether there were rows."""
         self._drop_cancelled()
         self._add()
         if not self._rows:
@@ -246,7 +250,7 @@ class OnlineLoop:
             log.exception("a step of the engine failed")
             self.failures += 1
             failed = [row for row in self._rows if row[0].error is not None]
-            # clients see only the error's type, because its text may hold secrets
+            # send only the error's type to clients, because the error's text may hold secrets
             self._fail([self._rows.pop(row) for row in failed], f"the server failed: {type(error).__name__}")
         else:
             self._send(ended)
@@ -293,7 +297,7 @@ class OnlineLoop:
         self._step_first, self._waited = True, 0
 
     def _send(self, ended: Sequence[tuple[Call, int, Completion]]) -> None:
-        """Send the answers of rows that have ended, and the new tokens of streamed rows in flight."""
+        """Give readers the answers of rows that have ended, and the new tokens of streamed rows in flight."""
         news: set[Submission] = set()
         for call, number, completion in ended:
             row = self._rows.pop((call, number))

@@ -42,7 +42,7 @@ class _StructuredOutputs(BaseModel):
 
 
 class _ServerKeys(BaseModel):
-    """Keys that a server accepts, but that a batch file may not have. The last two are vLLM's names for `choices`."""
+    """Keys that a server accepts, but a batch file does not. `guided_choice` and `structured_outputs` are vLLM's."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     stream: bool = False
@@ -53,7 +53,7 @@ class _ServerKeys(BaseModel):
     structured_outputs: _StructuredOutputs | None = None
 
     def labels(self) -> list[str] | None:
-        """Return the labels, one of which must be the answer. Raises UserError if more than one key gives labels."""
+        """Return the labels to choose an answer from. Raises UserError if more than one key gives labels."""
         structured = None if self.structured_outputs is None else self.structured_outputs.choice
         given = [labels for labels in (self.choices, self.guided_choice, structured) if labels is not None]
         if len(given) > 1:
@@ -61,7 +61,10 @@ class _ServerKeys(BaseModel):
         return given[0] if given else None
 
     def form(self) -> OutputFormat | None:
-        """Return the format that `structured_outputs` sets; None for labels. Raises UserError unless it sets one."""
+        """Return the output format in `structured_outputs`; None if there is none, or if the key gives labels.
+
+        Raises UserError unless `structured_outputs` is missing or holds exactly one key.
+        """
         given = {} if self.structured_outputs is None else self.structured_outputs.model_dump(exclude_none=True)
         if self.structured_outputs is not None and len(given) != 1:
             raise UserError("body: structured_outputs needs exactly one of choice, json, regex")
@@ -112,7 +115,7 @@ class ServedModel:
     def call(self, url: str, body: Any) -> Call:
         """Convert a request's body to a `Call`. Raises a UserError that names a wrong or unsupported key."""
         if not isinstance(body, Mapping):
-            raise UserError("the body must be a JSON object")
+            raise UserError("body: must be a JSON object")
         rest = {name: value for name, value in body.items() if value is not None}
         own = {name: rest.pop(name) for name in _ServerKeys.model_fields if name in rest}
         try:
@@ -148,7 +151,7 @@ class ServedModel:
         return Call(rest.get("model"), keys.stream, keys.stream_options.include_usage, rows, owners, tokens)
 
     def _prompt(self, number: int, request: CompletionRequest, labels: list[str] | None) -> Prompt:
-        # as JSON text, because nulls would be dropped from a list; a body's nulls are values, e.g. {"const": null}
+        # pass JSON text: nulls in a body are values, e.g. {"const": null}, but `checked_tools` drops them from a list
         tools = () if request.tools is None else checked_tools(json.dumps(request.tools))
         form = request.checked_form(tools, self.tokenizer)
         if labels is not None and (form is not None or tools):
@@ -188,12 +191,12 @@ class ServedModel:
         )
 
     def answer(self, call: Call, index: int, completion: Completion) -> dict[str, Any]:
-        """Return a row's answer with the fields that `completion_body` reads. The completion must have tokens."""
+        """Convert a row's completion, which must have tokens, to the fields that `completion_body` reads."""
         return vars(self.generator.completed(call.prompts[index], 0, index, call.rows[index], completion))
 
 
 def _prompts(value: Any) -> list[Any]:
-    """Return a list of prompts. value: a body's `prompt`: a text, a list of token ids, or a list of such prompts."""
+    """Return the prompts of a body as a list. value: the body's `prompt`, which is one prompt or a list of prompts."""
     if isinstance(value, list) and value and all(isinstance(each, str | list) for each in value):
         if len(value) > MAX_PROMPTS:
             raise UserError(f"body: prompt has {len(value)} prompts; a request may have at most {MAX_PROMPTS}")

@@ -1,4 +1,4 @@
-"""Streams the text of an answer while its tokens are generated, and separates thinking and tool calls from it."""
+"""Streams an answer's text while its tokens are generated. Separates thinking and tool calls from the text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from actors.tool_calls import BEGIN, PYTHON_TAG, ToolFormat
 
 
 class AnswerStream:
-    """Cuts a growing answer into parts (text, thinking). All parts joined are the whole text and the whole thinking.
+    """Cuts a growing answer into parts (text, thinking). Joined, they give the whole text and the whole thinking.
 
     Output that may still change is held back: bytes of an incomplete character, and text that may become a stop string
     or a delimiter. Text that may be a tool call is held back until the answer ends, except white space around it.
@@ -21,9 +21,10 @@ class AnswerStream:
         stop: Stop strings.
         stop_ids: Tokens that end the answer and have no text.
         answer_start: Function that finds where in a text the answer begins, see `StopStrings`.
-        marks: Delimiters of thinking; None: thinking is not separated from the text.
+        marks: Delimiters of thinking. None: thinking is not separated from the text.
         begun: Whether the prompt ends inside thinking.
-        text_at_end: Send text only at the end: for labels, and if one token may hold the end of thinking and an answer.
+        text_at_end: Whether to send no text before the answer has ended. This is needed for labels, and if one token
+            may contain both the end of the thinking and the beginning of the answer.
         calls: Format of tool calls; None: no tools are offered.
     """
 
@@ -47,7 +48,7 @@ class AnswerStream:
         self._is_plain = False  # whether the text so far begins without thinking
 
     def push(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Add tokens; return the new text and the new thinking that cannot change any more."""
+        """Add tokens. Return the new text and the new thinking, without a part that may still change."""
         self._ids += [token for token in tokens if token not in self._stop_ids]
         known, text = self._decode(self._ids[self._first : self._read]), self._decode(self._ids[self._first :])
         if len(text) > len(known) and not text.endswith(REPLACEMENT):
@@ -109,6 +110,6 @@ def _before_calls(text: str, form: ToolFormat) -> int:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of `text` that begins `mark` and is shorter than `mark`."""
+    """Return the length of the longest suffix of `text` with which `mark` begins, but which is not all of `mark`."""
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((length for length in lengths if mark.startswith(text[-length:])), 0)
