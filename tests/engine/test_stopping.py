@@ -75,6 +75,8 @@ def test_a_string_within_the_first_tokens_does_not_count() -> None:
     assert not stops.ended([12, 1, 2])
     assert stops.ended([12, 12, 1, 2]) and stops.cut([12, 12, 1, 2]) == "  "
     assert stops.ended([1, 2, 12, 3]) and stops.cut([1, 2, 12, 3]) == "ab "
+    stops = StopStrings(["\U0001f600"], decode, {0}, min_new_tokens=3)
+    assert stops.ended([8, 9, 10, 11]) and stops.cut([8, 9, 10, 11]) == ""
 
 
 def test_the_engine_ends_a_row_at_its_string(llama: Decoder) -> None:

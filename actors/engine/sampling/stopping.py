@@ -62,6 +62,6 @@ class StopStrings:
         answer = self.answer_start(text)
         if answer is None:
             return None
-        free = len(self.decode(list(tokens[: self.min_new_tokens])))
+        free = len(self.decode(list(tokens[: self.min_new_tokens])).rstrip("\ufffd"))  # without a part of a character
         starts = [text.find(string, max(answer, free - len(string) + 1)) for string in self.strings]
         return min((start for start in starts if start >= 0), default=None)
