@@ -113,7 +113,7 @@ def measure_agreement(
     if not given:
         return Agreement()
     full, fast = _generators(generator, len(given))
-    first = 1 if len(fast.schedule.prompt_layers) == fast.schedule.num_layers else 0  # index of first token to compare
+    first = 1 if len(fast.schedule.prompt_layers) == fast.schedule.num_layers else 0  # first token that can differ
     at_full, full_stats = _answers(full, given, prefix)
     answers = [answer for answer in at_full if len(answer.token_ids or ()) > first]
     if not answers:

@@ -69,7 +69,7 @@ class Coordinator:
     def begin(self, shard: int) -> bool:
         """Return whether an actor may answer a shard. It may not if the run stops or the shard is committed already."""
         if self.stopped or shard in self.done:
-            self.at_work.discard(shard)  # an earlier attempt at the shard has died
+            self.at_work.discard(shard)  # it is there if an earlier attempt has died
             return False
         self.at_work.add(shard)
         return True

@@ -29,7 +29,7 @@ def parsed_type(text: str) -> pa.DataType:
 
 
 def _type(schema: Any, root: Any, place: str, above: tuple[str, ...]) -> pa.DataType:
-    """Return the type of `schema`, which is the part at `place` in `root`. above: references that led there."""
+    """Return the type of `schema`, which is the part at `place` in `root`. above: the `$ref` values that led to it."""
 
     def refuse(reason: str) -> UserError:
         return UserError(f"output.parse: {place} {reason}; leave out output.parse, or change the schema")
@@ -100,7 +100,7 @@ def _implied(schema: Mapping[str, Any]) -> list[str]:
 def parse_answers(
     texts: Sequence[str | None], errors: Sequence[str | None], kind: pa.DataType
 ) -> tuple[pa.Array, list[str | None]]:
-    """Parse answers as JSON. Return values of type `kind`, and `errors` plus one for each text that does not fit."""
+    """Parse answers as JSON. Return values of type `kind`, and `errors` with an error for each unfit text."""
     values, found = [], []
     for text, error in zip(texts, errors, strict=True):
         value = None

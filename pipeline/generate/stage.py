@@ -39,7 +39,10 @@ EXAMPLE_TOKENS, EXAMPLE_CHARS = 24, 160  # tokens shown from a prompt's end; max
 
 
 class Worker:
-    """The process that runs a stage: here, the job's own. owns_process: whether its global settings may change."""
+    """Describes the process that runs the generate stage; this base class describes the job's own process.
+
+    owns_process: whether the process runs nothing else, so that its global settings may be changed.
+    """
 
     owns_process = False
 
@@ -78,7 +81,7 @@ def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
 
 
 class _Turn:
-    """Two events of a shard. The next shard waits for them. drains: some slots are free. ended: no rows are left."""
+    """Two events of a shard, for which the next shard waits. drains: slots are free. ended: all rows have ended."""
 
     def __init__(self) -> None:
         self.drains, self.ended = threading.Event(), threading.Event()
@@ -93,7 +96,7 @@ class ShardGenerator:
 
     The call that answers a shard also commits it, because a separate task might wait for CPUs that another dataset
     holds. Two threads may call an instance: the second shard then begins while the first one is committed. With vLLM,
-    it begins earlier, while the first one's last rows run. If a process died during a shard, the shard runs alone.
+    it begins earlier, while the last rows of the first shard run. A shard during which a process died runs alone.
 
     Args:
         generator: arguments of `Generator`; `checkpoint` and `speed_adapter` are sources that `fetch` downloads.
@@ -165,7 +168,7 @@ class ShardGenerator:
         try:
             before.drains.wait()
             if not before.ended.is_set() and self.quarantine.knows(shard.index):
-                before.ended.wait()  # this shard must run alone, so that a death is known to be its fault
+                before.ended.wait()  # this shard must run alone, so that only its rows can cause a death
             if not self.coordinator.begin(shard.index):
                 return False
             began, alone = time.perf_counter(), before.ended.is_set()
@@ -190,7 +193,7 @@ class ShardGenerator:
             turn.end()
 
     def _answers(self, attempt: ShardAttempt, rows: list[Prompt], turn: _Turn) -> tuple[list[Answer], EngineStats]:
-        """Return answers sorted by row, and statistics. An isolated shard's rows run in groups that are recorded."""
+        """Return answers, sorted by row, and statistics. Run and record an isolated attempt's rows in groups."""
         if not attempt.isolated:
             return self._answer(rows, on_drain=turn.drains.set)
         answers, stats = list[Answer](), EngineStats()

@@ -71,7 +71,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class ShardStats(Counts):
-    """Statistics of one shard. For a lost record, only values that the part (output file) shows are rebuilt."""
+    """Statistics of one shard. A lost record is rebuilt with only those that the part (output file) shows."""
 
     shard: int = _unit("index", total="none")
     # rates: 0 means unknown, e.g. if the shard overlapped with another one
@@ -114,7 +114,7 @@ class ShardStats(Counts):
                 if value is not None:
                     known[item.name] = _checked(item, value)
             except Exception as error:
-                log.warning("shard %d: no statistic %s: %s", shard, item.name, flat(error))
+                log.warning("shard %d: no statistic %s is recorded: %s", shard, item.name, flat(error))
         return cls(**known)
 
     @classmethod
@@ -140,14 +140,14 @@ def _checked(item: Field[Any], value: Any) -> Any:
     if kind == "float" and isinstance(value, float):
         value = float(value)  # numpy's float64 is a subclass of float
     if type(value).__name__ not in (("int", "float") if kind == "float" else (kind,)):
-        raise TypeError(f"{item.name} is no {kind}")
+        raise TypeError(f"{item.name} is not of type {kind}")
     if kind in ("int", "float") and not (0 <= value < 2**63 and math.isfinite(value)):
         raise ValueError(f"{item.name} is out of range")
     return value
 
 
 def _counts(part: pa.Table) -> dict[str, Any]:
-    """Return the fields of `ShardStats` that a part determines. If computing a value may fail, return a function."""
+    """Return the fields of `ShardStats` that a part determines. A value that may fail is given as a function."""
     first = part.filter(pc.equal(part["sample_index"], 0))
     answered = part.filter(pc.not_equal(part["finish_reason"], "error"))
     reasons = part["finish_reason"].to_pylist()

@@ -28,14 +28,14 @@ from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.isolated import Died
 
 log = logging.getLogger(__name__)
-# log a hint if the schedule skips less than this share of all layer runs (prompts and answers), but more in answers
+# a hint is logged if the schedule skips less than this share of all layer runs, but at least this share in answers
 LITTLE = 0.1
 
 
 def can_gain(schedule: Schedule, spec: PromptSpec) -> bool:
     """Return whether any token of the job can run fewer layers than at full depth.
 
-    No token can if prompts run all layers and answers have only one token: prefill computes an answer's first token.
+    If prompts run all layers and answers have one token, none can, because prefill computes an answer's first token.
     """
     if len(schedule.prompt_layers) < schedule.num_layers:
         return True
@@ -98,7 +98,7 @@ def with_agreement(
             with announced(f"measuring agreement with full depth on {len(rows)} rows"):
                 agreement = hardware.call_as_actor(config.actors, measure_agreement, *inputs)
         except Died as error:
-            log.warning("agreement with full depth is not measured: the process died (%s)", error)
+            log.warning("agreement with full depth is not measured: the process died (%s); the job goes on", error)
             return manifest
         if on_vllm:
             # the measured times are those of the library engine, not of vLLM

@@ -17,7 +17,7 @@ from pipeline.plan.hardware import Hardware
 log = logging.getLogger(__name__)
 GPU_CACHE_BYTES = 8 * 2**30  # KV cache of an actor on a whole GPU
 SPREAD = 3  # answers count as similar in length if the length limit is at most this many times their median length
-FEW_ROWS = 16  # with at most this many rows, a batch gets hardly faster when some of them end
+FEW_ROWS = 16  # batches of at most this many rows are refilled, because they hardly get faster when rows end
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, ha
     cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1)) if actors.gpus else min(2**30, memory // 4 // of_node)
     if config.model.engine == "vllm" and actors.gpus:
         cache = 0  # vLLM takes the free memory
-    # Each actor gets at least 4 shards. It gets more, up to 32, if each shard then has at least 256 rows, and as many
-    # as are in flight. With more shards, an interrupted run loses less work, and progress shows earlier.
+    # Each actor gets at least 4 shards. It gets more, up to 32, if each shard then has at least 256 rows, and at least
+    # the rows in flight. With more shards, an interrupted run loses less work, and progress shows earlier.
     least = min(max(256, config.rows_in_flight), math.ceil(rows / (4 * actors.most)))
     default = min(4096, max(math.ceil(rows / (32 * actors.most)), least))
     return Batching(
@@ -62,7 +62,7 @@ def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, ha
 def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
     """Return the scheduler: `actors.scheduler` if set, else lock_step for answers of similar length, else refill.
 
-    With vLLM, it is always refill. Lengths are similar for labels, and for answers that end only at the length limit.
+    For vLLM, return refill. Lengths are similar for labels, and for answers that end only at the length limit.
     For other answers, lock_step is chosen if the limit is at most SPREAD times the median length (the schedule's
     horizon), if batches hold more than FEW_ROWS rows, and if rows have no sampling parameters of their own.
     `tests/benchmarks/speed.py --schedulers lock_step,refill` compares the two schedulers.
@@ -85,7 +85,7 @@ def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
 
 
 def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
-    """Return the job with `model.engine: vllm` if vLLM is to run it, and then with enough GPUs for vLLM's workers.
+    """Choose the engine. Return the job with `model.engine` set and, for vLLM, enough GPUs for vLLM's workers.
 
     stored: engine of a resumed job; `model.engine: auto` keeps it. Raises UserError if the job asks for vLLM, but vLLM
     is not installed or cannot do what the job needs.
@@ -98,7 +98,7 @@ def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
         reason = f"{install_command('vllm')} for a faster one" if find_spec("vllm") is None else not_in_vllm(config)
         engine = "vllm" if reason is None else engine
         if reason is not None:
-            log.warning("engine: library on the GPU; %s", reason)
+            log.warning("engine: library is used on the GPU; %s", reason)
     if engine != "vllm":
         return config.model_copy(update={"model": model.model_copy(update={"engine": engine})})
     if find_spec("vllm") is None:

@@ -26,7 +26,7 @@ def needed_columns(config: JobConfig) -> list[str]:
 
 
 def text_columns(config: JobConfig) -> TextColumns:
-    """Return which columns to read from a JSON Lines or CSV file, and how."""
+    """Return the columns to read from a JSON Lines or CSV file, and which of them hold JSON or numbers."""
     section = config.input
     as_json = [
         "body" if section.is_batch else None,
@@ -64,7 +64,7 @@ def optional_columns(config: JobConfig) -> tuple[str, ...]:
 
 
 def parsed_column(config: JobConfig) -> pa.DataType | None:
-    """Return the type of the output column `parsed`; None without `output.parse`. For errors see `parsed_type`."""
+    """Return the type of the output column `parsed`; None if not wanted. Raises UserError like `parsed_type`."""
     if not config.output.parse:
         return None
     assert config.output_format is not None

@@ -20,7 +20,7 @@ class Hardware:
         return True
 
     def node(self, actors: ActorsConfig) -> tuple[int, int, int]:
-        """Find nodes for actors. Return the smallest one's CPUs and memory bytes, and the number of nodes."""
+        """Find the nodes that can run actors. Return the smallest node's CPUs and memory bytes, and their number."""
         return process_cpus(), process_memory(), 1
 
     def call_isolated(self, function: Callable[..., Result], *arguments: Any) -> Result:

@@ -28,7 +28,7 @@ RUN_FOLDER = "2026-01-31T00-00-00Z"  # example name for the folder of an increme
 def check_output_disjoint(
     config: JobConfig, listed: Collection[str] = (), key: str = "output.path", output: str = ""
 ) -> None:
-    """Raise UserError if an output folder holds input files, or would be read as input. Compares real paths.
+    """Raise UserError if an output folder holds input files, or would be read as input. Links are followed.
 
     listed: URLs of the input files, if known. output: the output folder; default `output.path`. key: the job file's key
     that names the output folder, for messages.
@@ -126,7 +126,7 @@ def _is_local(url: str) -> bool:
 
 
 def _real(url: str, storage: StorageConfig) -> str:
-    """Return the absolute path. Resolve links before the first wildcard. For an S3 URL, return s3/bucket/key."""
+    """Return a local path with links resolved (only before the first wildcard), or s3/bucket/key of an S3 URL."""
     fs, path = filesystem(url, storage)
     if not isinstance(fs, LocalFileSystem):
         return f"s3/{path}"

@@ -158,7 +158,7 @@ def coverage_problems(manifest: Manifest) -> list[str]:
     for position, shard in enumerate(manifest.shards):
         name, expected = f"shard {shard.index}", covered.get(shard.url)
         if shard.index != position:
-            problems.append(f"{name}: has place {position} in the plan")
+            problems.append(f"{name}: is at position {position} of the plan, not {shard.index}")
         if expected is None:
             problems.append(f"{name}: {shard.url} is not an input file of the job")
             continue
@@ -199,7 +199,7 @@ def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> 
         except UserError as error:
             if config.input.unreadable != "later":
                 raise
-            log.warning("left for a later run: %s", error)
+            log.warning("input file left for a later run: %s", error)
             return []
         if table is not None and config.input.snapshot is not None:
             schema = table.as_shown(config.input.snapshot, url, schema, text.names)
@@ -244,13 +244,13 @@ def _identity(
 
 
 def _model_values(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of `model` that can change an answer. Leave out two keys, unknown to old jobs, if not set."""
+    """Return the keys of `model` that can change an answer. Two keys that old jobs lack are left out if not set."""
     values = model.model_dump(exclude={"path", "cache", "speed_adapter"})
     return {name: value for name, value in values.items() if value is not None or name not in ("weights", "vllm")}
 
 
 def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
-    """Return the model's end tokens; {} if they are the same as in old versions, which read fewer files."""
+    """Return the model's end tokens; {} if old versions, which read fewer files, found the same tokens."""
     checkpoint, tokenizer = resolved.checkpoint, tokenizer_of(known_tokenizer(resolved))
     ends = set(end_tokens(checkpoint.path, tokenizer, checkpoint.config.vocab_size))
     same = ends == ends_before_the_union(checkpoint.path, tokenizer, checkpoint.config)
@@ -258,7 +258,7 @@ def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
 
 
 def _input_identity(config: JobConfig) -> dict[str, Any]:
-    """Return the keys of `input` that can change an answer. Leave out two keys, unknown to old jobs, if not set."""
+    """Return the keys of `input` that can change an answer. Two keys that old jobs lack are left out if not set."""
     left_out = {"since", "changed", "unreadable", "retry", "csv_field_bytes", "duplicate_ids"}
     values = config.input.model_dump(mode="json", exclude=left_out)
     if not config.input.is_table:
@@ -267,7 +267,7 @@ def _input_identity(config: JobConfig) -> dict[str, Any]:
         if values[name] == default:
             del values[name]
     if any(map(is_template, config.input.chat_texts)):
-        values["chat_texts"] = "templates"  # old versions did not treat these texts as templates
+        values["chat_texts"] = "templates"  # a new key: old versions gave other prompts, without templates
     return values
 
 
@@ -290,7 +290,7 @@ def newest(config: JobConfig) -> TablePin | None:
 
 
 def pinned_snapshot(config: JobConfig, stored: Manifest | None) -> int | None:
-    """Return the job file's snapshot, else the stored job's, else the newest of the input table. None for files."""
+    """Return the job file's snapshot, else the stored job's, else the input table's newest; None for input files."""
     if not config.input.is_table or config.input.snapshot is not None:
         return config.input.snapshot
     if stored is not None:

@@ -45,7 +45,7 @@ def sampled_prefix(
     by_url = {file.url: file for file in files}
     readable = []
     for place in dict.fromkeys(_beginning(by_url[shard.url], shard) for shard in sampled):
-        with suppress(*STORE_ERRORS, pa.ArrowException):  # the job's own read task will report the error
+        with suppress(*STORE_ERRORS, pa.ArrowException):  # the job's read task will report the error again
             readable += [table for _, table in read_shards(files, [place], schema, storage)]
     if any(_differ(table, spec) for table in readable):
         return []
@@ -53,7 +53,7 @@ def sampled_prefix(
     try:
         return constant_prefix(hardware.call_isolated(prompt_ids, rows, spec))
     except Died as error:
-        log.warning("no shared prefix: the process that sampled the first prompts died (%s)", error)
+        log.warning("no shared prefix: the process that sampled the first prompts died (%s); the job goes on", error)
         return []
 
 
