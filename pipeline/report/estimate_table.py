@@ -43,7 +43,7 @@ def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]
         "ideal: speed-up if time were proportional to the layers run"
     )
     if saves := found["saves"]:
-        money = f"{saves['money']:,.2f} and " if "money" in saves else ""
+        money = f"{abs(saves['money']):,.2f} and " if "money" in saves else ""
         source = "the loss in quality is not known: the checkpoint holds no result of `evaluate` or `adapt`"
         if loss := chosen["loss"]:
             source = f"{_loss(loss)} ({loss['source']})"

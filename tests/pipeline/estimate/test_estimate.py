@@ -164,6 +164,9 @@ def test_a_trained_checkpoint_is_planned_at_its_speeds(
     for used, says in (({}, "budget: enough"), ({"tokens": 10**6}, "budget: not enough")):  # by earlier runs
         print_estimate(Console(file=(shown := io.StringIO())), config, {**found, "budget_used": used})
         assert says in shown.getvalue()
+    costs = {**found, "saves": {"seconds": -3.0, "device_hours": -0.1, "money": -1.5}}
+    print_estimate(Console(file=(shown := io.StringIO())), config, costs)
+    assert "2x costs 1.50 and 3.0 s against 1x" in shown.getvalue()
     assert found["chosen"]["speed"] == "2x" and found["saves"]["money"] == pytest.approx(
         found["saves"]["device_hours"] * 2
     )
