@@ -183,7 +183,8 @@ def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
         log.warning("in the sample, at full depth, %s", line)
     spec = prompt_spec(job, task.resolved, batching.planned)
     counts = write_pairs(task.folder, spec, held_out, task.options.references, task.config.choices)
-    seconds, rows = totals.prefill_seconds + totals.decode_seconds, counts["train"] + counts["held_out"]
+    seconds = totals.prefill_seconds + totals.decode_seconds
+    rows = sum(counts.values()) - counts["errors"] - counts["longest"]  # rows with an answer, which may be empty
     sums = {
         "prompt": totals.prompt_tokens,
         "answer": totals.generated_tokens,

@@ -61,6 +61,8 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(tmp_path: Path, fakes:
         "repeated": 0,
         "longest": fakes.longest,
     }
+    answered = json.loads((folder / "adapt.json").read_text())["done"]["answers"]["result"]
+    assert answered["row"]["answer"] == 60 / (ROWS - len(bad))  # rows that teach nothing took time too
     for row in train.to_pylist():
         number = row["response"][0] - 5
         assert row["ended"] == (number % 4 != 3)  # cut off: no end to be learned
