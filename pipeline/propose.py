@@ -53,10 +53,7 @@ SYSTEM = "You do what the user asks, and write nothing else."
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of an input.
-
-    files: number of input files. format: `input.format`; None if file names show it. columns: name -> sampled values.
-    """
+    """A sample of an input. format: `input.format`; None if file names show it. columns: name -> sampled values."""
 
     files: int
     format: InputFormat | None

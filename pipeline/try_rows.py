@@ -65,10 +65,8 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
 
         generator = Generator(**fetched(generator_arguments(job)))
     if continued and not section.continue_final:
-        note = (
-            "a chat ends with an assistant's message, but the model starts a new message; to continue the last message,"
-        )
-        say(f"{note} set input.continue_final: true")
+        note = "a chat ends with an assistant's message, but the model starts a new message"
+        say(f"{note}; to continue the last one, set input.continue_final: true")
     say(f"answers end at {', '.join(_ends(job.checkpoint.checkpoint.path, spec)) or 'no token (the model names none)'}")
     with announced("answering"):
         answers = generator.answer([prompt for _, prompt, _ in prepared])

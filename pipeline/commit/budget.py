@@ -43,7 +43,7 @@ class Budget:
         return {"hours": hours, "money": hours * (self.config.price_per_hour or 0.0), "tokens": self.tokens + tokens}
 
     def spent(self, seconds: float = 0.0, tokens: int = 0) -> str | None:
-        """Return one line that names a limit that has been reached, or None. Takes the arguments of `used`."""
+        """Return one line that names a reached limit; None if there is none. For the arguments see `used`."""
         limits, used = self.config.budget, self.used(seconds, tokens)
         if limits is None:
             return None
@@ -62,8 +62,8 @@ class Budget:
     def spending(self, coordinator: Coordinator, shards: int) -> Iterator[None]:
         """Check the budget repeatedly while the `with` block runs. At a limit, interrupt the run and raise BudgetSpent.
 
-        The run is not interrupted if all of its shards have begun. shards: number of shards that this run must answer.
-        The time used is recorded even if the job has no budget, because a later run may have one.
+        If all shards have begun, do not interrupt the run. shards: number of shards that this run must answer.
+        Record the time used even if the job has no budget, because a later run may have one.
         """
         began = time.monotonic()
         ask, reached = interrupter(with_grace=True), list[str]()
@@ -71,7 +71,7 @@ class Budget:
         def watch() -> None:
             try:
                 run = coordinator.read()
-            except Exception as error:  # an error of Ray; the run itself reports it
+            except Exception as error:  # an error of Ray, which the run reports
                 log.debug("the budget was not checked: %s", error)
                 return
             found = self.spent(time.monotonic() - began, run.tokens)
@@ -87,7 +87,7 @@ class Budget:
                 raise BudgetSpent(reached[0]) from None
             raise
         finally:
-            # if the job has no budget, only a later run may need the record
+            # if the job has no budget, ignore a failed write: only a later run may need the record
             with shielded(), suppress(*(STORE_ERRORS if self.config.budget is None else ())):
                 used = self.device_seconds + (time.monotonic() - began) * self.config.devices
                 if _recorded_seconds(self.folder) <= self.device_seconds:  # otherwise another run has taken over
@@ -95,7 +95,7 @@ class Budget:
 
 
 def open_budget(config: JobConfig, folder: Folder, fingerprint: str) -> Budget:
-    """Return the job's budget with what earlier runs have used."""
+    """Return the job's budget, with the device time and tokens that earlier runs have used."""
     known = _recorded_seconds(folder)
     if config.budget is None:
         return Budget(config, folder, known, 0)

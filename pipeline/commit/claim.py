@@ -27,7 +27,7 @@ def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
     """Return the plan (manifest) of the job in the folder; None if there is no job, or if `overwrite` is set.
 
     Raises UserError if the folder holds incremental runs, or another program's file that the new job would replace.
-    Without `overwrite`, also refuses Parquet files without a job. With it, also refuses output files that a table uses.
+    Without `overwrite`, also refuses Parquet files without a job. With `overwrite`, also refuses files of a table.
     """
     if folder.names(LEDGER):
         raise UserError(
@@ -48,7 +48,7 @@ def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
 
 
 def _check_success(folder: Folder) -> None:
-    """Raise UserError if the file `_SUCCESS` holds no fingerprint, because then another program wrote it."""
+    """Raise UserError if another program wrote the file `_SUCCESS`: then the file holds no fingerprint."""
     with suppress(FileNotFoundError):
         if b'"fingerprint"' not in folder.read(SUCCESS):
             raise _strange(folder, SUCCESS)
@@ -69,7 +69,7 @@ def _check_replaceable(folder: Folder) -> None:
         if stored is not None:
             records, _ = read_all(folder, stored.fingerprint)
             sizes = dict(zip(records["shard"].to_pylist(), records["bytes"].to_pylist(), strict=True))
-    except UserError:  # --overwrite replaces a damaged plan, but not another program's file
+    except UserError:  # the plan is damaged or another program's file; --overwrite replaces only the former
         if not plan_files.is_own(folder.read(plan_files.JOB)):
             raise _strange(folder, plan_files.JOB) from None
     parts = sorted(part_files(folder, ()).items())
@@ -99,8 +99,10 @@ def check_same_job(folder: Folder, stored: Manifest | None, planned: Manifest) -
 def claim(folder: Folder, stored: Manifest | None, planned: Manifest, *, overwrite: bool) -> None:
     """Claim the folder for the planned job, and save the job's manifest. The caller must hold the lease.
 
-    Raises UserError if another run has begun another job in the folder since `stored` was read, or if `overwrite` would
-    replace files that no job wrote; LeaseHeld if another run has begun this job since then.
+    Raises:
+        UserError: another run has begun another job in the folder since `stored` was read, or `overwrite` would replace
+            files that no job wrote.
+        LeaseHeld: another run has begun this job since `stored` was read.
     """
     clear_temporaries(folder)
     now = stored_job(folder, overwrite=overwrite)

@@ -41,7 +41,7 @@ def count_repeated(
         files = [stack.enter_context(TemporaryFile()) for _ in range(rows // ROWS_AT_ONCE + 1)]
         first = 0
         for column in columns:
-            known = np.flatnonzero(column.is_valid())  # a row without an id (e.g. an unreadable row) is no repeat
+            known = np.flatnonzero(column.is_valid())  # skip rows without an id, e.g. unreadable rows
             pairs = np.stack([_hashes(column.drop_null()), first + known], axis=1)
             first += len(column)
             which = pairs[:, 0].view(np.uint64) % np.uint64(len(files))
@@ -89,7 +89,7 @@ def record_duplicates(folder: Folder, manifest: Manifest) -> None:
 
 
 def with_duplicates(folder: Folder, totals: Totals) -> Totals:
-    """Return `totals` with the count and examples of repeated ids. If no ids were counted, return it unchanged."""
+    """Add the count and examples of repeated ids to `totals`, if ids were counted. Return the totals."""
     values = read_json(folder, DUPLICATES)
     if not isinstance(values, dict):
         return totals
@@ -99,7 +99,8 @@ def with_duplicates(folder: Folder, totals: Totals) -> Totals:
 def repeated_error(found: int, examples: Sequence[str]) -> UserError:
     """Return the error to raise for repeated ids if the job does not allow them (`input.duplicate_ids: error`)."""
     listed = "; ".join(examples)
-    return UserError(f"input.id: {found:,} rows have the id of an earlier row, such as {listed} (input.duplicate_ids)")
+    problem = f"input.id: {found:,} rows have the id of an earlier row, such as {listed}"
+    return UserError(f"{problem}; make the ids unique, or set input.duplicate_ids: warn")
 
 
 def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
@@ -111,13 +112,13 @@ def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
     if pa.types.is_fixed_size_binary(ids.type):  # for example UUIDs in Parquet
         ids = ids.cast(pa.binary())
     if not (pa.types.is_nested(ids.type) or pa.types.is_binary(ids.type) or pa.types.is_large_binary(ids.type)):
-        ids = ids.cast(pa.large_string())  # as text, because Python cannot represent all dates
+        ids = ids.cast(pa.large_string())  # compare as text, because Python cannot represent all dates
     values = ids.to_pylist()
     return np.fromiter(map(hash, map(repr, values) if pa.types.is_nested(ids.type) else values), np.int64, len(ids))
 
 
 def _ids(folder: Folder, name: str) -> pa.ChunkedArray:
-    """Return the id of each input row in a part (output file of one shard). Read only the columns that this needs."""
+    """Return the id of each input row in a part (output file of one shard). Read only the necessary columns."""
     with folder.open(name) as opened:
         file = pq.ParquetFile(opened)
         names = [one for one in ("id", "sample_index") if one in file.schema_arrow.names]

@@ -30,8 +30,8 @@ def finalize(folder: Folder, manifest: Manifest, section: InputConfig | None = N
 
     section: the job's section `input`; None if repeated ids need not be counted.
 
-    If the check fails, removes `_SUCCESS` and raises RowsMissing, whose message names the next step. Also removes the
-    records of missing output files, so that the next run answers their shards. The records of other files stay.
+    If the check fails, remove `_SUCCESS` and raise RowsMissing, which says what to do next. Also remove the records of
+    missing output files, so that the next run answers the shards of these files.
     """
     records, parts = load_records(folder, manifest.shards, manifest.fingerprint)
     try:
@@ -59,7 +59,7 @@ def finished_totals(
 ) -> Totals | None:
     """Return a finished job's totals. Return None if `_SUCCESS`, a record or an output file is missing or damaged.
 
-    section: the job's section `input`. Raises UserError if this section now forbids the job's repeated ids.
+    section: the job's section `input`. Raises UserError if ids repeat, and `input.duplicate_ids` is now error.
     """
     if not folder.exists(SUCCESS):
         return None
@@ -82,7 +82,7 @@ def _check_duplicates(totals: Totals, section: InputConfig | None) -> None:
 
 
 def check_rows(records: pa.Table, parts: Mapping[int, FileInfo], shards: Sequence[Shard]) -> None:
-    """Raise RowsMissing if `records` and `parts` (shard -> its output file) do not match the planned `shards`."""
+    """Raise RowsMissing if `records` or `parts` (shard -> output file) do not match the planned `shards`."""
     planned = {shard.index: shard.rows for shard in shards}
     recorded = {row["shard"]: row for row in records.select(["shard", "rows", "bytes"]).to_pylist()}
     for name, known in ((part_name, parts.keys()), (record_name, recorded.keys())):

@@ -2,11 +2,11 @@
 
     _job/lease/000001.json  released                         ──> next run creates 000002.json: the highest number counts
     _job/lease/000002.json  no heartbeat for 60 s, or dead   ──> next run creates 000003.json
-    _job/lease/000003.json  heartbeat every 10 s             ──> if its holder sees a higher number, the lease is lost
+    _job/lease/000003.json  heartbeat every 10 s             ──> if this holder sees a higher number, it loses the lease
 
 A holder writes only its own file, and the file with the highest number is never removed. So a holder that was suspended
-does not disturb the run that took over. The lease only avoids duplicate work: even without it, each output file (part)
-is created only once. A waiting run measures time with its own monotonic clock, so the clocks of hosts may differ.
+does not disturb the run that took over. The lease only avoids duplicate work: even without a lease, each output file
+(part) is created only once. A waiting run uses its monotonic clock, so the clocks of hosts may differ.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def this_process() -> Holder:
 
 
 def _seconds_after_boot(process: psutil.Process) -> float:
-    """Return the start of a process, in seconds after boot, to 0.01 s. Setting the clock does not change this time."""
+    """Return when a process started, in seconds after boot, to 0.01 s. Setting the clock does not change this value."""
     return round(process.create_time() - psutil.boot_time(), 2)
 
 
@@ -105,7 +105,7 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def acquire(self, lost: Callable[[], None]) -> None:
-        """Claim the lease, and renew it in a thread. lost: called once if another run takes over. Raises LeaseHeld."""
+        """Claim the lease, and renew it in a thread. lost: is called if another run takes over. Raises LeaseHeld."""
         self.claim()
         self._thread = threading.Thread(target=self._keep, args=(lost,), name="lease", daemon=True)
         self._thread.start()
@@ -120,11 +120,11 @@ class Lease:
         self.give_back()
 
     def claim(self) -> None:
-        """Create the next lease file (epoch) when the holder has ended. Raises LeaseHeld if the holder is alive."""
+        """Wait until the current holder has ended, and create the next lease file. Raises LeaseHeld if it is alive."""
         while True:
             last = max(self._epochs(), default=0)
             if last and not self._wait_for_end(_name(last)):
-                continue  # the file was just removed, so there is a later epoch
+                continue  # the file was just removed, because a file with a higher number exists
             if self._create(last + 1):
                 return
 
@@ -171,10 +171,10 @@ class Lease:
                     lost()
                     return
             except STORE_ERRORS as error:  # the store may recover before the next heartbeat
-                log.warning("the lease could not be renewed: %s", error)
+                log.warning("the lease could not be renewed; the next heartbeat tries again: %s", error)
 
     def _wait_for_end(self, name: str) -> bool:
-        """Wait until the holder releases its file or is dead. Return False if the file is gone. Raises LeaseHeld."""
+        """Wait until the holder of file `name` releases it or is dead. False: the file is gone. Raises LeaseHeld."""
         holder = now = self._read(name)
         end = time.monotonic()
         if holder is not None and not holder.released and not is_dead(holder, self.holder):

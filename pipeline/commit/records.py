@@ -4,8 +4,8 @@
     _job/segments/<sha256>.parquet    a file with many records (segment), named by its digest; replaces small files
 
 A record may be in both a small file and a segment, or in two segments, for example after a crash during compaction.
-This is harmless. A lost record is rebuilt from the shard's output file (part). Without segments, reading the records of
-250,000 shards would take several minutes.
+Such copies are harmless. A lost record is rebuilt from the shard's output file (part). Without segments, it would take
+several minutes to read the records of 250,000 shards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMPACT_AT = 1000  # records are compacted if there are at least this many separ
 COMPACT_SECONDS = 30.0  # time between two compactions
 SEGMENT_ROWS = 10_000  # maximum number of records in a segment
 RECORD, DIGEST = re.compile(r"(\d{6,})\.json"), re.compile(r"[0-9a-f]{64}")
-Record = dict[str, Any]  # a row of `RECORDS_SCHEMA`: a shard's statistics, and its output file's digest, size and tag
+Record = dict[str, Any]  # a row of `RECORDS_SCHEMA`: a shard's statistics; digest, size and tag of the output file
 RECORDS_SCHEMA = pa.schema([*STATS_SCHEMA, ("sha256", pa.string()), ("bytes", pa.int64()), ("tag", pa.string())])
 
 
@@ -44,7 +44,7 @@ def record_name(shard: int) -> str:
 
 
 def commit_record(part: bytes, stats: ShardStats, tag: str = "") -> Record:
-    """Return the commit record of a shard. part: bytes of the shard's output file. tag: the file's tag in the store."""
+    """Return a shard's commit record. part: bytes of the output file. tag: the file's ETag in the store, or ""."""
     return {**asdict(stats), "sha256": hashlib.sha256(part).hexdigest(), "bytes": len(part), "tag": tag}
 
 
@@ -60,7 +60,7 @@ def encode_record(record: Record, fingerprint: str) -> bytes:
 
 
 def decode_record(text: bytes, shard: int, fingerprint: str) -> Record | None:
-    """Return the record in `text`, a file's content; None if it is damaged or belongs to another shard or job."""
+    """Return the record in `text`, the content of a record file. None: damaged, or of another shard or job."""
     try:
         values = json.loads(text)
         check, digest, size = values.pop("check"), values["sha256"], values["bytes"]
@@ -80,7 +80,7 @@ def decode_record(text: bytes, shard: int, fingerprint: str) -> Record | None:
 
 
 def _check(values: Mapping[str, object]) -> str:
-    """Return a digest of the record's values. It reveals a damaged record, even if only one digit has changed."""
+    """Return a digest of the record's values. The digest reveals a damaged record, even if one digit has changed."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -95,7 +95,7 @@ def loose_shards(folder: Folder) -> list[int]:
 
 
 def _read_loose(folder: Folder, shards: Sequence[int], fingerprint: str) -> tuple[list[Record], list[str]]:
-    """Return those records of `shards` that have separate files, and the names of damaged files."""
+    """Read the separate record files of `shards`, as far as they exist. Return records, and names of damaged files."""
 
     def read(shard: int) -> Record | str | None:
         try:
@@ -108,12 +108,12 @@ def _read_loose(folder: Folder, shards: Sequence[int], fingerprint: str) -> tupl
 
 
 def _read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table], list[str]]:
-    """Return segment name -> its records, and the names of segments that are damaged or belong to another job."""
+    """Return segment name -> records, and the names of segments that are damaged or belong to another job."""
 
     def read(name: str) -> pa.Table | None:
         try:
             data = folder.read(name)
-        except FileNotFoundError:  # another segment has replaced it since the listing
+        except FileNotFoundError:  # since the listing, another segment has replaced this one
             return RECORDS_SCHEMA.empty_table()
         if name != _segment_name(data):
             return None
@@ -146,7 +146,7 @@ def read_all(folder: Folder, fingerprint: str) -> tuple[pa.Table, list[str]]:
 
 
 def merge(tables: Sequence[pa.Table]) -> pa.Table:
-    """Return one row per shard, sorted by shard. Prefer an original record to one rebuilt from the part."""
+    """Merge tables of records: keep one row per shard, sorted by shard. Prefer original records to rebuilt ones."""
     table = pa.concat_tables(tables).sort_by([("shard", "ascending"), ("rebuilt", "ascending")])
     shards = table["shard"].to_numpy()
     return table.filter(pa.array(np.append(True, shards[1:] != shards[:-1])[: len(shards)]))
@@ -165,7 +165,7 @@ def damaged_record(folder: Folder, name: str) -> str:
 
 
 def write_segment(folder: Folder, table: pa.Table, fingerprint: str) -> None:
-    """Write the records in `table` as a new segment. Does nothing if this segment exists already."""
+    """Write the records in `table` as a segment, unless a segment with these records exists."""
     data = parquet_bytes(table.replace_schema_metadata({"skipdecode.fingerprint": fingerprint}), compression="zstd")
     folder.create(_segment_name(data), data)
 
@@ -173,7 +173,7 @@ def write_segment(folder: Folder, table: pa.Table, fingerprint: str) -> None:
 def compact(folder: Folder, fingerprint: str, least: int = COMPACT_AT) -> int:
     """Move separate record files into segments if there are at least `least` files. Return the number of moved records.
 
-    A damaged record file stays where it is. Its record is rebuilt at the end of the job.
+    Damaged record files stay where they are. At the end of the job, the damaged records are rebuilt.
     """
     shards, moved = loose_shards(folder), 0
     for first in range(0, len(shards) if len(shards) >= least else 0, SEGMENT_ROWS):
@@ -186,7 +186,7 @@ def compact(folder: Folder, fingerprint: str, least: int = COMPACT_AT) -> int:
 
 
 def drop_records(folder: Folder, shards: Sequence[int], fingerprint: str) -> None:
-    """Remove the records of `shards`, whose output files are gone or set aside. The next run answers these shards."""
+    """Remove the records of `shards`, so that these shards are answered again."""
     for name, table in _read_segments(folder, fingerprint)[0].items() if shards else ():
         kept = table.filter(pc.invert(pc.is_in(table["shard"], pa.array(shards, pa.int64()))))
         if kept.num_rows < table.num_rows:
@@ -204,7 +204,7 @@ def compacting(folder: Folder, fingerprint: str) -> Iterator[None]:
         try:
             compact(folder, fingerprint)
         except STORE_ERRORS as error:  # no record is lost, and the store may recover
-            log.warning("commit records could not be compacted: %s", flat(error))
+            log.warning("commit records could not be compacted; trying again later: %s", flat(error))
 
     with repeating(work, COMPACT_SECONDS, "compaction"):
         yield

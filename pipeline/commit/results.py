@@ -1,8 +1,8 @@
-"""Writes JSON Lines files with the answers after all rows are committed, if `output.format` requires such files.
+"""Writes the answers as JSON Lines files when all rows are committed, if `output.format` asks for such files.
 
 The files depend only on the plan and the committed parts (one output file per shard). If a run is killed between two
-files, the next run writes those that are missing. A file is created whole, and never replaces another program's file.
-The digest of the file is first saved in `_job/results.json`. --overwrite removes only files with a saved digest.
+files, the next run writes the missing ones. A file is created whole, and never replaces another program's file. Before
+a file is written, its digest is saved in `_job/results.json`. --overwrite removes only files with a saved digest.
 
 Source of batch files: https://platform.openai.com/docs/guides/batch
 """
@@ -65,7 +65,7 @@ def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None
                 if found != digest and found not in known.get(name, []):
                     _record(folder, known, done=False)
                     raise _taken(folder, name)
-                if found != digest:  # some parts were lost, and written again with other bytes
+                if found != digest:  # replace an old file: parts were lost, and written again with other bytes
                     folder.replace(name, data)
             known[name] = [digest]
             written.add(name)
@@ -75,7 +75,7 @@ def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None
 
 
 def check_free(folder: Folder, config: JobConfig) -> None:
-    """Raise UserError if another program's file already has the name of a result file. Called before a new job runs."""
+    """Raise UserError if another program's file has the name of a result file. Call this before a new job runs."""
     kinds, known = KINDS.get(config.result_format, ()), recorded(folder)
     for name in folder.names() if kinds else ():
         if _kind(name) in kinds and _sha256(folder.read(name)) not in known.get(name, []):
@@ -93,7 +93,7 @@ def has_results(folder: Folder, config: JobConfig) -> bool:
 
 
 def recorded(folder: Folder) -> dict[str, list[str]]:
-    """Return name -> digests of each recorded result file: one digest, or two while the file is being replaced."""
+    """Return name -> digests of each recorded result file. A file has two digests while it is being replaced."""
     return _read(folder)[0]
 
 
@@ -123,7 +123,7 @@ def _lines(folder: Folder, manifest: Manifest, to_lines: Callable[[bytes, Shard]
 
 
 def _read(folder: Folder) -> tuple[dict[str, list[str]], bool]:
-    """Return result file name -> digests, and whether all files were written; ({}, False) without a valid record."""
+    """Return result file name -> digests, and whether all files were written. Without a valid record: ({}, False)."""
     try:
         values = read_json(folder, RECORD)
         files = {str(name): [str(digest) for digest in digests] for name, digests in values["files"].items()}
@@ -161,9 +161,9 @@ def answer_lines(part: bytes, _: Shard) -> list[Line]:
 
 
 def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model: str) -> list[Line]:
-    """Return one OpenAI batch result line per request. The samples of a request become the choices of its response.
+    """Return one OpenAI batch result line per request. The samples of a request become the choices of the response.
 
-    fingerprint: the job's fingerprint. Response ids are hashes of fingerprint, input file and row. created: Unix time.
+    fingerprint: the job's fingerprint, from which response ids are made. created: Unix time.
     """
     requests: list[list[dict[str, Any]]] = []
     for row in _rows(part):
@@ -221,7 +221,7 @@ def _plain(value: Any) -> Any:
 
 
 def cut(lines: Iterator[Line], size: int) -> Iterator[tuple[str, bytes]]:
-    """Cut lines into files, and yield each file's name and bytes. A file has at most `size` bytes, or one long line."""
+    """Cut lines into files of at most `size` bytes, or one longer line. Yield the name and bytes of each file."""
     files, counts = dict[str, bytearray](), Counter[str]()
 
     def finish_file(kind: str) -> tuple[str, bytes]:

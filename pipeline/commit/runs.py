@@ -1,6 +1,6 @@
-"""Records the runs that answer shards, in `_job/runs.json`: times of begin and end, settings, and versions.
+"""Records the runs that answer shards, in `_job/runs.json`: start, end, settings, and versions.
 
-Only reports read this file; a job is complete without it. Only the run that holds the lease writes it.
+Only reports read this file; a job is complete without the file. Only the run that holds the lease writes the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.storage.folder import STORE_ERRORS, Folder, read_json, write_json
 
 log = logging.getLogger(__name__)
 RUNS = "_job/runs.json"
-KEPT = 50  # number of newest runs that are kept in the file
+KEPT = 50  # number of runs in the file; older runs are dropped
 COMPILER = "C++ compiler"
 PACKAGES = ("skipdecode", "ray", "torch", "transformers", "tokenizers", "pyarrow", "numpy", "s3fs")
 
@@ -34,20 +34,20 @@ PACKAGES = ("skipdecode", "ray", "torch", "transformers", "tokenizers", "pyarrow
 class JobRun:
     """A run of a job."""
 
-    began: float  # begin of the run, in s since 1970
+    began: float  # start of the run, in s since 1970
     answering: float  # end of planning, in s since 1970
-    rows: int  # number of unanswered rows at the begin of the run
+    rows: int  # number of unanswered rows at the start of the run
     devices: float  # maximum number of GPUs in use; on CPUs, maximum number of actors
-    ended: float | None = None  # end of the run, in s since 1970; None if it has not ended or was killed
+    ended: float | None = None  # end of the run, in s since 1970; None if the run has not ended, or was killed
     price_per_hour: float | None = None
-    config: dict[str, Any] = field(default_factory=dict)  # keys of the job file whose values are not the defaults
+    config: dict[str, Any] = field(default_factory=dict)  # settings of the job file that differ from the defaults
     versions: dict[str, str] = field(default_factory=dict)  # versions of Python and of packages on the driver
     host: str = ""  # name of the driver's host
 
 
 @contextmanager
 def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> Iterator[None]:
-    """Record the `with` block as a run, at its begin and at its end. rows: number of unanswered rows at the begin."""
+    """Record the `with` block as a run, at its start and at its end. rows: number of unanswered rows at the start."""
     values = in_texts(config.model_dump(mode="json", exclude_defaults=True), without_secrets)
     price, host = config.price_per_hour, socket.gethostname()
     run = JobRun(began, time.time(), rows, config.devices, None, price, values, versions(), host)
@@ -60,7 +60,7 @@ def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> 
     finally:
         with shielded(), suppress(*STORE_ERRORS):  # the job can end without this record
             runs = read_runs(folder)
-            if runs[-1:] == [run]:  # otherwise another run has taken over
+            if runs[-1:] == [run]:  # if not, another run has taken over
                 _write(folder, [*runs[:-1], replace(run, ended=time.time())])
 
 

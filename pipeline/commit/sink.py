@@ -46,7 +46,7 @@ from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
 SUCCESS = "_SUCCESS"
-DAMAGED = "_job/damaged"  # folder of parts that --repair has set aside
+DAMAGED = "_job/damaged"  # folder to which --repair moves damaged parts
 REPAIR = "run again with --repair, which keeps the file in _job/damaged and answers its shard again"
 # How to check output files of earlier runs. quick: compare digests of local files, and sizes and tags of other files.
 # digests: compare the digests of all files. repair: compare the digests of all files, and set damaged files aside.
@@ -68,7 +68,7 @@ def part_name(shard: int) -> str:
 
 
 def commit(folder: Folder, shard: Shard, part: bytes, stats: ShardStats, fingerprint: str) -> bool:
-    """Commit a shard: create its output file from the bytes `part`, then its record. Return False if the file exists.
+    """Commit a shard: create its output file from the bytes `part`, then its record. If the file exists, return False.
 
     Raises UserError if an existing file is damaged or belongs to another job.
     """
@@ -96,7 +96,7 @@ def commit_shard(
 
 
 def _rebuild_record(folder: Folder, shard: Shard, fingerprint: str) -> Record:
-    """Validate the shard's existing output file, and return a record made from it. Save a missing record."""
+    """Validate a shard's output file, and return a commit record made from it. Save the record unless one exists."""
     tag, part = folder.tag(part_name(shard.index)), folder.read(part_name(shard.index))
     record = commit_record(part, check_part(folder, shard, part, fingerprint), tag)
     folder.create(record_name(shard.index), encode_record(record, fingerprint))
@@ -113,7 +113,7 @@ def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> S
     try:
         table = read_parquet(part)
         if part[:4] != b"PAR1":  # pyarrow does not check these bytes, but other readers do
-            raise UserError("does not begin with PAR1, the mark of Parquet files")
+            raise UserError("does not begin with PAR1, as Parquet files do")
         metadata = table.schema.metadata or {}
         ours = metadata.get(b"skipdecode.fingerprint") == fingerprint.encode()
         stats = ShardStats.of_part(shard.index, table, int(metadata[b"skipdecode.num_layers"])) if ours else None
@@ -133,8 +133,8 @@ def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> S
 def committed_shards(folder: Folder, shards: Sequence[Shard], fingerprint: str, check: Check = "quick") -> set[int]:
     """Check the output files (parts) at the start of a run, and return the indices of all committed shards.
 
-    Rebuilds missing records from the parts, and removes the records of missing parts. Raises UserError if a part is
-    damaged or belongs to another job. With check = "repair", a damaged part is set aside and raises no error.
+    Rebuild missing records from the parts, and remove the records of missing parts. Raises UserError if a part is
+    damaged or belongs to another job. With check = "repair", set a damaged part aside and raise no error.
     """
     records, parts = load_records(folder, shards, fingerprint, check)
     recorded = set(records["shard"].to_pylist()) & {shard.index for shard in shards}
@@ -156,11 +156,11 @@ def load_records(
 ) -> tuple[pa.Table, dict[int, FileInfo]]:
     """Return all commit records as a table, and shard -> size and tag of its output file (part).
 
-    Rebuilds damaged and missing records from the parts. Raises UserError if a part belongs to another job, or
-    if a part without a record is damaged. With check = "repair", sets such a damaged part aside and raises no error.
+    Rebuild damaged and missing records from the parts. Raises UserError if a part belongs to another job, or if a part
+    without a record is damaged. With check = "repair", set such a damaged part aside and raise no error.
     """
     planned = {shard.index: shard for shard in shards}
-    records, damaged = read_all(folder, fingerprint)  # read before the parts, because a part precedes its record
+    records, damaged = read_all(folder, fingerprint)  # before parts are listed, because a part precedes its record
     for name in damaged:
         log.warning("%s/%s: removed, because it is damaged or another job's; its records are rebuilt", folder.url, name)
     folder.remove_all(damaged)
@@ -179,14 +179,14 @@ def load_records(
 
     if missing:
         others = f" and {len(missing) - 1:,} others" if len(missing) > 1 else ""
-        log.warning("%s%s had no commit record: validated and recorded", part_name(missing[0].index), others)
+        log.warning("%s%s had no commit record: the record is rebuilt", part_name(missing[0].index), others)
         found = [record for record in in_parallel(rebuilt, missing, PARTS_AT_ONCE) if record is not None]
         records = merge([records, records_table(found)])
     return records, parts
 
 
 def part_files(folder: Folder, shards: Iterable[int]) -> dict[int, FileInfo]:
-    """Return shard -> size and tag of its output file. Lists the files of `shards` and all later shards."""
+    """Return shard -> size and tag of its output file, for `shards` and for all shards with higher numbers."""
     shards = set(shards)
     stems = {part_name(index)[: -len("000.parquet")] for index in shards}
     found = folder.listed(stems, after=part_name(max(shards)) if shards else "")
@@ -216,7 +216,9 @@ def damaged_parts(
             untagged += not tag
     if check == "quick" and not isinstance(folder, LocalFolder):
         if untagged:
-            log.warning("%d parts were checked by size alone: their records hold no store checksum", untagged)
+            log.warning(
+                "%d parts were checked by size alone, for lack of checksums; --verify checks all parts", untagged
+            )
         same = retagged
     else:
         same |= retagged
@@ -237,7 +239,7 @@ def set_aside(folder: Folder, name: str) -> None:
     copy = f"{DAMAGED}/{name.removesuffix('.parquet')}-{hashlib.sha256(data).hexdigest()[:16]}.parquet"
     folder.create(copy, data)
     if folder.read(copy) != data:
-        raise OSError(f"{folder.url}/{copy} differs from {name}, so {name} was not removed")
+        raise OSError(f"{folder.url}/{copy} is not a true copy of {name}, so {name} was not removed")
     folder.remove(name)
     log.warning("%s/%s was damaged: kept as %s; its shard is answered again", folder.url, name, copy)
 
@@ -245,7 +247,7 @@ def set_aside(folder: Folder, name: str) -> None:
 def clear(folder: Folder) -> None:
     """Remove a job's files, beginning with `_SUCCESS` and the output files (parts). Keep the lease and all other files.
 
-    Does not check the lease, which the caller must hold.
+    The caller must hold the lease.
     """
     folder.remove_all([name for name in folder.names() if name == SUCCESS or PART.fullmatch(name)])
     for subfolder in (COMMITS, SEGMENTS):
@@ -260,7 +262,7 @@ def clear_temporaries(folder: Folder) -> None:
 
 
 def check_output(folder: Folder, fingerprint: str) -> None:
-    """Raise UserError if `folder` does not hold the job, e.g. because it is a local path and this is another node."""
+    """Raise UserError if `folder` does not hold the job. A local path may be another folder on another node."""
     job = read_json(folder, JOB)
     if not isinstance(job, dict) or job.get("fingerprint") != fingerprint:
         raise UserError(

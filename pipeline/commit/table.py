@@ -1,8 +1,8 @@
 """Adds a finished job's output files (parts) to an Iceberg or Delta table as one snapshot (see `output.format`).
 
 The files are not copied: the table refers to them. The snapshot holds the job's fingerprint. If a run is killed after
-the commit to the table, the next run finds the snapshot and adds nothing. Before and after this commit, the file
-`_job/tables.json` is written. It lists the tables that may refer to the parts. --overwrite does not remove such parts.
+the commit to the table, the next run finds the snapshot and adds nothing. Before and after this commit, the
+file `_job/tables.json` is written. It lists tables that may refer to the parts. --overwrite keeps such parts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 RECORD = "_job/tables.json"
 # a table accepts the answers of a job only once; a job with another seed is another job
 AGAIN = "to add them again, remove their rows from the table, set another sampling.seed, and choose another output.path"
-TRIES = 20  # maximum number of attempts to commit; one fails if another writer commits first
+TRIES = 20  # maximum number of attempts to commit; an attempt fails if another writer commits first
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,17 @@ class TableRecord:
 
     table: str  # the table's name or folder
     parts: str  # one digest of all parts that were added to the table
-    snapshot: int | None = None  # the table's snapshot; None until the commit to the table is known to have succeeded
+    snapshot: int | None = None  # the snapshot with the parts; None until the commit to the table has surely succeeded
 
 
 def check_table(config: JobConfig, schema: pa.Schema) -> None:
-    """Raise UserError if the output table cannot hold output files that have this schema. Called during planning."""
+    """Raise UserError if the output table cannot hold files with this schema. Call this during planning."""
     if not config.output.is_table:
         return
     names = [name.lower() for name in schema.names]
     if twice := [name for name in schema.names if names.count(name.lower()) > 1]:
-        raise UserError(f"output.keep: columns {' and '.join(map(repr, twice[:2]))} of a table differ only in case")
+        both = " and ".join(map(repr, twice[:2]))
+        raise UserError(f"output.keep: columns {both} differ only in case, which a table does not allow; rename one")
     if config.output.format == "delta":
         folder, table = map(real_url, (config.output.path, table_name(config.output)))
         if not f"{folder}/".startswith(f"{table}/"):
@@ -106,7 +107,7 @@ def has_table(folder: Folder, config: JobConfig) -> bool:
 
 
 def recorded(folder: Folder) -> dict[str, TableRecord]:
-    """Return the tables that may hold the folder's parts. Raises UserError if `_job/tables.json` is damaged."""
+    """Return key -> table, for tables that may hold the folder's parts. Raises UserError if `RECORD` is damaged."""
     try:
         values = json.loads(folder.read(RECORD))
         return {str(key): TableRecord(**value) for key, value in values.items()}
@@ -119,7 +120,7 @@ def recorded(folder: Folder) -> dict[str, TableRecord]:
 
 
 def check_no_table(folder: Folder) -> None:
-    """Raise UserError if a table may hold the folder's parts, because the table is unreadable without them."""
+    """Raise UserError if a table may hold the folder's parts, because removing them would break the table."""
     for record in recorded(folder).values():
         raise UserError(
             f"{folder.url}: its parts are data files of table {record.table}, which --overwrite would break; choose "

@@ -20,7 +20,7 @@ from pipeline.storage.folder import Folder
 
 
 def verify(folder: Folder, manifest: Manifest, storage: StorageConfig) -> Iterator[str]:
-    """Yield one line for each file that differs from what was committed or planned. Changes nothing."""
+    """Yield one line for each file that differs from its commit record or from the plan. Write nothing."""
     yield from (
         f"{folder.url}/{PLAN}: {problem}; start again with --overwrite" for problem in plan_problems(manifest, storage)
     )
@@ -33,7 +33,7 @@ def verify(folder: Folder, manifest: Manifest, storage: StorageConfig) -> Iterat
     def part_problem(index: int) -> str | None:
         name = f"{folder.url}/{part_name(index)}"
         if index not in planned:
-            return f"{name}: belongs to no shard of this job: delete it"
+            return f"{name}: belongs to no shard of this job; delete it"
         if index not in parts:
             return f"{name}: was committed and is gone; run the job again to write it"
         try:
@@ -58,7 +58,7 @@ def verify(folder: Folder, manifest: Manifest, storage: StorageConfig) -> Iterat
 def plan_problems(manifest: Manifest, storage: StorageConfig) -> list[str]:
     """Return one line per problem: shards that overlap or leave a gap, and input files whose rows are not as planned.
 
-    Skips input files that are gone or have changed since planning, because the answers belong to the old content.
+    Skip input files that are gone or have changed since planning, because the answers belong to the old content.
     """
 
     def problem(file: InputFile) -> str | None:
