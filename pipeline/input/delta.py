@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import unquote
 
@@ -68,17 +68,25 @@ def _store_failed(url: str, error: OSError) -> StoreFailed:
     return StoreFailed(f"{url}: {flat(text)}")
 
 
-def find_table(url: str, storage: StorageConfig, version: int | None = None) -> DeltaTable | None:
-    """Return the table at `url` (default: newest version); None if none is there. Raises UserError if unreadable."""
+@contextmanager
+def _one_line(url: str, version: int | None) -> Iterator[None]:
+    """Turn deltalake's errors into a UserError or, if the store cannot be reached, a StoreFailed."""
     try:
-        table = DeltaTable(url, version=version, storage_options=store_options(url, storage))
-    except TableNotFoundError:
-        return None
+        yield
     except DeltaError as error:
         at = "" if version is None else f" at version {version}"
         raise UserError(f"{url}: the Delta table cannot be read{at}: {flat(error)}") from None
     except OSError as error:
         raise _store_failed(url, error) from None
+
+
+def find_table(url: str, storage: StorageConfig, version: int | None = None) -> DeltaTable | None:
+    """Return the table at `url` (default: newest version); None if none is there. Raises UserError if unreadable."""
+    with _one_line(url, version):
+        try:
+            table = DeltaTable(url, version=version, storage_options=store_options(url, storage))
+        except TableNotFoundError:
+            return None
     mode = table.metadata().configuration.get(MAPPING, "none")
     if mode != "none":
         raise UserError(f"{url}: not supported: the table's columns have other names in its files ({MAPPING} = {mode})")
@@ -99,10 +107,11 @@ class DeltaInput:
 
     def data_files(self, snapshot: int) -> dict[str, int]:
         table = self._at(snapshot)
-        for batch in table.deletion_vectors():
-            for url in pa.record_batch(batch)["filepath"].to_pylist():
-                raise self._deleted(store_url(url))
-        actions = pa.table(table.get_add_actions())
+        with _one_line(self.root, snapshot):  # a table may have features that only these two calls need
+            for batch in table.deletion_vectors():
+                for url in pa.record_batch(batch)["filepath"].to_pylist():
+                    raise self._deleted(store_url(url))
+            actions = pa.table(table.get_add_actions())
         return self._files(zip(actions["path"].to_pylist(), actions["size_bytes"].to_pylist(), strict=True))
 
     def appended(self, after: int, until: int) -> dict[str, int]:

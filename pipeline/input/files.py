@@ -160,6 +160,7 @@ def _files_below(
         name: (int(entry["size"]), _version(entry, fs, name))
         for name, entry in entries.items()
         if entry["type"] == "file" and not any(map(HIDDEN.match, name[len(folder) :].split("/")))
+        if not name.endswith("/")  # not the object that marks an empty folder
     }
 
 

@@ -94,6 +94,15 @@ def test_a_path_without_files_is_named(place: tuple[str, StorageConfig]) -> None
     assert refusal([f"{root}/bad*"], storage).startswith(f"{root}/bad.parquet.txt: not readable as Parquet: ")
 
 
+def test_an_object_that_marks_a_folder_is_no_file(s3: StorageConfig) -> None:
+    """Consoles and Spark create such objects: without bytes, with a name that ends in a slash."""
+    fs, folder = filesystem(f"s3://bucket/{uuid.uuid4().hex}", s3)
+    bucket, _, key = folder.partition("/")
+    for name in ("", "a.parquet/", "a.parquet/part-0"):
+        fs.call_s3("put_object", Bucket=bucket, Key=f"{key}/{name}", Body=b"")
+    assert list(list_files([f"s3://{folder}/**"], s3)) == [f"s3://{folder}/a.parquet/part-0"]
+
+
 def test_a_missing_bucket_and_an_unknown_scheme_are_named(s3: StorageConfig) -> None:
     named = "s3://no-such-bucket/in: cannot be listed: s3://no-such-bucket: no such bucket"
     assert refusal(["s3://no-such-bucket/in"], s3) == named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,17 @@ def test_a_name_that_iceberg_writes_otherwise_into_its_files_is_refused(
     iceberg.append(NAME, prompts(0, 2).rename_columns(["id", "my prompt"]))
     said = refusal(job_over(iceberg, checkpoint, [], prompt="my prompt"))
     assert "hold column 'my prompt' as 'my_x20prompt'; rename it in the table to letters, digits and _, and" in said
+
+
+def test_a_delta_table_with_a_feature_that_deltalake_lacks_is_refused(tmp_path: Path, checkpoint: Path) -> None:
+    """deltalake opens the table, and fails at its list of files."""
+    tables = DeltaTables(str(tmp_path), LOCAL)
+    tables.append(NAME, prompts(0, 1))
+    own = {f"{side}Features": ["typeWidening"] for side in ("reader", "writer")}
+    entries = [{"protocol": {"minReaderVersion": 3, "minWriterVersion": 7, **own}}, {"commitInfo": {"timestamp": 1}}]
+    log = Path(tables.path(NAME)) / "_delta_log" / f"{1:020}.json"
+    log.write_text("\n".join(map(json.dumps, entries)))
+    assert "the Delta table cannot be read at version 1: " in refusal(job_over(tables, checkpoint))
 
 
 def test_a_nested_field_is_known_by_its_id_too(iceberg: IcebergTables, checkpoint: Path) -> None:
