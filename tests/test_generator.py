@@ -292,7 +292,7 @@ def test_choices_of_the_job_and_of_a_row(checkpoint: Path) -> None:
     got = generator.answer(rows)
     assert got[1].generated_text in ("yes", "no") and got[1].choice_probability is not None
     assert got[2].error == "choices: choices 0 and 1 have the same tokens (counted from 0)"
-    assert got[3].error == "choices do not go with sampling.stop: the label alone ends the answer"
+    assert got[3].error == "choices cannot be combined with sampling.stop: the label alone ends the answer"
     assert got[4].error == "choices: no choices (counted from 0)"
     assert got[5].generated_text == done["generated_text"][5]
 

@@ -40,7 +40,7 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device = {name!r}: must be auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (count := torch.cuda.device_count()) <= (device.index or 0):
-        raise UserError(f"device = {name!r}: this process sees {count} GPUs")
+        raise UserError(f"device = {name!r}: this process sees {count} GPUs: choose one of them, or cpu")
     return device
 
 
@@ -73,7 +73,7 @@ def build_engine(
     place = resolve_device(device)
     on_gpu = place.type == "cuda"
     if int8 and on_gpu:
-        raise UserError("weights = 'int8' works only on CPUs: leave it out")
+        raise UserError("weights = 'int8' works only on CPUs: leave it out, or set device to cpu")
     if on_gpu:
         need = memory_needed(checkpoint, dtype, cache_bytes, on_gpu=True)
         check_free(need, *torch.cuda.mem_get_info(place))

@@ -1,8 +1,8 @@
 """KV cache that follows the schedule: a layer has slots only for the positions at which the layer runs.
 
 Because depth never rises, layer l runs for the first n_l generated tokens of a row and never again. The buffer of layer
-l has P + n_l slots (P: longest prompt), or none if n_l = 0. A token's slot is its position in the row. Buffers are
-allocated once; nothing is ever concatenated.
+l has P + n_l slots per row (P: longest prompt), or none if n_l = 0. A token's slot is its position in the row. Buffers
+are allocated once, and never grow.
 Shapes: R rows in the cache, B rows of a pass, H key/value heads, D head size, S tokens per row in a pass, K slots that
 a pass attends to, C tokens of a prefix.
 """
@@ -56,8 +56,9 @@ class PrefixKeys:
         self.layers: dict[int, Buffers] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Buffers:
-        """Store a layer's keys and values, and return them, because a prefix attends only to itself."""
-        self.layers[layer_idx] = (keys.contiguous(), values.contiguous())  # a view would keep the queries in memory too
+        """Store a layer's keys and values. Return them unchanged, because a prefix attends only to itself."""
+        # copy views, because a view would keep the queries in memory too
+        self.layers[layer_idx] = (keys.contiguous(), values.contiguous())
         return keys, values
 
 
@@ -81,7 +82,7 @@ class SkipCache:
         windows: Sequence[int | None],
     ) -> None:
         self.slots, self.windows = shape.slots, windows
-        # buffers begin as zeros: an unwritten slot is masked and gets attention weight 0, but 0 * NaN would be NaN
+        # zeros, because an unwritten slot is masked and gets attention weight 0, but 0 * NaN would be NaN
         self.buffers: list[Buffers | None] = [
             (torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
             if (size := (shape.rows, kv_heads, slots, head_dim))[2]
@@ -93,9 +94,10 @@ class SkipCache:
         self._rows = torch.zeros(0, dtype=torch.int64)  # [B], the cache rows of the current pass
         self._sources = self._rows  # [B], for each row of `_rows`, the index of its prompt in the prefill
         self._prefix: PrefixKeys | None = None
-        self._positions: Tensor | None = None  # [B, 1], position of each row's token in a decode step; None: prefill
-        self._shortest = 0  # number of slots that a step's shortest row attends to in a layer without a window
-        # window -> results of `_step_mask` in this decode step
+        self._positions: Tensor | None = None  # [B, 1], position of each row's token in a decode step; None in prefill
+        # number of slots that the shortest row of this decode step attends to, in layers without a sliding window
+        self._shortest = 0
+        # sliding window -> cached result of `_step_mask` for this decode step
         self._masks: dict[int | None, tuple[int, Tensor | None]] = {}
 
     def begin_prefill(self, rows: Sequence[int], sources: Sequence[int], prefix: PrefixKeys | None = None) -> None:
@@ -117,11 +119,14 @@ class SkipCache:
         self._masks = {}
 
     def _step_mask(self, window: int | None) -> tuple[int, Tensor | None]:
-        """Return the first slot to attend to, and a mask [rows, 1, 1, slots] of it and later slots; None: no mask."""
+        """Return the first slot that a row attends to, and a mask [rows, 1, 1, slots] from this slot on.
+
+        The mask is None if all rows attend to all slots from the first one on.
+        """
         if window not in self._masks:
             assert self._positions is not None
             first = 0 if window is None else max(0, self._shortest - window)
-            mask = None  # if all rows have equal length, they attend to every slot from `first` on
+            mask = None  # no mask is needed if all rows have equal length
             if self._shortest < self._width:
                 keys, own = torch.arange(first, self._width, device=self._device), self._positions[:, None, :, None]
                 mask = keys <= own
@@ -136,7 +141,7 @@ class SkipCache:
         return None if mask is None else mask[-rows:, :, :, : self.slots[layer] - first]
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Buffers:
-        """Store new keys and values; return all that the pass attends to: [rows, KV heads, tokens, head size]."""
+        """Store new keys and values. Return all that the pass attends to, [rows, KV heads, tokens, head size] each."""
         if self._positions is None:
             return self._store_prompts(keys, values, layer_idx)
         return self._store_step(keys, values, layer_idx, self._positions)
@@ -150,7 +155,7 @@ class SkipCache:
             tokens = keys.shape[2]
             for buffer, new in zip(buffers, (keys, values), strict=True):
                 buffer[self._rows, :, :tokens] = new[self._sources]
-                buffer[self._rows, :, tokens:] = 0  # a row that used these slots before may have left NaN there
+                buffer[self._rows, :, tokens:] = 0  # an earlier row in these slots may have left NaN there
             self._width = max(self._width, tokens)
         return keys, values
 
@@ -185,10 +190,10 @@ class SkipCache:
 
 
 def compaction(ages: Sequence[object], alive: Sequence[bool]) -> list[int]:
-    """Return the new order of the rows that are `alive`: their indices, oldest row first. Few rows change place.
+    """Return the indices of the `alive` rows, ordered so that few rows get a new index.
 
-    ages: one value per row; rows with the same schedule and position have equal values and form a group. If rows of a
-    group are removed, the group's last rows fill their places. Later groups move up.
+    ages: one value per row. Adjacent rows with equal values (same schedule and position) form a group. The groups keep
+    their order. Within a group, each row that can keep its index keeps it, and the others fill the gaps.
     """
     order: list[int] = []
     for _, group in groupby(range(len(ages)), ages.__getitem__):

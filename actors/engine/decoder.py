@@ -39,7 +39,7 @@ def causal_mask(columns: int, prefix: int, window: int | None, device: torch.dev
 
 
 def _head_of(model: PreTrainedModel, tokens: int) -> nn.Module:
-    """Return the vocabulary head for the first `tokens` token ids. A padded head has outputs for more ids."""
+    """Return the model's vocabulary head, cut to the first `tokens` token ids. A padded head has more outputs."""
     whole: Any = model.get_output_embeddings()
     if tokens == model.config.vocab_size:
         return whole  # type: ignore[no-any-return]
@@ -91,7 +91,7 @@ class Decoder:
         return hidden, self.rotary(hidden, positions)
 
     def rotary(self, hidden: Tensor, positions: Tensor) -> Sequence[Rotary]:
-        """Return each layer's rotary cosines and sines [B, S, R]. hidden: used only for its dtype and device."""
+        """Return each layer's rotary cosines and sines [B, S, R], with the dtype and device of `hidden`."""
         return self.family.rotary(self.model, hidden, positions)
 
     def run_layer(
@@ -118,7 +118,10 @@ class Decoder:
         return output
 
     def _added_mask(self, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
-        """Convert a bool mask (None: causal) to numbers to add to scores. Return None for one token without a mask."""
+        """Convert a mask to numbers that are added to attention scores. A masked key gets the lowest number.
+
+        mask: bool; None for causal attention. The result is None if a single token attends causally: to all keys.
+        """
         if mask is None:
             if hidden.shape[1] == 1:
                 return None
@@ -147,8 +150,9 @@ class Decoder:
     ) -> Tensor:
         """Run `layers` over right-padded prompts [B, S]; return the logits [B, V] at each row's column in `last` [B].
 
-        The causal mask hides padding from a row's own tokens, as padding comes later. prefix_columns: number of prefix
-        tokens. With a prefix, the cache returns its keys before the prompts' keys, and positions begin after it.
+        The causal mask hides padding from a row's own tokens, because padding comes last. prefix_columns: number of
+        tokens of a shared prefix. `cache` must return the prefix's keys before the prompts' keys, and `positions` must
+        begin after the prefix.
         """
         hidden, rotary = self.embed(ids, positions)
         columns = ids.shape[1]
@@ -167,8 +171,8 @@ class Decoder:
     ) -> Tensor:
         """Run one token of each row (oldest row first); return hidden states [rows, hidden size] after the last layer.
 
-        tokens, positions: one per row. rows_per_layer: for each layer, how many of the youngest rows run it. They are
-        one contiguous slice, because depth never rises along a row.
+        tokens, positions: one per row. rows_per_layer: for each layer, how many of the youngest rows run the layer.
+        These rows are one contiguous slice, because depth never rises along a row.
         """
         ids, places = (torch.tensor(column, device=self.device)[:, None] for column in (tokens, positions))
         hidden, rotary = self.embed(ids, places)

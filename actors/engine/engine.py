@@ -51,7 +51,10 @@ class Engine:
         self, decoder: Decoder, schedule: Schedule, stop_ids: Collection[int], *, cumulative_logprob: bool = True
     ) -> None:
         if schedule.num_layers != decoder.num_layers:
-            raise UserError(f"schedule for {schedule.num_layers} layers, model has {decoder.num_layers}")
+            raise UserError(
+                f"the schedule is for {schedule.num_layers} layers, but the model has {decoder.num_layers}: use a "
+                "schedule for this model"
+            )
         self.decoder = decoder
         self.schedule = schedule
         self.stop_ids = frozenset(stop_ids)
@@ -77,7 +80,7 @@ class Engine:
         return self._row_bytes[lengths]
 
     def at(self, schedule: Schedule) -> Engine:
-        """Return a new engine with this decoder and `schedule`. Only one of the two engines may have rows in flight.
+        """Return a new engine with the same decoder and another schedule. Only one of both may have rows in flight.
 
         Raises UserError if the schedule is for another number of layers.
         """
@@ -211,7 +214,7 @@ class Engine:
         return greedy(found.tolist()) if argmax else sample(found, samplings, logprobs=self.cumulative_logprob)
 
     def retire(self) -> Ended:
-        """Remove the rows that have ended, and free their slots; return (ticket, completion) of each ended row."""
+        """Remove rows that have ended, and free their slots. Return (ticket, completion) of each of these rows."""
         ended = self._keep([row.finish is None for row in self.rows])
         return [(row.ticket, row.completion(self.cumulative_logprob)) for row in ended]
 

@@ -42,7 +42,7 @@ class Call:
     """Requests that one call of `Loop.add` has queued, and their answers so far."""
 
     requests: Sequence[Request]  # the requests, all with the same `schedule`
-    # for each request, the first tokens of its prompt, which it shares with other requests; they are computed once
+    # for each request, the prefix that its prompt shares with other prompts; a shared prefix is computed only once
     prefixes: Sequence[Prompt]
     lengths: Sequence[int]  # number of prompt tokens of each request
     limits: Sequence[int]  # maximum number of new tokens of each request
@@ -134,9 +134,8 @@ class Loop:
     max_rows: int  # maximum number of rows in flight
     share_prefixes: bool = True  # whether a prefix that only some prompts share is also computed only once
     scheduler: str = "lock_step"  # one of SCHEDULERS
-    # whether calls arrive over time, as in a server. Then rows of a new call run together with the last rows of the
-    # previous call, with mixed depths. Slots are allocated for up to `max_rows` rows instead of the first call's rows,
-    # and their lengths are rounded up, so that slots are seldom resized
+    # whether rows of successive calls may share decode steps, with mixed depths, as in a server. Slots are then
+    # allocated for up to `max_rows` rows, with lengths rounded up, so that later calls seldom need larger slots
     online: bool = False
     _queue: deque[Call] = field(default_factory=deque, init=False)  # calls that have not begun
     _begun: list[Call] = field(default_factory=list, init=False)  # calls that have begun but not ended, oldest first
@@ -251,7 +250,7 @@ class Loop:
             self._queue.popleft()
 
     def _join(self, flight: _Flight) -> None:
-        """Let the next run use free slots: queue its rows once all rows of earlier runs have been admitted."""
+        """Let the next run use free slots: queue its rows if all rows of earlier runs have been admitted."""
         if flight.waiting or not flight.has_free_slots or flight.members[-1][1].apart:
             return
         call = self._next_call()
@@ -343,7 +342,7 @@ class Loop:
     def _decode(self, flight: _Flight) -> Ended:
         before = self.engine.stats.decode_seconds
         ended = self.engine.step()
-        self._begun[0].stats.decode_seconds += self.engine.stats.decode_seconds - before  # for the oldest call only
+        self._begun[0].stats.decode_seconds += self.engine.stats.decode_seconds - before  # oldest call only
         return ended
 
     def _run_again(self) -> list[tuple[Call, int, Completion]]:

@@ -47,7 +47,7 @@ class Row:
         )
 
     def _error(self) -> str | None:
-        """Return why an ended row has no answer, or why its answer does not complete the format; else None."""
+        """Return why an ended row has no answer, or why the answer does not complete its format; else None."""
         if self.has_no_token:
             return NOT_NUMBERS
         progress, constraint = self.progress, self.request.constraint
@@ -91,8 +91,8 @@ def begin_row(
 ) -> Row:
     """Build the row for a request.
 
-    vocab_size: number of logits; a prompt may hold tokens of a padded vocabulary, which have none. stop_ids: the
-    model's end tokens. schedule: used if the request sets none.
+    vocab_size: number of logits. Prompt tokens from the padding of the vocabulary have no logit, so penalties ignore
+    them. stop_ids: the model's end tokens. schedule: used if the request sets none.
     """
     prompt_ids = [token for token in request.prompt_ids if token < vocab_size]
     sampling = RowSampling.begin(request.sampling, request.key, prompt_ids)

@@ -1,6 +1,6 @@
-"""Decides which rows (requests) share the engine's cache slots, and which prompt beginnings are computed only once.
+"""Decides which rows (requests) share the engine's cache slots, and which prefixes of prompts are computed only once.
 
-All functions are pure: the same requests give the same batches, so that a resumed job runs the same batches again.
+All functions are pure: the same requests give the same batches. So a resumed job runs the same batches again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from actors.engine.errors import UserError
 
 SPREAD = 2  # maximum ratio of longest to shortest prompt in a run, because every slot is as long as the longest prompt
 SHORTEST_PREFIX = 16  # minimum tokens in a prefix of all prompts; sharing a shorter prefix costs more than it saves
-LEAST_TOKENS = 32  # a beginning shared by some prompts must be this many tokens longer than the prefix of all
-LEAST_SAVED = 512  # if sharing a beginning saves fewer tokens than this, its separate prefill pass costs more
-MOST_NESTED = 50  # maximum recursion depth of the search for shared beginnings
+LEAST_TOKENS = 32  # a prefix of only some prompts must be this many tokens longer than the prefix that all share
+LEAST_SAVED = 512  # minimum tokens that a prefix of some prompts must save, because its separate prefill costs time
+MOST_NESTED = 50  # maximum recursion depth of the search for shared prefixes
 Prompt = tuple[int, ...]
-# number of prompt tokens saved; list of (shared beginning, prompts that begin with it)
+# number of prompt tokens saved; list of (shared prefix, prompts that begin with it)
 Saved = tuple[int, list[tuple[Prompt, Sequence[Prompt]]]]
 
 
@@ -70,7 +70,7 @@ def plan_batches(
         if alone > budget_bytes:
             raise UserError(
                 f"a row of {longest} prompt and {most_new} new tokens needs {alone} bytes of cache, "
-                f"but the budget is {budget_bytes}"
+                f"but the budget is {budget_bytes}: lower max_new_tokens, or raise actors.cache_bytes"
             )
         batches.append([row])
     return batches
@@ -146,15 +146,15 @@ def begins_with(prompt: Sequence[int], prefix: Sequence[int]) -> bool:
 def shared_prefixes(
     prompts: Sequence[Sequence[int]], prefix: Sequence[int] = (), *, nested: bool = True
 ) -> list[Prompt]:
-    """Return for each prompt the beginning that is computed once and shared with other prompts; () if there is none.
+    """Return for each prompt the prefix that it shares with other prompts, computed only once; () if there is none.
 
-    Every prompt is at least one token longer than its beginning. Several prompts use one common beginning, or are
-    divided into groups with longer beginnings, whichever saves more tokens.
+    Every prompt is at least one token longer than its prefix. Prompts share one prefix, or are divided into groups with
+    longer prefixes, whichever saves more tokens.
 
     Args:
         prompts: Token ids of each prompt.
         prefix: Token ids with which most prompts begin.
-        nested: Whether to search for other beginnings than `prefix`.
+        nested: Whether to search for other prefixes than `prefix`.
     """
     base = tuple(prefix)
     having = [begins_with(prompt, base) for prompt in prompts]
@@ -170,7 +170,7 @@ def shared_prefixes(
 
 
 def _whole(members: Sequence[Prompt], length: int, before: int) -> Saved:
-    """Return what prompts save by sharing their first `length` tokens, of which `before` are already shared."""
+    """Return what is saved if `members` share their first `length` tokens, of which `before` are already shared."""
     saved = (len(members) - 1) * (length - before)
     if length - before < LEAST_TOKENS or saved < LEAST_SAVED:
         return 0, []
@@ -178,7 +178,7 @@ def _whole(members: Sequence[Prompt], length: int, before: int) -> Saved:
 
 
 def _best(ordered: Sequence[Prompt], before: int, nested: int) -> Saved:
-    """Return the shared beginnings that save the most tokens.
+    """Return the shared prefixes that save the most tokens.
 
     Args:
         ordered: Distinct prompts, sorted. Their first `before` tokens are equal.
@@ -189,7 +189,7 @@ def _best(ordered: Sequence[Prompt], before: int, nested: int) -> Saved:
         return 0, []
     equal = common_length((ordered[0], ordered[-1]))
     whole = _whole(ordered, min(equal, len(ordered[0]) - 1), before)
-    if len(ordered[0]) == equal:  # the first prompt is a prefix of the others; without it, they can share more
+    if len(ordered[0]) == equal:  # the first prompt is a prefix of all others: try without it, as they may share more
         whole = max(whole, _whole(ordered[1:], equal, before), key=itemgetter(0))
     if nested == MOST_NESTED:
         return whole

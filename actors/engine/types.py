@@ -78,7 +78,7 @@ class SamplingParams:
         return self.temperature == 0 or LEAST <= self.temperature <= MOST
 
     def merged(self, changes: Mapping[str, Any]) -> SamplingParams:
-        """Return a copy with a row's `changes`. The value None changes nothing. Raise ValueError for a wrong value."""
+        """Return a copy with a row's `changes`. None values change nothing. Raise ValueError for a wrong value."""
         return replace(self, **{name: _checked(name, value) for name, value in changes.items() if value is not None})
 
     def all_stop_ids(self, model_stop_ids: frozenset[int]) -> frozenset[int]:
@@ -95,8 +95,10 @@ def check_compatible(name: str, params: SamplingParams) -> None:
     for conflicting in ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos"):
         if getattr(params, conflicting):
             if name == "choices":
-                raise UserError(f"choices do not go with sampling.{conflicting}: the label alone ends the answer")
-            raise UserError(f"{name} does not go with sampling.{conflicting}: the format alone ends the answer")
+                raise UserError(
+                    f"choices cannot be combined with sampling.{conflicting}: the label alone ends the answer"
+                )
+            raise UserError(f"{name} cannot be combined with sampling.{conflicting}: the format alone ends the answer")
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -161,14 +163,16 @@ class Request:
         """
         length = len(self.prompt_ids)
         if length == 0:
-            raise UserError("empty prompt")
+            raise UserError("the prompt is empty: give at least one token")
         left = context_length - length
         if left < 1:
             raise UserError(f"prompt of {length} tokens leaves no room in a context of {context_length}")
         most = None if self.constraint is None else self.constraint.most_tokens
         if most is not None:
             if most > left:
-                raise UserError(f"choices have up to {most} tokens, but the context has room for only {left}")
+                raise UserError(
+                    f"choices have up to {most} tokens, but the context has room for only {left}: shorten the prompt"
+                )
             return most
         return min(self.sampling.max_new_tokens, left)
 

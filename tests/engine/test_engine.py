@@ -76,11 +76,11 @@ def test_rows_end_at_the_context(decoder: Decoder, library: Decoder) -> None:
 @thoroughly
 def test_impossible_requests_are_refused(decoder: Decoder) -> None:
     engine = Engine(decoder, ScheduleSpec().build(LAYERS), STOP)
-    with pytest.raises(ValueError, match="empty prompt"):
+    with pytest.raises(ValueError, match="the prompt is empty"):
         answer(engine, [Request([])])
     with pytest.raises(ValueError, match="leaves no room in a context of 64"):
         answer(engine, [Request([3] * CONTEXT)])
-    with pytest.raises(ValueError, match="schedule for 4 layers, model has 6"):
+    with pytest.raises(ValueError, match="the schedule is for 4 layers, but the model has 6"):
         Engine(decoder, ScheduleSpec().build(4), STOP)
 
 

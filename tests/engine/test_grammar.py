@@ -387,7 +387,10 @@ def test_settings_that_do_not_go_with_a_form(checkpoint: Path, pair: list[Genera
     rows.append(Prompt(rows[0].ids, "f", 9, output_format=OutputFormat("json_schema", '{"not": {}}')))
     errors = [answer.error for answer in pair[0].answer(rows)]
     for error, one in zip(errors, given, strict=False):
-        assert error == f"output_format does not go with sampling.{next(iter(one))}: the format alone ends the answer"
+        assert (
+            error
+            == f"output_format cannot be combined with sampling.{next(iter(one))}: the format alone ends the answer"
+        )
     assert str(errors[4]).startswith(
         'json_schema: Unimplemented keys: ["not"]: no grammar can express this; leave it out, or'
     )

@@ -55,7 +55,7 @@ def test_labels_with_the_same_tokens_are_a_row_error(
 )
 def test_settings_that_end_a_label_early_are_refused(checkpoint: Path, params: dict[str, Any]) -> None:
     (name,) = params
-    error = f"choices do not go with sampling.{name}: the label alone ends the answer"
+    error = f"choices cannot be combined with sampling.{name}: the label alone ends the answer"
     assert prepared(checkpoint, [["a"]], params=SamplingParams(**params))[2] == [error]
     table = pa.table({"prompt": ["hi"] * 2, "own": [params, dict.fromkeys(params)]})
     spec = spec_of(checkpoint, choices=("a",), sampling="own")

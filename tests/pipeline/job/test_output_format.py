@@ -87,7 +87,10 @@ def test_each_row_has_a_form_of_its_own_or_the_jobs(tmp_path: Path, checkpoint: 
         ({"output_format": {"regex": "a", "grammar": "b"}}, "output_format: 2 forms; give one of"),
         ({"output_format": {"json_schema": "no.json"}}, "output_format: no.json: no such file"),
         ({"output_format": {"regex": "a"}, "choices": ["a", "b"]}, "give choices or output_format, not both"),
-        ({"output_format": {"regex": "a"}, "sampling": {"stop": "x"}}, "output_format does not go with sampling.stop"),
+        (
+            {"output_format": {"regex": "a"}, "sampling": {"stop": "x"}},
+            "output_format cannot be combined with sampling.stop",
+        ),
         ({"input": {"path": "a", "output_format": {"yaml": "c"}}}, "output_format: must be {form: column}"),
     ],
 )

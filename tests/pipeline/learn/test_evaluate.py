@@ -268,7 +268,7 @@ BAD = [
     ({"data": {"limit": 1}}, "1 rows to score, but intervals need at least 2"),
     ({"data": {"references": "label"}, "choices": ["red", "green"]}, "row 3: label 'Blue ' is not one of choices"),
     ({"choices": ["red", "red"]}, "'red' is repeated"),
-    ({"choices": ["red", "blue"], "sampling": {"stop": ["x"]}}, "choices do not go with sampling.stop"),
+    ({"choices": ["red", "blue"], "sampling": {"stop": ["x"]}}, "choices cannot be combined with sampling.stop"),
     ({"reference_model": "other"}, "other has another tokenizer than"),
     ({"speedups": [0.5]}, "speedup = 0.5: must be at least 1"),
     ({"schedule": {"max_depth": 3}}, "schedule.max_depth: evaluate sets the depths for each of the speedups"),
