@@ -101,7 +101,7 @@ class AdaptConfig(Section):
         description="keys as in section workers of training files, such as {count: 2} to train in two processes; "
         "default: one process",
     )
-    runs: int = Field(2, ge=1, description="number of timings of each speed of the tuned model; their median is used")
+    runs: int = Field(2, ge=1, description="how often each speed of the tuned model is timed; the median is used")
 
     @model_validator(mode="after")
     def _fits_together(self) -> AdaptConfig:
@@ -110,7 +110,7 @@ class AdaptConfig(Section):
         if max(self.speedups) <= 1 or min(self.speedups) < 1:
             raise UserError("speedups must be at least 1, and one or more must be above 1")
         if len(set(self.speedups)) < len(self.speedups):
-            raise UserError("speedups: a value is repeated")
+            raise UserError("speedups: a value is listed twice; remove one")
         if self.metric in OF_REFERENCES and self.references is None:
             raise UserError(f"metric: {self.metric} needs references: set this key to a column of right answers")
         if self.adapter and self.weights == "full":

@@ -20,7 +20,7 @@ class Section(BaseModel):
     """A section of a configuration file. Unknown keys and wrong types are errors. A float key accepts whole numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-    renamed: ClassVar[dict[str, str]] = {}  # old key -> what to write in its place
+    renamed: ClassVar[dict[str, str]] = {}  # old key -> the new key, perhaps with advice
     removed: ClassVar[dict[str, tuple[Any, str]]] = {}  # old key -> its default, and the advice for users who set it
 
     @model_validator(mode="before")
@@ -41,9 +41,9 @@ class Section(BaseModel):
 
 
 def without_removed(stored: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
-    """Return `stored`, an earlier version's values, without the removed keys whose value is their old default.
+    """Return recorded values without those keys that have been removed since and have their old default value.
 
-    This allows a job to resume although an earlier version recorded keys that were removed later.
+    A job can then be resumed although an earlier version recorded these keys.
     """
     kept: dict[str, Any] = {}
     for key, value in stored.items():

@@ -23,7 +23,7 @@ class EvalDataConfig(Section):
         "references", description="column with right answers; null: compare answers only with those at full depth"
     )
     id: str = Field("id", description="column to copy to the answer files, if the data has this column")
-    limit: int | None = Field(None, ge=1, description="rows")
+    limit: int | None = Field(None, ge=1, description="maximum number of rows to read; default: all rows")
 
 
 class EvalConfig(Section):
@@ -60,7 +60,7 @@ class EvalConfig(Section):
         None, ge=1, description="bytes of the KV cache; default 1 GiB on a CPU, 8 GiB on a GPU"
     )
     threads: int | None = Field(None, ge=1, description="torch threads; default all cores")
-    runs: int = Field(1, ge=1, description="number of timings of each speed; the table shows their median")
+    runs: int = Field(1, ge=1, description="how often each speed is timed; the table shows the median")
     storage: StorageConfig = Field(default_factory=StorageConfig)
 
     @model_validator(mode="after")

@@ -72,7 +72,7 @@ def check_labels(labels: Sequence[str | None], least: int = 1) -> None:
 
 
 def _form(value: Any) -> Any:
-    """Check {json_schema: …}, {regex: …} or {grammar: …}, and return an OutputFormat. Reads .json and .lark files."""
+    """Check {json_schema: …}, {regex: …} or {grammar: …}, and return an OutputFormat. Read a .json or .lark file."""
     if not isinstance(value, dict):
         return value
     read = dict(value)

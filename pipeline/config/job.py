@@ -58,8 +58,8 @@ def _many(value: Any) -> Any:
 
 
 class ReasoningConfig(Section):
-    start: str = Field("<think>", min_length=1, description="mark before the thinking, in the answer or the prompt")
-    end: str = Field("</think>", min_length=1, description="mark after the thinking")
+    start: str = Field("<think>", min_length=1, description="delimiter before thinking, in the answer or the prompt")
+    end: str = Field("</think>", min_length=1, description="delimiter after thinking")
 
 
 class OutputConfig(Section):
@@ -249,7 +249,7 @@ class SamplingConfig(Section):
         return self
 
     def params(self) -> SamplingParams:
-        """Return the job's sampling parameters, but not the seed. Raises UserError if values conflict."""
+        """Return the job's sampling parameters without the seed. Raises UserError if values conflict."""
         return SamplingParams(**self.model_dump(exclude={"seed"}))
 
 
@@ -274,8 +274,8 @@ class ActorsConfig(Section):
     max_batch: int | None = Field(
         None,
         ge=1,
-        description="maximum rows in flight in an actor. Default: 64; with engine vllm 256, on a GPU 1024, as skipping "
-        "layers pays there only for many rows",
+        description="maximum rows in flight in an actor. Default: 64; with engine vllm 256 on a CPU, and 1024 on a "
+        "GPU, because skipping layers pays there only with many rows",
     )
     scheduler: Literal["lock_step", "refill"] | None = Field(
         None,
@@ -289,9 +289,9 @@ class ActorsConfig(Section):
         if self.count is not None and (self.min is not None or self.max is not None):
             raise UserError("give count, or min and max, not both")
         if (self.min is None) != (self.max is None):
-            raise UserError("min and max go together")
+            raise UserError("set both min and max, or neither")
         if self.min is not None and self.max is not None and self.min > self.max:
-            raise UserError(f"min = {self.min} lies above max = {self.max}")
+            raise UserError(f"min = {self.min} lies above max = {self.max}; lower min or raise max")
         return self
 
     @property
@@ -342,8 +342,8 @@ class JobConfig(Section):
     reasoning: ReasoningConfig | Literal["auto"] | None = Field(
         None,
         description="move thinking from the answer to a column `reasoning`; choices and output_format then apply to "
-        "the text after thinking. {}: thinking is between <think> and </think>; auto: between the marks of the chat "
-        "template, if it has any",
+        "the text after thinking. {}: thinking is between <think> and </think>; auto: between the delimiters in the "
+        "chat template, if it has any",
     )
     shared_prefix: bool = Field(
         True,
@@ -367,7 +367,7 @@ class JobConfig(Section):
         20, ge=0, description="seconds for running shards to finish after a signal; 0: the shards are dropped at once"
     )
     attempts: int = Field(
-        3, ge=1, description="worker deaths after which a row that ran alone gets an error, or model loading fails"
+        3, ge=1, description="worker deaths after which a row that runs alone gets an error, or model loading fails"
     )
     price_per_hour: float | None = Field(
         None,

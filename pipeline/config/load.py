@@ -1,4 +1,4 @@
-"""Reads a YAML 1.2 file, with changes by `--set`, into a pydantic model. The message of every error is one line."""
+"""Reads a YAML 1.2 file, with changes by `--set`, into a pydantic model. Every error message is one line."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def changed(values: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             value = text
         if "#" in text and (value is None or (isinstance(value, str) and "#" not in value)):
-            value = text  # YAML dropped a part of the text as a comment
+            value = text  # keep the text, because YAML dropped a part of it as a comment
         node = values
         for key in keys[:-1]:
             node = node.setdefault(key, {})
@@ -136,7 +136,7 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
     more = f" (and {counted(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
     if problem["type"] == "extra_forbidden":
         section = kind
-        for name in where[:-1]:  # section_of gives None for an index in a list of sections
+        for name in where[:-1]:  # `name` may be an index in a list of sections, which has no section
             section = section_of(getattr(section.model_fields.get(name), "annotation", None)) or section
         return f"unknown key {key}; {suggestion(where[-1], list(section.model_fields))}{more}"
     if problem["type"] == "missing":

@@ -30,7 +30,7 @@ WORDS = {
 
 def described(section: str | None = None) -> str:
     """Describe all keys, the keys of one section such as `input`, or one key. Raise UserError for an unknown name."""
-    found: dict[str, str] = {}  # lists a key once, even if several kinds of files have it
+    found: dict[str, str] = {}  # key -> description; a key of several kinds of files is listed once
     for model in FILES.values():
         for key, field in leaves(model):
             if section is None or key == section or key.startswith((f"{section}.", f"{section}[].")):
@@ -62,7 +62,7 @@ def in_list(field: FieldInfo) -> bool:
 
 
 def parts(annotation: Any) -> tuple[Any, ...]:
-    """Return the types in a union, without None; for any other type, that type alone."""
+    """Return the types in a union, without None. Return any other type in a tuple of one."""
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(entry for entry in get_args(annotation) if entry is not type(None))
     return (annotation,)

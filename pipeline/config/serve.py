@@ -64,7 +64,7 @@ class ServeConfig(Section):
     reasoning: ReasoningConfig | Literal["auto"] | None = Field(
         None,
         description="return thinking apart from the answer, as reasoning_content. {}: thinking is between <think> and "
-        "</think>; auto: between the marks of the chat template, if it has any",
+        "</think>; auto: between the delimiters in the chat template, if it has any",
     )
     replicas: ReplicasConfig = Field(default_factory=ReplicasConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)

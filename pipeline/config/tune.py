@@ -140,7 +140,7 @@ class TrainingConfig(Section):
     checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate; it falls to zero along a cosine")
     warmup_steps: int = Field(50, ge=0, description="optimizer steps over which the learning rate rises to its peak")
-    weight_decay: float = Field(0.01, ge=0, description="AdamW")
+    weight_decay: float = Field(0.01, ge=0, description="weight decay of AdamW, applied to matrices only")
     bf16: bool = Field(
         True,
         description="save weights in bfloat16, and also compute in bfloat16 (autocast) if the device has instructions "
@@ -162,7 +162,7 @@ class WorkersConfig(Section):
         "address": (None, "workers are processes of one machine: run the command on the machine that has the GPUs")
     }
 
-    count: int = Field(ge=1, description="processes")
+    count: int = Field(ge=1, description="number of worker processes")
     gpus: Literal[0, 1] = Field(0, description="GPUs per worker")
     cpus: float = Field(1, gt=0, description="CPUs per worker")
 
@@ -186,7 +186,7 @@ class TuneConfig(Section):
         workers = self.workers.count if self.workers else 1
         if self.training.batch_size % workers:
             raise UserError(
-                f"training.batch_size = {self.training.batch_size} cannot be cut into {workers} equal parts, "
-                "one for each of the workers"
+                f"training.batch_size = {self.training.batch_size} cannot be cut into {workers} equal parts: "
+                "make it a multiple of workers.count"
             )
         return self
