@@ -1,6 +1,6 @@
 """Converts a GGUF file to a checkpoint folder: safetensors, tokenizer, chat template, generation config.
 
-transformers reads the GGUF file. This module refuses files that transformers would read only in part, and sets up the
+transformers reads the GGUF file. This module refuses files of which transformers would ignore a part, and sets up the
 tokenizer to split texts as llama.cpp does.
 """
 
@@ -36,13 +36,13 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt2")
 PLAIN = {"F32", "F16", "BF16"}  # tensor types without quantization
 PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 ROPE_FACTORS = re.compile(r"(^|\.)rope_(freqs|factors)")  # names of tensors that scale RoPE
-# (architecture, layers) of models whose query_pre_attn_scalar, which GGUF lacks, is not transformers' default
+# GGUF does not store query_pre_attn_scalar. These models, (architecture, layers), need another value than the default
 OTHER_SCALING = {("gemma2", 46): "Gemma 2 27B", ("gemma3", 62): "Gemma 3 27B"}
 # llama.cpp's names of the pre-tokenization rules that `_tokenizer` supports. A test compares the token ids.
 # tekken and gpt-4o are missing: llama.cpp's rules of these names split accents differently than the published rules.
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")  # rules that never split a word of the vocabulary
 PRE_TOKENIZERS = ("gpt-2", "olmo", "smollm", "dbrx", "smaug-bpe", "qwen2", "deepseek-r1-qwen", *WHOLE_WORDS)
-UNREADABLE = (ValueError, KeyError, OSError, TypeError, AttributeError)  # raised by transformers for a bad file
+UNREADABLE = (ValueError, KeyError, OSError, TypeError, AttributeError)  # errors of transformers for a bad file
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class GgufHeader:
     """The header of a GGUF file."""
 
     path: Path
-    values: dict[str, Any]  # value of each key, such as ``llama.block_count``; a list of values is stored as True
+    values: dict[str, Any]  # key, such as ``llama.block_count`` -> value; True stands for any list of values
     tokens: int  # size of the vocabulary
     types: frozenset[str]  # names of the tensors' types, such as Q4_1
     rows: dict[str, int]  # tensor name -> number of rows
@@ -61,7 +61,7 @@ class GgufHeader:
         return str(self.values.get("general.architecture", ""))
 
     def of_model(self, key: str) -> Any:
-        """Return the value of a key, given without its prefix (such as ``llama.``); None if the header has no value."""
+        """Return the value of `key`, given without its prefix (such as ``llama.``); None if there is no value."""
         return self.values.get(f"{self.architecture}.{key}")
 
     @property
@@ -73,7 +73,7 @@ class GgufHeader:
         return int(width) // int(heads) if width and heads else None
 
     def refusal(self) -> str | None:
-        """Return why the file cannot be converted (transformers would ignore a part of it, …); None if it can be."""
+        """Return the reason why the file cannot be converted, and what to do; None if the file can be converted."""
         part = PART.search(self.path.name)
         parts = int(self.values.get("split.count") or (part[1] if part else 1))
         scaling, rotated = self.of_model("rope.scaling.type"), self.of_model("rope.dimension_count")
@@ -87,10 +87,10 @@ class GgufHeader:
                 self.architecture not in ARCHITECTURES,
                 f"architecture {self.architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}",
             ),
-            (not self.rows, "no weights, only a vocabulary"),
+            (not self.rows, "it holds a vocabulary but no weights; give a file with weights"),
             (
                 not self.tokens or "tokenizer.ggml.model" not in self.values,
-                "the file has no tokenizer; convert one that has a tokenizer",
+                "the file has no tokenizer; give a file that has one",
             ),
             (
                 embedded != self.tokens,
@@ -139,10 +139,10 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[str], None]) -> None:
-    """Convert a GGUF file to a checkpoint in `output`, a new or empty folder. It gets its files when all are complete.
+    """Convert a GGUF file to a checkpoint in `output`, a new or empty folder, which gets all files in one step.
 
     dtype: type of the written weights. report: called with each progress line. Raises UserError if `output` holds
-    files, or if the file cannot be converted (in most cases, this is found before weights are read).
+    files, or if the file cannot be converted. In most cases, this error comes before weights are read.
     """
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise UserError(f"OUT: {output} exists and is not empty; remove it, or choose a new folder")
@@ -174,7 +174,7 @@ def _read(header: GgufHeader, kind: Any, **options: Any) -> Any:
 
 
 def _config(header: GgufHeader) -> PretrainedConfig:
-    """Return transformers' config, corrected by the header. Raises UserError if the engine cannot run the model."""
+    """Return transformers' config, corrected with the header. Raises UserError if the engine cannot run the model."""
     try:
         config: PretrainedConfig = _read(header, AutoConfig)
     except UNREADABLE as error:
@@ -191,7 +191,7 @@ def _config(header: GgufHeader) -> PretrainedConfig:
 
 
 def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokenizerBase:
-    """Return a tokenizer that splits texts as llama.cpp does. Raises UserError if its splitting rule is unknown."""
+    """Return a tokenizer that splits texts as llama.cpp does. Raises UserError if the file's rule is unknown."""
     rule, is_bpe = header.values.get("tokenizer.ggml.pre"), header.values["tokenizer.ggml.model"] == "gpt2"
     if is_bpe and rule not in PRE_TOKENIZERS:
         raise UserError(
@@ -213,9 +213,9 @@ def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokeni
 
 
 def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the dequantized model. Raises UserError if the file's weights do not match the model's."""
+    """Return the dequantized model. Raises UserError if the weights in the file do not match the model."""
     options = {"config": config, "dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
-    # wrong sizes raise no error here; `check_report` refuses them
+    # accept wrong sizes here, because `check_report` refuses them with a clear error
     model, report = _read(header, AutoModelForCausalLM, ignore_mismatched_sizes=True, **options)
     check_report(model, report, {}, str(header.path))
     used = sum(parameter.numel() for parameter in model.parameters())  # parameters() yields tied weights once
@@ -224,7 +224,7 @@ def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> 
             f"{header.path}: it has {header.elements:,} weights, but transformers' {config.model_type} has {used:,}, "
             "so some would be left out; use the safetensors checkpoint"
         )
-    # with these attributes, transformers would not save the dequantized weights as plain weights
+    # remove the attributes that keep transformers from saving the dequantized weights as plain weights
     model.is_quantized, model.hf_quantizer = False, None
     for holder, name in ((model, "quantization_method"), (model.config, "quantization_config")):
         if getattr(holder, name, None) is not None:
@@ -234,7 +234,7 @@ def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> 
 
 
 def _token_ids(header: GgufHeader) -> dict[str, Any]:
-    """Return the ids of BOS, EOS and padding. An end-of-turn token counts as EOS too, because it ends an answer."""
+    """Return the ids of BOS, EOS and padding. An end-of-turn token also counts as EOS, because it ends an answer."""
     ids = {name: header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
     ends = [*dict.fromkeys(ids[name] for name in ("eos", "eot") if ids[name] is not None)]
     return {

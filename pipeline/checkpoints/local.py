@@ -1,4 +1,4 @@
-"""Checks that in a local checkpoint folder, every node sees the same files that the driver saw."""
+"""Checks that the files in a local checkpoint folder are the same on every node as on the driver."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from actors.engine.errors import UserError
 from actors.engine.model.file_digests import WEIGHTS, answer_files, file_digest
 
-SAMPLE_BYTES = 2**20  # bytes that are hashed at each end of a weights file; its header is at the start
+SAMPLE_BYTES = 2**20  # bytes that are hashed at the start (with the header) and at the end of a weights file
 
 
 @dataclass(frozen=True)
 class PinnedFolder:
-    """A local folder as the driver saw it. samples: the name of each file, and its "size:digest" from `_sample`."""
+    """A local folder as the driver saw it. samples: pairs of file name and "size:digest" from `_sample`."""
 
     path: str
     samples: tuple[tuple[str, str], ...]
@@ -30,8 +30,8 @@ def pin(folder: Path) -> PinnedFolder:
 def check_same(pinned: PinnedFolder, *, weights: bool) -> Path:
     """Return the folder if its files are the same on this node as on the driver.
 
-    Small files are compared whole. If `weights` is set, weights are compared by size, start and end. Otherwise they are
-    not compared. If a file differs, raises UserError, which names this host and the file.
+    weights: compare weights files too, by size, start and end. Other files are compared whole. Raises UserError, which
+    names this host and the file, if a file differs.
     """
     folder = Path(pinned.path)
     for name, sample in pinned.samples:

@@ -1,7 +1,7 @@
-"""Resolves a job's checkpoint (a local folder, `s3://` or the hub) when the job is planned; fetches it on each node.
+"""Resolves a job's checkpoint (a local folder, `s3://` or the hub) during planning, and fetches it on each node.
 
-Planning pins the files and fetches only the small ones. On each node one process downloads under a file lock, while the
-others wait. Downloaded files are verified. A record, written last, marks the folder as complete.
+Planning pins all files and fetches only the small ones. On each node, one process downloads under a file lock, while
+the others wait. Downloaded files are verified. At the end, a record is written: with it, the folder is complete.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RemoteCheckpoint:
     def pinned(
         cls, path: str, store: BucketStore | HubStore, files: Sequence[RemoteFile], cache: str | None
     ) -> RemoteCheckpoint:
-        """Pin `files` of a store. Their names, sizes and versions decide the checkpoint's `key` in the caches."""
+        """Pin `files` of a store. Names, sizes and versions of the files determine the checkpoint's `key` in caches."""
         commit = store.revision if isinstance(store, HubStore) else None
         text = "\n".join([path, str(commit), *(f"{file.name} {file.size} {file.version}" for file in files)])
         name = re.sub(r"[^\w.-]+", "-", path.removeprefix("s3://"))[-60:].strip("-.")
@@ -79,7 +79,7 @@ class RemoteCheckpoint:
 class ResolvedCheckpoint:
     """A checkpoint that was resolved and inspected.
 
-    source: local folder or pinned remote files. adapter: folder or files of the speed adapter; None if there is none.
+    source: local folder or pinned remote files. adapter: the same for the speed adapter; None if there is none.
     """
 
     checkpoint: Checkpoint
@@ -87,7 +87,7 @@ class ResolvedCheckpoint:
     adapter: str | RemoteCheckpoint | None = None
 
     def identity(self) -> dict[str, Any]:
-        """Return values that identify the files, for the job's fingerprint. See `_versions`."""
+        """Return values that identify the files (see `_versions`). They are part of the job's fingerprint."""
         values: dict[str, Any] = {"files": _versions(self.source)}
         if self.adapter is not None:
             found = _versions(self.adapter)
@@ -114,7 +114,7 @@ class ResolvedCheckpoint:
         return self.checkpoint.adapted_schedule(changes, model.path, "set schedule.unadapted: true")
 
     def weights_digest(self) -> str | None:
-        """Return a digest of the weights, to recognize a speed adapter's base; None if the store lists no SHA-256."""
+        """Return a digest of the weights, to check a speed adapter's base; None if the store lists no SHA-256."""
         if isinstance(self.source, str):
             return base_digest(self.checkpoint.path)
         found = {file.name: self.source.store.digests(file).get("sha256") for file in self.source.weights}
@@ -122,7 +122,7 @@ class ResolvedCheckpoint:
         return weights_digest(known) if len(known) == len(found) else None
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return tensor name -> `StoredTensor`. Reads only the headers of the weights files, not the weights."""
+        """Return tensor name -> `StoredTensor`. Read only the headers of the weights files."""
         if isinstance(self.source, str):
             return folder_tensors(self.checkpoint.path)
         with ThreadPoolExecutor(HEADERS_AT_ONCE) as threads:
@@ -144,7 +144,7 @@ def resolve_checkpoint(
     A speed adapter is downloaded whole, and its base is compared with the checkpoint. If a bucket lists no SHA-256 of
     the weights, this comparison waits until the weights are loaded.
 
-    pinned: for a resumed job, the `identity()` from its planning; that commit is used even if the branch has moved.
+    pinned: for a resumed job, the `identity()` from planning. Its commit is used even if the branch has moved since.
     Raises UserError if the checkpoint is missing, unreadable or not supported, and StoreFailed if the store fails.
     """
     path = model.path
@@ -183,7 +183,7 @@ def resolve_checkpoint(
 
 
 def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: StorageConfig) -> ResolvedCheckpoint:
-    """Add `model.speed_adapter` to `base`. Raises UserError if the adapter was trained for another checkpoint."""
+    """Return `base` with `model.speed_adapter`, if set. Raises UserError if the adapter has another base checkpoint."""
     if model.speed_adapter is None:
         return base
     path = str(model.speed_adapter).rstrip("/")
@@ -210,9 +210,9 @@ def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: Storage
 
 
 def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True, report: Report | None = None) -> Path:
-    """Return the checkpoint's folder on this node. Download it if necessary. Many processes may call this at once.
+    """Return the checkpoint's folder on this node. Download missing files. Many processes may call this at once.
 
-    weights: whether the weights are needed too. report: called with each progress line (default: writes it to the log).
+    weights: whether the weights are needed too. report: called with each progress line; default: log it.
     Raises UserError if the files differ from the pinned ones or do not fit into the cache, and StoreFailed if the store
     fails.
     """
@@ -234,7 +234,7 @@ def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True
         raise UserError(f"{root}: cannot hold checkpoints: {error.strerror}; set model.cache") from None
     with lock:
         folder = _recorded(record, files)
-        if folder is None:  # no other process has downloaded it while this one waited
+        if folder is None:  # no other process has downloaded the files while this one waited
             folder, verified = _download(source, files, root / source.key, report)
             temporary = record.with_suffix(f".{os.getpid()}")
             temporary.write_text(json.dumps({"path": source.path, "folder": str(folder), "files": verified}, indent=2))
@@ -243,7 +243,7 @@ def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True
 
 
 def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
-    """Return the complete folder that `record` names. None if there is no record, or if a file's size is wrong."""
+    """Return the folder that the file `record` names as complete. None: no valid record, or a file's size is wrong."""
     try:
         values = json.loads(record.read_text())
         folder = Path(values["folder"])
@@ -254,7 +254,7 @@ def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
-        log.warning("%s: not a valid record of a checkpoint (%s); downloading it again", record, error)
+        log.warning("%s: not a valid record of a checkpoint (%s); downloading the checkpoint again", record, error)
         return None
     return folder
 
@@ -283,7 +283,7 @@ def _download(
 
 
 def _verify(path: Path, file: RemoteFile, digests: dict[str, str]) -> str:
-    """Return the SHA-256 of a downloaded file. Raises UserError if size, header or digest (see `digests`) is wrong."""
+    """Return the SHA-256 of a downloaded file. Raises UserError if size, header or a digest in `digests` is wrong."""
     if not path.is_file() or path.stat().st_size != file.size:
         raise UserError(f"{path}: its size is not the {file.size} bytes that the store lists")
     sha256 = file_digest(path, "sha256")

@@ -30,7 +30,7 @@ STREAMS = 4  # files downloaded in parallel
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file as the store lists it. size: in bytes. version: changes with the content. sha256: None if not listed."""
+    """A file in a store's listing. size: in bytes. version: changes with the content. sha256: None if not listed."""
 
     name: str
     size: int
@@ -58,7 +58,7 @@ class BucketStore:
         if not found:
             raise UserError(f"{self.url}: no checkpoint here: the bucket has no such folder")
         for file in found:
-            if "/" in file.name:  # nodes store the file under this name
+            if "/" in file.name:  # refuse it, because each node stores the file under this name
                 raise UserError(f"{self.url}: the bucket lists {file.name!r}, which cannot be a file name in a folder")
         return sorted(found, key=lambda file: file.name)
 
@@ -74,13 +74,13 @@ class BucketStore:
             return file_tensors(read, file.size, f"{self.url}/{file.name}")
 
     def arrivals(self, folder: Path) -> Path:
-        """Return the folder in which the bytes of a running `download` to `folder` appear, to measure its progress."""
+        """Return the folder in which files appear during `download` to `folder`, to measure its progress."""
         return folder
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
         """Download the files that `folder` lacks. Return `folder`. The caller must hold a lock and verify contents."""
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(".*.incomplete"):  # left by a killed process, since only the lock's holder writes here
+        for left in folder.glob(".*.incomplete"):  # left by a killed process: only the holder of the lock writes here
             left.unlink()
         present = {path.name: path.stat().st_size for path in folder.iterdir()}
         missing = [file for file in files if present.get(file.name) != file.size]
@@ -95,14 +95,14 @@ class BucketStore:
         return folder
 
     def digests(self, file: RemoteFile) -> dict[str, str]:
-        """Return algorithm -> hexadecimal digest of the file's content, for each digest that the store knows."""
+        """Return algorithm -> hexadecimal digest of a file's content, for each digest that the store knows."""
         fs, path = filesystem(self.url, self.storage)
         bucket, _, key = f"{path}/{file.name}".partition("/")
         with self._user_errors():
             head = fs.call_s3("head_object", Bucket=bucket, Key=key, ChecksumMode="ENABLED")
         found: dict[str, str] = {}
         checksum = head.get("ChecksumSHA256", "-")
-        # the checksum of a multipart upload may be computed from the checksums of its parts, not from the content
+        # skip a checksum that the store computed from the checksums of a multipart upload's parts, not from the content
         if "-" not in checksum and head.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":
             found["sha256"] = base64.b64decode(checksum).hex()
         # the ETag is the content's MD5, except for multipart uploads, encryption with a KMS key and directory buckets
@@ -115,7 +115,7 @@ class BucketStore:
         fs, path = filesystem(self.url, self.storage)
         temporary = folder / f".{file.name}.{uuid.uuid4().hex}.incomplete"
         with fs.open(f"{path}/{file.name}", "rb", block_size=CHUNK, cache_type="none") as source:
-            # s3fs sends the ETag as If-Match, so all reads get the same version
+            # one check suffices: s3fs sends the ETag as If-Match, so all reads get the same version
             if str(source.details.get("ETag", file.version)).strip('"') != file.version:
                 raise UserError(
                     f"{self.url}/{file.name}: changed since the job was planned; restore it, or start again with "
@@ -132,7 +132,7 @@ class BucketStore:
             yield
         except FileNotFoundError:
             raise UserError(f"{self.url}: no checkpoint here: no such file") from None
-        except PermissionError as error:  # the error names the URL
+        except PermissionError as error:  # the error already names the URL
             raise UserError(flat(error)) from None
         except NoSuchBucket as error:
             raise UserError(f"{self.url}: cannot be read: {flat(error)}") from None
@@ -140,7 +140,7 @@ class BucketStore:
 
 @dataclass(frozen=True)
 class HubStore:
-    """A commit of a model repository on the hub. The library huggingface_hub downloads it, with its own locks.
+    """A commit of a model repository on the hub. The library huggingface_hub downloads the files, with its own locks.
 
     endpoint: address of the hub, or None for the public hub. cache: folder for downloads (`model.cache`), or None for
     the default: $SKIPDECODE_CACHE if it is set, else huggingface_hub's cache.
@@ -176,11 +176,11 @@ class HubStore:
         return {name: StoredTensor(where, tuple(tensor.shape)) for name, tensor in header.tensors.items()}
 
     def arrivals(self, folder: Path) -> Path:
-        """Return the folder in which the bytes of a running `download` appear, to measure its progress."""
+        """Return the folder in which files appear during `download`, to measure the download's progress."""
         return self._cache() / f"models--{self.repo.replace('/', '--')}"
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
-        """Download files into huggingface_hub's cache. Return their folder in this cache. `folder` is not used."""
+        """Download files into huggingface_hub's cache; return the folder there that holds them. `folder` is ignored."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -191,7 +191,7 @@ class HubStore:
             return Path(snapshot_download(self.repo, allow_patterns=names, max_workers=STREAMS, **options))
 
     def digests(self, file: RemoteFile) -> dict[str, str]:
-        """Return algorithm -> hexadecimal digest of the file's content. Only SHA-256, and only if the hub lists it."""
+        """Return {"sha256": hexadecimal digest of a file's content}; {} if the hub lists no SHA-256."""
         return {} if file.sha256 is None else {"sha256": file.sha256}
 
     def _cache(self) -> Path:

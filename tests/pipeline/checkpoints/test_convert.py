@@ -121,7 +121,7 @@ def test_a_rule_that_is_not_known_is_refused_by_name(tmp_path: Path, rule: str |
         ({"llama__attention__sliding_window": 4096}, "it has a sliding window, which transformers does not read"),
         ({"llama__expert_count": 8}, "it is a mixture of experts, which transformers does not read"),
         ({"without": "llama.rope.dim", "llama__rope__dimension_count": 4}, "its rope rotates 4 of 8 dimensions"),
-        ({"without": "tokenizer."}, "the file has no tokenizer; convert one that has a tokenizer"),
+        ({"without": "tokenizer."}, "the file has no tokenizer; give a file that has one"),
         (
             {"token_embd__weight": [[0.0] * 32] * 9},
             "token_embd.weight has 9 rows, but tokenizer.ggml.tokens has 300 entries",
