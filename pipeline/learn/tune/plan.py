@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from actors.engine.errors import UserError
 from actors.engine.model.families import context_length
 from actors.engine.model.loading import inspect, load_tokenizer
+from actors.engine.schedule.file import Trained
 from actors.engine.schedule.schedule import MEASURED, Schedule, ScheduleSpec
 from pipeline.config.job import StorageConfig
 from pipeline.config.tune import TrainingConfig, TuneConfig, TuneDataConfig
@@ -130,6 +131,9 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
         raise UserError(f"{data.dev[0]}: one pair is not enough for a dev set: give at least two")
     spec = _spec(config, stored, train)
     schedules = _schedules(config, spec, start.num_layers)
+    default = spec.build(start.num_layers)
+    if not Trained.on(default, schedules.values()).covers(default):
+        raise UserError(f"schedule.default: {spec.speedup:g}x would not be trained: add it to schedule.speedups")
     return TrainingPlan(tokenizer, start.num_layers, train, dev, spec, schedules)
 
 
