@@ -120,7 +120,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
 
 
 def _call(name: str, call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, for chat templates. OpenAI's format has JSON text instead."""
+    """Return a tool call with its arguments as an object, as chat templates need them (OpenAI's are JSON text)."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise UserError(f"{name}: a tool call must have the form {{function: {{name, arguments}}}}")
@@ -175,7 +175,7 @@ def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], to
     before, tag, behind = rendered.rpartition(CONTINUED.strip())
     if not tag:
         raise UserError("the chat template leaves out the end of the message that input.continue_final continues")
-    return before if behind.startswith(" ") else before.rstrip()  # if CONTINUED lost its space, the template strips
+    return before if behind.startswith(" ") else before.rstrip()  # without this space, the template strips messages
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Each row's text comes from a prompt column, a template or a chat. A row may have its own sampling parameters and labels.
 The texts of all rows are tokenized in batches. A prompt that does not fit the context is refused or truncated. A row
-that fails in any step keeps its place in the table and gets an error. This does not affect other rows.
+that fails in any step keeps its place in the table and gets an error. Other rows are not affected.
 """
 
 from __future__ import annotations
@@ -128,8 +128,10 @@ def _attempt(row: Row, step: Callable[..., None], *arguments: Any) -> None:
 
 
 def _python_rows(table: pa.Table, columns: Sequence[str]) -> list[Any]:
-    """Return a dictionary for each row, or an exception if Python cannot hold a value of the row. Examples: the year
-    300,000, or text that is not UTF-8, which Arrow does not check."""
+    """Return each row as a dictionary, or as an exception if Python cannot hold one of its values.
+
+    Such values are, for example, a date in the year 300,000, or text that is not UTF-8, which Arrow does not check.
+    """
     selected = table.select(list(columns))
     try:
         return list(selected.to_pylist())
@@ -159,7 +161,7 @@ def _read(row: Row, values: Mapping[str, Any] | Exception, spec: PromptSpec) -> 
     if request is not None:
         changes = request.sampling
         if request.output_format is not None and spec.choices:
-            raise UserError("body: response_format does not go with the job's choices")
+            raise UserError("body: response_format cannot be combined with the job's choices")
         row.form = request.checked_form(tools, tokenizer)
     else:
         own = section.sampling or {}
@@ -176,7 +178,7 @@ def _read(row: Row, values: Mapping[str, Any] | Exception, spec: PromptSpec) -> 
     if row.form is not None or spec.output_format is not None:
         check_compatible("output_format", row.params)
     if tools and (row.choices or spec.choices or spec.output_format):
-        raise UserError("tools do not go with choices or output_format: a tool call has another form")
+        raise UserError("tools cannot be combined with choices or output_format: a tool call fits neither")
     row.tools = bool(tools)
 
 
@@ -260,9 +262,9 @@ def _checked_ids(ids: Sequence[int | None], vocab_size: int) -> list[int]:
 
 
 def _bound(row: Row, spec: PromptSpec, label_ids: Mapping[str, tuple[int, ...]], label: int) -> None:
-    """Before tokenizing, refuse a text that is too long, or (with `truncate_left`) keep only its last characters.
+    """Set the row's `label`. Refuse a prompt text that is too long to tokenize, or shorten it with `truncate_left`.
 
-    Sets the row's `label`. label_ids: token ids of all labels. label: value for rows without labels of their own.
+    label_ids: token ids of all labels. label: the row's `label` if the row has no labels of its own.
     """
     row.label = longest(row.choices, label_ids) + 1 if row.choices else label
     if not isinstance(row.prompt, str):

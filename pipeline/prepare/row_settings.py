@@ -55,7 +55,7 @@ def read_overrides(value: Any) -> dict[str, Any]:
 def own_sampling(base: SamplingParams, changes: Mapping[str, Any]) -> tuple[SamplingParams, str | None]:
     """Return a row's sampling parameters: `base` (the job's) with the row's `changes`, and the changes alone as JSON.
 
-    The JSON is canonical. It is None if nothing changes. Raises UserError for unknown names and impossible values.
+    The JSON is canonical, and None if there are no changes. Raises UserError for unknown names and impossible values.
     """
     own = [name for name, value in changes.items() if value is not None]
     if not own:

@@ -28,9 +28,10 @@ def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine |
 
     Args:
         batch: Columns shard, url, first_row and rows (the shard's rows as Arrow IPC bytes, which get prompts).
-        quarantine: Finds rows that kill their process; Ray Data would retry them for ever. None sets no time limit.
+        quarantine: Finds rows that kill their process, which Ray Data would retry for ever. None: such rows are not
+            looked for, and there is no time limit.
     """
-    if quarantine is not None:  # a worker process; Ray runs several on one machine, so each tokenizes in one thread
+    if quarantine is not None:  # in a worker, tokenize in one thread: Ray runs several workers on a machine
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     began = time.perf_counter()
     tables = [
@@ -71,7 +72,7 @@ def _deadline(table: pa.Table, spec: PromptSpec) -> Iterator[None]:
 
 
 def prepare_isolated(table: pa.Table, spec: PromptSpec, attempt: ShardAttempt) -> pa.Table:
-    """Prepare a shard that ended an earlier process. Record each group of rows before preparing it. Keep the order."""
+    """Prepare a shard during which a process died. Record each group of rows before preparing it. Keep the order."""
     order = list(attempt.errors)
     tables = [error_table(table.take(order), list(attempt.errors.values()))] if order else []
     for group in attempt.groups:

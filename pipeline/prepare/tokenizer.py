@@ -17,7 +17,7 @@ from pipeline.messages import is_unicode, one_line
 
 @dataclass(frozen=True)
 class KnownTokenizer:
-    """A checkpoint and the name of its tokenizer's class, for `load_tokenizer`. Comparisons ignore the class name."""
+    """A checkpoint with its tokenizer's class name, which speeds up `load_tokenizer` and which comparisons ignore."""
 
     checkpoint: str | PinnedFolder | RemoteCheckpoint
     class_name: str | None = field(default=None, compare=False)
@@ -39,7 +39,7 @@ def tokenizer_of(checkpoint: Source) -> Any:
 
 
 def known_tokenizer(checkpoint: ResolvedCheckpoint) -> KnownTokenizer:
-    """Return the checkpoint with its tokenizer's class name. Raises UserError if the tokenizer is damaged."""
+    """Load the tokenizer, and return the checkpoint with the tokenizer's class name. Raises UserError if damaged."""
     unknown = KnownTokenizer(checkpoint.pinned())
     return replace(unknown, class_name=tokenizer_class_name(tokenizer_of(unknown)))
 
@@ -62,7 +62,7 @@ def fewest_tokens(checkpoint: Source, text: str) -> int:
 
 
 def tokenize(checkpoint: Source, texts: Sequence[str], special_tokens: bool) -> Iterator[list[int]]:
-    """Yield the token ids of each text, with at most one BOS token. Tokenizes about `BATCH_CHARACTERS` at once.
+    """Yield the token ids of each text, with at most one BOS token. About `BATCH_CHARACTERS` are tokenized at once.
 
     special_tokens: whether to add the tokenizer's special tokens; a chat template writes them itself.
     """

@@ -66,7 +66,7 @@ def held_seconds(runs: Sequence[JobRun], shards: pa.Table) -> float | None:
 def clock_speedups(
     agreement: Agreement | None, totals: Totals, held: float | None
 ) -> tuple[float | None, float | None]:
-    """Return two measured speed-ups over full depth: the whole job's, and that of decode alone. None: not known."""
+    """Return two measured speed-ups over full depth: the whole job's, and that of decode alone. None if not known."""
     decode = None if agreement is None else agreement.decode_ratio
     if agreement is None or not held or not totals.generate_seconds or (totals.decode_steps and decode is None):
         return None, None
@@ -91,7 +91,7 @@ def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shar
     yield _nominal(manifest, totals)
     decode = ""
     if totals.mean_depth is None:
-        yield "no decode steps: the pass over the prompt gives the answer"
+        yield "no decode steps: prefill gives the whole answer"
     else:
         decode = f", decode {totals.decode_seconds:.1f}"
         ratio = "" if totals.layer_ratio is None else f", layer ratio {totals.layer_ratio:.2f}x"

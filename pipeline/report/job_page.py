@@ -1,4 +1,4 @@
-"""Writes a job's report page, `_job/report.html`, before `_SUCCESS`. It loads no files. Errors do not fail the job."""
+"""Writes a job's report page, `_job/report.html`, before `_SUCCESS`. Errors here do not fail the job."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _slowest(shards: pa.Table, manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _answers(folder: Folder, manifest: Manifest, shards: pa.Table, storage: StorageConfig) -> list[dict[str, Any]]:
-    """Return the first answers with their prompts. There are fewer if output files cannot be read."""
+    """Return the first answers with their prompts. Stop at an output file that cannot be read."""
     names, found = ("id", "generated_text", "finish_reason", "error"), list[dict[str, Any]]()
     with suppress(OSError, ValueError):
         for index in sorted(shards["shard"].to_pylist()):
@@ -144,7 +144,7 @@ def _text(value: Any) -> str:
 
 
 def _render(values: Mapping[str, Any]) -> bytes:
-    """Fill in the HTML template. All text is escaped, and the page holds no script."""
+    """Fill in the HTML template. All text is escaped. The page has no script and loads no other files."""
     texts = {name: (HERE / name).read_text() for name in ("job_page.html", "page.css")}
     environment = Environment(
         loader=DictLoader(texts), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

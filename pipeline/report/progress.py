@@ -42,7 +42,7 @@ def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload)
         return {}
     (began, first), (ended, last) = seen[0], seen[-1]
     shards = last.shards - first.shards
-    # until the next commit is due, use the rate up to the last commit: the rate must not sink between commits
+    # the rate must not sink between commits, so time after the last commit counts only once the next one is overdue
     seconds = max(ended - began, (now - began) * shards / (shards + 1), 1e-3)
     rows_per_second, left = (last.rows - first.rows) / seconds, work.rows - work.done_rows - last.rows
     found = {"rows_per_second": rows_per_second, "tokens_per_second": (last.tokens - first.tokens) / seconds}
@@ -93,7 +93,7 @@ def _clock(seconds: float) -> str:
 def shown_progress(coordinator: Coordinator, work: Workload) -> Iterator[Progress]:
     """Show progress until the `with` block ends."""
     progress, console = Progress(coordinator, work), Console(file=sys.stderr)
-    # on a terminal, progress is a single line, which is redrawn, and removed at the end
+    # on a terminal, a single line is redrawn, and removed at the end
     is_live = not goes_to_log() and console.is_terminal
     live = Live(console=console, transient=True, refresh_per_second=4) if is_live else None
     with live or nullcontext(), repeating(partial(progress.show, live), LIVE_SECONDS, "progress"):
@@ -143,7 +143,7 @@ class Progress:
         return progress_line(run, found, seconds, work) + self._starved(run, now), fields
 
     def _starved(self, run: RunProgress, now: float) -> str:
-        """Return a text about actors that have waited long for rows, and about free CPUs; "" if no actor has."""
+        """Return a text about actors that have waited long for rows, and about free CPUs; "" if no actor waits."""
         if not actors_wait(run, self.work):
             self.starved_since = None
         elif self.starved_since is None:

@@ -85,7 +85,7 @@ def test_a_labelling_job_says_how_often_each_label_was_chosen(tmp_path: Path, ch
     for absent in ("layer ratio", "tokens/s"):
         assert absent not in page
     assert "for a million answers" in printed
-    assert "<p>no decode steps: the pass over the prompt gives the answer</p>" in page and "prompts run" not in page
+    assert "<p>no decode steps: prefill gives the whole answer</p>" in page and "prompts run" not in page
     for record in (output / "_job" / "commits").iterdir():
         record.unlink()
     assert report(output).exit_code == 0
