@@ -131,9 +131,9 @@ def run_in(
         finished += _checked(root, ledger, config, backend, check)
     ledgers.compact(root, ledger)
     failed, as_listed = to_retry(root, config, ledger)
-    if failed:
-        finished.append(_retry(root, ledger, config, backend, failed, as_listed))
-        ledger = _read_again(root, finished[-1].run.number)
+    if failed and (retried := _retry(root, ledger, config, backend, failed, as_listed)) is not None:
+        finished.append(retried)
+        ledger = _read_again(root, retried.run.number)
     new, left = new_input(config, ledger), list[str]()
     try:
         job = plan(new.config, None, backend, files=new.files) if new.files else None
@@ -195,9 +195,16 @@ def to_retry(root: Folder, config: JobConfig, ledger: Ledger) -> tuple[Rows, Fil
 
 def _retry(
     root: Folder, ledger: Ledger, config: JobConfig, backend: Backend, failed: Rows, listed: Files
-) -> FinishedRun:
-    """Answer the rows in `failed` again, in a separate run. The run is a success even if rows have an error again."""
-    job = plan(config, None, backend, files={url: listed[url] for url in sorted(failed)})
+) -> FinishedRun | None:
+    """Answer the rows in `failed` again, in a separate run. The run is a success even if rows have an error again.
+
+    Return None if `input.unreadable: later` leaves out all of their files, e.g. because the job needs another column.
+    """
+    try:
+        job = plan(config, None, backend, files={url: listed[url] for url in sorted(failed)})
+    except NoRows:
+        log.warning("rows with an error are not answered again: none of their %d files can be read", len(failed))
+        return None
     job = with_batching(job, root=ledger.runs[-1].root, retries=True)
     job = replace(job, manifest=replace(job.manifest, shards=shards_of(failed, job.manifest.shards)))
     announce(f"answering {counted(job.manifest.rows, 'row')} with an error again")

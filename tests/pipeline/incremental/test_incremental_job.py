@@ -148,6 +148,17 @@ def test_rows_with_an_error_are_answered_again_where_the_job_asks_for_it(
     assert inbox.json()["runs"] == []
 
 
+def test_rows_of_files_that_cannot_be_read_any_more_stop_no_new_file(
+    in_process: None, inbox: Inbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    pq.write_table(pa.table({"id": ["a-0", "a-1"], "prompt": ["alpha", None]}), inbox.files / "a.parquet")
+    inbox.json()
+    inbox.values["input"] |= {"retry": "errors", "unreadable": "later", "template": "{{ prompt }} {{ context }}"}
+    pq.write_table(pa.table({"id": ["b-0"], "prompt": ["alpha"], "context": ["bravo"]}), inbox.files / "b.parquet")
+    assert [run["rows"] for run in inbox.json()["runs"]] == [1]
+    assert "rows with an error are not answered again: none of their 1 files can be read" in caplog.messages
+
+
 def test_a_damaged_earlier_run_stops_no_later_one(
     in_process: None, inbox: Inbox, caplog: pytest.LogCaptureFixture
 ) -> None:
