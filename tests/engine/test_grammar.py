@@ -301,6 +301,8 @@ def test_an_answer_that_cannot_be_checked_is_a_problem_of_its_row() -> None:
     )
     deep = '{"items": {"$ref": "#"}}'
     assert json_schema.problem("[" * 400 + "]" * 400, deep) == "nested too deeply to be checked"
+    for number in ("1e999", "1" * 400):
+        assert json_schema.problem(number, '{"multipleOf": 0.5}') == "a number is too large to be checked"
 
 
 @pytest.mark.parametrize(

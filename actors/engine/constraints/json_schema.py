@@ -195,6 +195,8 @@ def problem(text: str, schema: str) -> str | None:
         return f"not JSON: {wrong}"
     except RecursionError:
         return "nested too deeply to be checked"
+    except OverflowError:
+        return "a number is too large to be checked"
     except Unresolvable as wrong:
         return f"the schema's $ref cannot be resolved: {flat(wrong)}"
     return None if error is None else f"{error.json_path}: {flat(error.message)}"
