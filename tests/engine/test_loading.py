@@ -122,11 +122,11 @@ def test_a_quantized_checkpoint_is_refused_by_name(checkpoint: Path, entry: dict
 
 
 def test_one_file_of_a_checkpoint_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(UserError, match=rf": one file of a checkpoint; give its folder, {checkpoint}$"):
+    with pytest.raises(UserError, match=rf": is one file of a checkpoint; give its folder, {checkpoint}$"):
         inspect(checkpoint / "model.safetensors")
     with pytest.raises(UserError, match=r"^m/model.gguf: GGUF cannot be run; .*skipdecode convert m/model.gguf FOLDER"):
         inspect("m/model.gguf")
-    with pytest.raises(UserError, match=r"config.json: a file; give the folder of a checkpoint$"):
+    with pytest.raises(UserError, match=r"config.json: is a file; give the folder of a checkpoint$"):
         inspect(checkpoint / "config.json")
 
 

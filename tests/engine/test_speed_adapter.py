@@ -170,5 +170,5 @@ def test_another_base_is_refused_when_the_adapter_would_be_merged(base: Path, ma
 
 
 def test_an_adapter_is_no_checkpoint(made: Path) -> None:
-    with pytest.raises(UserError, match=r"adapters of .*: give them as model.speed_adapter, and .* as model.path"):
+    with pytest.raises(UserError, match=r"is an adapter for .*: give it as model.speed_adapter, and .* as model.path"):
         inspect(made)

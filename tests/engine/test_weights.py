@@ -190,7 +190,7 @@ def test_a_missing_weight_is_known_from_the_headers(tmp_path: Path) -> None:
     tensors = load_file(path)
     del tensors["model.norm.weight"]
     saved(path, tensors)
-    assert refusal_of(folder) == f"{folder}: no weights for model.norm.weight"
+    assert refusal_of(folder) == f"{folder}: no weights for model.norm.weight: fetch the checkpoint again"
 
 
 @pytest.mark.parametrize(

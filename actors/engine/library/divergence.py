@@ -64,8 +64,8 @@ def teacher_forced(
     """Compare each of `lines` with `full` on `pairs` of (prompt ids, response ids); return each line's scores.
 
     Prompts and responses must not be empty. For each response token, the distribution [V] that the line has at
-    inference is compared with that of `full`. All models must have the same vocabulary. Padding at its end may differ,
-    and is ignored. Lines with the same weights and prompt layers share the pass over the prompts.
+    inference is compared with that of `full`. All models must have the same vocabulary; different padding at the end of
+    the vocabulary is ignored. Lines with the same weights and prompt layers share the pass over the prompts.
     """
     sums = np.zeros((len(lines), 3, len(pairs)))
     tokens = np.array([max(len(response) - first, 0) for _, response in pairs], dtype=np.float64)

@@ -1,4 +1,4 @@
-"""The executor that runs transformers' layers. It is the reference, and is used if the CPU kernels cannot be used.
+"""The executor that runs transformers' layers: the reference for the CPU kernels, used where the kernels cannot run.
 
 An executor has the methods `open`, `prefill`, `decode`, `free` and `used_bytes`. It holds the KV cache of the rows in
 flight, and runs forward passes. It identifies a row by its slot number, and knows nothing of requests or sampling.
@@ -45,7 +45,7 @@ class LibraryExecutor:
             self._cache.copy_rows(earlier, [before.index(slot) for slot in held])
 
     def _allocated(self, shape: SlotShape, *, fresh: bool) -> Any:
-        """Return a new cache. fresh: whether it needs new memory because rows of the old cache will be copied to it."""
+        """Return a new cache. fresh: whether it must not reuse the old cache's memory, from which rows are copied."""
         decoder = self.decoder
         return SkipCache(
             shape,
@@ -93,7 +93,7 @@ class LibraryExecutor:
         return logits[torch.tensor(sources, device=logits.device)], len(prompts) * columns, new
 
     def _shared(self, prefix: tuple[int, ...], layers: tuple[int, ...]) -> tuple[Any, int]:
-        """Return the keys and values of a prefix in `layers`, and how many tokens had to be computed for them."""
+        """Return the keys and values of a prefix in `layers`, and how many tokens were computed: 0 if they were kept."""
         if not prefix:
             return None, 0
         if self._prefix is not None and self._prefix[0] == (prefix, layers):

@@ -57,13 +57,13 @@ def response_labels(pairs: Sequence[Pair]) -> Tensor:
 
 
 def shared_tokens(pairs: Sequence[Pair]) -> int:
-    """Return how many first tokens all prompts share (their last tokens do not count); 0 if sharing saves little."""
+    """Return the length of the prefix that all prompts share, without their last tokens; 0 if sharing saves little."""
     shared = common_length([pair["input_ids"][: pair["prompt_tokens"] - 1] for pair in pairs])
     return shared if shared * (len(pairs) - 1) >= LEAST_SAVED else 0
 
 
 def micro_batches(pairs: Sequence[Pair], schedules: int, tokens: int) -> Iterator[Sequence[Pair]]:
-    """Cut `pairs`, in order, into batches of at most `tokens` tokens and similar size. A longer pair stays alone."""
+    """Cut `pairs`, in order, into batches of similar size with at most `tokens` tokens, or with one longer pair."""
     shared = shared_tokens(pairs)
     costs = [
         pair["prompt_tokens"] - 1 - shared + schedules * (len(pair["input_ids"]) - pair["prompt_tokens"])
@@ -81,7 +81,7 @@ def micro_batches(pairs: Sequence[Pair], schedules: int, tokens: int) -> Iterato
 
 
 def _responses(pairs: Sequence[Pair], schedules: Sequence[Schedule]) -> Tokens:
-    """Return, for each schedule and pair, the last prompt token and all response tokens but the last one."""
+    """Return the inputs that predict the responses: last prompt token, then all response tokens but the last one."""
     fields = []
     for branch, schedule in enumerate(schedules):
         for group, pair in enumerate(pairs):

@@ -60,7 +60,7 @@ def attend(
     """Compute attention [1, N, A, D] from query [1, A, N, D], key and value [1, H, N, D], with an `Attendance`."""
     attendance = cast(Attendance, attention_mask)
     device = query.device.type
-    if torch.is_autocast_enabled(device):  # the rotary embedding has returned float32; cast it back before copying
+    if torch.is_autocast_enabled(device):  # cast before copying, because the rotary embedding has returned float32
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
     queries, keys, values = (attendance.padded(states) for states in (query, key, value))
     attendance.states = keys, values

@@ -137,6 +137,6 @@ def _layout(
     visible &= (all_branches == SHARED) | (all_branches == branches[..., None])
     if window is not None:
         visible &= all_positions > positions[..., None] - window
-    visible |= (positions == PADDING)[..., None]  # let padding attend to all keys: without any, softmax gives NaN
+    visible |= (positions == PADDING)[..., None]  # let padding attend to all keys: softmax over no keys gives NaN
     whole = None if bool(runs.all()) else index.to(device)
     return whole, Attendance(padded, places, visible[:, None]), (positions, branches)

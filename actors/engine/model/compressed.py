@@ -34,6 +34,7 @@ CODES: dict[Kind, str] = {"int8": "I8", "fp8": "F8_E4M3"}  # kind -> type name i
 WEIGHT, PACKED, SCALE, ZERO_POINT = "weight", "weight_packed", "weight_scale", "weight_zero_point"  # a layer's tensors
 CODES_IN_INT32 = 4
 LIMIT = 127  # int8 codes are -127 ... 127
+AGAIN = "fetch the checkpoint again"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class StoredWeights:
 
 
 def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | None:
-    """Return how 8-bit weights are stored, or None if they are not quantized. Raises UserError if unsupported."""
+    """Return how 8-bit weights are stored; None if weights are not quantized. Raises UserError if not supported."""
     key = next((key for key in CONFIG_KEYS if config.get(key)), None)
     if key is None:
         return None
@@ -67,7 +68,7 @@ def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | N
 
 
 def _read(entry: Any, key: str) -> StoredWeights | str:
-    """Read the value of `key` in config.json. If a method or value there is not supported, return its name."""
+    """Read `entry`, the value of `key` in config.json. If a part is not supported, return the name of that part."""
     if not isinstance(entry, dict):
         return key
     method = entry.get("quant_method", METHOD if "config_groups" in entry else key)
@@ -84,7 +85,7 @@ def _read(entry: Any, key: str) -> StoredWeights | str:
 
 
 def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
-    """Read one of the `config_groups` in config.json. If it holds an unsupported value, return the name of that."""
+    """Read one of the `config_groups` in config.json. If a value is not supported, return the name of that value."""
     weights, inputs, layout = group["weights"], group.get("input_activations"), group.get("format") or layout
     size, order = weights.get("group_size"), weights.get("actorder")
     strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
@@ -110,14 +111,14 @@ def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
 def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep: bool) -> set[str]:
     """Expand 8-bit codes to weights in place. Each weight is computed in float32 and rounded once.
 
-    The library compressed-tensors would also round to the type of the scales. In float32 this changes answers.
+    The library compressed-tensors rounds to the type of the scales too, which changes answers in float32.
 
     Args:
         model: Model whose parameters hold codes instead of weights. Codes are exact in float32, bfloat16 and float16.
         folder: The checkpoint's folder.
         stored: What `stored_weights` returned.
-        keep: Whether linear layers keep their scales for `scales_of`, if they have neither groups nor zero points. The
-            codes must be int8.
+        keep: Whether to store the scales of linear layers without groups and zero points for `scales_of`. The codes
+            must be int8.
 
     Returns:
         The names of weights that were unpacked from packed codes. transformers reports them as missing.
@@ -127,15 +128,17 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
     """
     import torch
 
-    unpacked, expanded = set(), set()  # expanded: weight addresses, because head and embedding may share a weight
-    with ExitStack() as opened:
-        layers = _layers(folder, stored.kind, opened)
+    unpacked, expanded = set(), set()  # expanded: addresses, because a weight of both head and embedding has one
+    with ExitStack() as stack:
+        layers = _layers(folder, stored.kind, stack)
         modules = {layer: _module(model, layer, folder) for layer in layers}
         for layer, (name, module) in modules.items():
             parts, weight = layers[layer], module.weight.data
             scales, zeros = _grids(parts, weight, f"{folder}: weight_scale of {layer}")
             if stored.symmetric and zeros.any():
-                raise UserError(f"{folder}: weight_zero_point of {layer} is not zero, but config.json says symmetric")
+                raise UserError(
+                    f"{folder}: weight_zero_point of {layer} is not zero, but config.json says symmetric; {AGAIN}"
+                )
             if PACKED in parts:
                 unpacked.add(f"{name}.weight")
             if weight.data_ptr() not in expanded:
@@ -144,7 +147,7 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
                     packed, (outputs, inputs) = parts[PACKED](), weight.shape
                     if list(packed.shape) != [outputs, -(-inputs // CODES_IN_INT32)]:
                         what = f"{folder}: weight_packed of {layer} has shape {list(packed.shape)}"
-                        raise UserError(f"{what}, and its weight [{outputs}, {inputs}]")
+                        raise UserError(f"{what}, which does not fit the weight [{outputs}, {inputs}]; {AGAIN}")
                     codes = _unpacked(packed, inputs).to(weight.device)
                 groups = codes.view(len(weight), scales.shape[1], -1)  # [O, G, I / G]
                 weight.copy_(((groups - zeros[..., None]) * scales[..., None]).view(weight.shape))
@@ -157,17 +160,17 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
 Parts = dict[str, "Callable[[], Tensor]"]  # last part of a tensor's name -> function that reads the tensor
 
 
-def _layers(folder: Path, kind: Kind, opened: ExitStack) -> dict[str, Parts]:
+def _layers(folder: Path, kind: Kind, stack: ExitStack) -> dict[str, Parts]:
     """Return layer name -> functions that read the layer's tensors, for all layers with codes, sorted by name.
 
-    `opened` closes the files. Raises UserError if a layer lacks codes or scales, or if its codes are not of `kind`.
+    stack: closes the files later. Raises UserError if a layer lacks codes or scales, or if codes are not of `kind`.
     """
     from safetensors import safe_open
 
     found: dict[str, Parts] = {}
     kinds: dict[str, str] = {}  # layer -> safetensors type of its codes, for layers whose codes are not packed
     for name in weight_files(folder, names_in(folder)):
-        file: Any = opened.enter_context(safe_open(folder / name, framework="pt"))
+        file: Any = stack.enter_context(safe_open(folder / name, framework="pt"))
         for key in file.keys():  # noqa: SIM118
             layer, _, part = key.rpartition(".")
             if part == WEIGHT and (stored := str(file.get_slice(key).get_dtype())) in CODES.values():
@@ -177,24 +180,24 @@ def _layers(folder: Path, kind: Kind, opened: ExitStack) -> dict[str, Parts]:
             found.setdefault(layer, {})[part] = partial(file.get_tensor, key)
     for layer, parts in sorted(found.items()):
         if kinds.get(layer, CODES[kind]) != CODES[kind]:
-            raise UserError(f"{folder}: the weight of {layer} is {kinds[layer]}, but config.json says {kind}")
+            raise UserError(f"{folder}: the weight of {layer} is {kinds[layer]}, but config.json says {kind}; {AGAIN}")
         if SCALE not in parts:
-            raise UserError(f"{folder}: no weight_scale for the 8-bit weight of {layer}")
+            raise UserError(f"{folder}: no weight_scale for the 8-bit weight of {layer}; {AGAIN}")
         if WEIGHT not in parts and PACKED not in parts:
-            raise UserError(f"{folder}: {layer} has a weight_scale, but its weight does not have 8 bits")
+            raise UserError(f"{folder}: {layer} has a weight_scale, but no 8-bit weight; {AGAIN}")
     return dict(sorted(found.items()))
 
 
 def _grids(parts: Parts, weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
-    """Read the scales and zero points of a layer's codes: float32 [O or 1, G]. what: subject of error messages."""
+    """Read the scales and zero points of a layer's codes, float32 [O or 1, G] each. what: subject of errors."""
     import torch
 
     found, (outputs, inputs) = parts[SCALE](), weight.shape
     shape = (1, 1) if found.numel() == 1 else (len(found), found.numel() // len(found))
     if shape[0] not in (1, outputs) or shape[1] == 0 or inputs % shape[1]:
         raise UserError(
-            f"{what} has shape {list(found.shape)}, and its weight {list(weight.shape)}: there must be one "
-            "scale in all, one per output, or one per group of an output's inputs"
+            f"{what} has shape {list(found.shape)}, which does not fit the weight {list(weight.shape)}: there must be "
+            "one scale in all, one per output, or one per group of an output's inputs"
         )
     scales = found.to(weight.device).float().view(shape)
     if ZERO_POINT not in parts:
@@ -203,7 +206,10 @@ def _grids(parts: Parts, weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
     if points.dtype is torch.int32:  # packed along the outputs
         points = _unpacked(points.T, outputs).T
     if points.numel() != scales.numel():
-        raise UserError(f"{what} has shape {list(found.shape)}, and weight_zero_point {list(points.shape)}")
+        raise UserError(
+            f"{what} has shape {list(found.shape)}, but weight_zero_point has shape {list(points.shape)}: both must "
+            f"have equally many numbers; {AGAIN}"
+        )
     return scales, points.to(weight.device).float().reshape(shape)
 
 
@@ -215,7 +221,7 @@ def _unpacked(packed: Tensor, count: int) -> Tensor:
 
 
 def _module(model: PreTrainedModel, layer: str, folder: Path) -> tuple[str, Any]:
-    """Return the name and module of linear layer or embedding `layer`. `layer` may lack the model's prefix."""
+    """Find a linear layer or embedding. Return its full name and module. layer: name, maybe without model prefix."""
     import torch
 
     for name in (layer, f"{model.base_model_prefix}.{layer}"):
@@ -229,9 +235,9 @@ def _module(model: PreTrainedModel, layer: str, folder: Path) -> tuple[str, Any]
 
 
 def scales_of(module: nn.Module) -> Tensor | None:
-    """Return the scales (float32 [O]) of a linear layer's int8 codes, which `set_scales` has stored, or None.
+    """Return the scales (float32 [O]) that `set_scales` has stored for a linear layer's int8 codes, or None.
 
-    The codes themselves are recovered as weight [O, I] / scales. Even 16-bit weights are exact enough for this.
+    The codes can be recovered as weight [O, I] / scales. Even 16-bit weights are exact enough for this.
     """
     scales: Tensor | None = getattr(module, "scales", None)
     return scales

@@ -302,9 +302,9 @@ def unknown_value(config: PretrainedConfig) -> str | None:
         if kind == FULL and window is not None:
             return f"layer_types has {FULL!r} for layer {layer}, but transformers uses sliding_window for it"
     if getattr(config, "use_bidirectional_attention", None):
-        return "use_bidirectional_attention: earlier tokens would see later ones"
+        return "use_bidirectional_attention is not supported: earlier tokens would attend to later ones"
     if getattr(config, "add_cross_attention", None):
-        return "add_cross_attention: there is no encoder"
+        return "add_cross_attention is not supported: there is no encoder"
     return None
 
 
@@ -331,7 +331,7 @@ def context_length(config: PretrainedConfig) -> int:
     """Return the maximum number of tokens of prompt and answer together.
 
     Beyond a certain length, the rope types `dynamic` and `longrope` change the rotation of earlier keys. Cached keys
-    keep their old rotation, so rows must end at this length. For `dynamic` it is the model's context length.
+    keep their old rotation, so rows must end at this length. For `dynamic` it equals `max_position_embeddings`.
     """
     lengths: list[int] = [config.max_position_embeddings]
     for parameters in _rope_parameters(config):

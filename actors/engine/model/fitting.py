@@ -81,16 +81,16 @@ def check_report(
         if layer is not None and int(layer[1]) >= layers:
             raise UserError(
                 f"{file(weight)}: {weight} is of layer {layer[1]}, counted from 0, but config.json has "
-                f"num_hidden_layers = {layers}: the rest of the model would be left out"
+                f"num_hidden_layers = {layers}, so this layer would be left out: fetch the checkpoint again"
             )
         if layer is not None or _has_module(model, weight.rpartition(".")[0]):
             shape = list(tensors[weight].shape) if weight in tensors else ""
             raise UserError(
                 f"{file(weight)}: {weight} {shape} is no weight of a {model.config.model_type} model with this "
-                "config.json, and would be left out"
+                "config.json, so it would be left out: fetch the checkpoint again"
             )
     if missing := report["missing_keys"] - unpacked:  # transformers has filled these weights with random numbers
-        raise UserError(f"{name}: no weights for {min(missing)}")
+        raise UserError(f"{name}: no weights for {min(missing)}: fetch the checkpoint again")
 
 
 def _has_module(model: PreTrainedModel, path: str) -> bool:

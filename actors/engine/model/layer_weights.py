@@ -60,7 +60,7 @@ class Projection:
         return self.outputs, self.layers[0].in_features
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
-        """Return the concatenated weight [O, I] and bias ([O] or None). They are copies if there are several layers."""
+        """Return the concatenated weight [O, I] and bias ([O] or None); with a single layer, its own tensors."""
         if len(self.layers) == 1:
             bias = self.layers[0].bias
             return self.layers[0].weight.detach(), None if bias is None else bias.detach()

@@ -1,4 +1,4 @@
-"""Loads decoder, tokenizer and schedule from a checkpoint folder. Only safetensors are read, and no code is run."""
+"""Loads decoder, tokenizer and schedule from a checkpoint folder. Reads only safetensors; runs no code from there."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Checkpoint:
 
     def adapted_schedule(self, changes: dict[str, Any], name: str, remedy: str) -> Schedule:
         """Return `schedule(changes)`. Raise UserError if the model was not trained for it (see `check_adapted`)."""
-        if self.trained is None:  # report this before any error of the schedule, such as a missing horizon
+        if self.trained is None:  # report missing training before other errors, such as a missing horizon
             self.check_adapted(self.schedule({"horizon": 2, **changes}), name, remedy)
         schedule = self.schedule(changes)
         self.check_adapted(schedule, name, remedy)
@@ -79,7 +79,7 @@ class Checkpoint:
     def check_adapted(self, schedule: Schedule, name: str, remedy: str) -> None:
         """Raise UserError if `schedule` skips layers and the model was not trained for it.
 
-        The message uses `name` (of the checkpoint) and `remedy` (what the user can do to run it nonetheless).
+        name: of the checkpoint, for the message. remedy: what the user can do to run the schedule nonetheless.
         """
         if schedule.is_full_depth:
             return
@@ -98,9 +98,9 @@ class Checkpoint:
         )
 
     def _fastest(self, trained: Trained) -> float:
-        """Return the largest speed-up (a multiple of 1/4) at which training covers the stored schedule; 1 if none."""
+        """Return the largest speed-up, in steps of 1/4, at which training covers the stored schedule; else 1."""
         speeds = (quarters / 4 for quarters in range(4 * self.num_layers, 4, -1))
-        with suppress(UserError):  # raised if the stored schedule has no horizon
+        with suppress(UserError):  # a stored schedule without a horizon has no speeds above 1
             return next((speed for speed in speeds if trained.covers(self.schedule({"speedup": speed}))), 1.0)
         return 1.0
 
@@ -127,9 +127,11 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
         raise UserError(f"{folder}: no such checkpoint folder")
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         base = read_object(folder / "adapter_config.json").get("base_model_name_or_path")
-        raise UserError(f"{folder}: adapters of {base}: give them as model.speed_adapter, and {base} as model.path")
+        raise UserError(
+            f"{folder}: is an adapter for {base}, not a model: give it as model.speed_adapter, and {base} as model.path"
+        )
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: not a checkpoint: no config.json")
+        raise UserError(f"{folder}: not a checkpoint: no config.json; give the folder of a checkpoint")
     values = read_object(folder / "config.json")
     _check_values(values, folder / "config.json")
     in_library = not by_vllm or _is_in_library(values, folder)
@@ -199,15 +201,18 @@ def refuse_file(path: str) -> None:
     if path.endswith(".gguf"):
         raise UserError(f"{path}: GGUF cannot be run; convert it (skipdecode convert {path} FOLDER) and give FOLDER")
     if path.endswith(".safetensors"):
-        raise UserError(f"{path}: one file of a checkpoint; give its folder, {os.path.dirname(path) or '.'}")
+        raise UserError(f"{path}: is one file of a checkpoint; give its folder, {os.path.dirname(path) or '.'}")
     if os.path.isfile(path):
-        raise UserError(f"{path}: a file; give the folder of a checkpoint")
+        raise UserError(f"{path}: is a file; give the folder of a checkpoint")
 
 
 def _check_values(values: Mapping[str, Any], source: Path) -> None:
     """Raise UserError if a config asks to run code, or contains an impossible size."""
     if "auto_map" in values:
-        raise UserError(f"{source.parent}: wants to run code of its own (auto_map), which is never done")
+        raise UserError(
+            f"{source.parent}: config.json asks to run code of the checkpoint (auto_map), which is never done: use a "
+            "model of a supported family"
+        )
     for name, limit in SIZE_LIMITS.items():
         size = values.get(name)
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= limit):
@@ -227,7 +232,7 @@ def memory_needed(
     tensors = folder_tensors(checkpoint.path) if tensors is None else tensors
     tied = bool(config.tie_word_embeddings)
     needed = need(tensors, tied=tied, dtype=dtype, cache_bytes=cache_bytes)
-    if dtype == "bfloat16" and not on_gpu:  # the vocabulary head is kept unchanged, packed, and in 8 bits
+    if dtype == "bfloat16" and not on_gpu:  # there are three copies of the head: unchanged, packed, and in 8 bits
         head = config.vocab_size * (getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
         needed = replace(needed, weights=needed.weights + head * ITEM_BYTES[dtype] + head * 17 // 16)
     return needed
@@ -238,8 +243,8 @@ def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTraine
 
     Args:
         path: the checkpoint's folder.
-        class_name: class of the tokenizer, from `tokenizer_class_name`. None: AutoTokenizer chooses the class. For this
-            it imports torch and all model configurations, which takes about five seconds in a new process.
+        class_name: class of the tokenizer, from `tokenizer_class_name`. None: AutoTokenizer chooses the class. This
+            imports torch and all model configurations, which takes about five seconds in a new process.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -305,5 +310,5 @@ def load_model(
     unpacked = set() if stored is None else expand(model, Path(path), stored, keep=keep_codes)
     check_report(model, report, tensors, str(path), unpacked)
     if stored is not None and not keep_codes:
-        log.info("%s: %s weights, expanded to %s", path, stored.kind, str(dtype).removeprefix("torch."))
+        log.info("%s: expanded %s weights to %s", path, stored.kind, str(dtype).removeprefix("torch."))
     return model  # type: ignore[no-any-return]

@@ -47,7 +47,7 @@ class SpeedAdapter:
     scale: float  # factor of every product B A
 
     def check_base(self, digest: str, name: str) -> None:
-        """Raise UserError unless `digest` (of the model to run) equals `base`. name: the model's, for the message."""
+        """Raise UserError unless `digest`, of the weights of model `name`, is the digest of the adapter's base."""
         if digest != self.base:
             raise UserError(
                 f"{self.path}: trained for a base with weights {self.base[:16]}, but {name} has {digest[:16]}: give "
@@ -56,7 +56,7 @@ class SpeedAdapter:
 
 
 def read_adapter(path: Path) -> SpeedAdapter:
-    """Read and check the speed adapter in a folder. This does not check the shapes of its weights.
+    """Read and check the speed adapter in a folder, except the shapes of the adapter's weights.
 
     Raises UserError if the folder is not a speed adapter, is damaged, or uses peft features other than plain LoRA.
     """
@@ -157,7 +157,7 @@ def check_shapes(adapter: SpeedAdapter, config: PretrainedConfig) -> None:
         raise UserError(f"{path}: damaged: {error}; fetch it again") from None
     layers = layers_in(shapes)
     if not layers:
-        raise UserError(f"{path}: holds no adapter")
+        raise UserError(f"{path}: holds no adapter: fetch it again")
     wanted: dict[str, tuple[int, ...]] = {}
     for layer in layers:
         if layer not in linear:
@@ -172,5 +172,5 @@ def check_shapes(adapter: SpeedAdapter, config: PretrainedConfig) -> None:
 
 
 def layers_in(names: Any) -> list[str]:
-    """Return the sorted paths of the layers to which an adapter's tensors belong. names: the tensors' names."""
+    """Return the sorted paths of the layers that an adapter changes. names: names of the adapter's tensors."""
     return sorted({name.removeprefix(PREFIX).rpartition(".weight")[0].rpartition(".")[0] for name in names})

@@ -18,7 +18,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADER_LIMIT = 100_000_000  # maximum bytes of a safetensors header; the safetensors library has the same limit
 ALLOWANCE = 2**29  # bytes of memory for the process, its libraries, and a batch's activations and logits
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# lock for building models: while it builds one, transformers replaces a class's method and torch's default dtype
+# hold this lock while transformers builds a model, because it then replaces a class's method and torch's default dtype
 building_models = threading.Lock()
 SCALES = ("_scale", "_zero_point", ".weight_shape")  # endings of the names of tensors that describe 8-bit weights
 PACKED = ".weight_packed"  # ending of the names of packed 8-bit weights (four in an int32), see `compressed`
@@ -47,7 +47,7 @@ class Need:
 
 
 def weight_files(folder: Path, names: Collection[str]) -> list[str]:
-    """Return which of the files `names` hold the weights: a single file, or the shards that an index in `folder` names.
+    """Return which of the files `names` hold the weights: a single file, or the shards in the index of `folder`.
 
     Raises UserError if there are no safetensors, both a single file and an index, a wrong index, or missing shards.
     """
@@ -73,7 +73,10 @@ def weight_files(folder: Path, names: Collection[str]) -> list[str]:
     missing = [name for name in shards if name not in names]
     if missing or not shards:
         gone = missing[0] if missing else "no file at all"
-        raise UserError(f"{folder}: {INDEX} names {gone}; {len(missing)} of {len(shards)} shards are missing")
+        raise UserError(
+            f"{folder}: {INDEX} names {gone}; {len(missing)} of {len(shards)} shards are missing: fetch the checkpoint "
+            "again"
+        )
     return shards
 
 

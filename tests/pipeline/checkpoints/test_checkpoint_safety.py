@@ -81,7 +81,7 @@ def test_code_in_a_checkpoint_is_not_run(checkpoint: Path, tmp_path: Path) -> No
     assert not sprung.exists()
     shutil.copy(checkpoint / "tokenizer_config.json", folder)
     changed(folder / "config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
-    with pytest.raises(ValueError, match=r"wants to run code of its own \(auto_map\), which is never done"):
+    with pytest.raises(ValueError, match=r"asks to run code of the checkpoint \(auto_map\), which is never done"):
         load(folder)
     with contextlib.suppress(ValueError):
         load_decoder(folder, torch.float32, torch.device("cpu"))  # past our own check, too
