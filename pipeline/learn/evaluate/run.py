@@ -97,7 +97,7 @@ def load_models(inputs: EvalInputs) -> tuple[Generator, Generator, dict[str, Gen
 
 
 def with_measured_order(inputs: EvalInputs, generator: Generator) -> EvalInputs:
-    """If `schedule.keep_order` is `measured`, measure the layer order on full-depth answers. Return the inputs."""
+    """Measure the layer order on full-depth answers if `schedule.keep_order` is `measured`. Return inputs with it."""
     model, schedule = inputs.config.model, inputs.config.schedule
     if schedule.keep_order != MEASURED:
         return inputs
@@ -111,7 +111,7 @@ def with_measured_order(inputs: EvalInputs, generator: Generator) -> EvalInputs:
 
 @dataclass
 class TimedRun:
-    """Answers of a line. seconds, decode_seconds: time of the whole run and of its decode steps in each timed round."""
+    """Answers of a line, and for each timed round the time of the whole run (`seconds`) and of its decode steps."""
 
     answers: list[Answer]
     stats: EngineStats
@@ -204,7 +204,7 @@ def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Li
         decode_wall_clock=median(base.decode_seconds) / decode if decode else 1.0,
         cache_bytes=stats.cache_bytes,
         scores=scores,
-        warnings=tuple(text.partition(";")[0] for text in signs),  # without the advice after the semicolon
+        warnings=tuple(text.rpartition(";")[0] for text in signs),  # without the advice after the last semicolon
     )
 
 

@@ -27,9 +27,11 @@ from actors.answers import Prompt
 from actors.engine.model.loading import load_tokenizer
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.scheduler import plan_batches
+from actors.engine.types import EngineStats
 from pipeline.cli.app import app
 from pipeline.config.evaluate import EvalConfig
-from pipeline.learn.evaluate.inputs import speeds
+from pipeline.learn.evaluate import run as run_module
+from pipeline.learn.evaluate.inputs import Variant, speeds
 from pipeline.learn.evaluate.results import Evaluation, Line, Score, print_tables, write_table
 from pipeline.learn.evaluate.run import TimedRun, common_batch, evaluate, time_in_turn
 
@@ -231,6 +233,13 @@ def test_without_decode_steps_there_is_no_depth(recipe: dict[str, Any], tmp_path
     schema = pq.read_schema(tmp_path / "out" / "table.parquet")
     assert (schema.field("layer_ratio").type, schema.field("mean_depth").type) == (pa.float64(), pa.float64())
     assert re.search(r"^1x +- +- +1.00x", result.output, re.MULTILINE)
+
+
+def test_a_warning_shows_the_whole_text_of_equal_answers() -> None:
+    answers: list[Any] = [SimpleNamespace(generated_text="no; yes")] * 8
+    done = TimedRun(answers, EngineStats(), [1.0], [1.0])
+    line = run_module._line(Variant("2x", "speed", ScheduleSpec(), 2.0), done, done, {})
+    assert line.warnings == ("8 of 8 answers (100.0%) are the same: 'no; yes'",)
 
 
 def test_brackets_in_names_and_answers_are_printed_as_they_are(tmp_path: Path) -> None:
