@@ -40,7 +40,7 @@ def nearest(metric: str, lines: Sequence[Line], chance: Scores) -> Line:
 
 
 def full_depth(lines: Sequence[Line]) -> Line:
-    """Return the line at full depth: the reference model's or, if there is none, that of the lowest speed."""
+    """Return the line at full depth: the reference model's line or, without a reference model, the lowest speed's."""
     return min(lines, key=lambda line: line.nominal or 0.0)
 
 
@@ -130,7 +130,7 @@ def stage_seconds(task: Task, row: RowCost) -> tuple[int, dict[str, float]]:
     trained = max(drawn - options.held_out, 1)
     steps = training_steps(recipe, trained)
     shares = [1 / speed for speed in options.speedups]
-    # a backward pass costs as much as a forward pass if weights are frozen; the teacher runs only once for each row
+    # × 2: with frozen weights, a backward pass costs as much as a forward pass; the teacher runs once for each row
     tokens = steps * recipe.batch_size * 2 * (row.prompt + row.answer * sum(shares))
     tokens += trained * (row.prompt + row.answer)
     if task.shape["keep_order"] == MEASURED:  # each step drops a layer; a pass runs, on average, half of those left

@@ -200,7 +200,7 @@ class StageRecord:
             raise UserError(f"{folder}/{RECORD}: cannot be read: {flat(error)}; remove the folder") from None
 
     def check(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise UserError if a finished stage had other settings than `settings`. The error names those keys."""
+        """Raise UserError if a finished stage had settings other than `settings`. The error names them."""
         self.settings = settings
         names = [
             name

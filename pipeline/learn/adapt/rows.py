@@ -51,7 +51,7 @@ def draw(total: int, count: int) -> list[int]:
 
 
 def layout(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
-    """Return the input files and the schema of the columns to read: the job's, and `adapt.references`.
+    """Return the input files and the schema of the columns to read: the job's columns, and `adapt.references`.
 
     Raises UserError if a file cannot be read, or a column is missing or has the wrong type.
     """
@@ -70,9 +70,9 @@ def layout(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema
 def read_sample(
     config: JobConfig, files: Sequence[InputFile], schema: pa.Schema, drawn: Sequence[int]
 ) -> tuple[pa.Table, list[bool]]:
-    """Read the rows `drawn`. Return a table of the readable ones, in this order, and whether each row is readable.
+    """Read rows. Return a table of the readable rows, in the order of `drawn`, and whether each row is readable.
 
-    drawn: row numbers, counted across all files. Only row groups that hold a drawn row are read.
+    drawn: numbers of the rows to read, counted across all files. Only row groups with such a row are read.
     """
     in_order, ends = sorted(drawn), accumulate((file.rows for file in files), initial=0)
     single_rows = [

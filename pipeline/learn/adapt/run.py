@@ -135,7 +135,7 @@ def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: 
 
     if chosen is not None:
         break_even = BreakEven(
-            cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # "before" is only for the table
+            cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # "before" only fills the table
             full=row_seconds(full_depth(lines)),
             fast=row_seconds(chosen),
             rows=task.rows,

@@ -154,7 +154,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
     if config.choices is not None:
         tokenizer = load_tokenizer(model.checkpoint.path)
         ids = tokenize_labels(tokenizer, config.choices)
-        longest(config.choices, ids)  # checks the labels: its error shows a label's text, that of ChoiceTrie does not
+        longest(config.choices, ids)  # called for its checks: its errors show a label's text, unlike ChoiceTrie's
         trie = ChoiceTrie([ids[label] for label in config.choices], tokenizer.eos_token_id)
         reserved = new_tokens = trie.most_tokens
     prompts = _tokenized(rows, model, reserved)
@@ -167,6 +167,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
         sources[key] = others[name].source
     used = {key: [source] for key, source in sources.items() if isinstance(source, str)}
     check_apart("output", folder.path, {"data.path": config.data.path, **used})
+    folder.make()
     return EvalInputs(config, rows, prompts, new_tokens, model, others, spec, folder)
 
 
@@ -202,17 +203,16 @@ def read_rows(data: EvalDataConfig, choices: Sequence[str] | None, storage: Stor
                     raise UserError(f"{row}: label {label!r} is not one of choices; add it, or leave the row out")
             rows.append(EvalRow(prompt, right, name, path, number))
     if len(rows) < 2:
-        raise UserError(f"{data.path[0]}: {len(rows)} rows to score, but intervals need at least 2")
+        raise UserError(f"{data.path[0]}: {len(rows)} rows to score, but intervals need at least 2; add rows")
     return rows
 
 
 def _output_folder(output: str) -> OwnedFolder:
-    """Make and return the output folder. Raises UserError if it holds files of the user, or is not writable."""
+    """Return the output folder, which need not exist. Raises UserError if it holds files of the user."""
     if "://" in output:
         raise UserError(f"output: {output} is not local; name a local folder, and copy the results afterwards")
     folder = OwnedFolder(Path(output), RECORD, "output")
     folder.check([])
-    folder.make()
     return folder
 
 

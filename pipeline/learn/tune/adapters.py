@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_targets(adapter: AdapterConfig, config: PretrainedConfig) -> None:
-    """Raise UserError if `adapter.targets` names a layer that a model with `config` lacks. Loads no weights."""
+    """Raise UserError if `adapter.targets` names a layer that a model with `config` lacks. No weights are loaded."""
     known = _linear_names(config)
     for target in adapter.targets or ():
         if target not in known:
@@ -78,7 +78,7 @@ def save_adapters(model: PeftModel, base: str, folder: Path) -> None:
     state: dict[str, Any] = peft.get_peft_model_state_dict(model)
     model.save_pretrained(str(folder), state_dict={name: weight.to(torch.bfloat16) for name, weight in state.items()})
     (folder / "README.md").unlink(missing_ok=True)  # peft's empty template
-    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors makes the file readable by its owner only
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors lets only the owner read it
     save_record(folder, base_digest(Path(base)))
 
 

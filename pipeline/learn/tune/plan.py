@@ -124,7 +124,7 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
     longest = min(contexts)
     train, dev = (encode(tokenizer, pairs, longest, architecture.vocab_size) for pairs in (train_pairs, dev_pairs))
     if not train or not dev:
-        raise UserError(f"data: every pair is longer than {longest} tokens (data.max_tokens or the context)")
+        raise UserError(f"data: every pair is longer than {longest} tokens (data.max_tokens or context); shorten them")
     kept = min(len(dev), data.dev_rows)
     dev = [dev[row * len(dev) // kept] for row in range(kept)]
     if len(dev) < 2:

@@ -329,7 +329,7 @@ def rate(step: int, warmup: int, steps: int) -> float:
 
 
 def by_length(lengths: Sequence[int], together: int, seed: str) -> list[int]:
-    """Return row numbers in an order that is random, but gives the `together` rows of a step similar lengths."""
+    """Return row numbers in random order, but with similar lengths in a step. together: number of rows in a step."""
     order = random.Random(seed).sample(range(len(lengths)), len(lengths))
     window = max(1, min(50, len(lengths) // (4 * together))) * together
     cuts = [order[start : start + window] for start in range(0, len(order), window)]

@@ -34,7 +34,9 @@ def check_machine(workers: WorkersConfig | None) -> None:
         return
     for name, each, has in (("CPU", workers.cpus, process_cpus()), ("GPU", workers.gpus, torch.cuda.device_count())):
         if workers.count * each > has:
-            raise UserError(f"workers: {workers.count} × {each:g} {name} needed, but this machine has {has:g}")
+            raise UserError(
+                f"workers: {workers.count} × {each:g} {name} needed, but this machine has {has:g}; use fewer"
+            )
 
 
 def run_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
