@@ -64,7 +64,7 @@ def optional_columns(config: JobConfig) -> tuple[str, ...]:
 
 
 def parsed_column(config: JobConfig) -> pa.DataType | None:
-    """Return the type of the output column `parsed`; None if not wanted. Raises UserError like `parsed_type`."""
+    """Return the type of the column `parsed`; None without `output.parse`. Raises UserError like `parsed_type`."""
     if not config.output.parse:
         return None
     assert config.output_format is not None

@@ -20,7 +20,7 @@ class Hardware:
         return True
 
     def node(self, actors: ActorsConfig) -> tuple[int, int, int]:
-        """Find the nodes that can run actors. Return the smallest node's CPUs and memory bytes, and their number."""
+        """Return CPUs and memory bytes of the smallest node that can run actors, and the number of such nodes."""
         return process_cpus(), process_memory(), 1
 
     def call_isolated(self, function: Callable[..., Result], *arguments: Any) -> Result:

@@ -267,7 +267,7 @@ def _input_identity(config: JobConfig) -> dict[str, Any]:
         if values[name] == default:
             del values[name]
     if any(map(is_template, config.input.chat_texts)):
-        values["chat_texts"] = "templates"  # a new key: old versions gave other prompts, without templates
+        values["chat_texts"] = "templates"  # not the same prompts as in old versions, which had no templates
     return values
 
 

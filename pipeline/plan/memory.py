@@ -41,7 +41,7 @@ def log_memory_estimate(
 
 
 def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedCheckpoint, batching: Batching) -> Need:
-    """Return the memory that one actor needs. Raises UserError if the weights' shapes do not fit its config."""
+    """Return the memory that one actor needs. Raises UserError if weights do not fit the model's config."""
     on_gpu = _on_gpu(model, actors)
     if (stored := checkpoint.checkpoint.stored) is not None and model.weights is None:
         runs = stored.run(model.dtype, on_gpu=on_gpu)

@@ -55,7 +55,7 @@ def save(folder: Folder, manifest: Manifest) -> None:
 
 
 def load(folder: Folder) -> Manifest | None:
-    """Return the plan in an output folder; None if there is none.
+    """Return the plan in an output folder; None if the folder has no plan.
 
     If a file is damaged, missing or in another format, raises a UserError that names the file and says what to do.
     """

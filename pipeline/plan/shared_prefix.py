@@ -45,7 +45,7 @@ def sampled_prefix(
     by_url = {file.url: file for file in files}
     readable = []
     for place in dict.fromkeys(_beginning(by_url[shard.url], shard) for shard in sampled):
-        with suppress(*STORE_ERRORS, pa.ArrowException):  # the job's read task will report the error again
+        with suppress(*STORE_ERRORS, pa.ArrowException):  # ignored, because the job's read task reports it
             readable += [table for _, table in read_shards(files, [place], schema, storage)]
     if any(_differ(table, spec) for table in readable):
         return []
