@@ -52,7 +52,7 @@ def count_answers(texts: Sequence[str]) -> dict[str, Any]:
     return {
         "empty_answers": sum(not text.strip() for text in texts),
         "repeating_answers": sum(map(repeats_itself, texts)),
-        # of long texts with the same beginning, the most frequent one is counted
+        # texts that are equal once cut: the count of the most frequent one is kept
         "common_answers": json.dumps(dict(reversed(common))) if common else "",
     }
 

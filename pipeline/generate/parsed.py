@@ -100,7 +100,7 @@ def _implied(schema: Mapping[str, Any]) -> list[str]:
 def parse_answers(
     texts: Sequence[str | None], errors: Sequence[str | None], kind: pa.DataType
 ) -> tuple[pa.Array, list[str | None]]:
-    """Parse answers as JSON. Return values of type `kind`, and `errors` with an error for each unfit text."""
+    """Parse answers as JSON. Return values of type `kind`, and `errors`, plus one for each text that does not fit."""
     values, found = [], []
     for text, error in zip(texts, errors, strict=True):
         value = None

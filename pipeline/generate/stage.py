@@ -140,7 +140,7 @@ class ShardGenerator:
         self.loaded = time.time()
         if self.worker.owns_process:
             logging.getLogger("transformers").setLevel(logging.ERROR)
-            # loaded objects are never freed: searching them for garbage took 10% of a small model's time
+            # exclude loaded objects from garbage collection: searching them took 10% of a small model's time
             gc.collect()
             gc.freeze()
             # end the process before Ray's exit handlers run, because they may wait for a lock for ever
@@ -179,7 +179,7 @@ class ShardGenerator:
             _check_rows(answers, shard)
             before.ended.wait()
             if not attempt.isolated:
-                turn.end()  # not if isolated: this shard would be blamed for deaths that the next one causes
+                turn.end()  # an isolated shard would be blamed for deaths that the next one causes
             table = part_table(rows, answers, self.part, shard)
             data = part_bytes(table, self.part, shard)
             _count(engine)

@@ -71,7 +71,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class ShardStats(Counts):
-    """Statistics of one shard. A lost record is rebuilt with only those that the part (output file) shows."""
+    """Statistics of one shard. A lost record is rebuilt from the part (output file), with fewer values."""
 
     shard: int = _unit("index", total="none")
     # rates: 0 means unknown, e.g. if the shard overlapped with another one
@@ -147,7 +147,7 @@ def _checked(item: Field[Any], value: Any) -> Any:
 
 
 def _counts(part: pa.Table) -> dict[str, Any]:
-    """Return the fields of `ShardStats` that a part determines. A value that may fail is given as a function."""
+    """Return the fields of `ShardStats` that a part determines. If computing one may fail, a function is given."""
     first = part.filter(pc.equal(part["sample_index"], 0))
     answered = part.filter(pc.not_equal(part["finish_reason"], "error"))
     reasons = part["finish_reason"].to_pylist()
