@@ -55,7 +55,7 @@ def without_removed(stored: Mapping[str, Any], section: type[Section]) -> dict[s
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """Return the section class in a field's type, which may be a list of sections. None: the type has no section."""
+    """Return the section class in a field's type, which may be a list of sections; None if the type has no section."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next(filter(None, map(section_of, get_args(annotation))), None)

@@ -75,7 +75,9 @@ class EvalConfig(Section):
         shown: dict[str, float] = {}
         for speedup in (1.0, *self.speedups):
             if shown.setdefault(f"{speedup:g}", speedup) != speedup:
-                raise UserError(f"speedups: {shown[f'{speedup:g}']} and {speedup} are both shown as {speedup:g}x")
+                raise UserError(
+                    f"speedups: {shown[f'{speedup:g}']} and {speedup} are both shown as {speedup:g}x; leave one out"
+                )
         if self.choices is not None:
             check_labels(self.choices, 2)
             check_compatible("choices", self.sampling.params())

@@ -183,7 +183,7 @@ class ScheduleConfig(Section):
     )
 
     def changes(self) -> dict[str, Any]:
-        """Return the keys of `ScheduleConfig` that the file sets; they select the layers. Lists become tuples."""
+        """Return the keys that the file sets and that select layers (`ScheduleConfig`), with lists as tuples."""
         given = self.model_dump(exclude_none=True, include=set(ScheduleConfig.model_fields))
         return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
