@@ -175,7 +175,8 @@ def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], to
     before, tag, behind = rendered.rpartition(CONTINUED.strip())
     if not tag:
         raise UserError("the chat template leaves out the end of the message that input.continue_final continues")
-    return before if behind.startswith(" ") else before.rstrip()  # without this space, the template strips messages
+    # CONTINUED ends with a space; if it is gone, the template strips messages, so that the content is stripped too
+    return before if behind.startswith(" ") else before.rstrip()
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,10 +53,10 @@ def compile_template(text: str) -> jinja2.Template:
 
 
 def _printable(value: Any) -> Any:
-    """Return `value`, which a template prints. Raises UndefinedError if it is null, a method or a function."""
+    """Return a value that a template prints. Raises UndefinedError if the value is null, a method or a function."""
     if value is None:  # Jinja would print "None"
         raise jinja2.UndefinedError("a null is printed; if null is allowed, write {{ column or '' }}")
-    if callable(value) and not isinstance(value, jinja2.Undefined):  # for a text `meta`, meta.title is Python's method
+    if callable(value) and not isinstance(value, jinja2.Undefined):  # if `meta` is text, meta.title is a Python method
         raise jinja2.UndefinedError("a method or function is printed, not a value of the row; is the column a struct?")
     return value
 

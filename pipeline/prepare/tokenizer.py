@@ -30,7 +30,7 @@ SHORT_CHARACTERS = 2**16  # `fewest_tokens` is 0 for texts up to this length
 
 @lru_cache(maxsize=2)
 def tokenizer_of(checkpoint: Source) -> Any:
-    """Return the checkpoint's tokenizer. Raises UserError if it is damaged."""
+    """Return the checkpoint's tokenizer. Raises UserError if the tokenizer is damaged."""
     known = KnownTokenizer(checkpoint) if isinstance(checkpoint, str) else checkpoint
     try:
         return load_tokenizer(fetch(known.checkpoint, weights=False), known.class_name)
