@@ -116,7 +116,7 @@ class Progress:
         self.starved_since: float | None = None
 
     def read(self) -> tuple[str, dict[str, Any]]:
-        """Return the progress as a line and as fields of an event. Also sets the job's metrics (gauges)."""
+        """Return the progress as a line and as fields of an event. Set the job's metrics (gauges)."""
         try:
             run = self.coordinator.read()
         except (ray.exceptions.RayError, TimeoutError):

@@ -132,7 +132,7 @@ def last_errors(folder: Folder) -> list[tuple[int, int]]:
 
 
 def shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[dict[str, Any], str | None]]:
-    """Return `count` rows, each with its answer at full depth; without an agreement sample, the first rows and None."""
+    """Return `count` rows with their answers at full depth, or, without an agreement sample, first rows with None."""
     urls = {file.digest or file.version: file.url for file in manifest.files}
     shown: list[tuple[dict[str, Any], str | None]] = []
     for example in () if manifest.agreement is None else manifest.agreement.examples:
