@@ -285,7 +285,7 @@ BAD = [
     ({"sampling": {"logprobs": 2}}, "sampling.logprobs: evaluate writes no log-probabilities"),
     ({"speedups": [2, 2.0000001]}, r"speedups: 2.0 and 2.0000001 are both shown as 2x"),
     ({"output": "s3://bucket/out"}, "output: s3://bucket/out is not local; name a local folder"),
-    ({"output": "eval.parquet"}, "output: eval.parquet: cannot be made: File exists"),
+    ({"output": "eval.yaml"}, "output: eval.yaml: cannot be made: File exists"),
     ({"output": "link"}, "holds '.*' and no evaluate.json of an earlier run; choose"),
     ({"data": {"path": "."}, "output": "link/out"}, "link/out and data.path .* overlap"),
     ({"beside": {"dense": "other"}}, "beside is now baselines"),
@@ -328,6 +328,7 @@ def test_refused_in_one_line_before_a_model_is_loaded(
     assert result.exit_code == 2, result.output
     assert result.stderr.count("\n") == 1
     assert re.search(message, result.stderr), result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_memory_that_runs_out_is_one_line(
