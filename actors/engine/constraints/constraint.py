@@ -1,7 +1,7 @@
 """The interface between an answer format (a list of labels, or a grammar) and the sampling of tokens.
 
 A constraint is compiled once and shared by rows. Each row has its own `AllowedTokens`, which tracks the row's progress.
-Sampling asks it which tokens may come next, and excludes all other tokens.
+Sampling asks the `AllowedTokens` which tokens may come next, and excludes all other tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Bits: TypeAlias = "NDArray[np.int32]"  # [words_of(V)]; token t is allowed if bi
 
 
 def words_of(vocabulary: int) -> int:
-    """Return how many 32-bit words a mask with one bit per token needs."""
+    """Return the number of 32-bit words of a mask with one bit per token."""
     return (vocabulary + 31) // 32
 
 
@@ -38,7 +38,7 @@ class AllowedTokens(Protocol):
     def error(self) -> str | None: ...
 
     def allows(self, token: int) -> bool:
-        """Return whether `token` may come next. This is usually faster than `write`."""
+        """Return whether `token` may come next. For one token, this is usually faster than `write`."""
 
     def write(self, bits: Bits) -> None:
         """Set the bits of all tokens that may come next, and clear all other bits."""

@@ -38,7 +38,7 @@ class GrammarCompiler:
         from transformers import PreTrainedTokenizerFast
 
         if not stop_ids:
-            raise UserError("output_format: the model has no token that ends an answer")
+            raise UserError("output_format: the model has no end token: set eos_token_id in generation_config.json")
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise UserError("output_format: the checkpoint has no tokenizer.json, which is needed for tokens' bytes")
         self.stop_ids = frozenset(stop_ids)

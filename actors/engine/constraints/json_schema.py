@@ -139,9 +139,9 @@ def _resolved(schema: Any, root: Schema) -> Schema:
 
 
 def overlap(schema: Schema) -> str | None:
-    """Return an error message if a `patternProperties` pattern matches a property whose schema differs; else None.
+    """Return an error message if a `patternProperties` pattern matches a property that has another schema; else None.
 
-    llguidance would let the model begin the name of this property, but never end it.
+    With such a pattern, llguidance would let the model begin the property's name, but never end it.
     """
     found: list[str] = []
 

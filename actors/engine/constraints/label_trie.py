@@ -1,7 +1,7 @@
 """Restricts answers to a list of labels, with a trie (prefix tree) of the labels' tokens.
 
 A row ends as soon as only one label is possible; the label's remaining tokens are certain and are not computed. If a
-label is the beginning of another label, the model's end token chooses the shorter label.
+label is a prefix of another label, the model's end token chooses the shorter label.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class OutputFormat:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> OutputFormat:
-        """Convert a mapping with one key of KINDS; raise UserError if it is wrong. A schema may be JSON text too."""
+        """Convert a mapping with one key of KINDS. A schema may be JSON text. Raises UserError if a value is wrong."""
         given = [kind for kind in KINDS if value.get(kind) is not None]
         unknown = [name for name in value if name not in (*KINDS, CHECK)]
         if unknown or len(given) != 1:
@@ -74,8 +74,8 @@ class OutputFormat:
     def lark(self) -> str:
         """Return the format in llguidance's dialect of Lark. Raises ValueError if a schema is not a JSON object.
 
-        If the next text is certain, llguidance by default forces the tokens that the tokenizer makes of it, with a
-        wrong space if the tokenizer puts a space before words. With `no_forcing`, the text may have any tokens.
+        If only one text can follow, llguidance by default forces the tokens into which the tokenizer splits this text.
+        Tokenizers that put a space before words would add a wrong space. `no_forcing` turns this off.
         """
         lark = self.text
         if self.kind == "json_schema":

@@ -77,7 +77,7 @@ class Reasoning:
         return prompt.rfind(self.start) > prompt.rfind(self.end)
 
     def is_over(self, prompt: str) -> bool:
-        """Return whether a prompt ends with the end delimiter. Chat templates write it there to switch thinking off."""
+        """Return whether a prompt ends with the end delimiter, which chat templates write to turn thinking off."""
         return prompt.rstrip().endswith(self.end)
 
 
@@ -104,7 +104,7 @@ class AfterReasoning:
         return ReasoningProgress(self)
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last of `tokens` completes the end delimiter. Few calls need to decode `tokens`."""
+        """Return whether the last of `tokens` completes the end delimiter. Few calls have to decode all `tokens`."""
         return self._end.ended(tokens)
 
     def split(self, tokens: Sequence[int], label: int | None) -> tuple[str, str]:

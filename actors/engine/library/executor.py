@@ -93,7 +93,7 @@ class LibraryExecutor:
         return logits[torch.tensor(sources, device=logits.device)], len(prompts) * columns, new
 
     def _shared(self, prefix: tuple[int, ...], layers: tuple[int, ...]) -> tuple[Any, int]:
-        """Return the keys and values of a prefix in `layers`, and how many tokens were computed: 0 if they were kept."""
+        """Return the keys and values of a prefix in `layers`, and how many tokens were computed (0: they were kept)."""
         if not prefix:
             return None, 0
         if self._prefix is not None and self._prefix[0] == (prefix, layers):

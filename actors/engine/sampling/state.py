@@ -22,8 +22,8 @@ class TokenCounts:
     """Tokens to which penalties apply, and how often each token occurs in the answer.
 
     Attributes:
-        tokens: array of int64, in order of first occurrence.
-        times: array of float32, number of occurrences in the answer; 0 for a token that occurs only in the prompt.
+        tokens: the tokens in order of first occurrence, int64.
+        times: for each token, number of occurrences in the answer, float32; 0 if it occurs only in the prompt.
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
@@ -49,7 +49,7 @@ class RowSampling:
     drawn: int = 0  # number of tokens sampled so far
     # how often each token has occurred so far; counted only if a penalty is set
     counts: TokenCounts = field(default_factory=lambda: TokenCounts(()))
-    allowed: AllowedTokens | None = None  # which tokens may come next; sampling only reads it; None: all tokens
+    allowed: AllowedTokens | None = None  # which tokens may come next; sampling does not change it; None: all tokens
     barred: Collection[int] = ()  # tokens that must not be sampled
     penalized: bool = field(init=False)  # whether a penalty is set
     packed: bytes = field(init=False, repr=False)  # `params` and `key` in the layout of the CPU kernel

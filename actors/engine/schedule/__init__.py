@@ -1,1 +1,1 @@
-"""Which layers run for which generated token: a schedule, its file in a checkpoint, and schedules to compare."""
+"""Schedules, which define which layers run for which generated token, and the file of a checkpoint that holds one."""

@@ -1,6 +1,6 @@
-"""Reads, checks and writes a checkpoint's ``skipdecode.json``: its schedule, and the schedules it was trained for.
+"""Reads, checks and writes a checkpoint's ``skipdecode.json``: a schedule, and which schedules training has covered.
 
-With a schedule that it was not trained for, a checkpoint may write ruined text.
+With a schedule that training has not covered, a checkpoint may write ruined text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRAINED = "trained"  # key of skipdecode.json for the training record
 
 @dataclass(frozen=True)
 class Trained:
-    """Training record: the schedules that training has covered. They share one layer order (keep order) and warm-up."""
+    """Training record: which schedules training has covered. All have the same layer order (keep order) and warm-up."""
 
     depths: tuple[int, ...]  # for each position, the lowest depth in training; later positions have the last depth
     prompt: tuple[str, ...]  # prompt policies that occurred in training
@@ -30,12 +30,13 @@ class Trained:
     warmup: int  # the first `warmup` layers in `keep_order` always ran
 
     @classmethod
-    def on(cls, stored: Schedule, drawn: Iterable[Schedule]) -> Trained:
-        """Return the record of a training run that sampled the schedules `drawn`.
+    def on(cls, stored: Schedule, sampled: Iterable[Schedule]) -> Trained:
+        """Return the training record of a training run.
 
-        stored: the checkpoint's own schedule. Sampled schedules with another keep order or warm-up than it are ignored.
+        stored: schedule of the checkpoint. sampled: schedules that training has sampled. Those with another keep order
+        or warm-up than `stored` are ignored.
         """
-        kept = [one for one in drawn if (one.keep_order, one.warmup) == (stored.keep_order, stored.warmup)]
+        kept = [one for one in sampled if (one.keep_order, one.warmup) == (stored.keep_order, stored.warmup)]
         return cls(
             depths=fewest(kept) or (stored.num_layers,),
             prompt=tuple(sorted({one.prompt for one in kept}, reverse=True)) or ("full",),
@@ -48,7 +49,7 @@ class Trained:
         return self.difference(schedule) is None
 
     def difference(self, schedule: Schedule) -> str | None:
-        """Return why training does not cover `schedule`; None if it does. If d(0) = L, `first` counts as `full` too."""
+        """Return why training does not cover `schedule`; None if it does. If d(0) = L, policy `first` equals `full`."""
         if (schedule.keep_order, schedule.warmup) != (self.keep_order, self.warmup):
             return "it was trained with another keep_order or warmup"
         if schedule.depths[-1] < self.depths[-1]:
@@ -71,7 +72,7 @@ class Trained:
 
 
 def fewest(schedules: Collection[Schedule]) -> tuple[int, ...]:
-    """Return each position's lowest depth in `schedules`, to the end of the longest curve; () for no schedules."""
+    """Return the lowest depth of all `schedules` at each position of the longest depth curve; () for no schedules."""
     longest = max((len(one.depths) for one in schedules), default=0)
     return tuple(min(one.depth(position) for one in schedules) for position in range(longest))
 
@@ -89,7 +90,7 @@ def of_older_record(spec: ScheduleSpec, num_layers: int, least: int) -> tuple[in
 
 
 def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> ScheduleSpec:
-    """Return the schedule in `values`: what a ``skipdecode.json`` holds besides key `trained`.
+    """Convert the values of a ``skipdecode.json``, without key `trained`, to a schedule.
 
     Raises UserError if a value is wrong or does not fit a model with `num_layers` layers. The message begins with
     `source`, and names the wrong key or position.

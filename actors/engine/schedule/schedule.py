@@ -102,7 +102,7 @@ class Schedule:
         return inside + (past if self.depths[-1] > rank else 0)
 
     def layer_steps(self, steps: int) -> int:
-        """Return the sum of d(t) over the first `steps` decode steps: how many layers they run together."""
+        """Return the number of layers that the first `steps` decode steps run: the sum of d(t) over these steps."""
         inside = sum(self.depths[: max(steps, 0)])
         return inside + max(steps - len(self.depths), 0) * self.depths[-1]
 
@@ -211,7 +211,7 @@ class ScheduleSpec:
         }
 
     def overridden(self, changes: Mapping[str, Any]) -> ScheduleSpec:
-        """Return this spec with `changes`. If they set a key for depth, the spec's own keys for depth are dropped."""
+        """Return a copy with `changes`. If they set a key for depth, the other keys for depth are dropped."""
         depth_keys = ("speedup", "max_depth", "min_depth", "depths")
         base = self
         if any(changes.get(key) is not None for key in depth_keys):
@@ -220,7 +220,7 @@ class ScheduleSpec:
 
 
 def envelope(schedules: Collection[Schedule]) -> Schedule:
-    """Return a schedule that has, at each position, the greatest depth of all `schedules` there.
+    """Return a schedule that runs, at each position, all layers that any of `schedules` runs there.
 
     Raises UserError if the schedules have different layer orders (keep orders).
     """
@@ -289,7 +289,7 @@ def paper_order(num_layers: int, warmup: int) -> tuple[int, ...]:
 
 
 def even_order(num_layers: int, warmup: int) -> tuple[int, ...]:
-    """Return the lowest `warmup` layers, the top layer, then again and again the layer farthest from all before."""
+    """Return the lowest `warmup` layers, then the top layer, then always the layer farthest from all layers so far."""
     order = list(range(warmup))
     if num_layers > warmup:
         order.append(num_layers - 1)
