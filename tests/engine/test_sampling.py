@@ -121,6 +121,13 @@ def test_barred_tokens_never_come_and_allowed_ones_alone_do() -> None:
     assert_chi_square(torch.bincount(torch.tensor(drawn.tokens), minlength=8).double(), wanted)
 
 
+def test_a_row_whose_possible_tokens_all_have_probability_0_costs_no_other_row() -> None:
+    greedy, logits = SamplingParams(), torch.zeros(3, 8)
+    logits[1, [4, 7]] = -torch.inf
+    rows = [RowSampling(greedy, 1, barred=range(8)), RowSampling(greedy, 1, allowed=only(4, 7)), RowSampling(greedy, 1)]
+    assert sample(logits, rows).tokens == sample_by_torch(logits, rows).tokens == [0, 4, 0]
+
+
 def test_logprobs_are_the_models_own() -> None:
     whole = LOGITS.log_softmax(-1)[0]
     params = SamplingParams(temperature=1.7, top_k=2, presence_penalty=1, logprobs=3)

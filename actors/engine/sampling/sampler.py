@@ -88,7 +88,7 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
     asked = logprobs or any(row.params.logprobs is not None for row in rows)
     normalizer = logits.logsumexp(dim=-1) if asked else missing
     adjusted = _adjust(logits, rows)
-    tokens = argmax(adjusted)
+    tokens = argmax(adjusted).clamp(min=0)  # 0 if all logits are -inf
     members, excluded = _excluded(rows, tokens, logits)
     choice_normalizer = missing.clone()
     if members:
@@ -96,7 +96,7 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
         everyone = len(members) == len(rows)
         possible = (adjusted if everyone else adjusted[at]).masked_fill(excluded, -torch.inf)
         adjusted = possible if everyone else adjusted.index_copy(0, at, possible)
-        tokens[at] = argmax(possible)
+        tokens[at] = argmax(possible).clamp(min=0)
         scored = [
             place for place, row in enumerate(members) if (allowed := rows[row].allowed) is not None and allowed.scored
         ]
