@@ -1,4 +1,4 @@
-"""The coordinator of a run. It counts committed shards, tracks running shards, and can stop the run. Imports no ray."""
+"""The coordinator of a run: counts committed shards, tracks running shards, and can stop the run. Imports no ray."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ PARSED = "parsed"
 
 @dataclass(frozen=True)
 class PartSpec:
-    """What a part (the output file of one shard) holds."""
+    """Describes what a part (the output file of one shard) holds."""
 
     id_column: str | None  # input column copied to `id`; None: an id is the file's path below `root` and the row number
     keep: tuple[str, ...]  # input columns to copy besides the id

@@ -1,4 +1,4 @@
-"""Names and types of the input columns that a job reads. This module reads no data."""
+"""Determines names and types of the input columns that a job reads, without reading data."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_columns(config: JobConfig) -> None:
     """Raise UserError if an input column is copied twice, or has the name of a column that the job adds."""
     for name in needed_columns(config):
         if name in ADDED and name not in config.output.keep:
-            raise UserError(f"input: column {printable(name)} has a name that the job uses; rename it")
+            raise UserError(f"input: column {printable(name)} has a name that the job itself uses; rename it")
     for name in config.output.keep:
         if config.output.keep.count(name) > 1:
             raise UserError(f"output.keep: {printable(name)} is listed twice; remove one")

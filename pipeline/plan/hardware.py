@@ -1,4 +1,4 @@
-"""Hardware that a job's actors run on, as far as planning needs to know it."""
+"""Describes the hardware that a job's actors run on, for planning."""
 
 from __future__ import annotations
 

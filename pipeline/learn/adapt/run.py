@@ -59,10 +59,10 @@ log = logging.getLogger(__name__)
 class Adapted:
     """Result of an adaptation.
 
-    trained: name of the subfolder of `folder` with the adapter or the checkpoint. before, after: measurements of the
+    trained: name of the subfolder of `folder` with the adapter or the checkpoint. before, after: table lines of the
     job's checkpoint and of the tuned one. chance: scores of answers that do not depend on their row. harmed: a warning
     for each speed that is worse after the training. chosen, break_even, job_file: None if no speed-up is within the
-    tolerance. nearest: speed-up that needs the smallest tolerance. counts: kind of rows -> number. seconds: by stage.
+    tolerance. nearest: speed-up that needs the smallest tolerance. counts: kind of rows -> number. seconds: stage -> s.
     """
 
     folder: Path
