@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from actors.control_tokens import one_bos
 from pipeline.messages import is_unicode
 
 Text = str | list[int]
@@ -20,7 +21,11 @@ def is_text(value: Any) -> bool:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, values: Sequence[Text], *, special: bool = True) -> list[list[int]]:
-    """Tokenize the texts in `values`; lists of token ids stay as they are. special: whether to add special tokens."""
+    """Tokenize the texts in `values` as jobs do; lists of token ids stay as they are.
+
+    special: whether to add special tokens. A text that begins with a BOS token gets no second one.
+    """
     texts = [value for value in values if isinstance(value, str)]
-    encoded = iter(tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else [])
+    found = tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else []
+    encoded = (one_bos(tokenizer, ids) if special else ids for ids in found)
     return [next(encoded) if isinstance(value, str) else value for value in values]

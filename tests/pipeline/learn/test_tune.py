@@ -25,9 +25,11 @@ from actors.engine.model.loading import inspect, load_decoder, load_tokenizer, w
 from actors.engine.model.speed_adapter import FILES, WEIGHTS, base_digest, merge
 from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.config.tune import TuneConfig, TuneDataConfig
+from pipeline.learn.rows import token_ids
 from pipeline.learn.tune.plan import encode, plan_training, read_pairs
 from pipeline.learn.tune.run import tune
 from pipeline.learn.tune.trainer import Training
+from pipeline.prepare.tokenizer import tokenize
 
 
 def parquet(path: Path, **columns: Any) -> str:
@@ -332,6 +334,13 @@ def test_token_ids_and_cut_off_responses(recipe: dict[str, Any], start: Path, tm
         encode(tokenizer, text, 256, 300)
     columns = {"train_reference": "response", "dev_reference": "response", "ended": "ended"}
     train_recipe({**recipe, "model": {"path": str(start)}, "data": {"train": path, "dev": path, **columns}})
+
+
+def test_a_prompt_has_the_tokens_that_a_job_gives_it(start: Path) -> None:
+    texts = ["Zizzi", "<s>Zizzi", "<s><s> Zizzi", "<s>"]  # `<s>` is BOS; templated prompts begin with it
+    expected = list(tokenize(str(start), texts, special_tokens=True))
+    assert token_ids(load_tokenizer(start), [*texts, [0, 0, 5]]) == [*expected, [0, 0, 5]]
+    assert [ids.count(load_tokenizer(start).bos_token_id) for ids in expected] == [1] * 4
 
 
 def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any], tmp_path: Path) -> None:
