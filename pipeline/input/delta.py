@@ -33,7 +33,7 @@ from pipeline.storage.folder import open_folder
 MAPPING = "delta.columnMapping.mode"
 COMPACT = "rewrite the table (OPTIMIZE, or REORG TABLE ... APPLY (PURGE)) and read the new version"
 FINGERPRINT = "skipdecode.fingerprint"  # key under which a commit's metadata holds the job's fingerprint
-# deltalake can add a job's files, without changes, to a table that has these features
+# table features with which deltalake can add a job's files unchanged
 WRITABLE = {
     *("appendOnly", "invariants", "checkConstraints", "generatedColumns", "changeDataFeed"),
     *("deletionVectors", "v2Checkpoint", "timestampNtz", "variantType"),
@@ -57,13 +57,13 @@ def store_options(url: str, storage: StorageConfig) -> dict[str, str]:
 def read_commit(url: str, storage: StorageConfig, version: int) -> bytes:
     """Return the log of one table version: one JSON action per line. Raises FileNotFoundError if the log is gone.
 
-    Avoids deltalake's `history`, which holds the GIL while it waits for the store, so a job could not renew its lease.
+    Do not use deltalake's `history`: it holds the GIL while it waits for the store, so a job could not renew its lease.
     """
     return open_folder(f"{url}/_delta_log", storage).read(f"{version:020}.json")
 
 
 def _store_failed(url: str, error: OSError) -> StoreFailed:
-    """Return the error for a store that deltalake cannot reach: its message, in one line without colour codes."""
+    """Return the error for a store that deltalake cannot reach, with a message in one line without colour codes."""
     text = re.sub(r"\x1b\[[0-9;]*m|↳", "", str(error))
     return StoreFailed(f"{url}: {flat(text)}")
 
@@ -81,7 +81,7 @@ def _one_line(url: str, version: int | None) -> Iterator[None]:
 
 
 def find_table(url: str, storage: StorageConfig, version: int | None = None) -> DeltaTable | None:
-    """Return the table at `url` (default: newest version); None if none is there. Raises UserError if unreadable."""
+    """Return the table at `url` (default: newest version), or None. Raises UserError if the table is unreadable."""
     with _one_line(url, version):
         try:
             table = DeltaTable(url, version=version, storage_options=store_options(url, storage))
@@ -89,7 +89,8 @@ def find_table(url: str, storage: StorageConfig, version: int | None = None) -> 
             return None
     mode = table.metadata().configuration.get(MAPPING, "none")
     if mode != "none":
-        raise UserError(f"{url}: not supported: the table's columns have other names in its files ({MAPPING} = {mode})")
+        mapped = f"the table's columns have other names in its files ({MAPPING} = {mode})"
+        raise UserError(f"{url}: not supported: {mapped}; use a table without column mapping")
     return table
 
 
@@ -117,7 +118,8 @@ class DeltaInput:
     def appended(self, after: int, until: int) -> dict[str, int]:
         answered = f"since version {after}, which the last successful run answered"
         if until < after:
-            raise UserError(f"{self.root}: the last successful run answered version {after}, newer than {until}")
+            problem = f"the last successful run answered version {after}, but the table now ends at version {until}"
+            raise UserError(f"{self.root}: {problem}; answer the whole table into another output.path")
         added: list[tuple[str, int]] = []
         for version in range(after + 1, until + 1):
             try:
@@ -174,7 +176,7 @@ class DeltaInput:
 
 
 class DeltaOutput:
-    """A Delta table as output (an `OutputTable`). Finds a job's commit by transaction id, even if its log is gone."""
+    """A Delta table as output (`OutputTable`). Finds a job's commit by transaction id, even if its log is gone."""
 
     def __init__(self, path: str, storage: StorageConfig) -> None:
         self.url = real_url(path)
@@ -191,8 +193,8 @@ class DeltaOutput:
         base = None if table is None else table.transaction_version(f"skipdecode-{fingerprint}")
         if table is None or base is None:
             return None
-        for version in range(base + 1, table.version() + 1):  # other writers may have committed before the job
-            with suppress(FileNotFoundError):  # the log of an old commit may be gone
+        for version in range(base + 1, table.version() + 1):  # others may have committed before the job
+            with suppress(FileNotFoundError):  # skip old commits whose logs are gone
                 if fingerprint.encode() in read_commit(self.url, self.storage, version):
                     return version
         return base + 1
@@ -200,7 +202,7 @@ class DeltaOutput:
     def append(self, parts: Sequence[PartFile], schema: pa.Schema, fingerprint: str) -> int:
         table = find_table(self.url, self.storage) or self._created(schema)
         self._check_table(table, schema)
-        # deltalake finds conflicts only in commits newer than `table`, so check here if this job has committed already
+        # check for an earlier commit of this job, because deltalake finds conflicts only in commits newer than `table`
         if table.transaction_version(f"skipdecode-{fingerprint}") is not None:
             raise CommitConflict(f"{self.url} has this job's commit by now")
         application = Transaction(f"skipdecode-{fingerprint}", table.version())
@@ -233,7 +235,9 @@ class DeltaOutput:
         metadata, fields = table.metadata(), table.schema().fields
         rule = next((key for key in metadata.configuration if key.startswith(RULES)), None)
         if rule is not None:
-            raise UserError(f"output.table: {self.url} has the rule {rule}, but a job does not apply rules")
+            raise UserError(
+                f"output.table: {self.url} has the rule {rule}, which jobs do not check; choose another table"
+            )
         features = sorted({*(table.protocol().writer_features or ())} - WRITABLE)
         if features:
             raise UserError(

@@ -49,7 +49,7 @@ _MAGIC = {  # first bytes of formats that are often mistaken for Parquet
 
 @dataclass(frozen=True)
 class InputFile:
-    """An input file whose size and version are recorded (pinned). A row group of a text file is a range of records."""
+    """An input file with recorded (pinned) size and version. A row group of a text file is a range of records."""
 
     url: str  # absolute path or s3:// URL
     size: int  # bytes
@@ -116,12 +116,12 @@ def _named(
     if isinstance(fs, LocalFileSystem) and os.path.islink(inside) and not os.path.exists(inside):
         raise _broken_link(inside)
     is_glob = glob.has_magic(inside)
-    with suppress(PermissionError):  # a store also denies access if a name is missing and the user may not list names
+    with suppress(PermissionError):  # if access is denied, keep the glob: a store may deny access to a missing name
         is_glob = is_glob and not fs.exists(inside)
     is_folder = not is_glob and fs.isdir(inside)
     folder = inside if is_folder else fixed_part(inside) if is_glob else os.path.dirname(inside)
     if given is None:
-        with suppress(PermissionError):  # the user may lack access to the folders above
+        with suppress(PermissionError):  # skip folders above to which the user has no access
             _check_no_table(fs, folder)
     if is_glob:
         nothing = f"{path}: matches no file{where_sought(path)}; names that begin with _ or . are ignored"
@@ -129,7 +129,7 @@ def _named(
     if not is_folder:
         entry = fs.info(inside)
         size_and_version = int(entry["size"]), _version(entry, fs, inside)
-        return {inside: size_and_version} if entry["type"] == "file" else {}, f"{path}: not a file"
+        return {inside: size_and_version} if entry["type"] == "file" else {}, f"{path}: neither a file nor a folder"
     below = _files_below(fs, inside, None, given)
     suffixes = SUFFIXES[file_format("", given)]
     nothing = f"{path}: folder without {suffixes[0]} files"
@@ -247,7 +247,7 @@ def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tu
 
 
 class OtherFormat(UserError):
-    """A file without a suffix of its format, which its content shows. format: value for `input.format`."""
+    """The content of a file shows another format than the file's name. format: value to set for `input.format`."""
 
     def __init__(self, message: str, format: InputFormat) -> None:
         super().__init__(message)
@@ -255,7 +255,7 @@ class OtherFormat(UserError):
 
 
 def _not_parquet(url: str, head: bytes, error: Exception) -> UserError:
-    """Return the error for a file that Arrow cannot read as Parquet. Names the format that `head` shows."""
+    """Return the error for a file that is not Parquet. It names the format that `head`, the first bytes, shows."""
     kind, start = _other_format(head), f"{url}: not readable as Parquet: "
     formats: dict[str | None, InputFormat] = {"JSON": "jsonl", "CSV": "csv"}
     if kind in formats:
@@ -277,12 +277,12 @@ def _other_format(head: bytes) -> str | None:
 
 
 def check_unchanged(file: InputFile, storage: StorageConfig) -> None:
-    """Raise UserError if the file is gone, or its size or version is no longer the recorded one."""
+    """Raise UserError if the file is gone, or if size or version are no longer as recorded."""
     now = stat(file.url, storage)
     if now is None:
-        raise UserError(f"{file.url}: gone since the job began")
+        raise UserError(f"{file.url}: gone since the job began; put the file back")
     if now != (file.size, file.version):
-        raise UserError(f"{file.url}: changed since the job began")
+        raise UserError(f"{file.url}: changed since the job began; put the old file back, or use --overwrite")
 
 
 def stat(url: str, storage: StorageConfig) -> tuple[int, str] | None:
@@ -298,9 +298,9 @@ def stat(url: str, storage: StorageConfig) -> tuple[int, str] | None:
 def list_input(
     section: InputConfig, storage: StorageConfig, *, may_be_empty: bool = False, after: int | None = None
 ) -> Files:
-    """Return URL -> (bytes, version) of each input file, or of a table's files at `input.snapshot` (None: no files).
+    """Return URL -> (bytes, version) of each input file. For a table: of each data file at `input.snapshot` (None: {}).
 
-    after: a snapshot of the table. Only data files that were appended after this snapshot are listed.
+    after: a snapshot of the table. List only data files that were appended after this snapshot.
 
     Raises the errors of `list_files`, and UserError if a table's data file is missing, changed or has deleted rows.
     """
@@ -315,14 +315,14 @@ def list_input(
         raise UserError(f"{section.path[0]}: the table has no rows")
     for url, size in files.items():
         if url not in present:
-            raise UserError(f"{url}: this data file of {section.path[0]} is gone")
+            raise UserError(f"{url}: this data file of {section.path[0]} is gone; restore it, or repair the table")
         if present[url][0] != size:
             raise UserError(f"{url}: has {present[url][0]} bytes, but {section.path[0]} lists it with {size} bytes")
     return present
 
 
 def input_root(section: InputConfig, storage: StorageConfig, urls: Collection[str]) -> str:
-    """Return the folder that holds all input files. File names in generated row ids are relative to this folder."""
+    """Return the folder that holds all input files. In generated row ids, file names are relative to this folder."""
     if section.is_table:
         return input_table(section, storage).root
     folders = []

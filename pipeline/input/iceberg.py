@@ -108,7 +108,7 @@ def _one_line(storage: StorageConfig) -> Iterator[None]:
     try:
         yield
     except SQLAlchemyError as error:
-        reason = flat(getattr(error, "orig", None) or error)  # `error` also quotes SQL and a link
+        reason = flat(getattr(error, "orig", None) or error)  # the original error, without the SQL and link in `error`
         raise UserError(f"{name}: {reason}; check storage.catalog.uri, or the catalog's settings") from None
     except (ValueError, NoSuchPropertyException, NotInstalledError) as error:
         raise UserError(f"{name}: {flat(error)}") from None
@@ -137,7 +137,7 @@ class IcebergInput:
             return self._files(self.table.scan(snapshot_id=snapshot).plan_files())
         except UserError:
             raise
-        except ValueError as error:  # pyiceberg cannot read equality deletes
+        except ValueError as error:  # raised for equality deletes, which pyiceberg cannot read
             raise UserError(f"{self.name}: snapshot {snapshot}: {flat(error)}; {COMPACT}") from None
 
     def appended(self, after: int, until: int) -> dict[str, int]:
@@ -195,8 +195,10 @@ class IcebergInput:
         return schema
 
     def _field_ids(self, url: str, schema: pa.Schema) -> dict[str, int]:
-        """Return dotted name -> Iceberg field id of each column and nested field in the schema of a data file. If the
-        file has no ids, the table's name mapping gives them. Without a mapping, the result is empty."""
+        """Return dotted name -> Iceberg field id of each column and nested field in the `schema` of data file `url`.
+
+        If the file has no ids, take them from the table's name mapping; without such a mapping, return {}.
+        """
         mapping = self.table.name_mapping()
         try:
             held = pyarrow_to_schema(schema, mapping, downcast_ns_timestamp_to_us=True)
@@ -209,11 +211,11 @@ class IcebergInput:
     def _snapshot(self, number: int) -> Snapshot:
         found = self.table.snapshot_by_id(number)
         if found is None:
-            raise UserError(f"input.snapshot: {self.name} has no snapshot {number}; it may have expired")
+            raise UserError(f"input.snapshot: {self.name} has no snapshot {number} (expired?); set another snapshot")
         return found
 
     def _schema(self, snapshot: int) -> Schema:
-        """Return a snapshot's schema. For the newest one, this is the table's schema, which may be newer still."""
+        """Return a snapshot's schema; for the newest snapshot the table's schema, which may have changed since."""
         found = self._snapshot(snapshot)
         if found.schema_id is None or found == self.table.current_snapshot():
             return self.table.schema()
@@ -231,7 +233,8 @@ class IcebergInput:
             if task.delete_files:
                 raise UserError(f"{url}: rows of this data file are deleted by delete files of {self.name}; {COMPACT}")
             if task.file.file_format != FileFormat.PARQUET:
-                raise UserError(f"{url}: this data file of {self.name} is {task.file.file_format.value}, not Parquet")
+                kind = task.file.file_format.value
+                raise UserError(f"{url}: this data file of {self.name} is {kind}; convert the table to Parquet")
             files[url] = task.file.file_size_in_bytes
         return dict(sorted(files.items()))
 
@@ -261,7 +264,7 @@ class IcebergOutput:
         self._check_table(table, schema)
         if _snapshot_of(table, fingerprint) is not None:
             raise CommitConflict(f"{self.name} has this job's snapshot by now")
-        # no retries: after a conflict, pyiceberg would commit again without looking for this job's snapshot
+        # forbid retries: after a conflict, pyiceberg would commit again without looking for this job's snapshot
         table.properties[TableProperties.COMMIT_NUM_RETRIES] = "0"
         urls = [part.url if "://" in part.url else f"file://{part.url}" for part in parts]
         try:
@@ -280,7 +283,7 @@ class IcebergOutput:
         return find_table(self.catalog, self.name, self.storage)
 
     def _location_of_new(self) -> str | None:
-        """Return the location for a new table; None if neither catalog nor namespace sets it."""
+        """Return the folder for new tables; None if neither catalog nor namespace sets one."""
         try:
             namespace = self.catalog.load_namespace_properties(self.name.rpartition(".")[0])
         except NoSuchNamespaceError:
@@ -292,7 +295,7 @@ class IcebergOutput:
         try:
             try:
                 self.catalog.create_namespace_if_not_exists(namespace)
-            except Exception:  # a SQL catalog raises a database error if another run has just created the namespace
+            except Exception:  # a database error, if another run has just created the namespace in a SQL catalog
                 if not self.catalog.namespace_exists(namespace):
                     raise
             return self.catalog.create_table(self.name, schema)
@@ -301,9 +304,8 @@ class IcebergOutput:
 
     def _check_table(self, table: Table, schema: pa.Schema) -> None:
         if table.format_version not in WRITABLE:
-            raise UserError(
-                f"output.table: {self.name} has format version {table.format_version}, which pyiceberg cannot write"
-            )
+            problem = f"has format version {table.format_version}, which pyiceberg cannot write"
+            raise UserError(f"output.table: {self.name} {problem}; choose a table of version {WRITABLE[-1]}")
         partitions, fields = [field.name for field in table.spec().fields], table.schema().fields
         there = {field.name: str(field.field_type) for field in fields}
         ours = {field.name: _type_in(table, field) for field in schema}
@@ -318,7 +320,7 @@ def _snapshot_of(table: Table, fingerprint: str) -> int | None:
 
 
 def _type_in(table: Table, field: pa.Field) -> str:
-    """Return a column's Iceberg type, with the table's field ids. Return its Arrow type if the table lacks the ids."""
+    """Return the Iceberg type of a column, with the table's field ids; its Arrow type if the table lacks these ids."""
     try:
         mapped = pyarrow_to_schema(pa.schema([field]), name_mapping=table.schema().name_mapping)
     except ValueError:

@@ -21,9 +21,9 @@ from pipeline.input.text_files import TextColumns, read_text, scan_text
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import STORE_ERRORS
 
-OF_PATH = {b"skipdecode.path": b"1"}  # marks a column that some files take from folder names in their paths
+OF_PATH = {b"skipdecode.path": b"1"}  # metadata of a column that some files take from the folder names in their paths
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-COLUMN_ROWS, COLUMN_BYTES = 2**14, 2**26  # maximum rows and bytes of each read, when whole columns are read
+COLUMN_ROWS, COLUMN_BYTES = 2**14, 2**26  # maximum rows and bytes per read, when whole columns are read
 
 
 def read_layout(
@@ -35,7 +35,7 @@ def read_layout(
     columns: TextColumns | None = None,
     limit: int | None = None,
 ) -> tuple[InputFile, pa.Schema]:
-    """Return the file (with its row groups) and its schema. Raises UserError if it is missing or not of `kind`."""
+    """Find a file's row groups and schema. Raises UserError if the file is missing or not of `kind`."""
     try:
         if kind == "parquet":
             return read_footer(url, size, version, storage)
@@ -53,7 +53,7 @@ def read_shards(
 
     Consecutive shards of one file are read in one pass. files: input files, which must include each shard's file.
 
-    Raises UserError before it yields rows of a changed file. Also raises the errors of `read_groups` and `read_text`.
+    Raises UserError, and yields no more rows, if a file has changed. Also raises what `read_groups` and `read_text` do.
     """
     by_url = {file.url: file for file in files}
     for url, neighbours in groupby(shards, key=lambda shard: shard.url):
@@ -138,7 +138,7 @@ def read_columns(
 ) -> dict[str, list[Any]]:
     """Return column name -> values in the first `limit` rows of the files at `path` (a file, folder or glob).
 
-    optional: further columns to read; those that some file lacks are left out of the result.
+    optional: further columns to read. If a file lacks such a column, leave the column out of the result.
 
     Raises UserError, which names the file. If the file lacks one of `columns`, the error is a `MissingColumn`.
     """
@@ -177,8 +177,10 @@ def read_columns(
 def read_blocks(
     files: Sequence[InputFile], shards: Iterable[Shard], schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[pa.Table]:
-    """Yield a one-row table per shard with the columns `shard` (index), `url`, `first_row` and `rows` (all rows of the
-    shard as Arrow IPC bytes). Ray Data splits blocks only between rows, so a shard in a single row stays whole."""
+    """Yield a one-row table per shard, so that Ray Data, which splits blocks between rows, keeps each shard whole.
+
+    Columns: `shard` (index), `url`, `first_row`, and `rows` (all rows of the shard as Arrow IPC bytes).
+    """
     for shard, table in read_shards(files, shards, schema, storage):
         rows = pa.array([to_ipc(table)], pa.large_binary())
         yield pa.table({"shard": [shard.index], "url": [shard.url], "first_row": [shard.first_row], "rows": rows})

@@ -1,8 +1,8 @@
 """Finds one schema for all files of a job, and casts each file's rows to it.
 
 Files in one folder often have slightly different types: int32 and int64, string and large_string, dictionary columns,
-columns of nulls. Planning finds a common type for each column. If a value does not fit this type, its row gets an
-error. File metadata is dropped.
+columns of nulls. Planning finds a common type for each column. A row with a value that does not fit this type gets an
+error. The files' metadata is dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ERROR = "__error"  # column with the error of each row, null for a good row; no 
 
 
 def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Schema:
-    """Return a schema with one common, nullable type per column. It has no metadata. files: URL -> the file's schema.
+    """Return a schema, without metadata, that has one common, nullable type per column. files: URL -> schema.
 
     A column or nested field that is null in every file becomes a string. Raises UserError if a column is missing or
     has no common type. The message names file, column and types.
@@ -34,14 +34,16 @@ def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Sch
         for url, here in kinds.items():
             both = common(kind, pa.string() if are_uuids else plain(here))
             if both is None:
-                raise UserError(f"{url}: column {name!r} is {printable(here)}, but {printable(kind)} in {where}")
+                types_differ = f"{url}: column {name!r} is {printable(here)}, but {printable(kind)} in {where}"
+                raise UserError(f"{types_differ}; convert one of them")
             if both != kind:
                 kind, where = both, url
         field = pa.field(name, _settled(kind))
         for url, here in kinds.items():
             if not _holds(here, field):
                 shown = printable(here), printable(field.type)
-                raise UserError(f"{url}: column {name!r} is {shown[0]}, which cannot be read and written as {shown[1]}")
+                problem = f"{shown[0]}, which cannot be read and written as {shown[1]}"
+                raise UserError(f"{url}: column {name!r} is {problem}; convert the column")
         fields.append(field)
     return pa.schema(fields)
 
@@ -74,7 +76,7 @@ def _holds(here: pa.DataType, field: pa.Field) -> bool:
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """Return the type without dictionaries, views and extensions; nested types lose their metadata and item names."""
+    """Remove dictionaries, views and extensions from a type, and metadata and item names from nested types."""
     if isinstance(kind, pa.BaseExtensionType):
         return plain(kind.storage_type)
     if types.is_dictionary(kind):
@@ -118,10 +120,10 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
         return second
     if types.is_nested(first) or types.is_nested(second):
         return _common_nested(first, second)
-    for one, other in ((first, second), (second, first)):  # Arrow would round decimals, or turn text into bytes
+    for one, other in ((first, second), (second, first)):  # refuse, as Arrow would round decimals, or make text bytes
         if (types.is_decimal(one) and types.is_floating(other)) or (is_text(one) and _is_binary(other)):
             return None
-    if types.is_decimal(first) != types.is_decimal(second):  # of a decimal and an integer, Arrow keeps too few digits
+    if types.is_decimal(first) != types.is_decimal(second):  # give an integer a decimal type that holds all its digits
         first, second = (
             pa.decimal128({8: 3, 16: 5, 32: 10, 64: 20}[kind.bit_width], 0) if types.is_integer(kind) else kind
             for kind in (first, second)
@@ -137,7 +139,7 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
 
 
 def _common_nested(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    """Return the common type as `common` does, for two types of which at least one is nested."""
+    """Do what `common` does, if at least one of the two types is nested."""
     if types.is_struct(first) and types.is_struct(second):
         children = {child.name: child.type for child in first}
         for child in second:
@@ -168,7 +170,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def with_all(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Add a column of nulls for each column of `schema` that `table` lacks. Old data files of a table may lack some."""
+    """Add a column of nulls for each column of `schema` that `table` lacks, as an old data file may."""
     for field in schema:
         if field.name not in table.column_names:
             table = table.append_column(field.name, pa.nulls(table.num_rows, field.type))
@@ -206,7 +208,7 @@ def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array:
         return pa.array([None if value is None else str(value) for value in values.to_pylist()], kind)
     try:
         cast = values.cast(kind)
-    except pa.ArrowIndexError:  # Arrow looks up nulls too, which fails if the dictionary is empty
+    except pa.ArrowIndexError:  # raised for nulls if the dictionary is empty
         cast = pa.array(values.to_pylist(), kind)
     cast.validate(full=True)
     return cast
@@ -214,7 +216,7 @@ def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array:
 
 def _cast_value(values: pa.Array, row: int, field: pa.Field) -> tuple[pa.Array, str | None]:
     """Return the value at `row` as an array of the field's type, and an error or None."""
-    value = pa.concat_arrays([values.slice(row, 1)])  # copied, because a slice of a list array keeps all children
+    value = pa.concat_arrays([values.slice(row, 1)])  # a copy, because a slice of a list array keeps all children
     try:
         return _cast(value, field.type), None
     except pa.ArrowInvalid as error:

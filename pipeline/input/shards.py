@@ -31,7 +31,7 @@ class Shard:
 
 
 def cut_shards(files: Iterable[InputFile], shard_rows: int, shard_bytes: int) -> list[Shard]:
-    """Return the shards of all files, in order. A Parquet shard holds whole row groups, or a part of a large row group.
+    """Cut files into shards, in order. A shard of a Parquet file holds whole row groups, or a part of a large one.
 
     A shard of a text file has at most `shard_rows` rows and `shard_bytes` bytes, and may end inside a row group.
     """
@@ -100,7 +100,7 @@ def _tables(shards: Sequence[Shard], columns: Sequence[str], storage: StorageCon
     # large row groups are streamed page by page; small ones are read ahead
     large = any(group.total_byte_size > STREAM_BYTES for group in groups)
     with fs.open(path, "rb", cache_type="none" if large else "readahead") as file:
-        buffer = FETCH_BYTES if large else 0  # used only without pre_buffer, which fetches whole row groups
+        buffer = FETCH_BYTES if large else 0  # has no effect with pre_buffer, which fetches whole row groups
         parquet = pq.ParquetFile(
             file,
             metadata=footer,
@@ -140,7 +140,7 @@ def group_shards(
     """Return a list of shards for each read task: consecutive shards of one file, within the limits for tasks.
 
     Shards of one row group stay together even above the limits, so that the row group is read only once. All shards of
-    a gzip file stay together too, because the file can only be read from its start.
+    a gzip file stay together, because such a file can only be read from its start.
     """
     layout = {file.url: (file, list(accumulate(file.group_rows, initial=0))) for file in files}
     located = [(shard, *_locate(shard, *layout[shard.url])) for shard in shards]
@@ -159,7 +159,7 @@ def group_shards(
 
 
 def _locate(shard: Shard, file: InputFile, starts: Sequence[int]) -> tuple[int | None, float]:
-    """Return the row group that the shard is a part of (None if it holds whole row groups), and the shard's size."""
+    """Return the row group of which `shard` is a part (None: it holds whole row groups), and the shard's bytes."""
     end = shard.first_row + shard.rows
     number = bisect_right(starts, shard.first_row) - 1
     size = 0.0
@@ -170,13 +170,13 @@ def _locate(shard: Shard, file: InputFile, starts: Sequence[int]) -> tuple[int |
     return (number if is_part else None), size
 
 
-SCANNED_ROWS, SCANNED_BYTES = 4096, 16 * 2**20  # at most this much of a row group is read to reach one row
+SCANNED_ROWS, SCANNED_BYTES = 4096, 16 * 2**20  # maximum rows and bytes of a row group to read for one row
 
 
 def spread_rows(files: Sequence[InputFile], shards: Sequence[Shard], count: int) -> list[Shard]:
     """Pick at most `count` rows, evenly spaced over the shards, and return each as a shard of one row, in order.
 
-    Only rows near the beginning of a row group are picked, so that little is read to reach them.
+    Pick only rows near the start of a row group, so that little is read to reach them.
     """
     ends = {shard.url: shard.first_row + shard.rows for shard in shards}  # the shards of a file cover its first rows
     begins: list[tuple[str, int]] = []

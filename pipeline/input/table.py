@@ -39,7 +39,7 @@ class CommitConflict(Exception):
 
 
 class InputTable(Protocol):
-    """A table as input. Its methods raise one-line UserErrors that name the table.
+    """A table as input. Methods raise one-line UserErrors that name the table.
 
     root: the folder that holds the table's data files, or most of them.
     """
@@ -58,7 +58,8 @@ class InputTable(Protocol):
     def appended(self, after: int, until: int) -> dict[str, int]:
         """Return URL -> bytes of each data file appended after snapshot `after`, up to and including snapshot `until`.
 
-        Skips compactions. Raises UserError if `until` does not follow `after`, or if rows were changed or deleted.
+        Skip files that a compaction wrote. Raises UserError if `until` does not follow `after`, or if rows were changed
+        or deleted.
         """
 
     def as_shown(self, snapshot: int, url: str, schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
@@ -70,23 +71,23 @@ class InputTable(Protocol):
 
 
 class OutputTable(Protocol):
-    """A table as output; it need not exist yet. Its methods raise one-line UserErrors that name the table."""
+    """A table as output, which need not exist. Methods raise one-line UserErrors that name the table."""
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise UserError if the table's columns, types or partitions do not allow it to hold files of this schema."""
+        """Raise UserError if files with this schema do not fit the table's columns, types or partitions."""
 
     def snapshot_of(self, fingerprint: str) -> int | None:
         """Return the snapshot committed by the job with this fingerprint; None if there is none."""
 
     def append(self, parts: Sequence[PartFile], schema: pa.Schema, fingerprint: str) -> int:
-        """Add `parts` as one snapshot, whose metadata holds the fingerprint. Return its id. Creates a missing table.
+        """Add `parts` as one snapshot, with the fingerprint in its metadata. Create a missing table. Return the id.
 
         Raises CommitConflict and adds nothing if another writer, perhaps another run of this job, committed first.
         """
 
 
 def input_table(section: InputConfig, storage: StorageConfig) -> InputTable:
-    """Return the table that the `input` section names. Raises UserError if it does not exist or cannot be read."""
+    """Return the table that the `input` section names. Raises UserError if the table is missing or unreadable."""
     assert section.is_table
     if section.format == "iceberg":
         from pipeline.input.iceberg import IcebergInput
@@ -162,14 +163,15 @@ def check_columns(
 ) -> None:
     """Raise UserError if the table has partitions, or for the first column that cannot hold a job's answers.
 
-    required: columns that do not allow null. there, ours: name -> type of the table's and of the answers' columns.
+    required: columns that do not allow null. there: name -> type, for the table. ours: name -> type, for the answers.
     """
     if partitions:
         raise UserError(
             f"output.table: {table} is partitioned by {listed(partitions)}; choose a table without partitions"
         )
     if required:
-        raise UserError(f"output.table: {table} does not allow null in {required[0]!r}, but a job may write null")
+        problem = f"does not allow null in {required[0]!r}, but a job may write null"
+        raise UserError(f"output.table: {table} {problem}; make the column optional, or choose another table")
     for name in [*ours, *there]:
         if name not in there:
             problem = f"has no column {name!r}, which the job writes ({ours[name]})"

@@ -1,7 +1,7 @@
-"""Reads JSON Lines and CSV files. Planning scans each file once, as a whole. Later, shards are read from byte offsets.
+"""Reads JSON Lines and CSV files. Planning scans each file once. Later, shards are read at byte offsets.
 
-The scan divides the file into row groups, as in Parquet, and counts rows and bytes of each group. It finds the types
-of the columns from some of the rows. A row that cannot be read, or does not fit the types, gets an error.
+The scan divides the file into row groups, as in Parquet, and counts rows and bytes of each group. Column types come
+from some of the rows. A row that cannot be read, or does not fit the types, gets an error.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from pipeline.messages import counted, is_unicode, one_line, printable
 
 AS_JSON = {b"skipdecode.json": b"1"}  # metadata of a string column that keeps lists, objects and numbers as JSON text
 _NAMES = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
-_NOT_ARROW = (pa.ArrowException, ValueError, OverflowError)  # raised for a value that Arrow cannot hold
+_NOT_ARROW = (pa.ArrowException, ValueError, OverflowError)  # errors for a value that Arrow cannot hold
 GROUP_ROWS, GROUP_BYTES = 1024, 4 * 2**20  # limits of a row group; a longer row is a group of its own
-TYPED_ROWS = 10_000  # this many rows at the beginning of a file are all parsed, to find column types
+TYPED_ROWS = 10_000  # number of rows at the start of a file that are all parsed to find column types
 TYPED_BLOCKS = 64  # after the first TYPED_ROWS rows, only one block in 64 is parsed to find column types
 
 Row = TypeVar("Row", bytes, CsvRow)
@@ -86,7 +86,7 @@ class JsonTypes:
     """Finds the type of each JSON column: the type that most of the column's values in the added rows have.
 
     Integers and floats count as one type. If the lists or objects in a column have no common type, the first list or
-    object decides. Values are not converted: if a value does not have the type of its column, its row gets an error.
+    object decides. Values are not converted: a row with a value of another type gets an error.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -115,7 +115,7 @@ class JsonTypes:
         return False
 
     def schema(self, as_json: frozenset[str]) -> pa.Schema:
-        """Return all columns found (those not requested with type null). Raises Unreadable if no row is an object."""
+        """Return a schema of all columns found (null if not requested). Raises Unreadable if no row is an object."""
         if self._columns and self._lines and not self._seen:
             raise Unreadable(f"{counted(self._lines, 'line')} read, and none holds a JSON object")
         fields = []
@@ -128,7 +128,7 @@ class JsonTypes:
 
 
 def _type_of(value: Any) -> pa.DataType:
-    """Return the Arrow type of a JSON value; null if the value mixes types or is an object without fields."""
+    """Return the Arrow type of a JSON value. Return null for mixed types, and for an object without fields."""
     try:
         kind = _without_empty(pa.infer_type([value]))
     except _NOT_ARROW:
@@ -174,7 +174,7 @@ def _misfit(value: Any, kind: pa.DataType) -> str | None:
 def json_array(values: Sequence[Any], field: pa.Field) -> tuple[pa.Array, dict[int, str]]:
     """Return the values as an array of the field's type, and position -> error for each value of another type.
 
-    Such a value becomes null, but in a text column it becomes JSON text.
+    A value of another type becomes JSON text in a text column, and null in other columns.
     """
     kind, fitted, errors = field.type, [], dict[int, str]()
     if is_json(field):
@@ -222,7 +222,7 @@ def scan_text(
     columns: TextColumns,
     limit: int | None = None,
 ) -> tuple[InputFile, pa.Schema]:
-    """Scan a text file once. Return the file (with its row groups) and its schema. Parses only some of the rows.
+    """Scan a text file once, and parse some of its rows. Return the file (with row groups) and its schema.
 
     Args:
         url, size, version: as `list_files` returns them.
@@ -231,7 +231,7 @@ def scan_text(
             file has no rows, its schema has the columns in `columns`.
         limit: number of rows to read; None reads all.
 
-    Raises UserError if the file is not of this `kind`. Also raises errors of the store and the disk.
+    Raises UserError if the file is not of this `kind`, and errors of store and disk.
     """
     types = JsonTypes(columns.names)
     try:
@@ -253,7 +253,7 @@ def scan_text(
 
 
 def _row_ends(stream: BinaryIO, kind: str, field_bytes: int, limit: int | None, types: JsonTypes) -> Iterator[Offsets]:
-    """Yield the offsets where the first `limit` rows end, block by block. Adds some JSON Lines rows to `types`."""
+    """Yield the offsets where the first `limit` rows end, block by block. Add some JSON Lines rows to `types`."""
     offset, total, has_header = 0, 0, kind == "csv"
     for number, (block, starts, ends) in enumerate(records(stream, kind, field_bytes)):
         if has_header and len(ends):
@@ -280,7 +280,7 @@ def _groups(row_ends: Iterable[Offsets]) -> Iterator[tuple[int, int]]:
 
 
 def _check_text(url: str, stream: BinaryIO, kind: str) -> None:
-    """Raise UserError if the first bytes show another format than `kind`. Leaves the stream at its start."""
+    """Raise UserError if the first bytes show another format than `kind`. Leave the stream at its start."""
     head = stream.read(4096)
     stream.seek(0)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -354,7 +354,7 @@ def _json_table(lines: Sequence[bytes], schema: pa.Schema, shard: Shard) -> pa.T
 
 
 def _unreadable(shard: Shard, row: int, error: str) -> str:
-    """Return the error of a row that cannot be read. It says where the row is, because the row has no id."""
+    """Return the error of a row that cannot be read, with the place of the row, because such a row has no id."""
     return f"{error} (row {shard.first_row + row} of {os.path.basename(shard.url)!r}, counted from 0)"
 
 
@@ -379,13 +379,13 @@ def _csv_table(records: Sequence[CsvRow], header: Sequence[str], schema: pa.Sche
 
 
 def _with_errors(table: pa.Table, errors: Mapping[int, str], rows: int) -> pa.Table:
-    """Append the column `ERROR` to the table. rows: number of rows, unknown in a table without columns."""
+    """Append the column `ERROR` to the table. rows: number of rows (a table without columns does not hold it)."""
     column = pa.array([errors.get(row) for row in range(rows)], pa.string())
     return pa.table([*table.columns, column], schema=table.schema.append(pa.field(ERROR, pa.string())))
 
 
 def with_json_fields(schema: pa.Schema, names: frozenset[str]) -> pa.Schema:
-    """Return the schema with the fields `names` marked as text that may hold JSON."""
+    """Add the metadata `AS_JSON` to the fields `names` of a schema: their text may hold JSON. Return the schema."""
     return pa.schema(
         [one.with_metadata({**(one.metadata or {}), **AS_JSON}) if one.name in names else one for one in schema]
     )

@@ -27,7 +27,7 @@ from pipeline.storage.folder import filesystem
 
 BUFFER = 2**20  # bytes read at once
 BOM = b"\xef\xbb\xbf"
-# raised if a gzip stream is cut short or is not gzip; BadGzipFile is an OSError without errno
+# errors of a stream that is cut short or is not gzip; BadGzipFile is an OSError without errno
 GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 CR, NEWLINE, SPACE, COMMA, QUOTE = b'\r\n ,"'
 _BLANK = {"jsonl": b" \t\r\n", "csv": b"\r\n"}  # bytes that a blank line may hold
@@ -40,7 +40,7 @@ CsvRow = tuple[list[str], str | None]  # the fields, and an error if the record 
 
 
 class Unreadable(ValueError):
-    """A text file is not valid JSON Lines or CSV, or has other rows than planned."""
+    """A text file is not valid JSON Lines or CSV, or its rows are not as planned."""
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def open_text(url: str, storage: StorageConfig) -> Iterator[BinaryIO]:
 def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> Iterator[tuple[bytes, Offsets, Offsets]]:
     """Yield consecutive blocks of bytes, each with the offsets where its records start and the offsets where they end.
 
-    A block includes blank lines, but no record does. numpy finds the ends, because it releases the GIL.
+    A block includes blank lines, but no record does. The ends are found with numpy, because numpy releases the GIL.
 
     Args:
         stream: a file, positioned at the start of a record.
@@ -75,12 +75,12 @@ def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> I
         ends = np.minimum(_ends(block + b"\n" * (is_last and block != b""), kind), len(block))
         bounds = np.concatenate([[0], ends, [len(block)]])  # bounds of the records, and the end of the block
         sizes = np.diff(bounds)
-        is_open = is_last and int(sizes[-1]) > 0  # at the end of the file, only an open quote leaves a rest
+        is_open = is_last and int(sizes[-1]) > 0  # bytes after the file's last record mean an open quote
         long = np.flatnonzero(sizes > (0 if is_open else field_bytes))
         for start, end in [(int(bounds[place]), int(bounds[place + 1])) for place in (long if kind == "csv" else ())]:
             _check_quotes(block, start, end, field_bytes, line, is_open and end == len(block))
         if sizes.max() > LONGEST_RECORD:
-            raise Unreadable(f"a line is longer than {LONGEST_RECORD // 2**20} MiB")
+            raise Unreadable(f"a line is longer than {LONGEST_RECORD // 2**20} MiB; shorten or remove it")
         starts, end = bounds[:-2], int(bounds[-2])
         first = np.frombuffer(block, np.uint8)[starts]
         is_filled = np.ones(len(starts), bool)
@@ -94,7 +94,7 @@ def _ends(block: bytes, kind: str, *, is_whole: bool = False) -> Offsets:
     """Return the offset where each complete record or blank line in `block` ends.
 
     If all CSV quotes enclose whole fields, a line end after an odd number of quotes is inside a field.
-    is_whole: whether the block ends where a record ends. If so, a quote still open there means a damaged record.
+    is_whole: whether the block ends where a record ends. A quote that is open there then shows a damaged record.
     """
     data = np.frombuffer(block, np.uint8)
     lines = np.flatnonzero(data == NEWLINE) + 1

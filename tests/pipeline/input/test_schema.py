@@ -203,10 +203,10 @@ def test_columns_without_a_common_type_are_refused_in_one_line() -> None:
         return str(caught.value)
 
     said = refusal(pa.null(), pa.int32(), pa.int64(), pa.int8(), pa.string())
-    assert said == "4.parquet: column 'x' is string, but int64 in 2.parquet"
+    assert said == "4.parquet: column 'x' is string, but int64 in 2.parquet; convert one of them"
     assert refusal(STRUCT, pa.list_(STRUCT)).startswith("1.parquet: column 'x' is list<")
     said = refusal(pa.struct([]))
-    assert said == "0.parquet: column 'x' is struct<>, which cannot be read and written as struct<>"
+    assert said == "0.parquet: column 'x' is struct<>, which cannot be read and written as struct<>; convert the column"
     with pytest.raises(ValueError, match=r"^a: column 'x' occurs 2 times; rename all but one$"):
         one_schema(["x"], {"a": pa.schema([("x", pa.int8()), ("y", pa.int8()), ("x", pa.int8())])})
     with pytest.raises(ValueError, match=r"^a: no column 'x'; it has y$"):

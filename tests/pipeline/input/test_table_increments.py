@@ -210,7 +210,7 @@ def test_the_appended_file_that_is_gone_by_now_is_named(tables: Tables, checkpoi
     new.unlink()  # vacuumed
     with pytest.raises(UserError) as error:
         run(job)
-    assert str(error.value) == f"{new}: this data file of {tables.path(NAME)} is gone"
+    assert str(error.value) == f"{new}: this data file of {tables.path(NAME)} is gone; restore it, or repair the table"
 
 
 @pytest.mark.parametrize("store", ["disk", "bucket"])

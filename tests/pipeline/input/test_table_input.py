@@ -121,7 +121,7 @@ def test_a_data_file_that_is_gone_or_replaced_is_refused(tables: Tables, checkpo
     Path(url).write_bytes(data + b" ")
     assert refusal(job) == f"{url}: has {len(data) + 1} bytes, but {tables.path(NAME)} lists it with {len(data)} bytes"
     Path(url).unlink()
-    assert refusal(job) == f"{url}: this data file of {tables.path(NAME)} is gone"
+    assert refusal(job) == f"{url}: this data file of {tables.path(NAME)} is gone; restore it, or repair the table"
 
 
 def test_adapt_samples_the_rows_of_a_table_and_answers_them_as_a_file(

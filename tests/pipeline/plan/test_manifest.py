@@ -488,7 +488,7 @@ def test_input_of_the_wrong_shape_is_refused(inputs: Path, checkpoint: Path) -> 
     pq.write_table(table(4, topic=[1, 2, 3, 4]), b)
     assert plan(job(inputs, checkpoint)).rows == 10
     said = refusal(job(inputs, checkpoint, output={"keep": ["topic"]}))
-    assert said == f"{b}: column 'topic' is int64, but string in {a}"
+    assert said == f"{b}: column 'topic' is int64, but string in {a}; convert one of them"
 
     for path in (a, b):
         pq.write_table(table(0), path)
