@@ -46,7 +46,7 @@ class Dtype(StrEnum):
 
 def convert(
     model: Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="The model in one GGUF file.")],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the checkpoint.")],
+    output: Annotated[str, typer.Argument(metavar="OUT", help="A new folder for the checkpoint.")],
     dtype: Annotated[Dtype, typer.Option(help="Type of the written weights.")] = Dtype.BFLOAT16,
     verbose: Verbose = False,
 ) -> None:
@@ -61,7 +61,8 @@ def convert(
         from transformers.utils.logging import disable_progress_bar
 
         from pipeline.checkpoints.convert import convert as write_checkpoint
+        from pipeline.storage.owned_folder import local_path
 
         disable_progress_bar()
-        write_checkpoint(model, output, getattr(torch, dtype.value), typer.echo)
+        write_checkpoint(model, local_path("OUT", output), getattr(torch, dtype.value), typer.echo)
     typer.echo(f"checkpoint: {output}")

@@ -1,7 +1,7 @@
 """Protects files in local output folders: tune, evaluate and adapt replace only files that a record lists.
 
-The record is a JSON file in the folder. Its key `files` lists the names of files that the command has written or is
-about to write. A folder that holds files but no record belongs to the user.
+The record is a JSON file in the folder. Under the key `files`, it lists files that the command has written or is about
+to write. A folder that holds files but no record belongs to the user.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class OwnedFolder:
             self._write(self.values(), names | self.files())
 
     def discard(self, names: Iterable[str]) -> None:
-        """Remove those of the files `names` that the record lists, and remove these names from the record."""
+        """Remove each file in `names` that the record lists, and remove its name from the record."""
         listed = self.files()
         for name in listed & set(names):
             (self.path / name).unlink(missing_ok=True)
@@ -94,6 +94,13 @@ class OwnedFolder:
         text = json.dumps({**values, FILES: sorted(files)}, indent=2, allow_nan=False)
         with replacing(self.record) as temporary:
             temporary.write_text(text + "\n")
+
+
+def local_path(key: str, place: str) -> Path:
+    """Return the path of a local output folder. Raises UserError for a URL. key: config key that names the folder."""
+    if "://" in place:
+        raise UserError(f"{key}: {place} is not local; name a local folder, and copy the results afterwards")
+    return Path(place)
 
 
 def check_apart(key: str, folder: Path, others: Mapping[str, Iterable[Path | str]]) -> None:

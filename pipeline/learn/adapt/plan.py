@@ -35,7 +35,7 @@ from pipeline.propose import first_rows, true_answers
 from pipeline.run.ray_session import on_cluster
 from pipeline.runtime.announce import announce
 from pipeline.storage.folder import filesystem
-from pipeline.storage.owned_folder import FILES, OwnedFolder, check_apart
+from pipeline.storage.owned_folder import FILES, OwnedFolder, check_apart, local_path
 
 RECORD, FORMAT = "adapt.json", 3
 STAGES = ("sample", "answers", "tune", "before", "after")
@@ -52,9 +52,7 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
     above, slash, name = config.output.path.rstrip("/").rpartition("/")
     # the name has no "=", because a folder named key=value would be read as a column of the sample
     output = options.output or f"{above}{slash}{name.replace('=', '-')}-adapt"
-    if "://" in output:
-        raise UserError(f"adapt.output: {output} is not local, and training writes local files: name a local folder")
-    folder = Path(output)
+    folder = local_path("adapt.output", output)
     record = StageRecord(folder)
     _check_job(config, options)
     if options.output is None and on_cluster():

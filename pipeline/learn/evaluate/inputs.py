@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from pipeline.input.schema import MissingColumn
 from pipeline.learn.evaluate.results import RECORD, output_files, slug
 from pipeline.learn.rows import Text, is_text, token_ids
 from pipeline.prepare.tokenizer import longest, tokenize_labels
-from pipeline.storage.owned_folder import OwnedFolder, check_apart
+from pipeline.storage.owned_folder import OwnedFolder, check_apart, local_path
 
 REFERENCE = "reference model"  # the reference model's name in evaluate's table
 CHANCE = "chance"  # name of the table line for answers that do not depend on the prompt
@@ -130,7 +129,8 @@ def prepare(config: EvalConfig) -> EvalInputs:
     """
     # always the project's own engine: vLLM gives no logits for a schedule that skips layers
     config = config.model_copy(update={"model": config.model.model_copy(update={"engine": "library", "vllm": None})})
-    folder = _output_folder(config.output)
+    folder = OwnedFolder(local_path("output", config.output), RECORD, "output")
+    folder.check([])
     rows = read_rows(config.data, config.choices, config.storage)
     model = resolve_checkpoint(config.model, config.storage)
     changes = config.schedule.changes()
@@ -205,15 +205,6 @@ def read_rows(data: EvalDataConfig, choices: Sequence[str] | None, storage: Stor
     if len(rows) < 2:
         raise UserError(f"{data.path[0]}: {len(rows)} rows to score, but intervals need at least 2; add rows")
     return rows
-
-
-def _output_folder(output: str) -> OwnedFolder:
-    """Return the output folder, which need not exist. Raises UserError if it holds files of the user."""
-    if "://" in output:
-        raise UserError(f"output: {output} is not local; name a local folder, and copy the results afterwards")
-    folder = OwnedFolder(Path(output), RECORD, "output")
-    folder.check([])
-    return folder
 
 
 def _same_tokenizer(key: str, path: str, model: ResolvedCheckpoint, config: EvalConfig) -> ResolvedCheckpoint:

@@ -14,7 +14,7 @@ from pipeline.config.base import without_removed
 from pipeline.config.job import StorageConfig
 from pipeline.config.tune import TuneConfig
 from pipeline.input.files import list_files
-from pipeline.storage.owned_folder import OwnedFolder, check_apart
+from pipeline.storage.owned_folder import OwnedFolder, check_apart, local_path
 
 RECORD, STATE, STATE_FILE, RECIPE = "tune.json", "_training", "state.pt", "recipe.json"
 # keys that may change when an interrupted training is resumed
@@ -40,7 +40,7 @@ def begin(config: TuneConfig) -> None:
 
     Raises UserError if the output folder holds files of the user, a checkpoint, or a training with another recipe.
     """
-    output, state = Path(config.output), folder(config)
+    output, state = local_path("output", config.output), folder(config)
     models = {"model.path": config.model.path, "loss.teacher": config.loss.teacher, "adapter.start": _start(config)}
     others: dict[str, list[str]] = {key: [path] for key, path in models.items() if path is not None}
     check_apart("output", output, {**others, "data.train": config.data.train, "data.dev": config.data.dev})

@@ -203,6 +203,8 @@ def test_the_command(tmp_path: Path) -> None:
     ended = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out"), "--dtype", "float32"])
     assert ended.exit_code == 0, ended.output
     assert ended.stdout.splitlines()[-1] == f"checkpoint: {tmp_path / 'out'}"
+    ended = CliRunner().invoke(app, ["convert", str(source), "s3://bucket/out"])
+    assert ended.exit_code == 2 and "OUT: s3://bucket/out is not local; name a local folder" in ended.stderr
     ended = CliRunner().invoke(app, ["convert", str(tmp_path / "none.gguf"), str(tmp_path / "other")])
     assert ended.exit_code == 2
     assert ended.output.splitlines()[-1] == f"skipdecode: {tmp_path / 'none.gguf'}: no such file"

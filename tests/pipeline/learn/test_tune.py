@@ -388,6 +388,12 @@ def test_bad_data_and_settings_are_one_line_before_training(
     assert not (tmp_path / "out").exists()
 
 
+def test_an_output_in_a_bucket_is_refused(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.learn.tune.run.train", lambda *_: pytest.fail("trains into a local folder s3:"))
+    with pytest.raises(ValueError, match=r"^output: s3://bucket/out is not local; name a local folder, and copy"):
+        tune(TuneConfig.model_validate({**recipe, "output": "s3://bucket/out"}))
+
+
 def test_a_training_announces_its_steps(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
