@@ -74,7 +74,7 @@ struct Prompts {
 
 constexpr int64_t TOKENS = 256;  // tokens run together if prompts allow, so that intermediate results stay in the L2 cache
 
-// Memory for intermediate results between products. If `memory` is null, only their sizes are computed.
+// Memory for intermediate results between products. If `memory` is null, only the total size is computed.
 template <class T>
 struct Workspace {
     T *normed, *between, *qkv, *attended, *up, *gated;
@@ -95,7 +95,7 @@ struct Workspace {
         take(normed, tokens * l.hidden), take(between, tokens * l.hidden), take(qkv, tokens * states);
         take(attended, tokens * queries), take(up, together * wide), take(gated, together * l.intermediate);
         take(scratch, threads * scratch_each);
-#if CAN_QUANTIZE  // even if this layer has no codes: other layers may have, and memory that no layer touches costs nothing
+#if CAN_QUANTIZE  // also without codes in this layer, because other layers may have some, and unused memory costs nothing
         take(codes, std::max(bytes_of_codes(tokens, std::max(l.hidden, queries)), bytes_of_codes(together, l.intermediate)));
 #endif
         bytes = at - memory;
@@ -294,7 +294,7 @@ int64_t longest_of(const Prompts<T>& p, int64_t first, int64_t last) {
     return longest;
 }
 
-// A thread's memory for prompts of up to `longest` tokens. If `memory` is null, only its size is computed.
+// A thread's memory for prompts of up to `longest` tokens. If `memory` is null, only the total size is computed.
 template <class T>
 struct PromptScratch {
     T *keys, *values, *weights;

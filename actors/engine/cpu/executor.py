@@ -36,19 +36,19 @@ from actors.engine.model.layer_weights import NormWeights
 from actors.engine.sampling.sampler import argmax
 
 PANELS_AT_ONCE = 64  # how many of the head's panels (48 outputs each) are converted to float64 at a time
-UNDECIDED = 8  # all logits of a row are computed if more than 1/8 of all tokens could be its likeliest token
+UNDECIDED = 8  # if more than 1/8 of all tokens could be a row's likeliest token, all logits of the row are computed
 
 _Screen = structure("norm norm_bias weight packed norms", "inputs outputs most", "epsilon")
 
 
 def fastest_decoder(model: PreTrainedModel, tokens: int | None = None, *, int8: bool = False) -> Decoder:
-    """Return the fastest decoder for a model on its device, for inference only. It takes ownership of the model.
+    """Return the fastest decoder for a model on the model's device, for inference only.
 
     Args:
-        model: The model. Its layers and its head may be replaced.
+        model: The model. The decoder owns it afterwards, and may have replaced layers and head.
         tokens: Number of token ids for which logits are computed, from id 0 on; None: all.
-        int8: Whether to round linear layers and head to 8 bits (see `cpu.products`). This needs bfloat16 on a CPU.
-            Layers stored as 8-bit codes (`compressed.scales_of`) also need this. They always multiply in 8 bits.
+        int8: Whether to round linear layers and head to 8 bits (see `cpu.products`), which needs bfloat16 on a CPU.
+            Layers stored as 8-bit codes (`compressed.scales_of`) need bfloat16 on a CPU too, and always use 8 bits.
     """
     weight = next(model.parameters())
     assert not int8 or (weight.device.type == "cpu" and weight.dtype == torch.bfloat16)
@@ -67,7 +67,7 @@ def fastest_decoder(model: PreTrainedModel, tokens: int | None = None, *, int8: 
 
 
 def _pack_head(decoder: Decoder, int8: bool) -> Tensor:
-    """Pack a decoder's head, and return its old weight [V, E]. The model drops this weight unless it is tied."""
+    """Pack a decoder's head. Return the old weight [V, E], which the model drops unless the input embedding uses it."""
     weight: Tensor = decoder.head.weight.detach()  # type: ignore[operator]
     shared = decoder.head.weight is decoder.model.get_input_embeddings().weight
     decoder.head = packed_linear(decoder.head, int8=int8)
@@ -96,7 +96,7 @@ class Screen:
         self._fields = _Screen(*addresses, weight.shape[1], len(weight), len(weight) // UNDECIDED, norm.eps)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the likeliest token [N] for each hidden state [N, E] before the final norm; -1 if it is undecided."""
+        """Return the likeliest token [N] for each hidden state [N, E] before the final norm; -1 if undecided."""
         hidden = hidden.contiguous()
         rows, size = hidden.shape
         assert hidden.dtype == torch.bfloat16 and size == self._fields.inputs
@@ -116,7 +116,7 @@ def _bounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def can_screen(weight: Tensor) -> bool:
-    """Return whether `Screen` works on this CPU for a head's weight [V, E]. It must be finite, and E must be even."""
+    """Return whether `Screen` works on this CPU for a head's weight [V, E]: contiguous, finite, and E is even."""
     return (
         quantizes(weight.dtype, weight.device)
         and weight.is_contiguous()
@@ -158,7 +158,7 @@ class StackDecoder(Decoder):
         rotary = super().rotary(hidden, positions)
         if rotary[0] is None or rotary[0][0].dtype == hidden.dtype:
             return rotary
-        # OLMo 2 and 3 compute rotary tables in float32, but a stack uses the same dtype for everything
+        # cast, because OLMo 2 and 3 compute rotary tables in float32, but a stack uses the same dtype for everything
         tables = {id(both): both for both in rotary if both is not None}
         cast = {key: (both[0].to(hidden.dtype), both[1].to(hidden.dtype)) for key, both in tables.items()}
         return [cast[id(both)] for both in rotary]
@@ -178,7 +178,7 @@ class StackDecoder(Decoder):
 
 
 class _Slots:
-    """Holds all layers' keys and values in `memory`, which is not cleared: kernels read only slots already written."""
+    """Holds all layers' keys and values in `memory`, not cleared, because kernels read only slots already written."""
 
     def __init__(self, shape: SlotShape, decoder: Decoder, memory: Tensor) -> None:
         sizes = [(2, shape.rows, decoder.kv_heads, slots, decoder.head_dim) for slots in shape.slots]

@@ -7,7 +7,7 @@
 
 namespace {
 
-enum Status : int64_t { DONE = 0, OUTSIDE = 1, NO_MEMORY = 2 };  // see `call` in library.py
+enum Status : int64_t { DONE = 0, OUTSIDE = 1, NO_MEMORY = 2 };  // see `_checked` in library.py
 
 // Calls `run`, which returns whether its arguments are inside their bounds. No exception may leave a function called from C.
 template <class Run>

@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int64_t FEWEST = 64;   // minimum tokens for a thread that runs groups alone, since it must read all weights for them
+constexpr int64_t FEWEST = 64;   // with fewer tokens per thread, threads do not run groups alone: each would read all weights
 
 // A thread's memory, aligned to 64 bytes, which is kept from call to call.
 class Kept {
@@ -55,7 +55,7 @@ inline void multiply(const Layer<T>& l, const Workspace<T>& w, const Product<T>&
     multiply(p, rows);
 }
 
-// hidden -> w.qkv, after the norms of queries and keys
+// Runs the first part of a layer, up to the norms of queries and keys: hidden -> w.qkv.
 template <class T>
 inline void project(const Layer<T>& l, const Workspace<T>& w, const T* hidden, int64_t tokens) {
     const bool first = l.attention_norm && !l.norms_residual;
@@ -69,7 +69,7 @@ inline void project(const Layer<T>& l, const Workspace<T>& w, const T* hidden, i
                      w.states, l.head_epsilon);
 }
 
-// w.attended and hidden -> hidden
+// Runs the part of a layer after attention: w.attended and hidden -> hidden.
 template <class T>
 inline void finish(const Layer<T>& l, const Workspace<T>& w, T* hidden, int64_t tokens) {
     const bool after = l.attention_after, residual = l.norms_residual;
@@ -170,7 +170,7 @@ struct Groups {
     int64_t threads = 1;  // number of groups that run at the same time, each by one thread; 1: all threads run each group
 
     // A group has about TOKENS tokens or is one longer prompt, and each thread gets equally many groups. If there are too few
-    // tokens for that, or a prompt is too long, all threads together run each group, and their number makes no group smaller.
+    // tokens for that, or a prompt is too long, all threads together run one group after the other.
     template <class T>
     explicit Groups(const Prompts<T>& p) {
         const int64_t all = p.starts[p.prompts], available = omp_get_max_threads();

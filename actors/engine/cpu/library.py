@@ -64,7 +64,7 @@ def library() -> ctypes.CDLL | None:
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     try:
         loaded = ctypes.CDLL(str(_built(compiler)))
-        if torch.get_num_threads() == loaded.threads():  # torch's call comes first, as it fixes the number
+        if torch.get_num_threads() == loaded.threads():  # torch is called first, because this call sets the number
             return loaded
         problem = f"{' '.join(compiler)} does not link torch's OpenMP library"
     except subprocess.CalledProcessError as error:

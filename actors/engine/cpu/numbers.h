@@ -1,5 +1,5 @@
-// Numbers and vectors in bfloat16 and float32, with which all computations are in float32, and the operations between
-// products: norms, rope and gates.
+// Vectors of bfloat16 or float32 numbers, and the operations between products: norms, rope and gates. All computations are
+// in float32.
 
 #pragma once
 
@@ -59,7 +59,7 @@ INTS(16)
 
 constexpr int64_t LANES = 16, PAIR = 2 * LANES;
 
-// Loads the first `n` numbers of x, at most as many as a vector V holds; the rest of the vector is 0.
+// Loads the first `n` numbers of x, at most as many as a vector V holds. If n is smaller, the last numbers of V are 0.
 template <class V = Floats>
 inline V load_vector(const float* x, int64_t n) {
     V y = {};
@@ -155,7 +155,7 @@ inline float highest(const float* x, int64_t vectors) {
     return highest_of(most);
 }
 
-// exp(given), as expf in Cephes, with a relative error below 2e-7. It is 0 below -87, so that a masked key has weight 0.
+// Returns exp(given), as expf in Cephes, with a relative error below 2e-7; 0 below -87, so that a masked key has weight 0.
 inline Floats exponential(Floats given) {
     Floats x = given > 88.0f ? Floats() + 88.0f : given;  // NaN stays NaN
     x = x < -87.0f ? Floats() - 87.0f : x;
@@ -209,7 +209,7 @@ inline void store_pair(BFloat16* x, Pair pair) {
     }
 }
 
-// Loads the last `n` numbers of a vector whose size is not a multiple of 32; the rest is 0.
+// Loads the last `n` < 32 numbers of a row, and fills the pair up with zeros.
 template <class T>
 inline Pair load_some(const T* x, int64_t n) {
     T padded[PAIR] = {};
@@ -296,7 +296,7 @@ void rotate(T* states, const T* cosines, const T* sines, int64_t rows, int64_t h
             rotate_head(states + row * row_stride + head * size, cosines + row * rotary, sines + row * rotary, rotary);
 }
 
-// LayerNorm if there is a bias, else RMSNorm. `to` may be `from`.
+// Applies LayerNorm if there is a bias, else RMSNorm. `to` may be `from`.
 template <class T>
 inline void normalize_row(const T* from, const float* weight, const float* bias, T* to, int64_t size, float epsilon) {
     float mean = 0, square = 0;
@@ -325,7 +325,7 @@ void normalize(const T* x, const float* weight, const float* bias, T* out, int64
         normalize_row(x + row * size, weight, bias, out + row * size, size, epsilon);
 }
 
-// RMSNorm of the first `groups` groups [size] of each row, in place.
+// Applies RMSNorm to the first `groups` groups [size] of each row, in place.
 template <class T>
 void normalize_groups(T* x, const float* weight, int64_t rows, int64_t groups, int64_t size, int64_t row_stride,
                       float epsilon) {
@@ -344,7 +344,7 @@ void add(const T* x, const T* y, T* out, int64_t count) {
     for (int64_t i = 0; i < count; i++) store(out + i, load(x[i]) + load(y[i]));
 }
 
-// silu(gate) * up, or gelu(gate) * up with the tanh formula, which is silu with another exponent. Each row of x is [gate, up].
+// Computes silu(gate) * up, or gelu(gate) * up with the tanh formula: silu with another exponent. A row of x is [gate, up].
 template <class T>
 void gate(const T* x, T* out, int64_t rows, int64_t size, bool gelu) {
 #pragma omp for schedule(static)

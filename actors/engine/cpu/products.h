@@ -43,7 +43,7 @@ constexpr int64_t MOST_ROWS = 64;           // maximum number of rows that are m
 template <class T>
 constexpr int64_t FACTORS = sizeof(float) / sizeof(T);
 
-// Inputs that are summed before the next rows follow, so that their weights in a panel fit the L1 cache.
+// Number of inputs that are summed for all rows before the next inputs follow. Their weights in a panel fit the L1 cache.
 template <class T>
 constexpr int64_t DEPTH = 192 * FACTORS<T>;
 
@@ -216,7 +216,7 @@ inline void multiply(const Any& p, int64_t rows) {
 
 constexpr int64_t GROUP = 64;         // numbers of x with one scale; the inputs are padded to a multiple of GROUP
 constexpr int64_t QUADS = GROUP / 4;  // quads in a group; one instruction sums the 4 products of a quad
-constexpr int64_t GROUPS_AT_ONCE = 6;  // groups summed before the next rows follow: their weights fit the L1 cache
+constexpr int64_t GROUPS_AT_ONCE = 6;  // groups summed for all rows before the next groups follow: their weights fit the L1 cache
 constexpr int64_t QUANTIZED_TILE = 4;     // rows held in registers; with more rows, adding the groups' sums takes longer
 constexpr int64_t GROUP_BYTES = PANEL * (GROUP + 4);  // bytes of a group in a panel: corrections, then weights
 
@@ -232,8 +232,8 @@ struct Codes {
 };
 
 #ifndef EMULATED  // tests emulate the instructions on other processors
-// sums += codes * weights, four products for each sum. This is not the intrinsic, for which GCC 12 copies the sums and reads
-// the weights from memory once for each row.
+// Adds codes * weights to sums, four products for each sum. Written in assembly, because for the intrinsic GCC 12 copies the
+// sums and reads the weights from memory once for each row.
 inline void add_quads(__m512i& sums, __m512i codes, __m512i weights) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(weights));
 }

@@ -1,9 +1,9 @@
 """Linear layers with packed weights, in float32, bfloat16 or 8 bits.
 
-torch's linear layer reorders its weight in every call. In bfloat16 this takes a quarter of its time for 32 rows,
-and nearly half for 8 rows. Here a weight is reordered only once. 8-bit weights have one scale per output. Their inputs
-are also rounded to 8 bits, with one scale for every `GROUP` numbers of a token (as in ZeroQuant, Yao et al., 2022,
-https://arxiv.org/abs/2206.01861). One scale per token would cause three times the error. No calibration is needed.
+torch's linear layer reorders the weight in every call. In bfloat16, this takes a quarter of the layer's time for 32
+rows, and nearly half for 8 rows. Here a weight is reordered only once. 8-bit weights have one scale per output. The
+inputs are also rounded to 8 bits, with one scale for every `GROUP` numbers of a token (as in ZeroQuant, Yao et al.,
+2022, https://arxiv.org/abs/2206.01861). One scale per token would cause three times the error.
 Shapes: N rows, I inputs, G groups of inputs (the last group is filled with zeros), O outputs.
 """
 
@@ -49,7 +49,7 @@ class PanelProduct:
         return packed
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[..., I] -> [..., O]."""
+        """Compute the layer's output: [..., I] -> [..., O]."""
         hidden = hidden.contiguous()
         output = torch.empty(*hidden.shape[:-1], self.outputs, dtype=hidden.dtype)
         assert hidden.shape[-1] == self.inputs and (self.bias is None or self.bias.dtype == hidden.dtype)
@@ -83,7 +83,7 @@ class QuantizedProduct(PanelProduct):
         self.scales = None if self.native else scales
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[..., I] -> [..., O]."""
+        """Compute the layer's output: [..., I] -> [..., O]."""
         if self.scales is None:
             return super().__call__(hidden)
         output = rounded(hidden.reshape(-1, self.inputs)) @ self.packed.float().T * self.scales
@@ -101,7 +101,7 @@ class LibraryProduct:
         self.bias = bias
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[..., I] -> [..., O]."""
+        """Compute the layer's output: [..., I] -> [..., O]."""
         output: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, "none", [], "")
         return output
 
@@ -142,7 +142,7 @@ class PackedLinear(nn.Module):
         self.product, self.out_features, self.in_features = product, outputs, inputs
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., I] -> [..., O]."""
+        """Compute the layer's output: [..., I] -> [..., O]."""
         return self.product(hidden)
 
 
@@ -166,7 +166,7 @@ def pack_linears(module: nn.Module, *, int8: bool = False) -> None:
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the system: new packed weights would not fit into the gaps that it leaves in the heap."""
+    """Return freed memory to the system: the heap cannot reuse it, because packed weights do not fit into the gaps."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has malloc_trim
     if trim is not None:
         trim(0)
@@ -206,8 +206,9 @@ def to_huge_pages(tensors: list[Tensor]) -> None:
 def quantize_weight(weight: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Round weight [O, I] to 8 bits: return int8 codes [O, G * 64] and float32 scales [O]; weight ≈ codes * scales.
 
-    scales: for a weight that was expanded from codes, their scales. These codes are returned exactly, because bfloat16
-    rounds the weight by at most a quarter of a scale. None: choose scales so that each output's largest code is 127.
+    scales: scales of the int8 codes from which the weight was expanded. Exactly these codes are returned, because
+    bfloat16 rounds the weight by at most a quarter of a scale. None: choose scales so that each output's largest code
+    is 127.
     """
     weight = weight.detach().float()
     if scales is None:
@@ -220,7 +221,9 @@ def rounded(hidden: Tensor) -> Tensor:
     """Round hidden states [N, I] to 8 bits, as float32 [N, G * 64]. A group that contains inf or NaN becomes NaN."""
     groups = nn.functional.pad(hidden.float(), (0, -hidden.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     highest = groups.abs().amax(dim=2, keepdim=True)
-    inverse = torch.where(highest > 0, torch.tensor(float(LIMIT)) / highest, 0.0)  # `float / x` would be rounded twice
+    inverse = torch.where(
+        highest > 0, torch.tensor(float(LIMIT)) / highest, 0.0
+    )  # not `LIMIT / x`, which is rounded twice
     scales = torch.where(highest.isfinite(), highest / LIMIT, torch.nan)
     found: Tensor = ((groups * inverse).round() * scales).flatten(1)
     return found

@@ -1,6 +1,6 @@
 // Samples each row's next token from its logits, with excluded and penalized tokens, temperature, top-k, top-p and min-p, and
 // computes log-probabilities if asked for. The token is -1 if a row's logits are not numbers. A row's logits are read from
-// memory once; the rest happens in the processor's cache. As in `sampling/sampler.py`, the sampled token is the first one, in
+// memory once; all further work is in the processor's cache. As in `sampling/sampler.py`, the sampled token is the first one, in
 // order of token ids, at which the cumulated probability exceeds the row's random number. Weights are float32, sums double.
 
 #pragma once

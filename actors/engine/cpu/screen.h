@@ -51,7 +51,7 @@ inline uint16_t rounded_up(float x) { return rounded_up(Floats() + x)[0]; }
 
 inline float as_number(uint16_t bits) { return load(BFloat16{bits}); }
 
-// Bounds of the logits of up to MOST_ROWS rows. If `memory` is null, only the size of this memory is computed.
+// Bounds of the logits of up to MOST_ROWS rows. If `memory` is null, only the total size is computed.
 struct Bounds {
     BFloat16* x;         // [rows, inputs], hidden states after the norm
     Codes codes;

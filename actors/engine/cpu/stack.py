@@ -114,7 +114,7 @@ class Stack:
     ) -> None:
         """Replace transformers' layers in `blocks` by packed ones. Free each layer before the next one is packed."""
         described: list[tuple[dict[str, Any], list[PanelProduct], list[Tensor | None]]] = []
-        for number in range(len(blocks)):  # by number: a variable for the layer would keep its memory in use
+        for number in range(len(blocks)):  # indexed, because a loop variable would keep the layer's memory in use
             described.append(_packed(describe(blocks[number]), int8))
             blocks[number] = StackedLayer(self, number)
             give_memory_back()
@@ -136,7 +136,7 @@ class Stack:
         self._hidden, self._heads, self._head_dim = first.hidden, first.heads, first.size
         self._dtype = embedding.tokens.dtype
         self._embedding = embedding
-        self._inputs: tuple[Any, Tensor | None] | None = None  # result of `_inputs_for`, and its rotary tables
+        self._inputs: tuple[Any, Tensor | None] | None = None  # cached result of `_inputs_for`, and rotary tables
 
     def step(
         self, tokens: Sequence[int], rows_per_layer: Sequence[int], places: Tensor, slots: Tensor, table: Any
@@ -223,7 +223,7 @@ class Stack:
         del tables  # the tables must live until here, because the structure holds only their addresses
 
     def packed_prefix(self, states: Tensor) -> PackedPrefix:
-        """Return keys and values [2, H, C, D] of a prefix, together with copies packed for the kernels."""
+        """Pack a prefix's keys and values [2, H, C, D] for the kernels. Return them with the packed copies."""
         _, heads, tokens, size = states.shape
         assert (heads, size) == (self._heads, self._head_dim) and states.dtype == self._dtype and tokens > 0
         width, wide = (-(-count // PANEL) * PANEL for count in (tokens, size))

@@ -24,9 +24,12 @@ NAME = "skipdecode_packed"
 class Attendance:
     """Defines which keys each of N tokens attends to. It is passed in place of transformers' attention mask.
 
-    The tokens form G groups, each padded to Q places. tokens: [G * Q], index of the token at each place. places: [N],
-    place of each token. visible: bool [G, 1, Q, C + Q], whether a token attends to a key. earlier: list of keys and
-    values [G or 1, H, K, D]; C is the sum of all K. states: keys and values [G, H, Q, D] that the last pass computed.
+    The tokens form G groups, each padded to Q places.
+
+    tokens: [G * Q], index of the token at each place. places: [N], place of each token.
+    visible: bool [G, 1, Q, C + Q], whether a token attends to a key.
+    earlier: list of keys and values [G or 1, H, K, D]; C is the sum of all K.
+    states: keys and values [G, H, Q, D] that the last pass computed.
     """
 
     tokens: Tensor
