@@ -1,9 +1,9 @@
 """Self-check at the start of a worker: compares the attention layers with plain attention (no cache or batch).
 
 Some prompts are answered alone and then together. The check stores the keys and values that each attention layer gets.
-In every forward pass, torch computes a sequence's attention from them in float32. The check compares this result with
-the layer's output. Both use the layer's own inputs, so rounding in earlier layers does not matter. Each layer must also
-run for exactly the tokens that the schedule assigns to it.
+In every forward pass, torch computes attention from these keys and values in float32, and the check compares the result
+with the layer's output. Both use the layer's own inputs, so rounding in earlier layers does not matter. Each layer must
+also run for exactly the tokens that the schedule assigns to the layer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None
     config = worker.vllm_config
     longest = min(LONGEST_PROMPT, config.model_config.max_model_len - NEW_TOKENS)
     if longest < 1:
-        raise UserError(f"skipdecode: the self-check needs max_model_len > {NEW_TOKENS}; self_check: false skips it")
+        raise UserError(
+            f"skipdecode: the self-check needs max_model_len above {NEW_TOKENS}: raise it, or set self_check: false"
+        )
     chance, vocabulary = random.Random(0), config.model_config.get_vocab_size()
     lengths = sorted({max(1, longest // part) for part in (64, 5, 1)})
     prompts = [[chance.randrange(vocabulary) for _ in range(length)] for length in lengths]
@@ -155,7 +157,7 @@ def _watched(layer: Any, index: int, skipper: LayerSkipper, seen: Seen, errors: 
             wanted = torch.einsum("hgqk,khd->qhgd", weights, values)
             size = torch.einsum("hgqk,kh->qhg", weights, values.norm(dim=-1))
             got = out.view(len(out), -1)[own].float().view(wanted.shape)
-            # skip outputs that are not finite: they come from damaged weights, and their rows get errors
+            # skip outputs that are not finite, because damaged weights cause them, and rows with them get errors
             error = ((got - wanted).norm(dim=-1) / size)[wanted.isfinite().all(-1)]
             errors.append(float(error.max()) if len(error) else 0.0)
         return out

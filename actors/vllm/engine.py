@@ -1,7 +1,7 @@
 """Runs vLLM as an engine of `Generator`: `add` takes calls, `step` returns completions.
 
 vLLM schedules and samples. As in the library engine, `Row` decides where an answer ends and which error it has, so stop
-strings, labels and formats work alike in both engines. When `Row` ends an answer, its request is aborted in vLLM.
+strings, labels and formats work alike in both engines. When `Row` ends an answer, its request in vLLM is aborted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 class VllmEngine:
-    """A vLLM engine in this process, with the SkipDecode add-on. It has `Loop`'s methods. All calls share its steps.
+    """A vLLM engine in this process, with the SkipDecode add-on and the methods of `Loop`. All calls share its steps.
 
     Statistics count only rows that have ended. vLLM mixes prefill and decode steps, so decode_seconds includes both.
 
@@ -232,9 +232,9 @@ class VllmEngine:
         return ended
 
     def _noting_output(self) -> Any:
-        """Return the next output of vLLM's core, and record rows with NaN logits (not in `RequestOutput`)."""
+        """Return the next output of vLLM's core. Record rows with NaN logits, because `RequestOutput` omits them."""
         outputs = self._take_output()
-        # vLLM appends a random part to a request's id
+        # the ticket is the first part of a request's id, to which vLLM appends a random part
         self._has_nans |= {int(one.request_id.partition("-")[0]) for one in outputs.outputs if one.num_nans_in_logits}
         return outputs
 
@@ -270,9 +270,14 @@ class VllmEngine:
         form = None
         if request.constraint is not None:
             if params.logprobs is not None or self.cumulative_logprob:
-                raise UserError("engine vllm cannot combine log-probabilities with choices or output_format")
+                raise UserError(
+                    "engine vllm cannot combine log-probabilities with choices or output_format: leave one of them out"
+                )
             if self.end_id not in self.stop_ids:
-                raise UserError(f"{request.constraint.name}: the tokenizer's EOS is not an end token of the model")
+                raise UserError(
+                    f"{request.constraint.name}: the tokenizer's EOS is not an end token of the model: add it to "
+                    "eos_token_id in generation_config.json"
+                )
             form = StructuredOutputsParams(grammar=grammar(request.constraint))
         if params.temperature > HIGHEST_TEMPERATURE:
             raise UserError(f"temperature = {params.temperature:g}: engine vllm allows at most {HIGHEST_TEMPERATURE:g}")
@@ -333,7 +338,7 @@ def grammar(constraint: Constraint) -> str:
 
 
 def trie_grammar(trie: ChoiceTrie) -> str:
-    """Return a grammar of the labels' tokens. It ends a label at the first token that rules out all others."""
+    """Return a grammar of the labels' tokens. A label ends at its first token that rules out all other labels."""
     rules, nodes = [], [trie.root]
     for number, node in enumerate(nodes):  # the list grows in the loop
         ways = []

@@ -2,7 +2,7 @@
 
 `forward` is replaced on the layer objects. The module tree stays as it is, so quantization and loading work as before.
 The first layer of a forward pass plans which tokens run which layer. It also puts attention metadata for each layer's
-tokens into the forward context, under the layer's name. vLLM's attention reads it there.
+tokens into the forward context, under the layer's name. vLLM's attention layers read the metadata there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from actors.engine.schedule.schedule import Schedule
 from actors.vllm.plan import PassPlan, cut_metadata
 
 CONTEXT_KEY = "skipdecode_plan"
-POISON, POISONED = 1e36, 1e18  # value written to the cache; a layer has read it if its output exceeds POISONED
+# POISON: debugging value in cache slots that no layer may read; POISONED: a layer with a larger output has read one
+POISON, POISONED = 1e36, 1e18
 # arguments that have one value per token, in vLLM's own layers or in transformers' layers
 TOKEN_ARGUMENTS = ("hidden_states", "residual", "positions", "position_ids", "position_embeddings")
 
@@ -47,7 +48,7 @@ class LayerSkipper:
         poison: bool = False,
     ) -> None:
         if poison and any(layer.dtype == torch.float16 for layers in attention.values() for layer in layers.values()):
-            raise UserError("skipdecode: poison needs float32 or bfloat16")
+            raise UserError("skipdecode: poison: true does not work in float16: use float32 or bfloat16")
         self.attention, self.poison = attention, poison
         self.set_schedule(schedule)
         self._prompt_lengths = prompt_lengths
@@ -64,7 +65,9 @@ class LayerSkipper:
     def watch(self, builder: Any) -> None:
         """Make a builder of attention metadata store the CommonAttentionMetadata that it gets from vLLM's runner."""
         if builder.requires_block_table_width:
-            raise UserError(f"skipdecode: attention by {type(builder).__name__} is not supported")
+            raise UserError(
+                f"skipdecode: attention by {type(builder).__name__} is not supported: choose another attention backend"
+            )
         build, update = builder.build, builder.update_block_table
 
         def note(common: Any) -> None:
@@ -83,7 +86,7 @@ class LayerSkipper:
         builder.build, builder.update_block_table = noting_build, noting_update
 
     def wrap(self, layers: Iterable[Any]) -> None:
-        """Replace the layers' `forward`."""
+        """Replace the layers' `forward`, so that tokens can skip layers."""
         for index, layer in enumerate(layers):
             layer.forward = self._skipping(index, layer.forward)
 
@@ -172,7 +175,7 @@ class LayerSkipper:
         return plan
 
     def _spare_builder(self, builder: Any, number: int) -> Any:
-        """Return copy `number` of a builder. Each subset in a pass needs one, because builders may keep results."""
+        """Return copy `number` of a builder. Each subset in a pass needs a separate copy: builders may keep results."""
         spare = self._spare.setdefault(id(builder), [])
         if len(spare) == number:
             with set_current_vllm_config(builder.vllm_config):

@@ -23,7 +23,10 @@ FOLDER, BASE_FORMAT = "speed_adapter", "base_format"  # keys of model_loader_ext
 def use_adapter(load_config: Any, folder: str) -> None:
     """Change a LoadConfig so that `AdapterLoader` loads the model and merges the adapter in `folder`."""
     if load_config.load_format not in FORMATS:
-        raise UserError(f"skipdecode: load_format {load_config.load_format} cannot be combined with speed_adapter")
+        raise UserError(
+            f"skipdecode: load_format {load_config.load_format} cannot be combined with speed_adapter: use "
+            f"{' or '.join(FORMATS)}"
+        )
     extra = {FOLDER: folder, BASE_FORMAT: load_config.load_format}
     load_config.model_loader_extra_config = {**load_config.model_loader_extra_config, **extra}
     load_config.load_format = LOAD_FORMAT
@@ -54,4 +57,4 @@ class AdapterLoader(DefaultModelLoader):  # type: ignore[misc]
                     weight = (weight.to(dtype).float() + change).to(dtype)
                 yield name, weight
         if left:
-            raise UserError(f"{path}: the checkpoint has no weight of {min(left)}")
+            raise UserError(f"{path}: the checkpoint has no weight of {min(left)}: use the adapter's base model")

@@ -87,7 +87,7 @@ class PassPlan:
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to a device. From memory that is not pinned, the copy would wait until the GPU has no more work."""
+    """Copy an array to a device. For a GPU, pin the memory first: else the copy would wait until the GPU is idle."""
     tensor = torch.from_numpy(values)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
@@ -99,7 +99,7 @@ def cut_metadata(common: Any, subset: Subset, ends: np.ndarray) -> Any:
         common: the CommonAttentionMetadata of all tokens.
         ends: see `PassPlan`.
 
-    Raises NotImplementedError if a field is set that this function does not know; the message names the field.
+    Raises NotImplementedError if a field is set that this function does not know. The message names the field.
     """
     if not isinstance(common.causal, bool):
         raise NotImplementedError("CommonAttentionMetadata.causal is set for each request, which is not supported")

@@ -13,9 +13,10 @@ from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 KEY = "skipdecode"
 OWN: dict[str, Any] = {  # keys in addition to those of a schedule, with their types
     "speed_adapter": str | None,  # folder of an adapter to merge
-    "unadapted": bool,  # run a schedule that the model was not trained for
-    "self_check": bool,  # compare attention with a slow reference before the first request
-    "poison": bool,  # for debugging: write huge values into slots of tokens that skip a layer, and fail if it reads one
+    "unadapted": bool,  # whether to run a schedule that the model was not trained for
+    "self_check": bool,  # whether to compare attention with a slow reference before the first request
+    # for debugging: whether to write huge values into slots of tokens that skip a layer, and fail if it reads one
+    "poison": bool,
 }
 
 
@@ -24,7 +25,7 @@ class Settings:
     """Settings of the add-on; see `OWN`."""
 
     schedule: Schedule
-    speed_adapter: str | None = None  # None at full depth: the base model then runs unchanged
+    speed_adapter: str | None = None  # always None at full depth, at which the base model runs unchanged
     self_check: bool = True
     poison: bool = False
 

@@ -1,4 +1,4 @@
-"""`worker_cls` for vLLM: the platform's worker, in which each decoder layer runs only for the schedule's tokens."""
+"""Worker class for vLLM: the platform's worker, but each decoder layer runs only for the tokens of the schedule."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 TESTED = "0.32"  # the only minor version of vLLM that is accepted: the add-on uses attributes that may change
+FULL_DEPTH = "run this model without SkipDecode (speedup: 1)"
 log = logging.getLogger(__name__)
 
 
@@ -59,15 +60,21 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
         super().load_model(*args, **options)
         schedule = self.skip_settings.schedule
         if schedule.is_full_depth:
-            log.info("skipdecode: full depth, plain vLLM")
+            log.info("skipdecode: the schedule runs every layer, so vLLM runs unchanged")
             return
         layers = decoder_layers(self.model_runner.get_model(), schedule.num_layers)
         attention = attention_layers(self.vllm_config.compilation_config.static_forward_context)
         if sorted(attention) != list(range(schedule.num_layers)):
-            raise UserError(f"skipdecode: {len(attention)} of {schedule.num_layers} layers have attention")
+            raise UserError(
+                f"skipdecode: only {len(attention)} of {schedule.num_layers} layers have attention, which is not "
+                f"supported; {FULL_DEPTH}"
+            )
         self.skipper = LayerSkipper(schedule, attention, self._prompt_lengths, poison=self.skip_settings.poison)
         self.skipper.wrap(layers)
-        log.info("skipdecode: %d to %d of %d layers", schedule.depths[0], schedule.depths[-1], schedule.num_layers)
+        first, last = schedule.depths[0], schedule.depths[-1]
+        log.info(
+            "skipdecode: the first token runs %d of %d layers, late tokens run %d", first, schedule.num_layers, last
+        )
 
     def set_schedule(self, schedule: Schedule) -> None:
         """Use another schedule, from the next forward pass on. No request may be in flight.
@@ -75,11 +82,11 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
         A merged speed adapter stays merged. Raises UserError if the engine began at full depth.
         """
         if self.skipper is None:
-            raise UserError("skipdecode: an engine that began at full depth cannot change its schedule")
+            raise UserError("skipdecode: an engine that began at full depth cannot change its schedule: start another")
         self.skipper.set_schedule(schedule)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Allocate the KV cache, and hook into the builders of attention metadata."""
+        """Allocate the KV cache, and make the builders of attention metadata store what the layers' plans need."""
         super().initialize_from_config(kv_cache_config)
         self._cache_config = kv_cache_config
         if self.skipper is None:
@@ -108,7 +115,7 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Raise UserError if settings of a VllmConfig cannot be combined with skipped layers. The message lists them."""
+    """Raise UserError with a list of all settings of a VllmConfig that cannot be combined with skipped layers."""
     version = vllm.__version__
     if version.split(".")[:2] != TESTED.split("."):
         raise UserError(
@@ -141,7 +148,10 @@ def decoder_layers(model: Any, count: int) -> ModuleList:
     """Return the decoder layers of a model: the only list in it that has `count` modules."""
     found = [module for module in model.modules() if isinstance(module, ModuleList) and len(module) == count]
     if len(found) != 1:
-        raise UserError(f"skipdecode: {type(model).__name__} has {len(found)} lists of {count} modules, not one")
+        raise UserError(
+            f"skipdecode: {type(model).__name__} has {len(found)} lists of {count} modules, not one, so its decoder "
+            f"layers are unknown; {FULL_DEPTH}"
+        )
     return found[0]
 
 
@@ -152,8 +162,10 @@ def attention_layers(by_name: Mapping[str, Any]) -> dict[int, dict[str, Attentio
         if not isinstance(layer, AttentionLayerBase):
             continue
         if type(layer) is not Attention:
-            raise UserError(f"skipdecode: {name} is a {type(layer).__name__}, which is not supported")
+            raise UserError(f"skipdecode: {name} is a {type(layer).__name__}, which is not supported; {FULL_DEPTH}")
         if layer.kv_sharing_target_layer_name is not None:
-            raise UserError(f"skipdecode: {name} reads the keys and values of another layer")
+            raise UserError(
+                f"skipdecode: {name} reads the keys and values of another layer, which is not supported; {FULL_DEPTH}"
+            )
         found.setdefault(extract_layer_index(name), {})[name] = layer
     return found

@@ -137,7 +137,7 @@ def test_logprobs_are_those_of_the_model(generator: Generator) -> None:
         ({"sampling": {"temperature": 3}}, "temperature = 3: engine vllm allows at most 2"),
         (
             {"sampling": {"logprobs": 1}, "choices": ["French", "cheap"]},
-            "engine vllm cannot combine log-probabilities with choices or output_format",
+            "engine vllm cannot combine log-probabilities with choices or output_format: leave one of them out",
         ),
     ],
 )
