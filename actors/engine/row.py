@@ -57,7 +57,9 @@ class Row:
             return f"{constraint.name}: {progress.error}"
         if progress.is_complete():
             return None
-        return f"{constraint.name}: the answer was cut off after {len(self.tokens)} tokens: raise max_new_tokens"
+        is_full = self.limit < self.request.sampling.max_new_tokens  # the context, not the setting, was the limit
+        remedy = "the context is full: shorten the prompt" if is_full else "raise max_new_tokens"
+        return f"{constraint.name}: the answer was cut off after {len(self.tokens)} tokens: {remedy}"
 
     def advance(self) -> FinishReason | None:
         """Update the row's state for the newest token. Return why this token ends the row; None: the row continues."""

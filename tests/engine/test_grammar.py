@@ -374,7 +374,7 @@ def test_an_answer_that_is_cut_off_in_white_space_says_so(checkpoint: Path) -> N
     errors = [make(checkpoint, output_format=form).answer([Prompt([5], "f", 0)])[0].error for form in forms]
     assert "regex: cut off after 63 tokens: all of its text is white space" in str(errors[0])
     assert "regex: cut off after 63 tokens: most of its text is white space" in str(errors[1])
-    assert errors[2] == "regex: the answer was cut off after 63 tokens: raise max_new_tokens"
+    assert errors[2] == "regex: the answer was cut off after 63 tokens: the context is full: shorten the prompt"
 
 
 def test_settings_that_do_not_go_with_a_form(checkpoint: Path, pair: list[Generator]) -> None:
