@@ -6,7 +6,7 @@
 
 A record is created once and never changed. A run begins only after the previous run has ended. If two commands begin a
 run at once, only one can create the record. If two commands end the same run, the first end counts. No lock or clock is
-needed. A file is answered if a successful run has claimed it, even if that run's folder is gone. Other files are new.
+needed. A file is answered if a successful run has claimed it, even if the run's folder is gone. Other files are new.
 """
 
 from __future__ import annotations
@@ -152,21 +152,21 @@ def read(root: Folder) -> Ledger:
         runs = [LedgerRun.of(values) for values in copied or ()]
     except (KeyError, TypeError):
         runs = []
-    # if the compacted file is damaged, read all records: it is only a copy of them
+    # if the compacted file is damaged, read all records, because the file is only a copy of records
     if [run.number for run in runs] != list(range(1, compacted + 1)):
         runs, compacted = [], 0
 
     def run(number: int) -> LedgerRun:
-        # each record is read by its name: a listing may miss a record that is written at the same time
+        # read each record by name, because a listing may miss a record that is written at the same time
         values, end = _record(root, claim_name(number)), _record(root, end_name(number))
         if values is None:
-            raise UserError(f"{root.url}/{claim_name(number)}: missing; without it, files would be answered twice")
+            raise UserError(f"{root.url}/{claim_name(number)}: missing; restore it, else files would be answered twice")
         if end is None and number < last:
-            raise UserError(f"{root.url}/{end_name(number)}: missing, although later runs have begun")
+            raise UserError(f"{root.url}/{end_name(number)}: missing, although later runs have begun; restore it")
         try:
             return LedgerRun.of({**values, **(end or {})})
         except (KeyError, TypeError) as error:
-            raise UserError(f"{root.url}/{claim_name(number)}: not a record of a run: {error!r}") from None
+            raise UserError(f"{root.url}/{claim_name(number)}: not a record of a run: {error!r}; restore it") from None
 
     return Ledger((*runs, *map(run, range(compacted + 1, last + 1))), compacted)
 
@@ -198,7 +198,7 @@ def claim(
         left=tuple(left),
     )
     claimed = {key: value for key, value in asdict(run).items() if key not in ("state", "ended", "why")}
-    # if this put was retried because its response was lost, an existing record may be this run's; the nonce shows it
+    # an existing record may be this run's, if a lost response made the store client retry; the nonce shows this
     data = _encode({**claimed, "nonce": uuid.uuid4().hex})
     if not root.create(claim_name(number), data) and root.read(claim_name(number)) != data:
         raise ConcurrentRun(f"run {number} was begun by another command; check that run, then run again")
@@ -216,7 +216,7 @@ def end(root: Folder, run: LedgerRun, state: State, why: str = "") -> LedgerRun:
 
 
 def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[int, str]]:
-    """Return the `listed` files that no successful run has answered. A file uploaded again without a change is not new.
+    """Return the `listed` files that no successful run has answered. A file uploaded again unchanged is not new.
 
     changed: value of `input.changed`, for answered files that have changed. If it is "error", they raise UserError.
     A file that had no rows when it was answered, and has changed, is new.
@@ -239,7 +239,7 @@ def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[in
 
 
 def _is_same(file: ClaimedFile | InputFile, size: int, version: str) -> bool:
-    """Return whether a file that now has this size and version still has the content that was answered."""
+    """Return whether an answered file, which now has this size and version, still has the same content."""
     return has_same_content(file.url, (file.size, file.version), file.digest, (size, version))
 
 
@@ -254,9 +254,9 @@ def compact(root: Folder, ledger: Ledger) -> None:
 
 
 def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageConfig, attempts: int) -> Rows:
-    """Return URL -> rows whose last answer by a successful run has an error. Skips files that are gone or changed.
+    """Return URL -> rows whose last answer by a successful run has an error. Skip files that are gone or changed.
 
-    Also skips rows that have already been answered again `attempts` times.
+    Also skip rows that have already been answered again `attempts` times.
     """
     failed: dict[str, dict[int, int]] = {}  # URL -> row -> number of answers with an error since the last good one
     answered: dict[str, InputFile] = {}
@@ -337,7 +337,7 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
 
 
 def some(urls: Sequence[str]) -> str:
-    """Return a text with the first `SHOWN_FILES` URLs, and the number of the other URLs."""
+    """Return the first `SHOWN_FILES` URLs as text, with the number of the other URLs."""
     more = len(urls) - SHOWN_FILES
     return ", ".join(urls[:SHOWN_FILES]) + (f" and {counted(more, 'other')}" if more > 0 else "")
 
@@ -348,7 +348,7 @@ def _record(root: Folder, name: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{root.url}/{name}: not JSON: {error}") from None
+        raise UserError(f"{root.url}/{name}: not JSON: {error}; restore it from a copy") from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise UserError(f"{root.url}/{name}: its format is not {FORMAT}, the record format of this version")
     return values

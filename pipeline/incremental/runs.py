@@ -1,14 +1,14 @@
-"""Does incremental runs: finishes an unfinished run, then answers the input files that no run has answered.
+"""Runs incremental jobs: finishes an unfinished run, then answers the input files that no run has answered.
 
-A run takes these steps, in the ledger and in its dated folder, and may be killed after any of them:
+A run has these steps, in the ledger and in the run's dated folder. It may be killed after any step:
 
     claim the files ─> save the plan in the folder ─> answer, shard by shard ─> check every row ─> end ─> _SUCCESS
 
 If the job has an output table, the output files (parts) are added to it after `end`, so that the table holds only
-successful runs. If a run is killed, the next command resumes it after its last step, or abandons it and claims its
-files again. Two commands may work on one folder at the same time. This wastes time but does no harm: `end` decides once
-whether a run counts. A run with more row errors than `max_error_rate` allows is not ended. If that limit has
-been raised enough, the next command ends the run. Otherwise it abandons the run and answers the files again.
+successful runs. If a run is killed, the next command resumes the run after its last step, or abandons the run and
+claims its files again. Two commands may work on one folder at the same time. This wastes time but does no harm: `end`
+decides once whether a run counts. A run with more row errors than `max_error_rate` allows is not ended. If this limit
+has been raised enough, the next command ends the run. Otherwise it abandons the run and answers the files again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run whose rows this command has answered. resumed: whether an earlier command began the run."""
+    """A run with all rows answered. resumed: whether an earlier command began the run."""
 
     run: LedgerRun
     folder: Folder
@@ -63,7 +63,7 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class IncrementalResult:
-    """What one command did. finished: the runs that it finished, e.g. a resumed run, a retry of rows and a new run.
+    """The result of one command. finished: runs that it finished, e.g. a resumed run, a retry of rows and a new run.
 
     last: the last successful run. left: URLs of new files that are left for a later run.
     """
@@ -84,12 +84,12 @@ def run(
 ) -> IncrementalResult:
     """Finish an unfinished run, then answer the input files that no successful run has answered.
 
-    The arguments are those of `job.run`, but `overwrite` abandons an unfinished run, and `limit` raises
-    UserError. Raises the errors of `job.run`, and ConcurrentRun.
+    overwrite: abandon an unfinished run. limit: raises UserError if it is set. For the other arguments see `job.run`.
+    Raises the errors of `job.run`, and ConcurrentRun.
     """
     assert config.input.since == "last_success"
     if limit is not None:
-        raise UserError("--limit: rows beyond it would never be answered; leave out --limit or input.since")
+        raise UserError("--limit: rows beyond the limit would never be answered; leave out --limit or input.since")
     backend = backend or jobs.ray_backend(verbose=verbose)
     with interruptible():
         check_columns(config)
@@ -112,7 +112,7 @@ def run(
 def run_in(
     root: Folder, config: JobConfig, backend: Backend, overwrite: bool, check: Check = "quick"
 ) -> IncrementalResult:
-    """Do the work of `run` in the folder `root`. Needs no lease: the ledger lets only one command begin a run."""
+    """Do the work of `run` in the folder `root`. No lease is needed: the ledger lets only one command begin a run."""
     finished: list[FinishedRun] = []
     ledger = ledgers.read(root)
     if not ledger.runs:
@@ -139,10 +139,10 @@ def run_in(
         job = plan(new.config, None, backend, files=new.files) if new.files else None
     except NoRows:
         job, left = None, sorted(new.files)
-        log.warning("%d new files have no rows that can be read, and are left for a later run", len(new.files))
+        log.warning("%d new files hold no readable rows, and are left for a later run", len(new.files))
     if job is not None:
         left = sorted(new.files.keys() - {file.url for file in job.manifest.files})
-        if ledger.last is not None:  # generated ids of all runs must be relative to one folder
+        if ledger.last is not None:  # file names in generated ids must be relative to one folder in all runs
             job = with_batching(job, root=ledger.last.root)
         # check before the claim: a job whose output does not fit the table must not be saved
         check_table(job.config, part_schema(job))
@@ -156,7 +156,7 @@ def run_in(
 
 
 def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
-    """Return a result without runs if all runs have ended and all input is answered, else None. Writes nothing."""
+    """Return a result without runs if all runs have ended and all input is answered, else None. Write nothing."""
     ledger = ledgers.read(root)
     last = ledger.last
     if last is None or last.state == "unfinished":
@@ -196,9 +196,9 @@ def to_retry(root: Folder, config: JobConfig, ledger: Ledger) -> tuple[Rows, Fil
 def _retry(
     root: Folder, ledger: Ledger, config: JobConfig, backend: Backend, failed: Rows, listed: Files
 ) -> FinishedRun | None:
-    """Answer the rows in `failed` again, in a separate run. The run is a success even if rows have an error again.
+    """Answer the rows in `failed` again, in a separate run, which succeeds even if rows have an error again.
 
-    Return None if `input.unreadable: later` leaves out all of their files, e.g. because the job needs another column.
+    Return None if `input.unreadable: later` leaves out all files of these rows, e.g. if the job needs another column.
     """
     try:
         job = plan(config, None, backend, files={url: listed[url] for url in sorted(failed)})
@@ -228,7 +228,7 @@ class NewInput:
 
 
 def new_input(config: JobConfig, ledger: Ledger) -> NewInput:
-    """Return the files that the next run must answer. For a table: its new data files since the last success."""
+    """Return the files that the next run must answer. For a table: data files added since the last successful run."""
     pin = newest(config)
     after = None if pin is None else ledger.answered_snapshot(pin.table)
     pinned = config if pin is None else with_snapshot(config, pin.snapshot)
@@ -241,7 +241,7 @@ def _folder(root: Folder, run: LedgerRun, config: JobConfig) -> Folder:
 
 
 def print_runs(console: Console, result: IncrementalResult) -> None:
-    """Print the finished runs, or that nothing is new. Also print the files that are left for a later run."""
+    """Print the finished runs or that nothing is new, and the files that are left for a later run."""
     lines = [f"left for a later run: {ledgers.some(result.left)}"] if result.left else []
     good = [done for done in result.finished if done.run.state == "success"]
     if good:
@@ -287,7 +287,7 @@ def _read_again(root: Folder, number: int) -> Ledger:
 def _resume(
     root: Folder, run: LedgerRun, config: JobConfig, backend: Backend, overwrite: bool, check: Check
 ) -> FinishedRun | None:
-    """Finish a run with the files in its plan. Return None if it is abandoned, e.g. because the job has changed."""
+    """Finish a run with the files in its plan. Or abandon the run, e.g. because the job has changed; return None."""
     folder = _folder(root, run, config)
     if overwrite:
         _abandon(root, run, folder, config, "--overwrite")
@@ -300,18 +300,19 @@ def _resume(
         _abandon(root, run, folder, config, "its folder holds no job yet")
         return None
     pinned = {file.url: (file.size, file.version) for file in stored.files}
-    job = plan(config, stored, backend, files=pinned)  # uses the checkpoint's commit in `stored`
+    job = plan(config, stored, backend, files=pinned)  # uses the commit of the checkpoint in `stored`
     if job.manifest.fingerprint != stored.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, job.manifest.identity))
         if run.state == "success":
-            raise UserError(f"{folder.url}: lacks parts, but the job's {names} changed since; undo this change")
+            problem = f"some output files of this run are missing or damaged, but the job has changed in {names}"
+            raise UserError(f"{folder.url}: {problem}; undo the change to answer the rows of these files again")
         _abandon(root, run, folder, config, f"the job has changed in {names}")
         return None
     try:
         again = list_pinned(config.input, config.storage, stored.files, may_be_empty=True)
         files = unchanged_files(stored.files, {url: entry for url, entry in again.items() if url in pinned})
     except UserError as error:
-        state = "has not finished" if run.state == "unfinished" else "lacks parts"
+        state = "has not finished" if run.state == "unfinished" else "has lost output files"
         raise UserError(f"run {run.number} {state}: {error}") from None
     job = replace(job, manifest=replace(job.manifest, files=files))
     finished = _answer(root, run, job, backend, resumed=True, check=check)
@@ -322,7 +323,7 @@ def _resume(
         why = f"{totals.errors:,} of {totals.rows:,} rows have an error, more than max_error_rate allows"
         _abandon(root, run, folder, config, why)
         return None
-    state = "left unfinished by an earlier command" if run.state == "unfinished" else "which lacked parts"
+    state = "left unfinished by an earlier command" if run.state == "unfinished" else "which had lost output files"
     log.warning("run %d, %s, is now finished: %s", run.number, state, folder.url)
     return finished
 
@@ -362,7 +363,7 @@ def _answer(
 
 
 def _write_missing_success(folder: Folder, config: JobConfig) -> None:
-    """Write `_SUCCESS` for a successful run that was killed before it did so. Do nothing if its folder was removed."""
+    """Write `_SUCCESS` for a successful run that was killed before this step. Do nothing if its folder was removed."""
     if folder.exists(SUCCESS) or (manifest := plan_files.load(folder)) is None:
         return
     totals = totals_of(read_records(folder, manifest.fingerprint))

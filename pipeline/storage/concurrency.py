@@ -12,7 +12,7 @@ from typing import TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 THREADS = 32
-BATCH = 1024  # items are submitted in batches, so that an error is raised soon and results do not pile up
+BATCH = 1024  # number of items to submit at once; a limit, so that errors come soon and results do not pile up
 
 
 def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], threads: int = THREADS) -> Iterator[Result]:
@@ -33,7 +33,7 @@ def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], threa
 
 @contextmanager
 def repeating(action: Callable[[], object], seconds: float, name: str, first: float | None = None) -> Iterator[None]:
-    """Call `action` every `seconds` in a thread while the `with` block runs. first: seconds before the first call."""
+    """Call `action` every `seconds` in a thread while the `with` block runs. first: wait before the first call."""
     ended = threading.Event()
 
     def work() -> None:

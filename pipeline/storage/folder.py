@@ -41,7 +41,7 @@ class FileInfo(NamedTuple):
 
 
 def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the fsspec filesystem for a URL, and the path in it. Raises UserError for all but local and s3 URLs."""
+    """Return the fsspec filesystem for a URL, and the path in this. Raises UserError unless the URL is local or s3."""
     if url.startswith("~"):
         raise UserError(f"{url}: ~ is not replaced by the home folder here; give the whole path")
     if re.match(r"\w+:/(?!/[^/])", url) and not url.startswith("file:///"):
@@ -60,7 +60,7 @@ def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSys
         retry_seconds=storage.retry_seconds,
         contact_seconds=storage.contact_seconds,
         client_kwargs={name: value for name, value in client.items() if value},
-        use_listings_cache=False,  # another process may have changed the folder
+        use_listings_cache=False,  # because other processes change the folder
     )
     return fs, url.removeprefix("s3://").rstrip("/")
 
@@ -118,7 +118,7 @@ class LocalFolder:
             return []
 
     def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
-        """Return name -> size and tag of each file whose name begins with one of `stems`, or sorts after `after`."""
+        """Return name -> size and tag of the files with names that begin with one of `stems`, or sort after `after`."""
         lengths = {len(stem) for stem in stems}
         found: dict[str, FileInfo] = {}
         for name in self.names():
@@ -142,7 +142,7 @@ class LocalFolder:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:  # the error must name the target, not the temporary file
+        except OSError as error:  # name the target in the error, not the temporary file
             temporary.unlink(missing_ok=True)
             raise OSError(error.errno, error.strerror, str(self.path / name)) from error
         return temporary
@@ -167,7 +167,7 @@ class ObjectFolder:
     conditional: bool = True
 
     def read(self, name: str) -> bytes:
-        # with several connections, fsspec would begin with a request for the size
+        # use one connection, because with several, fsspec would first request the size
         data: bytes = self.fs.cat_file(f"{self.path}/{name}", max_concurrency=1)
         return data
 
@@ -201,7 +201,7 @@ class ObjectFolder:
         self.fs.pipe_file(f"{self.path}/{name}", data, chunksize=max(len(data), 2**20), **options)
 
     def remove(self, name: str) -> None:
-        with suppress(FileNotFoundError):  # some stores raise it
+        with suppress(FileNotFoundError):  # some stores raise this error for a missing file
             self.fs.rm_file(f"{self.path}/{name}")
 
     def remove_all(self, names: Sequence[str]) -> None:
@@ -221,7 +221,7 @@ class ObjectFolder:
 
     def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
         requests = [{"stem": stem} for stem in stems] + [{"after": after}]
-        # in parallel, because one listing is a sequence of requests, each for 1000 names
+        # list in parallel, because one listing is a sequence of requests, each for 1000 names
         pages = in_parallel(lambda request: list(self._pages(**request)), requests)
         return {name: info for page in pages for name, info in page}
 
@@ -230,7 +230,10 @@ class ObjectFolder:
         return str(self.fs.call_s3("head_object", Bucket=bucket, Key=key).get("ETag", "")).strip('"')
 
     def _pages(self, subfolder: str = "", stem: str = "", after: str = "") -> Iterator[tuple[str, FileInfo]]:
-        """Yield the files directly in a subfolder whose names begin with `stem` and sort after `after`."""
+        """Yield name, size and tag of each file in a subfolder, but not in folders below it.
+
+        stem: the beginning of the names to list. after: list only names that sort after this name.
+        """
         bucket, _, key = f"{self.path}/{subfolder}".rstrip("/").partition("/")
         prefix = f"{key}/" if key else ""
         request = {"Bucket": bucket, "Prefix": prefix + stem, "Delimiter": "/"}
@@ -242,7 +245,7 @@ class ObjectFolder:
             except FileNotFoundError:
                 return
             for entry in page.get("Contents", []):
-                if entry["Key"] != prefix:  # not the object that marks an empty folder
+                if entry["Key"] != prefix:  # skip the object that marks an empty folder
                     tag = str(entry.get("ETag", "")).strip('"')
                     yield entry["Key"][len(prefix) :], FileInfo(entry["Size"], tag)
             if not page.get("IsTruncated"):
@@ -285,12 +288,12 @@ def probe_create(folder: Folder) -> Folder:
                 return folder
     finally:
         folder.remove(name)
-    log.warning("%s: this store ignores conditional puts: two runs at once could write a file twice", folder.url)
+    log.warning("%s: this store ignores conditional puts, so never start two runs in this folder at once", folder.url)
     return replace(folder, conditional=False) if isinstance(folder, ObjectFolder) else folder
 
 
 def check_location(folder: Folder) -> None:
-    """Raise UserError if a local folder's path is a file, or the user may not create the folder. Writes nothing."""
+    """Raise UserError if a local folder's path is a file, or the user may not create the folder. Write nothing."""
     if not isinstance(folder, LocalFolder):
         return
     path = folder.path
@@ -310,7 +313,7 @@ def make_writable(folder: Folder) -> None:
     try:
         try:
             folder.create(probe, b"")
-        except FileNotFoundError:  # another run may just have removed temporary files
+        except FileNotFoundError:  # try again: another run may just have removed temporary files
             folder.create(probe, b"")
         folder.remove(probe)
     except OSError as error:

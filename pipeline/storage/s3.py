@@ -1,7 +1,7 @@
 """Accesses S3 through s3fs, with one layer of retries, a check that reads are complete, and one-line errors.
 
-Every call of s3fs goes through `_call_s3`, which adds all this; botocore and s3fs themselves do not retry. The retry
-hooks of s3fs do not suffice: they limit only the number of tries, are nested in reads, and do not see truncated bodies.
+Every call of s3fs goes through `_call_s3`, which adds these features; botocore and s3fs do not retry. The retry hooks
+of s3fs do not suffice: they limit only the number of tries, are nested in reads, and do not see truncated bodies.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ log = logging.getLogger(__name__)
 CREDENTIALS_SECONDS = 30.0  # maximum time of retries if a credentials service fails or is slow
 CONNECTIONS = 64  # number of parallel connections; must exceed the number of calling threads
 STORE_FAILURES = (OSError, boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError)
-WRITER = "writer"  # metadata key: each conditional put stores a random id here, so that it can recognize its own object
+WRITER = "writer"  # metadata key under which each conditional put stores a random id, to recognize its object later
 QUIET_SECONDS = 5.0  # no warning is logged during the first seconds of retries
 WARNING_SECONDS = 60.0  # minimum time between two warnings of one client
 
 
 class _Temporary(Exception):
-    """A temporary failure. limit: maximum seconds of retries, if this is less than the retry budget."""
+    """A temporary failure. limit: maximum seconds of retries; the retry budget may allow less."""
 
     def __init__(self, error: Exception, limit: float = math.inf) -> None:
         super().__init__(str(error))
@@ -58,7 +58,7 @@ class _Temporary(Exception):
 
 @dataclass(frozen=True)
 class _Budget:
-    """Time for retries of a call and of the calls inside it. seconds: 0 if an earlier call has used up its own time."""
+    """Time for retries of a call and of nested calls. seconds: 0 if an earlier call has spent its budget in vain."""
 
     seconds: float
     began: float = field(default_factory=time.monotonic)
@@ -122,7 +122,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             metrics.add("store_retries")
             if now - budget.began > QUIET_SECONDS and now - self._warned > WARNING_SECONDS:
                 self._warned = now
-                log.warning("%s: retrying for up to %g s: %s", url, limit, error_text(error))
+                log.warning("%s: the store fails; retrying for up to %g s: %s", url, limit, error_text(error))
             await asyncio.sleep(wait)
 
     async def _try(self, url: str, budget: _Budget, method: str, *settings: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             raise no_credentials(url, error) from None
         except MISSING_CREDENTIALS as error:
             self._lacking = self._s3
-            # while planning, the user has probably set no credentials, so do not retry; a running job had them before
+            # during planning, do not retry: the user has probably set no credentials. A running job has had some
             forgotten = isinstance(error, boto.NoCredentialsError) and self.contact_seconds < self.retry_seconds
             raise _Temporary(error, 0.0 if forgotten else CREDENTIALS_SECONDS) from None
         except STORE_FAILURES as error:
@@ -149,7 +149,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
                 self._spent = False
             if "IfNoneMatch" in kwargs and code == "PreconditionFailed":
                 if await self._is_own(budget, kwargs):
-                    return {}  # an earlier try (perhaps aiohttp's own) wrote it, but the response was lost
+                    return {}  # an earlier try (perhaps by aiohttp) wrote the object, but the response was lost
                 raise FileExistsError(f"{url}: exists already") from None
             if "IfNoneMatch" in kwargs and code in CONDITION_CODES:
                 raise ConditionRefused(f"{url}: {error_text(error)}") from None
@@ -164,14 +164,14 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             raise final_error(url, method, error) from None
 
     async def _renew_credentials(self) -> None:
-        """Create a client, which looks for credentials again. Calls that failed with the old client use the new one."""
+        """Create a client, which looks for credentials again, unless another call has done so already."""
         async with self._renewing:
             if self._s3 is self._lacking:
                 await self.set_session(refresh=True)
             self._lacking = None
 
     async def _is_own(self, budget: _Budget, put: Mapping[str, Any]) -> bool:
-        """Return whether the put with arguments `put` wrote the object that exists now."""
+        """Return whether a put with the arguments `put` wrote the existing object."""
         try:
             head = await self._retried(budget, "head_object", Bucket=put["Bucket"], Key=put["Key"])
         except FileNotFoundError:

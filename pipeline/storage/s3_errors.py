@@ -26,7 +26,7 @@ TEXT = 200  # maximum number of characters to show of a store's message
 
 
 def response_of(error: BaseException) -> Mapping[str, Any]:
-    """Return the store's response; empty if there is none. If s3fs raised `error`, the response is in its cause."""
+    """Return the store's response; empty if there is none. In errors of s3fs, `__cause__` holds the response."""
     for candidate in (error, error.__cause__):
         if isinstance(candidate, boto.ClientError):
             response: Mapping[str, Any] = candidate.response

@@ -197,7 +197,7 @@ def test_parts_of_finished_runs_are_checked_and_repaired_where_this_is_asked_for
     assert f"{first[0]}: damaged (sha256 differs" in inbox.refused("--verify")
     repaired = inbox.json("--repair")["runs"]
     assert [run["run"] for run in repaired] == [1, 2] and all(run["resumed"] for run in repaired)
-    assert inbox.answered() == before and "which lacked parts, is now finished" in caplog.text
+    assert inbox.answered() == before and "which had lost output files, is now finished" in caplog.text
     assert inbox.json("--verify")["runs"] == []
 
 
@@ -273,7 +273,7 @@ def test_what_is_wrong_with_the_input_is_one_line(inbox: Inbox, flow: Any, caplo
     inbox.values["input"]["path"] = str(inbox.files)
     assert inbox.refused() == f"{inbox.files}: folder without .parquet files"
     inbox.add("a")
-    assert inbox.refused("--limit", "2").startswith("--limit: rows beyond it would never be answered")
+    assert inbox.refused("--limit", "2").startswith("--limit: rows beyond the limit would never be answered")
     inbox.json()
     (inbox.files / "b.parquet").write_bytes(b"PAR1 half")
     assert inbox.refused().startswith(f"{inbox.files / 'b.parquet'}: not readable as Parquet")
@@ -281,7 +281,7 @@ def test_what_is_wrong_with_the_input_is_one_line(inbox: Inbox, flow: Any, caplo
     inbox.add("empty", 0)
     result = inbox.run()
     assert result.exit_code == 0 and "nothing new since run 1" in result.stdout
-    assert "1 new files have no rows that can be read, and are left for a later run" in caplog.text
+    assert "1 new files hold no readable rows, and are left for a later run" in caplog.text
     inbox.add("a", 4)
     assert inbox.refused().startswith(f"{inbox.files / 'a.parquet'}: changed since run 1 answered it (")
     assert inbox.json("--set", "input.changed=ignore")["runs"] == []

@@ -194,9 +194,9 @@ def test_a_missing_ledger_record_is_refused() -> None:
         run_over(root, url)
     files = dict(root.files)
     for name, says in (
-        (claim_name(2), f"root/{LEDGER}/000002.json: missing; without it, files would be answered twice"),
-        (claim_name(3), f"root/{LEDGER}/000003.json: missing; without it, files would be answered twice"),
-        (end_name(2), f"root/{LEDGER}/000002.end.json: missing, although later runs have begun"),
+        (claim_name(2), f"root/{LEDGER}/000002.json: missing; restore it, else files would be answered twice"),
+        (claim_name(3), f"root/{LEDGER}/000003.json: missing; restore it, else files would be answered twice"),
+        (end_name(2), f"root/{LEDGER}/000002.end.json: missing, although later runs have begun; restore it"),
     ):
         root.remove(name)
         with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
