@@ -119,7 +119,9 @@ def changed(values: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
             value = text  # keep the text, because YAML dropped a part of it as a comment
         node = values
         for key in keys[:-1]:
-            node = node.setdefault(key, {})
+            if node.get(key) is None:  # the key is missing, or its section is empty
+                node[key] = {}
+            node = node[key]
             if not isinstance(node, dict):
                 raise UserError(f"--set {without_secrets(change)}: {key} is not a section")
         node[keys[-1]] = value

@@ -15,7 +15,7 @@ from actors.engine.types import SamplingParams
 from pipeline.cli.app import app
 from pipeline.config.input import InputConfig
 from pipeline.config.job import JobConfig, SamplingConfig, Section
-from pipeline.config.load import load_config
+from pipeline.config.load import changed, load_config
 from pipeline.config.tune import TuneConfig
 from pipeline.messages import install_command
 
@@ -228,6 +228,7 @@ def test_changes_of_another_shape_are_refused(tmp_path: Path) -> None:
     for change in ("sampling.seed", "=3", ".seed=3", "sampling.=3", "sampling..seed=3"):
         assert refusal(job_file(tmp_path), [change]) == f"--set {change}: must look like section.key=value"
     path = job_file(tmp_path, merged(shard_rows=4))
+    assert changed({"adapt": None}, ["adapt.rows=9"]) == {"adapt": {"rows": 9}}  # `adapt:` with nothing below it
     assert refusal(path, ["shard_rows.x=3"]) == "--set shard_rows.x=3: shard_rows is not a section"
 
 
