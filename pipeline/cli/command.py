@@ -34,21 +34,21 @@ EXTRAS = {  # package -> extra
     "sqlalchemy": "tables",
 }
 USER_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "  # start of the last line in a UserError's traceback
-UNTYPED = ("actors", "botocore", "pipeline", "ray")  # packages whose errors are clear without their type's name
+UNTYPED = ("actors", "botocore", "pipeline", "ray")  # packages with errors that are clear without the error's type
 
 
 @dataclass
 class Advice:
     """Texts that the last line of a failed command adds to the error message."""
 
-    file: str = ""  # file to name before a UserError's text; empty during loading, whose errors name the file
+    file: str = ""  # file to name before a UserError's text; empty until it is loaded, as errors of loading name it
     output: str = ""  # the folder to name if another run holds its lease
     failed: str = ""  # clause that says what to do after an error
     interrupted: str = "run the same command again"
     out_of_memory: str = ""  # clause that says which settings to lower if torch runs out of memory
 
     def load(self, model: type[Model], file: Path, changes: list[str] | None) -> Model:
-        """Load a configuration file, and return its values. Messages of later UserErrors begin with the file's name."""
+        """Load and return a configuration. Messages of later UserErrors begin with the name of its file."""
         from pipeline.config.load import load_config
 
         config = load_config(model, file, changes or [])
@@ -104,7 +104,7 @@ def _end(error: Exception, advice: Advice) -> typer.Exit:
 
 def user_error(error: BaseException) -> UserError | None:
     """Return `error` if it is a `UserError`, or the `UserError` that Ray wrapped in `error`; else None."""
-    cause = getattr(error, "cause", None)  # check this before `error`: a Ray task error is a UserError too
+    cause = getattr(error, "cause", None)  # checked first, because Ray's error for a UserError is a UserError too
     if isinstance(cause, BaseException):
         return user_error(cause)
     if isinstance(error, UserError):
@@ -114,7 +114,7 @@ def user_error(error: BaseException) -> UserError | None:
 
 
 def cause_line(error: BaseException) -> str:
-    """Return the last line of an error's message (in Ray's errors, the cause), without Ray Data's advice on retries."""
+    """Return the last line of an error's message (the cause, in Ray's errors), but not Ray Data's advice on retries."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     advice = [number for number, line in enumerate(lines) if RETRY_ADVICE.match(line)]
     lines = lines[: advice[0]] or lines if advice else lines
@@ -122,7 +122,7 @@ def cause_line(error: BaseException) -> str:
 
 
 def _described(error: BaseException) -> str:
-    """Return `cause_line` of the error, after the name of its type if the line alone is unclear (as for a KeyError)."""
+    """Return `cause_line(error)`. If it is unclear without the error's type (as for a KeyError), put the type first."""
     package = type(error).__module__.partition(".")[0]
     if isinstance(error, OSError | RuntimeError) or package in UNTYPED or not str(error).strip():
         return cause_line(error)
@@ -158,7 +158,7 @@ def setup(verbose: bool, log_json: bool = False) -> None:
     else:
         lines = "%(levelname)s %(name)s: %(message)s" if verbose else "%(message)s"
         logging.basicConfig(level=level, format=lines, stream=sys.stderr)
-    for name in ("pipeline.plan.memory", "pipeline.checkpoints.stores"):  # always show their messages
+    for name in ("pipeline.plan.memory", "pipeline.checkpoints.stores"):  # always show their INFO messages
         logging.getLogger(name).setLevel(logging.INFO)
     values = {  # settings that libraries read on import; most of them reduce what is printed
         "TRANSFORMERS_VERBOSITY": "error",
@@ -166,7 +166,7 @@ def setup(verbose: bool, log_json: bool = False) -> None:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # a running job renews its request for CPUs every 10 s; Ray frees a killed job's CPUs when the request expires
+        # time after which Ray frees a killed job's CPUs; a running job renews its request for CPUs every 10 s
         "RAY_DATA_AUTOSCALING_REQUEST_EXPIRE_TIME_S": "30",
     }
     if not os.environ.get("RAY_ADDRESS"):  # a Ray that this process starts listens only on loopback, and needs a token

@@ -55,7 +55,7 @@ def convert(
     with command(verbose, failed=again, interrupted=again):
         typer.echo("loading transformers")
         if not sys.stderr.isatty():
-            os.environ.setdefault("TQDM_DISABLE", "1")  # hides the progress bar of transformers' GGUF reader
+            os.environ.setdefault("TQDM_DISABLE", "1")  # hides the progress bar of the GGUF reader in transformers
 
         import torch
         from transformers.utils.logging import disable_progress_bar

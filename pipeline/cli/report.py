@@ -44,7 +44,7 @@ def report(
     """
     with command(False) as advice:
         if to is not None and not html:
-            raise UserError("--to goes with --html")
+            raise UserError("--to needs --html; add it")
         url, storage = _location(output, endpoint_url)
         if url.startswith("s3://") and storage.endpoint_url is None:
             advice.failed = "if the bucket is not on AWS, give --endpoint-url or the job file"
@@ -54,7 +54,7 @@ def report(
 
 
 def _location(output: str, endpoint_url: str | None) -> tuple[str, StorageConfig]:
-    """Return the URL and storage settings of an output folder. output: the folder, or a job file that names it."""
+    """Return the URL and storage settings of an output folder. output: the folder, or the job file."""
     from pipeline.config.job import JobConfig, StorageConfig
     from pipeline.config.load import load_config, validated
 
@@ -89,7 +89,7 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
         return
     manifest = plan_files.load(folder)
     if manifest is None:
-        raise UserError(f"{url}: no job here (no _job/job.json)")
+        raise UserError(f"{url}: no job here (no _job/job.json); name an output folder")
     if html:
         typer.echo(_write_page(folder, manifest, storage, to))
         return
@@ -110,7 +110,7 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
 
 
 def _write_page(folder: Folder, manifest: Manifest, storage: StorageConfig, to: Path | None) -> str:
-    """Write the job's report page into the job's folder, or to the local file `to`. Return the page's place."""
+    """Write the job's report page into the job's folder, or to the local file `to`. Return the page's URL or path."""
     from pipeline.commit.records import read_records
     from pipeline.report.job_page import REPORT, job_page
 

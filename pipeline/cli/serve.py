@@ -11,7 +11,7 @@ import typer
 from actors.engine.errors import UserError
 from pipeline.cli.command import Changes, Verbose, command
 
-# Ray Serve's own limits (5 and 10 s) are too short on a busy machine: Ray Serve would kill a proxy while it starts
+# time limits to raise: the defaults (5 and 10 s) make Ray Serve kill a proxy that starts slowly on a busy machine
 PATIENT = ("READY_CHECK", "HEALTH_CHECK")
 
 

@@ -33,9 +33,9 @@ from pipeline.runtime.signals import Interrupted, graceful
 Result = TypeVar("Result")
 ISOLATED_SECONDS = 300.0  # time limit of an isolated call during planning
 TASK_CPUS = 0  # CPUs that a read or prepare task asks for: none, because actors or another dataset may hold all CPUs
-TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # tasks of a stage per actor; few, because each process imports libraries
+TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # maximum running tasks of a stage per actor; each process imports libraries
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # limits of a read task, see `ShardSource`
-SHARDS_OF_ACTOR = 2  # maximum shards at an actor: the second waits, or begins before the first ends
+SHARDS_OF_ACTOR = 2  # maximum shards at an actor: the second shard waits, or begins before the first one ends
 CALL_RETRIES = 1  # retries of a call whose process died, e.g. with its node
 READ_RETRIES = 20  # retries of a read task whose process died, or whose result was lost with its node
 
@@ -43,7 +43,7 @@ READ_RETRIES = 20  # retries of a read task whose process died, or whose result 
 class RayData(Backend):
     """Backend on Ray. Uses the caller's connection, else the cluster in RAY_ADDRESS, else starts a local Ray.
 
-    metrics_port: port on which a local Ray serves metrics; None chooses a free port. Raises UserError if it is taken.
+    metrics_port: port on which a local Ray serves metrics; None: a free port. Raises UserError if the port is taken.
     """
 
     starts_workers = True
@@ -83,7 +83,7 @@ class RayData(Backend):
     def session(self, actors: ActorsConfig, output: str) -> Iterator[RaySession]:
         with self.ready(actors):
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            # the coordinator runs on the driver's node, so that it does not die with another node
+            # run the coordinator on the driver's node, so that it does not die with another node
             handle = ray.remote(num_cpus=0)(Coordinator).options(scheduling_strategy=here).remote()
             try:
                 yield RaySession(cast(Coordinator, RemoteCoordinator(handle)), output, verbose=self.verbose)
@@ -112,7 +112,7 @@ class RaySession:
             except ray.exceptions.RayError:
                 if grace.signal is None:
                     raise
-                # the signal went to the whole process group and stopped Ray's processes too
+                # report the signal instead: it went to the whole process group, and stopped Ray's processes too
                 raise Interrupted(grace.signal) from None
         if grace.signal is not None:  # some shards are left for the next run
             raise Interrupted(grace.signal)
@@ -131,12 +131,12 @@ def _shards(method: Callable[[], set[int]]) -> Callable[[], set[int]]:
 
 
 def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
-    """Build the lazy dataset that runs all stages. output: the output folder, which labels the workers' metrics."""
+    """Build the lazy dataset that runs all stages. output: output folder, which labels the metrics of workers."""
     source = ShardSource(stages.read, READ_TASK_ROWS, READ_TASK_BYTES, output)
     actors, place = stages.actors, _place()
     most = max(2, actors.most * TASKS_OF_ACTOR["gpu" if actors.gpus else "cpu"])  # maximum running tasks of one stage
     with warnings.catch_warnings():
-        # Ray Data retries a task without limit if its process dies; only the deprecated max_retries sets a limit
+        # use the deprecated max_retries: without it, Ray Data retries a task without limit if its process dies
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
         batches: Dataset = ray.data.read_datasource(
             source,
@@ -145,14 +145,14 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
             override_num_blocks=1,
             ray_remote_args={"max_retries": READ_RETRIES, **place},
         )
-        context = batches.context  # a copy of the caller's context; the datasets below inherit it
-        # a size of 1 makes each shard a block of its own, and override_num_blocks=1 above keeps blocks whole.
-        # `repartition` is not used, because it needs a whole CPU, and another dataset of the cluster may hold all CPUs
+        context = batches.context  # a copy of the caller's context, which the datasets below inherit
+        # size 1 makes each shard a separate block; override_num_blocks=1 above keeps blocks whole. Do not use
+        # `repartition`: it needs a whole CPU, and another dataset of the cluster may hold all CPUs
         context.target_max_block_size = 1
         context.enable_progress_bars = context.print_on_execution_start = verbose
         scale_for(context.autoscaling_config, stages.calls)
         context.execution_no_progress_timeout_s = -1  # never fail because a shard is slow
-        context.raise_original_map_exception = True  # so that the last line of an error is the cause, not "UDF failed"
+        context.raise_original_map_exception = True  # makes the last line of an error the cause, not "UDF failed"
         batches = batches.map_batches(
             exporting(stages.prepare, output),
             batch_size=1,
@@ -179,7 +179,7 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
 
 
 class ShardSource(Datasource):
-    """Ray Data source that reads shards. Each block is one shard, see `read_blocks`.
+    """Ray Data source that reads shards. Each block is one shard (see `read_blocks`).
 
     A read task reads consecutive shards of one file: at most `task_rows` rows and `task_bytes` bytes, or more if a
     single shard, row group or gzip file is larger.
@@ -216,13 +216,13 @@ def _read(task: Read, output: str) -> Iterator[pa.Table]:
 def scale_for(scaling: AutoscalingConfig, calls: int) -> None:
     """Make a pool scale as if each actor took one call at a time, although actors may take `calls` calls.
 
-    Ray measures an actor's load as its calls divided by `calls`. But two calls, one of them waiting, are a full load.
+    Ray measures an actor's load as the actor's calls divided by `calls`. But two calls are a full load: one may wait.
     """
     scaling.actor_pool_util_upscaling_threshold /= calls
     scaling.actor_pool_util_downscaling_threshold /= calls
 
 
 def _place() -> dict[str, Any]:
-    """Return Ray options that keep tasks off nodes without CPUs (e.g. a head node), although the tasks need no CPUs."""
+    """Return Ray options that keep tasks, which ask for no CPUs, off nodes without CPUs (e.g. a head node)."""
     without = [node["NodeID"] for node in ray.nodes() if node["Alive"] and not node["Resources"].get("CPU")]
     return {"label_selector": {"ray.io/node-id": f"!in({','.join(without)})"}} if without else {}

@@ -4,7 +4,7 @@
 
 Writes one line of JSON to standard output: Ray's address, or why Ray did not start. When the parent process ends for
 any reason, or closes this process's standard input, Ray is shut down, and then all other processes of the session are
-killed. This file imports nothing of this package, so that it starts fast.
+killed. To start fast, this file imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 POLL_SECONDS = 0.5
-SHUTDOWN_SECONDS = 5.0  # time for Ray to delete what it has spilled to disk, before its processes are killed
+SHUTDOWN_SECONDS = 5.0  # time for Ray to delete objects that it spilled to disk; then Ray's processes are killed
 KILL_SECONDS = 20.0
 
 
@@ -43,7 +43,7 @@ def main() -> None:
         time.sleep(0.02)
     kill_session()
     _, status = os.waitpid(ray_process, 0)
-    sys.exit(int(died and status != 0))  # with status 0, SIGTERM ended Ray's process: no failure
+    sys.exit(int(died and status != 0))  # status 0 is no failure: SIGTERM ended Ray's process
 
 
 def run_ray(settings: dict[str, Any]) -> NoReturn:
@@ -74,7 +74,7 @@ def run_ray(settings: dict[str, Any]) -> NoReturn:
 
 
 def start(settings: dict[str, Any]) -> None:
-    """Start Ray. If the start exceeds Ray's fixed limit of 30 s, as it may on a busy machine, try once more."""
+    """Start Ray. On a busy machine, this may take longer than Ray's fixed limit of 30 s; then try once more."""
     import psutil
     import ray
 

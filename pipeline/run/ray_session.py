@@ -36,15 +36,15 @@ WAIT_LINE_SECONDS = 10.0
 HEAD = Path(__file__).with_name("ray_head.py")
 END_SECONDS = 30.0  # time limit for a local Ray to end
 LOOPBACK = "127.0.0.1"
-# name of an environment variable: if it is 0 when Ray is imported, Ray listens only on the loopback interface
+# environment variable; if its value is 0 when Ray is imported, Ray listens only on the loopback interface
 ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 class _Connection:
     """The only connection of this process to Ray. Jobs in several threads share it.
 
-    The first job connects, unless the process is connected already, and the last job disconnects. head: process of a
-    local Ray; None without one.
+    The first job connects, unless the process is connected already, and the last job disconnects. head: process of the
+    local Ray; None if there is no local Ray.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class _Connection:
             with announced("starting Ray"):
                 address = os.environ.get("RAY_ADDRESS", "")
                 if "://" in address and not address.startswith("ray://"):
-                    raise UserError(f"RAY_ADDRESS: {address} is no Ray; give HOST:6379, or auto on a cluster node")
+                    raise UserError(f"RAY_ADDRESS: {address} is no Ray address; set HOST:6379, or auto on a node")
                 if re.fullmatch(r"[^/]+:\d+", address) and not _accepts(address):  # Ray would retry for 14 minutes
                     raise UserError(f"RAY_ADDRESS: nothing answers at {address}; start Ray there, or unset RAY_ADDRESS")
                 if not address:
@@ -105,7 +105,7 @@ def on_cluster() -> bool:
 
 
 def actor_cpus(actors: ActorsConfig) -> float:
-    """Return an actor's logical CPUs: `actors.cpus`, else its threads, but on a local Ray at most an equal share."""
+    """Return an actor's logical CPUs: `actors.cpus`, else `actors.threads` (on a local Ray, at most an equal share)."""
     if actors.cpus is not None:
         return actors.cpus
     cpus = float(actors.threads or 1)
@@ -115,7 +115,7 @@ def actor_cpus(actors: ActorsConfig) -> float:
 
 
 def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:
-    """Call `wait_for_nodes`. Return the lowest CPU count, the lowest memory in bytes, and the number of CPU nodes."""
+    """Wait for nodes. Return the lowest CPU count and the lowest memory (bytes) of a CPU node, and their number."""
     with connected(verbose=False):
         wait_for_nodes(actors)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
@@ -176,7 +176,7 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
         raise UserError(f"actors: {problem}")
     log.warning("waiting for the cluster to grow: %s", problem)
     bundle = {"CPU": actor_cpus(actors), **({"GPU": actors.gpus} if actors.gpus else {})}
-    # the placement group makes an autoscaler add nodes; `request_resources` would replace other jobs' requests
+    # make an autoscaler add nodes, but not by `request_resources`, which would replace other jobs' requests
     group = placement_group([bundle] * (actors.min or actors.most))
     try:
         while problem:
@@ -197,7 +197,7 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
 
 
 def placement_problem(actors: ActorsConfig, resources: dict[str, float]) -> str:
-    """Return why the minimum number of actors does not fit `resources`; "" if it fits. Other tasks need no CPUs."""
+    """Return why the minimum number of actors does not fit `resources`; "" if they fit. Other tasks need no CPUs."""
     least = actors.min or actors.most
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     if least * actor_cpus(actors) > cpus:
@@ -216,7 +216,7 @@ def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str
     """Start a process that runs a local Ray until its standard input is closed, or the calling process ends."""
     if ray.util.get_node_ip_address() != LOOPBACK:
         raise RuntimeError(
-            f"Ray was imported without {ON_LOOPBACK}=0, and would serve other machines: set it, or call ray.init first"
+            f"Ray was imported without {ON_LOOPBACK}=0, and would serve other machines; set it, or call ray.init first"
         )
     settings = {
         "address": "local",
@@ -226,7 +226,7 @@ def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str
         "object_store_memory": min(OBJECT_STORE_BYTES, process_memory() // 4),
         "_node_ip_address": LOOPBACK,
         "_metrics_export_port": metrics_port,
-        # by default Ray ends a worker after 1 s without work; shards come later, and a new worker takes 2 s of CPU time
+        # by default, Ray ends a worker after 1 s without work: too soon, because a new worker takes 2 s of CPU time
         "_system_config": {"idle_worker_killing_time_threshold_ms": IDLE_SECONDS * 1000},
     }
     return subprocess.Popen(
@@ -264,7 +264,7 @@ def _end(head: subprocess.Popen[str]) -> None:
     try:
         head.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
-        log.warning("processes of Ray have not ended: session %d", head.pid)
+        log.warning("processes of the local Ray have not ended; end them with: pkill -KILL -s %d", head.pid)
     head.stdout.close()
 
 
@@ -312,9 +312,9 @@ def _accepts(address: str) -> bool:
 
 @contextmanager
 def _quiet_start() -> Iterator[None]:
-    """Drop what Ray's C++ code writes to standard error before it reads its log level from the variable `QUIET`.
+    """Drop the output of Ray's C++ code to standard error until Ray has read the log level in the variable `QUIET`.
 
-    The command line sets the variable unless --verbose is given. In other programs nothing is dropped.
+    The command line sets the variable unless --verbose is given. In other programs, nothing is dropped.
     """
     kept = os.dup(2)
     try:

@@ -1,4 +1,4 @@
-"""Gives worker processes what they need of Ray: calls of the run's coordinator, ids of actor and node, and metrics."""
+"""Connects worker processes to Ray: calls of the run's coordinator, ids of actor and node, export of metrics."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RemoteCoordinator:
         self.handle = handle
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a method of the actor. It raises RayError. Methods for the driver raise TimeoutError after 5 s."""
+        """Return a method of the actor. Calls raise RayError; calls of the driver's methods, TimeoutError after 5 s."""
         if name not in vars(Coordinator):
             raise AttributeError(name)
         seconds = ANSWER_SECONDS if name in ("stop", "working", "read") else None
@@ -70,7 +70,7 @@ class RayWorker(Worker):
         return f"{socket.gethostname()} {ray.get_runtime_context().get_node_id()[:8]}"
 
     def attempt(self) -> int:
-        """Return 1, or 2 after one or more restarts, because Ray does not count restarts."""
+        """Return 1 for a first start, and 2 after any number of restarts, because Ray does not count restarts."""
         return 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)
 
     def export_metrics(self) -> None:
@@ -78,7 +78,7 @@ class RayWorker(Worker):
 
 
 def exporting(function: partial[Any], output: str) -> Callable[[Any], Any]:
-    """Wrap a stage's function so that its worker process exports metrics. Keep the function's name, which Ray shows."""
+    """Wrap a stage's function so that worker processes export metrics. Keep the function's name, which Ray shows."""
 
     def call(batch: Any) -> Any:
         metrics.install(ray_sink(output))

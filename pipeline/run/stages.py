@@ -32,7 +32,7 @@ QUARANTINED_RETRIES = 1000  # retries of a prepare task or an actor call; many, 
 
 @dataclass(frozen=True)
 class Read:
-    """What read tasks need: shards, the files of the shards, the job's schema and its storage settings."""
+    """The input of read tasks: shards, the files of the shards, and the job's schema and storage settings."""
 
     shards: Sequence[Shard]
     files: Sequence[InputFile]
@@ -42,18 +42,18 @@ class Read:
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a run, with their arguments."""
+    """The stages of a run, with the arguments of each stage."""
 
     read: Read  # the shards to answer
     prepare: partial[Any]  # function that prepares a batch
-    generator: Callable[..., Callable[[Any], Any]]  # class; each actor calls its instance for each batch
+    generator: Callable[..., Callable[[Any], Any]]  # class; each actor calls one instance of it for each batch
     arguments: Mapping[str, Any]  # arguments of `generator`
     actors: ActorsConfig
     calls: int  # number of batches that an actor works on at the same time, each in its own thread
 
 
 class Session(Protocol):
-    """A running backend, with everything that stages need while they are built and run."""
+    """A started backend, with the objects that stages need while they are built and run."""
 
     coordinator: Coordinator
     worker: Worker
@@ -64,16 +64,16 @@ class Session(Protocol):
 
 
 class Backend(Hardware):
-    """Where a job runs. starts_workers: whether separate processes read and prepare rows."""
+    """Runs the stages of jobs. starts_workers: whether separate processes read and prepare rows."""
 
     starts_workers = False
 
     def ready(self, actors: ActorsConfig) -> AbstractContextManager[None]:
-        """Start what `call_as_actor` and `session` need, so that calls within the block do not start it again."""
+        """Start the backend, so that `call_as_actor` and `session` within the block need not do it again."""
         return nullcontext()
 
     def session(self, actors: ActorsConfig, output: str) -> AbstractContextManager[Session]:
-        """Start what stages need. output: label of the metrics. Raises UserError if the actors can never be placed."""
+        """Start a session. output: label of the metrics. Raises UserError if the actors can never be placed."""
         raise NotImplementedError
 
 

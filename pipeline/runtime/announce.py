@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 INTERVAL = 10.0  # minimum number of seconds between two progress lines of one stage
-QUIET_SECONDS = 2.0  # the name of an `announced` phase is printed only if the phase takes longer than this
+QUIET_SECONDS = 2.0  # an `announced` phase is printed only if it takes longer than this
 EVENT = "event"  # name of the field in a log record that holds the kind of event
 
 
@@ -41,13 +41,13 @@ def goes_to_log() -> bool:
 
 
 def announce(text: str, event: str = "announcement", level: int = logging.INFO, **fields: Any) -> None:
-    """Print the line `text`. In a log of JSON lines, write an event with `fields`."""
+    """Print `text` as a line. In a log of JSON lines, write `text` and `fields` as an event."""
     _log.log(level, "%s", text, extra={EVENT: event, **fields})
 
 
 @contextmanager
 def announced(phase: str) -> Iterator[None]:
-    """Print `phase`, the name of what the `with` block does, if the block takes longer than `QUIET_SECONDS`."""
+    """Print `phase`, which describes the `with` block, if the block takes longer than `QUIET_SECONDS`."""
     timer = threading.Timer(QUIET_SECONDS, announce, (f"{phase} ...",))
     timer.daemon = True
     timer.start()
@@ -86,7 +86,7 @@ class RowProgress:
         self._timer = Timer()
 
     def __call__(self, running: Collection[int]) -> None:
-        """Note which rows are `running` now. Rows that ran before and do not run now are done."""
+        """Update the progress. running: rows that run now. Rows that ran before and do not run now are done."""
         self._started.update(running)
         self.at(len(self._started) - len(running))
 

@@ -29,10 +29,10 @@ def call_isolated(
     """Call a module-level function in a new Python process. Function, arguments and result must be picklable.
 
     seconds: time limit, after which the process is killed. memory_bytes: limit of allocated memory; None is unlimited.
-    If the machine's memory runs out, the kernel kills the new process first. Raises the errors of the function, and
-    Died if the process died, was killed or exceeded a limit.
+    If the machine's memory runs out, the kernel kills the new process first. Raises errors of the function, and Died if
+    the process died, was killed or exceeded a limit.
     """
-    paths = [ROOT, *sys.path]  # ROOT first: a Ray worker's working directory may hold another folder `pipeline`
+    paths = [ROOT, *sys.path]  # ROOT comes first, as the working directory may hold another folder `pipeline`
     question = pickle.dumps((paths, memory_bytes)) + pickle.dumps((function, arguments))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-P", "-c", CHILD]
@@ -58,12 +58,12 @@ def call_isolated(
 
 
 def answer_caller() -> None:
-    """Run in the child process: read one call from standard input, and write its result to the original stdout."""
+    """Do the child's work: read a call from standard input, run it, and write the result to the original stdout."""
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of the function goes to standard error
     question = io.BytesIO(sys.stdin.buffer.read())
     sys.path[:], memory_bytes = pickle.load(question)
-    with suppress(OSError):  # fails outside of Linux
+    with suppress(OSError):  # this path exists only on Linux
         Path("/proc/self/oom_score_adj").write_text("1000")
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, resource.RLIM_INFINITY))

@@ -3,9 +3,10 @@
     begin ──> no marker exists: create it. While no process dies, nothing more is written.
           └─> this run's marker exists: a process has died. From now on, rows run in recorded groups of at most 32.
 
-If a process dies while a group runs, the group's rows run one by one. A row whose process dies `attempts` times while
-it runs alone is quarantined: it gets an error. If processes of a shard die `attempts` times while no group runs, the
-job fails. So every run ends: p rows that always kill and x other deaths cause at most 1 + x + p (1 + attempts) deaths.
+If a process dies while a group runs, the group's rows run one by one. If processes die `attempts` times while one row
+runs alone, this row is quarantined: it gets an error. If processes of a shard die `attempts` times while no group runs,
+the job fails. So every run ends: p rows that always kill and x other deaths cause at most 1 + x + p (1 + attempts)
+deaths.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Marker:
     """Content of a marker file: the state of one shard in one stage."""
 
     run: str  # id of the run that wrote the marker
-    alone: dict[int, int] = field(default_factory=dict)  # row that ran at a death -> deaths while it ran alone
+    alone: dict[int, int] = field(default_factory=dict)  # row that ran at a death -> deaths while this row ran alone
     running: tuple[int, ...] | None = None  # rows of the running group; None while groups are not recorded
-    outside: int = 0  # number of worker deaths while no group was running
+    outside: int = 0  # number of deaths of processes while no group was running
 
     def after_death(self) -> Marker:
         """Return the marker after one more death of the process: the death is counted, and no group is running."""
@@ -56,7 +57,7 @@ class Marker:
 
     @classmethod
     def decode(cls, data: bytes, rows: int) -> Marker:
-        """Read the marker of a shard that has `rows` rows. Raises ValueError."""
+        """Read the marker of a shard that has `rows` rows. Raises ValueError if the marker is damaged."""
         marker = TypeAdapter(cls).validate_json(data)
         if {*marker.alone, *(marker.running or ())} - set(range(rows)):
             raise ValueError("rows that the shard does not have")
@@ -68,12 +69,12 @@ class Quarantine:
     """The markers of one run and stage in an output folder."""
 
     folder: Folder
-    run: str  # id of this run; another run's marker is no sign of a death, because that run's processes have ended
+    run: str  # id of this run; markers of other runs show no death, because the processes of those runs have ended
     attempts: int  # deaths after which a row is quarantined (if it ran alone), or the job fails (if no group ran)
     stage: str  # stage, one of `STAGE_NAMES`
 
     def knows(self, shard: int) -> bool:
-        """Return whether an earlier attempt at a shard has left a marker."""
+        """Return whether the folder holds a marker of the shard, left by an earlier attempt."""
         with suppress(FileNotFoundError):
             self.folder.read(marker_name(shard, self.stage))
             return True
@@ -88,7 +89,7 @@ class Quarantine:
         name, marker = marker_name(shard, self.stage), Marker(self.run)
         if self.folder.create(name, marker.encode()):
             return ShardAttempt(self, shard, rows, marker)
-        # if the marker is damaged or was just removed, all we know is that an attempt has died
+        # if the marker is damaged or was just removed, use a new one: an attempt has died, but its rows are unknown
         with suppress(FileNotFoundError, ValueError):
             marker = Marker.decode(self.folder.read(name), rows)
         if marker.run == self.run:
@@ -130,14 +131,14 @@ class ShardAttempt:
         ]
 
     def enter(self, rows: Collection[int]) -> None:
-        """Record that the group `rows` is about to run. When the group has ended, call this with no rows."""
+        """Record that the group `rows` begins to run. When the group has ended, call this again with no rows."""
         if self.isolated:
             self.marker = replace(self.marker, running=tuple(sorted(rows)))
             self.quarantine.folder.replace(marker_name(self.shard, self.quarantine.stage), self.marker.encode())
 
 
 def release_shard(folder: Folder, shard: int) -> None:
-    """Remove the markers of a shard, which has been committed."""
+    """Remove the markers of a committed shard."""
     folder.remove_all([marker_name(shard, stage) for stage in STAGE_NAMES])
 
 

@@ -28,7 +28,7 @@ POLL_SECONDS = 0.2
 class Interrupted(KeyboardInterrupt):
     """A signal, a lost lease or a spent budget has interrupted the job. The same command resumes the job."""
 
-    advice: str | None = None  # what the user should do next; None for the command's usual advice
+    advice: str | None = None  # what the user should do next; None: the command's usual advice
 
 
 class _Job:
@@ -38,7 +38,7 @@ class _Job:
         self.in_main_thread = threading.current_thread() is threading.main_thread()
         self.grace: Grace | None = None
         self.shields = 0
-        self.missed = ""  # name of a signal for which Interrupted is still to be raised
+        self.missed = ""  # name of a signal that came while Interrupted could not be raised; raised later
         self.raised = threading.Event()  # set when Interrupted was raised, or must no longer be raised
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -60,7 +60,7 @@ class _Job:
         elif not self.in_main_thread:
             self.missed = signal.SIGTERM.name
             return
-        while not self.raised.is_set():  # repeat: a signal just before a blocking call does not end that call
+        while not self.raised.is_set():  # repeat the signal: one just before a blocking call does not end that call
             os.kill(os.getpid(), signal.SIGTERM)
             if self.shields or self.raised.wait(POLL_SECONDS):
                 return
@@ -83,11 +83,11 @@ _jobs = _Jobs()
 class Grace:
     """Gives running shards time to finish after the first signal. `graceful` creates it.
 
-    When `signal` is set, a background thread calls `stop` once. For a job in the main thread, it then calls
-    `at_work` every 0.2 s, and interrupts the job when one of them returns an empty set or `seconds` have passed.
+    When `signal` is set, a background thread calls `stop` once. For a job in the main thread, the thread then calls
+    `at_work` every 0.2 s, and interrupts the job when no shard is running or `seconds` have passed.
 
-    stop: lets no new shard begin. stop and at_work return the indices of running shards. Attribute `signal`:
-    name of the first signal (SIGTERM also for a lost lease); None before a signal comes.
+    stop: function that lets no new shard begin. stop and at_work return the indices of running shards. Attribute
+    `signal`: name of the first signal (SIGTERM also for a lost lease); None before a signal comes.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def graceful(seconds: float, stop: Callable[[], set[int]], at_work: Callable[[], set[int]]) -> Iterator[Grace]:
-    """Give running shards time after a first signal (see `Grace`). If the block ends normally, check `Grace.signal`."""
+    """Give running shards time after a first signal (see `Grace`). After a normal end, the caller checks `signal`."""
     job = _jobs.current or _Job()
     grace = Grace(seconds, stop, at_work, job)
     try:

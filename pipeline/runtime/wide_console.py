@@ -6,6 +6,5 @@ from rich.console import Console
 
 
 def wide(console: Console) -> Console:
-    """Return a console with the same output file. Tables have their natural width, lines are not wrapped, and text in
-    square brackets is printed as it is."""
+    """Return a console that prints to the same file, without limiting tables, wrapping lines, or reading markup."""
     return Console(file=console.file, width=1000, soft_wrap=True, highlight=False, markup=False)

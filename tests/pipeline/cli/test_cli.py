@@ -127,10 +127,11 @@ def test_a_report_of_a_job_file_uses_its_endpoint(
     assert result.exit_code == 1 and "http://127.0.0.1:9" in result.stderr
     job["output"]["path"] = str(tmp_path / "out")
     result = invoke(tmp_path, job, command="report")
-    assert (result.exit_code, result.stderr) == (2, f"skipdecode: {tmp_path}/out: no job here (no _job/job.json)\n")
+    says = f"skipdecode: {tmp_path}/out: no job here (no _job/job.json); name an output folder\n"
+    assert (result.exit_code, result.stderr) == (2, says)
     (tmp_path / "out").write_text("a file, such as a part")
     result = invoke(tmp_path, job, command="report")
-    assert (result.exit_code, result.stderr) == (2, f"skipdecode: {tmp_path}/out: no job here (no _job/job.json)\n")
+    assert (result.exit_code, result.stderr) == (2, says)
 
 
 def test_a_report_that_cannot_reach_a_bucket_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:

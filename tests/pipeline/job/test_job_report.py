@@ -60,7 +60,7 @@ def test_a_job_leaves_its_report_beside_its_answers(tmp_path: Path, checkpoint: 
     mine = report(output, "--html", "--to", str(tmp_path / "mine.html"))
     assert mine.exit_code == 2 and (tmp_path / "mine.html").read_text() == "<p>mine</p>"
     wrong = report(output, "--to", "x.html")
-    assert wrong.exit_code == 2 and "--to goes with --html" in wrong.output
+    assert wrong.exit_code == 2 and "--to needs --html" in wrong.output
     wrong = report(output, "--html", "--verify")
     assert wrong.exit_code == 2 and "cannot be combined with --verify or --write" in wrong.output
 

@@ -187,7 +187,7 @@ def test_a_cluster_that_refuses_this_client_is_named_with_the_remedy(
 
 @pytest.mark.parametrize(
     ("address", "says"),
-    [("127.0.0.1:1", "nothing answers at 127.0.0.1:1"), ("http://127.0.0.1:8265", "is no Ray; give HOST:6379")],
+    [("127.0.0.1:1", "nothing answers at 127.0.0.1:1"), ("http://127.0.0.1:8265", "is no Ray address; set HOST:6379")],
 )
 def test_an_address_without_a_ray_is_refused_at_once(
     no_ray: None, monkeypatch: pytest.MonkeyPatch, address: str, says: str
