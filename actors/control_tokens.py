@@ -1,7 +1,7 @@
 """Encodes control tokens such as `<|im_end|>`: as plain text if a user wrote them, as tokens if the template did.
 
 A template is rendered twice: without markers, which gives the prompt's text, and with markers around the user's control
-tokens, which shows who wrote a control token. The text with markers alone would not do, because some templates write
+tokens, which shows who wrote a control token. Rendering with markers alone is not enough, because some templates write
 other text if a value holds markers. Markers and the encoding of marked text are those of transformers 5.23
 (`apply_chat_template` with `sanitize_control_tokens`). With an earlier version, rows with control tokens are refused.
 """
@@ -82,7 +82,7 @@ class ControlTokens:
         try:
             ids: list[int] = encode_marked_chat(self.tokenizer, marked)
         except ValueError as error:
-            raise UserError(f"control tokens in the text: {error}") from None
+            raise UserError(f"control tokens in the row's text: {error}: remove them from the text") from None
         if not special_tokens:
             return ids
         bare, whole = (self.tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True))

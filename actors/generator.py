@@ -70,7 +70,7 @@ class Generator:
         output_format: Form of every answer: {"json_schema": schema}, {"regex": …} or {"grammar": …} (Lark). An answer
             that the length limit cuts off before its format is complete keeps its text and gets an error.
         reasoning: {"start": …, "end": …}, the delimiters of thinking (default <think> and </think>). Thinking becomes
-            the answer's `reasoning`; choices or output_format apply to the text after it. None: thinking stays text.
+            the answer's `reasoning`; choices or output_format apply only after it. None: the text includes thinking.
         strip: Remove white space from both ends of an answer that is free text.
         dtype: Data type of weights, activations and cache: float32, bfloat16 or float16.
         weights: "int8" rounds linear layers and head to 8 bits, on a CPU with bfloat16. None: the checkpoint's weights.

@@ -56,7 +56,9 @@ def form_of(tokenizer: Any) -> ToolFormat:
         raise UserError("tools: the tokenizer has no chat template, so it cannot take tools") from None
     form = tool_format(template)
     if form == "hermes" and BEGIN in special_tokens(tokenizer):
-        raise UserError(f"tools: {BEGIN!r} is a special token, which has no text, so calls cannot be read")
+        raise UserError(
+            f"tools: {BEGIN!r} is a special token, which has no text, so calls cannot be read: leave tools out"
+        )
     return form
 
 

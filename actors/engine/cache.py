@@ -155,7 +155,7 @@ class SkipCache:
             tokens = keys.shape[2]
             for buffer, new in zip(buffers, (keys, values), strict=True):
                 buffer[self._rows, :, :tokens] = new[self._sources]
-                buffer[self._rows, :, tokens:] = 0  # an earlier row in these slots may have left NaN there
+                buffer[self._rows, :, tokens:] = 0  # clear slots in which an earlier row may have left NaN
             self._width = max(self._width, tokens)
         return keys, values
 

@@ -189,7 +189,7 @@ def _best(ordered: Sequence[Prompt], before: int, nested: int) -> Saved:
         return 0, []
     equal = common_length((ordered[0], ordered[-1]))
     whole = _whole(ordered, min(equal, len(ordered[0]) - 1), before)
-    if len(ordered[0]) == equal:  # the first prompt is a prefix of all others: try without it, as they may share more
+    if len(ordered[0]) == equal:  # the first prompt is a prefix of the others, which may share more tokens without it
         whole = max(whole, _whole(ordered[1:], equal, before), key=itemgetter(0))
     if nested == MOST_NESTED:
         return whole

@@ -65,7 +65,7 @@ class ServedRow:
     tokens: Sequence[int] = ()  # the engine's own list, which grows; the first `count` tokens may be read
     logprobs: Sequence[TokenLogprob] = ()
     count: int = 0
-    completion: Completion | None = None  # set last, after the other fields
+    completion: Completion | None = None  # set last: a reader that sees it may read the other fields
     taken: int = 0  # number of tokens that the reader has taken
     has_ended: bool = False  # whether the reader has taken the completion
 

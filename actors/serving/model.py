@@ -163,7 +163,7 @@ class ServedModel:
             prompt = Prompt(ids, "", 0, None if ids else "prompt has no tokens", tools=bool(tools))
         elif value is None:
             if not isinstance(request.messages, list) or not all(isinstance(one, Mapping) for one in request.messages):
-                raise UserError("messages must be a list of objects with role and content")
+                raise UserError("body: messages must be a list of objects with role and content")
             prompt = self._builder.prompt(request.messages, tools=tools)
         else:
             prompt = self._builder.prompt(value)

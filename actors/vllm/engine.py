@@ -96,7 +96,7 @@ class VllmEngine:
         check_options(options)
         self.device = torch.device(current_platform.device_type)
         if device.partition(":")[0] not in ("auto", self.device.type):
-            raise UserError(f"device = {device!r}: this vLLM is built for {self.device.type}")
+            raise UserError(f"device = {device!r}: this vLLM is built for {self.device.type}: leave device out")
         folder, self.vocab_size = str(checkpoint.path), checkpoint.config.vocab_size
         self.end_id = tokenizer.eos_token_id
         self.stop_ids = frozenset(end_tokens(checkpoint.path, tokenizer, self.vocab_size))
@@ -114,7 +114,7 @@ class VllmEngine:
             "kv_cache_memory_bytes": cache_bytes // workers or None,
             "enable_prefix_caching": share_prefixes,
             "enforce_eager": not schedule.is_full_depth,
-            "distributed_executor_backend": "uni" if workers == 1 else "mp",  # vLLM's default inside an actor is Ray
+            "distributed_executor_backend": "uni" if workers == 1 else "mp",  # not Ray, vLLM's default in actors
             "generation_config": "vllm",
             "structured_outputs_config": {"backend": "guidance"},
             "disable_log_stats": True,

@@ -53,7 +53,9 @@ class AdapterLoader(DefaultModelLoader):  # type: ignore[misc]
                     change = update(file, layer, self.adapter.scale, weight.device)
                     if change.shape != weight.shape:
                         shapes = f"{tuple(change.shape)}, not {tuple(weight.shape)} as in the checkpoint"
-                        raise UserError(f"{path}: the adapter of {layer} has the shape {shapes}")
+                        raise UserError(
+                            f"{path}: the adapter of {layer} has the shape {shapes}: use the adapter's base"
+                        )
                     weight = (weight.to(dtype).float() + change).to(dtype)
                 yield name, weight
         if left:

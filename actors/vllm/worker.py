@@ -48,9 +48,15 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
             refuse_unsupported(vllm_config)
         if settings.speed_adapter is not None:
             if model.quantization is not None:
-                raise UserError(f"skipdecode: speed_adapter cannot be merged into {model.quantization} weights")
+                raise UserError(
+                    f"skipdecode: speed_adapter cannot be merged into {model.quantization} weights: use a checkpoint "
+                    "without quantization"
+                )
             if not Path(model.model).is_dir():
-                raise UserError(f"skipdecode: speed_adapter needs a base model in a folder; {model.model} is not one")
+                raise UserError(
+                    f"skipdecode: speed_adapter needs a base model in a folder, but {model.model} is not one: fetch "
+                    "the model, and give the folder"
+                )
             read_adapter(Path(settings.speed_adapter)).check_base(base_digest(Path(model.model)), model.model)
             use_adapter(vllm_config.load_config, settings.speed_adapter)
         super().__init__(vllm_config, *args, **options)
@@ -72,9 +78,7 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
         self.skipper = LayerSkipper(schedule, attention, self._prompt_lengths, poison=self.skip_settings.poison)
         self.skipper.wrap(layers)
         first, last = schedule.depths[0], schedule.depths[-1]
-        log.info(
-            "skipdecode: the first token runs %d of %d layers, late tokens run %d", first, schedule.num_layers, last
-        )
+        log.info("skipdecode: decode steps run %d (first) to %d (last) of %d layers", first, last, schedule.num_layers)
 
     def set_schedule(self, schedule: Schedule) -> None:
         """Use another schedule, from the next forward pass on. No request may be in flight.
@@ -93,7 +97,8 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
             return
         for group in (group for groups in self.model_runner.attn_groups for group in groups):
             if not isinstance(group.kv_cache_spec, AttentionSpec | UniformTypeKVCacheSpecs):
-                raise UserError(f"skipdecode: layers with a {type(group.kv_cache_spec).__name__} are not supported")
+                kind = type(group.kv_cache_spec).__name__
+                raise UserError(f"skipdecode: layers with a {kind} are not supported; {FULL_DEPTH}")
             for builder in group.metadata_builders:
                 self.skipper.watch(builder)
 

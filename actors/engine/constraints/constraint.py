@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-if TYPE_CHECKING:  # not imported at run time: configuration is read without numpy
+if TYPE_CHECKING:  # not imported at run time, because a job's configuration is read without numpy
     import numpy as np
     from numpy.typing import NDArray
 

@@ -40,7 +40,7 @@ class GrammarCompiler:
         if not stop_ids:
             raise UserError("output_format: the model has no end token: set eos_token_id in generation_config.json")
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise UserError("output_format: the checkpoint has no tokenizer.json, which is needed for tokens' bytes")
+            raise UserError("output_format: needs the bytes of tokens: use a checkpoint with a tokenizer.json")
         self.stop_ids = frozenset(stop_ids)
         vocabulary = max(vocab_size, len(tokenizer))
         try:
@@ -53,7 +53,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         form.check()
-        limits = LLParserLimits(verbose_errors=False)  # verbose error messages would contain the parser's state
+        limits = LLParserLimits(verbose_errors=False)  # not verbose: such messages contain the parser's state
         matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(form.lark()), log_level=0, limits=limits)
         if matcher.is_error():
             raise UserError(f"{form.kind}: {flat(matcher.get_error())}")

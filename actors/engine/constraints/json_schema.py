@@ -76,7 +76,7 @@ def _held(schema: Schema, root: Schema, place: str, *, after: bool, no_patterns:
     if not after:
         return schema
     left_out = {*NOT_IN_GRAMMARS, *(["patternProperties"] if no_patterns else [])}
-    # for minProperties and maxProperties, llguidance counts only required properties
+    # leave out minProperties and maxProperties, for which llguidance would count only required properties
     if not set(schema.get("properties", {})) <= set(schema.get("required", ())):
         left_out |= {"minProperties", "maxProperties"}
     return {key: value for key, value in schema.items() if key not in left_out}
@@ -176,7 +176,7 @@ def matching(pattern: str, names: list[str]) -> list[str]:
     if not names:
         return found
     grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)  # its tokens are single bytes
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)  # tokens are single bytes
     for name in [] if matcher.is_error() else names:
         text = list(json.dumps(name, ensure_ascii=False).encode())
         if matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting():

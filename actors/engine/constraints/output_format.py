@@ -37,7 +37,8 @@ class OutputFormat:
         kind, text = given[0], value[given[0]]
         if kind == "json_schema" and not isinstance(text, str):
             try:
-                text = json.dumps(text, ensure_ascii=False, allow_nan=False)  # keys stay unsorted: their order matters
+                # keys are not sorted, because answers have their properties in this order
+                text = json.dumps(text, ensure_ascii=False, allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
                 raise UserError(f"json_schema cannot be written as JSON: {flat(error)}") from None
         if not isinstance(text, str):
@@ -136,5 +137,6 @@ def _validated(kind: str, text: str) -> tuple[str, str | None]:
             grammar = LLMatcher.grammar_from_lark(text)
     except ValueError as error:
         return "", flat(error)
-    _, messages = LLMatcher.validate_grammar_with_warnings(grammar)  # a warning means that a part would be ignored
+    # warnings are errors here, because each reports a part of the grammar that would be ignored
+    _, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     return str(grammar), flat(messages[0]) if messages else None

@@ -116,7 +116,7 @@ def _bounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def can_screen(weight: Tensor) -> bool:
-    """Return whether `Screen` works on this CPU for a head's weight [V, E]: contiguous, finite, and E is even."""
+    """Return whether `Screen` works on this CPU, and for this head's weight [V, E]: contiguous, finite, even E."""
     return (
         quantizes(weight.dtype, weight.device)
         and weight.is_contiguous()
@@ -178,7 +178,7 @@ class StackDecoder(Decoder):
 
 
 class _Slots:
-    """Holds all layers' keys and values in `memory`, not cleared, because kernels read only slots already written."""
+    """Holds all layers' keys and values in `memory`. Old content does no harm: kernels read only written slots."""
 
     def __init__(self, shape: SlotShape, decoder: Decoder, memory: Tensor) -> None:
         sizes = [(2, shape.rows, decoder.kv_heads, slots, decoder.head_dim) for slots in shape.slots]

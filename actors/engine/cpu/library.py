@@ -64,7 +64,7 @@ def library() -> ctypes.CDLL | None:
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     try:
         loaded = ctypes.CDLL(str(_built(compiler)))
-        if torch.get_num_threads() == loaded.threads():  # torch is called first, because this call sets the number
+        if torch.get_num_threads() == loaded.threads():  # call torch first, because this sets the number of threads
             return loaded
         problem = f"{' '.join(compiler)} does not link torch's OpenMP library"
     except subprocess.CalledProcessError as error:
@@ -131,7 +131,7 @@ def _processor() -> str:
 
 @functools.cache
 def kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a kernel as a function. It raises MemoryError if there is no memory for its intermediate results.
+    """Return a kernel as a function. The function raises MemoryError if it gets no memory for intermediate results.
 
     Check first that the kernel exists: with `available` for `sample`, with `quantizes` for `multiply_int8` and
     `likeliest`, and with `multiplies` for all other kernels.

@@ -68,7 +68,8 @@ class PanelProduct:
 class QuantizedProduct(PanelProduct):
     """A `PanelProduct` for bfloat16 that rounds W and x to 8 bits.
 
-    A kernel computes it if `library.quantizes` is true. Otherwise torch does, several times slower than in bfloat16.
+    A kernel computes the product if `library.quantizes` is true. Otherwise torch does, which takes several times as
+    long as a product in bfloat16.
     """
 
     kernel = "multiply_int8"
@@ -221,9 +222,8 @@ def rounded(hidden: Tensor) -> Tensor:
     """Round hidden states [N, I] to 8 bits, as float32 [N, G * 64]. A group that contains inf or NaN becomes NaN."""
     groups = nn.functional.pad(hidden.float(), (0, -hidden.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     highest = groups.abs().amax(dim=2, keepdim=True)
-    inverse = torch.where(
-        highest > 0, torch.tensor(float(LIMIT)) / highest, 0.0
-    )  # not `LIMIT / x`, which is rounded twice
+    # a tensor, because `LIMIT / highest` would be rounded twice
+    inverse = torch.where(highest > 0, torch.tensor(float(LIMIT)) / highest, 0.0)
     scales = torch.where(highest.isfinite(), highest / LIMIT, torch.nan)
     found: Tensor = ((groups * inverse).round() * scales).flatten(1)
     return found

@@ -164,6 +164,6 @@ def _divergence(expected: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
     log_p = expected[..., :shared].float().log_softmax(dim=-1)
     log_q = logits[..., :shared].float().log_softmax(dim=-1)
     nll = -log_q.gather(-1, labels[:, None])[:, 0]
-    kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)  # only rounding can make it negative
+    kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)  # rounding can make it negative
     agreed = log_p.argmax(dim=-1) == log_q.argmax(dim=-1)
     return torch.stack([kl, nll, agreed.to(kl.dtype)])

@@ -128,7 +128,7 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
     """
     import torch
 
-    unpacked, expanded = set(), set()  # expanded: addresses, because a weight of both head and embedding has one
+    unpacked, expanded = set(), set()  # expanded: addresses of weights, because head and embedding may share one
     with ExitStack() as stack:
         layers = _layers(folder, stored.kind, stack)
         modules = {layer: _module(model, layer, folder) for layer in layers}
@@ -189,7 +189,7 @@ def _layers(folder: Path, kind: Kind, stack: ExitStack) -> dict[str, Parts]:
 
 
 def _grids(parts: Parts, weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
-    """Read the scales and zero points of a layer's codes, float32 [O or 1, G] each. what: subject of errors."""
+    """Read the scales and zero points of a layer's codes, float32 [O or 1, G] each. what: their name in errors."""
     import torch
 
     found, (outputs, inputs) = parts[SCALE](), weight.shape
@@ -203,7 +203,7 @@ def _grids(parts: Parts, weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
     if ZERO_POINT not in parts:
         return scales, torch.zeros_like(scales)
     points = parts[ZERO_POINT]()
-    if points.dtype is torch.int32:  # packed along the outputs
+    if points.dtype is torch.int32:  # zero points are packed along the outputs
         points = _unpacked(points.T, outputs).T
     if points.numel() != scales.numel():
         raise UserError(
@@ -221,7 +221,7 @@ def _unpacked(packed: Tensor, count: int) -> Tensor:
 
 
 def _module(model: PreTrainedModel, layer: str, folder: Path) -> tuple[str, Any]:
-    """Find a linear layer or embedding. Return its full name and module. layer: name, maybe without model prefix."""
+    """Find a linear layer or embedding by its name, with or without the model's prefix. Return full name and module."""
     import torch
 
     for name in (layer, f"{model.base_model_prefix}.{layer}"):

@@ -138,7 +138,7 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
     stored = stored_weights(values, folder) if in_library else None
     weight_files(folder, names_in(folder) if names is None else names)
     if not any((folder / name).is_file() for name in TOKENIZERS):
-        raise UserError(f"{folder}: no tokenizer ({' or '.join(TOKENIZERS)})")
+        raise UserError(f"{folder}: no tokenizer ({' or '.join(TOKENIZERS)}): fetch the checkpoint again")
     for name in (*TOKENIZERS, "generation_config.json"):
         if (folder / name).is_file():
             read_object(folder / name)

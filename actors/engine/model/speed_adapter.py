@@ -71,7 +71,7 @@ def read_adapter(path: Path) -> SpeedAdapter:
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     _check_features(settings, path / CONFIG)
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise UserError(f"{path / CONFIG}: r = {rank} and lora_alpha = {alpha}: must be an integer >= 1 and a number")
+        raise UserError(f"{path / CONFIG}: r = {rank} must be an integer >= 1, and lora_alpha = {alpha} a number")
     return SpeedAdapter(path, str(record["base"]), rank, alpha / rank)
 
 

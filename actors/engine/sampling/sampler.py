@@ -125,8 +125,8 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Return each row's likeliest token [B], the first one among equals. `sample` explains when it is `NO_TOKEN`."""
-    if logits.device.type == "cpu":  # numpy takes a tenth of torch's time
+    """Return each row's likeliest token [B], the first of equally likely ones, or `NO_TOKEN` as `sample` does."""
+    if logits.device.type == "cpu":  # numpy's argmax takes a tenth of the time of torch's
         values = logits.float().numpy()
         tokens = values.argmax(axis=-1)  # for argmax, NaN is greater than any number
         return torch.from_numpy(np.where(np.isfinite(values[np.arange(len(tokens)), tokens]), tokens, NO_TOKEN))

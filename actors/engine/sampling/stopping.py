@@ -16,7 +16,7 @@ class StopStrings:
     decode: Callable[[list[int]], str]  # token ids -> text
     special_ids: Collection[int] = ()  # tokens that decode to no text
     min_new_tokens: int = 0  # a stop string that is complete after this many tokens or fewer is ignored
-    # text -> index at which the answer begins; thinking before it may contain stop strings. None: not begun yet
+    # text -> index at which the answer begins, after thinking, which may contain stop strings; None: it has not begun
     answer_start: Callable[[str], int | None] = lambda text: 0
     _may_end: dict[int, bool] = field(default_factory=dict, init=False)  # token -> result of `_may_end_in`
 

@@ -229,7 +229,7 @@ def envelope(schedules: Collection[Schedule]) -> Schedule:
         if len(schedules) == 1 or all(one.covers(other) for other in schedules):
             return one
     if any((one.keep_order, one.warmup) != (first.keep_order, first.warmup) for one in schedules):
-        raise UserError("speeds with different keep orders cannot share a cache")
+        raise UserError("requests whose schedules have different keep orders cannot share a cache: use one keep order")
     longest = max(len(one.depths) for one in schedules)
     depths = tuple(max(one.depth(position) for one in schedules) for position in range(longest))
     return Schedule(first.num_layers, depths, first.keep_order, first.warmup)
