@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 import time
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from actors.engine.decoder import Decoder
+from actors.engine.errors import UserError
 from actors.engine.library.forcing import Pair, micro_batches, predicting_states, response_labels
 from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.config.tune import LossConfig, TuneConfig
@@ -166,7 +168,7 @@ class Training:
 
     def load_best(self) -> dict[str, float]:
         """Load the weights with the lowest dev-set loss into the model. Return their step and dev-set losses."""
-        found = torch.load(self.folder / BEST, weights_only=True)
+        found = self._load(BEST)
         self._set_weights(found["weights"])
         losses: dict[str, float] = found["dev_losses"][-1]
         return losses
@@ -295,10 +297,17 @@ class Training:
         with replacing(self.folder / name) as temporary:
             torch.save(state, temporary)
 
+    def _load(self, name: str) -> dict[str, Any]:
+        """Load what `_save` has written. Raises UserError if the file is cut off, as after a machine's death."""
+        path = self.folder / name
+        if not zipfile.is_zipfile(path):
+            raise UserError(f"{path}: damaged; to train from the beginning, remove {self.folder}")
+        found: dict[str, Any] = torch.load(path, map_location=self.decoder.device, weights_only=True)
+        return found
+
     def _resume(self) -> None:
-        path = self.folder / STATE_FILE
-        if path.exists():
-            found = torch.load(path, map_location=self.decoder.device, weights_only=True)
+        if (self.folder / STATE_FILE).exists():
+            found = self._load(STATE_FILE)
             self.step = self.began_at = found["step"]
             self.losses, self.dev_losses = found["losses"], found["dev_losses"]
             self.optimizer.load_state_dict(found["optimizer"])

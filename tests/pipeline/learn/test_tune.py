@@ -61,6 +61,10 @@ def test_an_interrupted_run_resumes(recipe: dict[str, Any]) -> None:
     assert (second["steps"], second["resumed_at_step"]) == (12, 6)
     with pytest.raises(ValueError, match="holds a training with another recipe"):
         train_recipe(recipe, learning_rate=0.02)
+    state = Path(recipe["output"], "_training", "state.pt")
+    state.write_bytes(state.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"state.pt: damaged; to train from the beginning, remove .*/_training$"):
+        train_recipe(recipe, max_steps=13)
 
 
 @pytest.fixture(scope="module")
