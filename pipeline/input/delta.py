@@ -84,9 +84,13 @@ def find_table(url: str, storage: StorageConfig, version: int | None = None) -> 
     """Return the table at `url` (default: newest version), or None. Raises UserError if the table is unreadable."""
     with _one_line(url, version):
         try:
-            table = DeltaTable(url, version=version, storage_options=store_options(url, storage))
+            table = DeltaTable(url, storage_options=store_options(url, storage))
         except TableNotFoundError:
             return None
+        if version is not None:
+            if version > table.version():  # deltalake would count up to it, for hours if it is an Iceberg snapshot id
+                raise UserError(f"{url}: the Delta table has no version {version}; the newest is {table.version()}")
+            table.load_as_version(version)
     mode = table.metadata().configuration.get(MAPPING, "none")
     if mode != "none":
         mapped = f"the table's columns have other names in its files ({MAPPING} = {mode})"

@@ -226,6 +226,14 @@ def test_a_delta_table_with_a_feature_that_deltalake_lacks_is_refused(tmp_path: 
     assert "the Delta table cannot be read at version 1: " in refusal(job_over(tables, checkpoint))
 
 
+@pytest.mark.parametrize("version", [1, 4358109269898282718])
+def test_a_delta_version_that_does_not_exist_is_refused(version: int, tmp_path: Path, checkpoint: Path) -> None:
+    tables = DeltaTables(str(tmp_path), LOCAL)
+    tables.append(NAME, prompts(0, 1))
+    said = refusal(job_over(tables, checkpoint, snapshot=version))
+    assert said == f"{tables.path(NAME)}: the Delta table has no version {version}; the newest is 0"
+
+
 def test_a_nested_field_is_known_by_its_id_too(iceberg: IcebergTables, checkpoint: Path) -> None:
     meta = pa.array([{"a": "x", "b": "y"}] * 2)
     iceberg.append(NAME, prompts(0, 2).append_column("meta", meta))
