@@ -45,6 +45,8 @@ def report(
     with command(False) as advice:
         if to is not None and not html:
             raise UserError("--to needs --html; add it")
+        if to is not None and (to.is_dir() or not to.parent.is_dir()):
+            raise UserError(f"--to {to}: give the name of a file in an existing folder")
         url, storage = _location(output, endpoint_url)
         if url.startswith("s3://") and storage.endpoint_url is None:
             advice.failed = "if the bucket is not on AWS, give --endpoint-url or the job file"

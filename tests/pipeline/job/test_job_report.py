@@ -59,6 +59,9 @@ def test_a_job_leaves_its_report_beside_its_answers(tmp_path: Path, checkpoint: 
     (tmp_path / "mine.html").write_text("<p>mine</p>")
     mine = report(output, "--html", "--to", str(tmp_path / "mine.html"))
     assert mine.exit_code == 2 and (tmp_path / "mine.html").read_text() == "<p>mine</p>"
+    for to in (tmp_path, tmp_path / "none" / "r.html"):
+        wrong = report(output, "--html", "--to", str(to))
+        assert wrong.exit_code == 2 and "give the name of a file in an existing folder" in wrong.output
     wrong = report(output, "--to", "x.html")
     assert wrong.exit_code == 2 and "--to needs --html" in wrong.output
     wrong = report(output, "--html", "--verify")
