@@ -44,7 +44,7 @@ class ControlTokens:
     def prompt(
         self, render: Callable[[Any], str], values: Any, *, source: str | None = None, parse: bool = False
     ) -> tuple[str, int]:
-        """Render a prompt. Return its text, and the number of control tokens from `values`, marked for `encode`.
+        """Render a prompt. Return the text, with control tokens from `values` marked for `encode`, and their number.
 
         Raises UserError if it is unclear whether a control token comes from the template or from `values`.
 

@@ -146,7 +146,7 @@ class RequestBuilder:
         except ValueError as error:
             raise UserError(f"sampling: {error}") from None
         if params.logprobs is not None and not self.has_logprobs:
-            raise UserError("sampling: logprobs needs an output column: set it for the job too (0 is enough)")
+            raise UserError("sampling: logprobs needs an output column: set logprobs for the job too (0 is enough)")
         for name, ids in (("sampling: stop_token_ids", params.stop_token_ids), ("prompt", prompt.ids)):
             if ids and max(ids) >= self.vocab_size:
                 raise UserError(f"{name}: token {max(ids)} lies outside the model's vocabulary of {self.vocab_size}")

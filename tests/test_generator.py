@@ -249,7 +249,7 @@ def test_a_rows_own_parameters_go_on_top_of_the_jobs(generator: Generator, check
     assert errors == {
         5: "sampling: unknown key temperatur; did you mean temperature?",
         6: "sampling: n = 2: needs a temperature above 0: greedy answers are all the same",
-        7: "sampling: logprobs needs an output column: set it for the job too (0 is enough)",
+        7: "sampling: logprobs needs an output column: set logprobs for the job too (0 is enough)",
         8: "sampling: stop_token_ids: token 1000000 lies outside the model's vocabulary of 300",
         9: "sampling: top_p = 0.0: must lie in (0, 1]",
     }

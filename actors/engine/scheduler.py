@@ -86,7 +86,7 @@ def merge(
     """Join successive batches with prompts of similar length into longer runs, whose slots are refilled.
 
     `runs` are ordered by prompt length, longest first. Every slot of a run has room for the run's longest prompt and
-    largest number of new tokens. Batches are not joined if fewer than half as many of these larger slots would fit.
+    largest number of new tokens. Batches are not joined if the budget holds fewer than half as many of these slots.
     """
     merged: list[Run] = []
     most_new = 0

@@ -43,7 +43,7 @@ class AnswerStream:
         self._decode, self._stop, self._stop_ids, self._answer_start = decode, tuple(stop), stop_ids, answer_start
         self._marks, self._begun, self._text_at_end, self._calls = marks, begun, text_at_end, calls
         self._ids: list[int] = []
-        self._first = self._read = 0  # indices of tokens: the text before `_read` is known; decoding begins at `_first`
+        self._first = self._read = 0  # tokens before index `_read` are decoded; the next decoding begins at `_first`
         self._decoded = self._sent_text = self._sent_thinking = ""
         self._is_plain = False  # whether the text so far begins without thinking
 

@@ -102,7 +102,7 @@ class VllmEngine:
         self.stop_ids = frozenset(end_tokens(checkpoint.path, tokenizer, self.vocab_size))
         self.cumulative_logprob = cumulative_logprob
         settings = {key: value for key, value in schedule.to_dict().items() if key != "num_layers"}
-        settings["unadapted"] = True  # the caller has checked the schedule
+        settings["unadapted"] = True  # the worker need not check the schedule, because the caller has done so
         if checkpoint.adapter is not None and not schedule.is_full_depth:
             settings["speed_adapter"] = str(checkpoint.adapter.path)
         workers = options.get("tensor_parallel_size", 1)

@@ -72,7 +72,7 @@ class PassPlan:
         return rank < int(self.levels[0])
 
     def subset(self, rank: int) -> Subset | None:
-        """Return the tokens that run the layer with this rank; None: no token does. `runs_all(rank)` must be false."""
+        """Return the tokens that run the layer with this rank; None if there are none. `runs_all` must be false."""
         level = int(np.searchsorted(self.levels, rank, side="right"))
         if level == len(self.levels):
             return None

@@ -146,7 +146,7 @@ def refuse_unsupported(config: Any) -> None:
         "enable_prefix_caching=False": cache.enable_prefix_caching and not serves_prompts,
     }
     if found := [name for name, present in reasons.items() if present]:
-        raise UserError(f"skipdecode: cannot be combined with {'; '.join(found)}")
+        raise UserError(f"skipdecode: cannot be combined with {'; '.join(found)}. Change this, or set speedup: 1")
 
 
 def decoder_layers(model: Any, count: int) -> ModuleList:

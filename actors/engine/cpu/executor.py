@@ -139,7 +139,7 @@ class StackDecoder(Decoder):
         self._last_norm = family.last_norm(model)
         plain = self.logit_cap is None and self.head.bias is None
         weight = _pack_head(self, int8)
-        # the bounds of `Screen` are valid only for logits that the kernel of `PanelProduct` computes
+        # screen only if the kernel of `PanelProduct` computes the logits, because the bounds are valid only for them
         own = isinstance(self.head, PackedLinear) and type(self.head.product) is PanelProduct
         self._screened = weight if plain and own and self._last_norm is not None and can_screen(weight) else None
 

@@ -113,7 +113,10 @@ class _Batch:
     places: npt.NDArray[np.int64]
 
     def chunks(self, vocabulary: int, first: int) -> Iterator[Any]:
-        """Yield the indices of tokens from place `first` on, in chunks with at most `LOGITS_AT_ONCE` logits."""
+        """Yield indices of response tokens in chunks, for each of which at most `LOGITS_AT_ONCE` logits are computed.
+
+        vocabulary: number of logits of a token. first: number of tokens at the start of each response to leave out.
+        """
         counted = np.flatnonzero(self.places >= first)
         size = max(1, LOGITS_AT_ONCE // vocabulary)
         for start in range(0, len(counted), size):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from actors.engine.errors import UserError
 from actors.engine.model.layer_weights import GELU, SILU, LayerWeights, NormWeights, Projection
 
-if TYPE_CHECKING:  # a job's driver looks up families without importing torch
+if TYPE_CHECKING:  # not imported at run time, because a job's driver looks up families without torch
     from torch import Tensor, nn
     from transformers import PretrainedConfig
 

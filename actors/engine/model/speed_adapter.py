@@ -47,7 +47,7 @@ class SpeedAdapter:
     scale: float  # factor of every product B A
 
     def check_base(self, digest: str, name: str) -> None:
-        """Raise UserError unless `digest`, of the weights of model `name`, is the digest of the adapter's base."""
+        """Raise UserError if the adapter's base has another digest. digest: of the weights of the model `name`."""
         if digest != self.base:
             raise UserError(
                 f"{self.path}: trained for a base with weights {self.base[:16]}, but {name} has {digest[:16]}: give "
@@ -136,7 +136,8 @@ def _check_features(config: dict[str, Any], source: Path) -> None:
     start = config.get("init_lora_weights", True)
     if not isinstance(start, bool) and start != "gaussian":
         raise UserError(
-            f"{source}: init_lora_weights {start!r} changes the base's weights, which a speed adapter must not change"
+            f"{source}: init_lora_weights {start!r} changes the base's weights, which a speed adapter must not change: "
+            "train it with true, false or gaussian"
         )
     for key, value in config.items():
         if key not in NEUTRAL and key != "init_lora_weights" and value not in OFF:

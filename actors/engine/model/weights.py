@@ -65,7 +65,10 @@ def weight_files(folder: Path, names: Collection[str]) -> list[str]:
         raise UserError(f"{folder / INDEX}: not an index of weights: no weight_map from tensors to files") from None
     for name in shards:
         if not isinstance(name, str) or name != Path(name).name or not name.endswith(".safetensors"):
-            raise UserError(f"{folder / INDEX}: names {name!r}, which is no safetensors file in its folder")
+            raise UserError(
+                f"{folder / INDEX}: names {name!r}, which is no safetensors file in its folder: fetch the "
+                "checkpoint again"
+            )
     if WEIGHTS in names and shards != [WEIGHTS]:
         raise UserError(
             f"{folder}: {WEIGHTS} lies beside {INDEX} and its shards, and only one can be the model: remove one"

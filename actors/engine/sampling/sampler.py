@@ -212,7 +212,7 @@ def _excluded(rows: Sequence[RowSampling], likeliest: Tensor, logits: Tensor) ->
 
 
 def _top(logits: Tensor, normalizer: Tensor, tokens: Tensor, rows: Sequence[RowSampling]) -> dict[int, TokenLogprob]:
-    """Return row index -> log-probabilities of the row's token and likeliest tokens, if the row asks for `logprobs`.
+    """Return row index -> log-probabilities of the row's token and likeliest tokens, for rows that set `logprobs`.
 
     logits, normalizer: before penalties, temperature, top-k and top-p.
     """

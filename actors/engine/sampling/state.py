@@ -151,4 +151,4 @@ class Drawn:
     logprobs: list[float]
     # log-probability of each token among the allowed tokens, in nats; valid only for rows with a `scored` constraint
     choice_logprobs: list[float]
-    top: dict[int, TokenLogprob]  # row index -> the row's token and likeliest tokens, if it asks for `logprobs`
+    top: dict[int, TokenLogprob]  # row index -> the row's token and likeliest tokens, for rows that set `logprobs`
