@@ -245,12 +245,12 @@ class Completions:
 
 
 def finished(model: ServedModel, call: Call, index: int, completion: Completion) -> dict[str, Any]:
-    """Return the answer of row `index`, which has ended. Raises ApiError if the row ended without an answer."""
+    """Return the answer of row `index`, which has ended. Raises ApiError if an error ended the row."""
     error = str(completion.error)
-    if error == NOT_NUMBERS:
-        raise ApiError(500, error)
-    if completion.finish_reason == FinishReason.ERROR and not completion.token_ids:
-        raise ApiError(500 if error.startswith("the server failed") else 503, error)
+    if completion.finish_reason == FinishReason.ERROR:
+        is_failure = error == NOT_NUMBERS or error.startswith("the server failed")
+        # an error after the first token, other than NaN, is of the format that the request asks for
+        raise ApiError(500 if is_failure else 400 if completion.token_ids else 503, error)
     return model.answer(call, index, completion)
 
 

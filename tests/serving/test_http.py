@@ -304,6 +304,15 @@ def test_a_failure_of_the_engine_is_a_500_without_its_text(chat_checkpoint: Path
         assert http.get(f"{server.url}/health").status_code == 503
 
 
+def test_a_form_that_fails_while_it_is_answered_is_a_400_that_says_so(served: Running, http: httpx2.Client) -> None:
+    schema = {"type": "object", "properties": {str(number): {"type": "null"} for number in range(600)}}
+    body = {"prompt": "a", "structured_outputs": {"json": schema}}
+    reply = http.post(f"{served.url}/v1/completions", json=body)
+    assert reply.status_code == 400 and "json_schema: Parser Error" in reply.json()["error"]["message"]
+    streamed = http.post(f"{served.url}/v1/completions", json={**body, "stream": True})
+    assert streamed.status_code == 200 and "json_schema: Parser Error" in streamed.text
+
+
 def test_logits_that_are_not_numbers_are_a_500_that_says_so(
     chat_checkpoint: Path, tmp_path: Path, http: httpx2.Client
 ) -> None:
