@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import asdict
 from typing import Any
 
@@ -51,7 +52,7 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
         f"trained: {folder / adapted.trained}\ntables: {folder / BEFORE} (before), {folder / AFTER} (after)",
     )
     if adapted.job_file is not None:
-        console.print(f"next: skipdecode run {adapted.job_file}")
+        console.print(f"next: skipdecode run {shlex.quote(str(adapted.job_file))}")
 
 
 def too_tight(adapted: Adapted) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -252,7 +253,8 @@ def _job_text(task: Task, values: Mapping[str, Any], chosen: Line, metric: str, 
         f"Written by `skipdecode adapt {task.source}`: the same job at the fastest speed within the tolerance.",
         f"At {chosen.name}, {metric} loses {score.loss:.3g} on held-out rows of the job's input (upper end of "
         f"the loss's interval: {score.loss_high:.3g}; tolerance: {tolerance:g}).",
-        f"The job answers all rows, including those of {task.folder / configs.SAMPLE}. Run it: skipdecode run {path}",
+        f"The job answers all rows, including those of {task.folder / configs.SAMPLE}. Run it: "
+        f"skipdecode run {shlex.quote(str(path))}",
     ]
     schedule = {"speedup": chosen.nominal} | ({} if chosen.prompt == "full" else {"prompt": chosen.prompt})
     return configs.job_text(values, configs.tuned_model(task), schedule, comment)

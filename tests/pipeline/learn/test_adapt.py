@@ -80,11 +80,11 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(tmp_path: Path, fakes:
 
 
 def test_the_job_file_is_the_users_with_adapter_and_speed(tmp_path: Path, fakes: Fakes, command: Run) -> None:
-    result = command("--set", "shard_rows=5", "--set", "output.strip=false")
+    result = command("--set", "shard_rows=5", "--set", "output.strip=false", output=str(tmp_path / "adapt 1"))
     assert result.exit_code == 0, result.output
-    path = tmp_path / "out-adapt" / "job.yaml"
+    path = tmp_path / "adapt 1" / "job.yaml"
     mine, written = load_values(tmp_path / "job.yaml"), load_values(path)
-    mine["model"]["speed_adapter"] = str(tmp_path / "out-adapt" / "speed-adapter")
+    mine["model"]["speed_adapter"] = str(tmp_path / "adapt 1" / "speed-adapter")
     mine["schedule"] = {"speedup": 3, "agreement_rows": 0}
     mine["shard_rows"] = 5
     mine["output"]["strip"] = False
@@ -92,7 +92,7 @@ def test_the_job_file_is_the_users_with_adapter_and_speed(tmp_path: Path, fakes:
     assert written == mine
     assert load_config(JobConfig, path).sampling.stop == ("1e5",)
     assert path.read_text().startswith("# Written by `skipdecode adapt")
-    assert f"next: skipdecode run {path}" in result.stdout
+    assert f"next: skipdecode run '{path}'" in result.stdout
     assert "break-even: " in result.stdout
 
 
