@@ -123,7 +123,7 @@ def estimate(
         speeds, chosen = schedules(job), name_of(job.schedule)
         before = time.monotonic()
         with ExitStack() as stack:
-            stack.enter_context(backend.ready(job.config.actors))  # prints its own line if it starts Ray
+            stack.enter_context(backend.ready(job.config.actors))  # prints a line if it starts Ray
             ray = time.monotonic() - before
             job = stack.enter_context(jobs.checked(job, stored, backend))
             asked = time.time()
@@ -131,7 +131,7 @@ def estimate(
             before = time.monotonic()
         ray += time.monotonic() - before
     load, crowd = max(loaded for loaded, _ in samples) - asked, 1.0
-    if backend.on_this_machine and backend.starts_workers:  # a run starts a worker for each core while models load
+    if backend.on_this_machine and backend.starts_workers:  # a run also starts a worker per core while models load
         load += WORKER_SHARE * planned * min(process_cpus(), len(left)) / process_cpus()
         crowd = 1.0 if config.actors.gpus else CROWDED
     startup = {"plan": planned, "ray": ray, "load": load, "stages": STAGES_SECONDS}
@@ -252,7 +252,7 @@ def schedules(job: PlannedJob) -> dict[str, Schedule]:
     for speed in trained:
         try:
             schedule = checkpoint.schedule({**kept, "speedup": speed})
-        except UserError:  # the checkpoint has no such schedule, e.g. because it has no horizon
+        except UserError:  # skip a speed without a schedule, e.g. because the checkpoint has no horizon
             continue
         if checkpoint.trained is not None and checkpoint.trained.covers(schedule):
             found.setdefault(name_of(schedule), schedule)
@@ -334,7 +334,7 @@ def _in_turn(
     calls: dict[str, list[TimedCall]] = {name: [] for name in generators}
     parts = math.ceil(len(given) / size)
     for part in range(parts):
-        rows = given[part::parts]  # rows from all over the input
+        rows = given[part::parts]  # spread over the whole input
         for name, generator in generators.items():
             left = until - time.monotonic()
             if part == 0 and left <= 0 and name not in needed:

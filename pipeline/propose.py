@@ -90,7 +90,7 @@ def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[S
         try:
             check_output_disjoint(config)
             break
-        except UserError:  # the input is the current folder, or a folder named answers
+        except UserError:  # the output would overlap the input; try ../answers
             if answers != "answers":
                 raise
     check_columns(config)
@@ -106,7 +106,7 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
     """Read the first rows of the first file that has rows. Raises UserError if the first `FILES` files have no rows."""
     given: InputFormat | None = None
     unlisted, unread = list[UserError](), list[UserError]()
-    for given in (None, "jsonl", "csv"):  # the name of a folder does not show the format of its files
+    for given in (None, "jsonl", "csv"):  # a folder's name does not show the format of its files
         try:
             files = list_files([path], storage, given)
             break
@@ -120,7 +120,7 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
         except OtherFormat as error:
             return Sample(len(files), error.format, first_rows(url, *entry, error.format, storage))
         except UserError as error:
-            unread.append(error)  # for example an empty file
+            unread.append(error)  # e.g. empty; try the next file
     raise unread[0]
 
 
@@ -192,7 +192,7 @@ def _propose_input(columns: Mapping[str, Sequence[Any]]) -> Proposal:
     texts = [name for name in columns if name != found and _all(columns[name], lambda value: isinstance(value, str))]
     asks = [name for name in PROMPTS if name in texts]
     if {"instruction", "input"} <= set(asks):
-        template = "{{ instruction }}{% if input %}\n\n{{ input }}{% endif %}"  # Alpaca's rows may have no input
+        template = "{{ instruction }}{% if input %}\n\n{{ input }}{% endif %}"  # in Alpaca's format, input may be empty
         return chosen("template", template, "instruction and input make one prompt.")
     if asks:
         return chosen("prompt", asks[0], f"{asks[0]} holds the prompts.")
@@ -249,7 +249,7 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str, answers:
     is_chat = "messages" in keys or keys.get("format") == "openai_batch"
     if not is_chat and _has_chat_template(model):
         keys["chat"] = True
-        try:  # without a system message, the template may add its own, which small models repeat
+        try:  # set a system message, else the template may add one, which small models repeat
             check_chat(tokenizer_of(model), Chat(system=SYSTEM), model)
             keys["system"] = SYSTEM
         except UserError:
@@ -257,7 +257,7 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str, answers:
         if "template" in keys:
             keys["template"] = keys["template"].removesuffix(SUMMARY)
     names = [re.sub(r"[*?\[\]]", "", part.partition(".")[0]) for part in path.split("/")]
-    name = next(filter(None, reversed(names)), Path.cwd().name)  # for *.csv, the name of the folder
+    name = next(filter(None, reversed(names)), Path.cwd().name)  # for a path such as *.csv, the current folder's name
     notes = "".join(f"# {printable(line)}\n" for line in (f"Columns: {listed(sample.columns)}", *proposal.notes))
     chat = "  # chat: true                      # for a model with a chat template\n"
     hint = "" if is_chat or "chat" in keys else chat

@@ -156,11 +156,11 @@ def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[st
     report(f"converting {header.elements / 1e6:,.0f} million weights to {name}, {size}")
     model = _model(header, config, dtype)
     partial = output.resolve().with_name(f".{output.resolve().name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # an earlier conversion may have been killed
+    shutil.rmtree(partial, ignore_errors=True)  # remove the files of an earlier, killed conversion
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     for path in partial.iterdir():
-        path.chmod((partial / "config.json").stat().st_mode)  # safetensors makes weights readable by their owner only
+        path.chmod((partial / "config.json").stat().st_mode)  # safetensors lets only the owner read weights
     inspect(partial)
     partial.rename(output.resolve())
     if not tokenizer.chat_template:
@@ -185,7 +185,7 @@ def _config(header: GgufHeader) -> PretrainedConfig:
         config.head_dim = header.head_dim
     if hasattr(config, "sliding_window"):
         config.sliding_window = header.of_model("attention.sliding_window")
-    config.update(_token_ids(header))  # transformers' default ids may lie outside the vocabulary
+    config.update(_token_ids(header))  # replaces transformers' default ids, which may lie outside the vocabulary
     family_of(config)
     return config
 
@@ -229,7 +229,7 @@ def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> 
     for holder, name in ((model, "quantization_method"), (model.config, "quantization_config")):
         if getattr(holder, name, None) is not None:
             delattr(holder, name)
-    model.generation_config = GenerationConfig(**_token_ids(header))  # GGUF stores no sampling parameters
+    model.generation_config = GenerationConfig(**_token_ids(header))  # no more, as GGUF stores no sampling parameters
     return cast(PreTrainedModel, model)
 
 

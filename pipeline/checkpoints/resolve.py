@@ -139,7 +139,7 @@ def _versions(source: str | RemoteCheckpoint) -> dict[str, str]:
 def resolve_checkpoint(
     model: ModelConfig, storage: StorageConfig, pinned: dict[str, Any] | None = None
 ) -> ResolvedCheckpoint:
-    """Locate the checkpoint of `model.path`, pin its files and inspect it. Downloads no weights, only small files.
+    """Locate the checkpoint of `model.path`, pin its files and inspect it. Download small files, but no weights.
 
     A speed adapter is downloaded whole, and its base is compared with the checkpoint. If a bucket lists no SHA-256 of
     the weights, this comparison waits until the weights are loaded.
@@ -234,7 +234,7 @@ def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True
         raise UserError(f"{root}: cannot hold checkpoints: {error.strerror}; set model.cache") from None
     with lock:
         folder = _recorded(record, files)
-        if folder is None:  # no other process has downloaded the files while this one waited
+        if folder is None:  # not downloaded by another process while this one waited
             folder, verified = _download(source, files, root / source.key, report)
             temporary = record.with_suffix(f".{os.getpid()}")
             temporary.write_text(json.dumps({"path": source.path, "folder": str(folder), "files": verified}, indent=2))
@@ -274,7 +274,7 @@ def _download(
                 verified[file.name] = {"size": file.size, "sha256": _verify(path, file, store.digests(file))}
             except ValueError as error:
                 problem = str(error)
-                path.resolve().unlink(missing_ok=True)  # in the hub's cache, `path` is a link to the content
+                path.resolve().unlink(missing_ok=True)  # the content, to which `path` links in the hub's cache
                 path.unlink(missing_ok=True)
         if len(verified) == len(files):
             return target, verified
@@ -313,6 +313,6 @@ def _bytes_in(folder: Path) -> int:
     """Return the bytes on disk of all files below `folder`; 0 if the folder does not exist."""
     total = 0
     for path in folder.rglob("*"):
-        with suppress(OSError):  # a file may be renamed or removed at any time
+        with suppress(OSError):  # skip a file that was just renamed or removed
             total += path.lstat().st_blocks * 512
     return total

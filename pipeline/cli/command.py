@@ -109,7 +109,7 @@ def user_error(error: BaseException) -> UserError | None:
         return user_error(cause)
     if isinstance(error, UserError):
         return error
-    text = cause_line(error)  # Ray keeps only the text of an error that an actor's constructor raised
+    text = cause_line(error)  # Ray keeps only the text of an error in an actor's constructor
     return UserError(text.removeprefix(USER_ERROR)) if text.startswith(USER_ERROR) else None
 
 
@@ -169,7 +169,7 @@ def setup(verbose: bool, log_json: bool = False) -> None:
         # time after which Ray frees a killed job's CPUs; a running job renews its request for CPUs every 10 s
         "RAY_DATA_AUTOSCALING_REQUEST_EXPIRE_TIME_S": "30",
     }
-    if not os.environ.get("RAY_ADDRESS"):  # a Ray that this process starts listens only on loopback, and needs a token
+    if not os.environ.get("RAY_ADDRESS"):  # make a Ray of this process listen only on loopback, and need a token
         values |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
     if not verbose:
         values["RAY_BACKEND_LOG_LEVEL"] = "fatal"

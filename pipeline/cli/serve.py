@@ -39,7 +39,7 @@ def serve(
         config = validated(ServeConfig, changed(values, [*given, *(changes or [])]), str(file or "serve"))
         advice.file = str(file or "")
 
-        for name in PATIENT:  # Ray Serve and its processes read these variables on import
+        for name in PATIENT:  # set before the import of Ray Serve, which reads these variables
             os.environ.setdefault(f"RAY_SERVE_PROXY_{name}_TIMEOUT_S", "60")
 
         from pipeline.serve import run_server

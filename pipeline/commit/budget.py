@@ -90,7 +90,7 @@ class Budget:
             # if the job has no budget, ignore a failed write: only a later run may need the record
             with shielded(), suppress(*(STORE_ERRORS if self.config.budget is None else ())):
                 used = self.device_seconds + (time.monotonic() - began) * self.config.devices
-                if _recorded_seconds(self.folder) <= self.device_seconds:  # otherwise another run has taken over
+                if _recorded_seconds(self.folder) <= self.device_seconds:  # if not, another run has taken over
                     write_json(self.folder, SPENT, {"device_seconds": used})
 
 

@@ -111,7 +111,7 @@ def claim(folder: Folder, stored: Manifest | None, planned: Manifest, *, overwri
         clear(folder)
     elif (now and now.fingerprint) != (stored and stored.fingerprint):
         if now and now.fingerprint == planned.fingerprint:
-            raise LeaseHeld("it began, and perhaps finished, this job while this run was planned")
+            raise LeaseHeld("that run began, and perhaps finished, this job while this run was planned")
         raise UserError(f"{folder.url}: another run has just begun another job here; choose another folder")
     if stored is None:
         plan_files.save(folder, planned)

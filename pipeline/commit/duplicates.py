@@ -109,7 +109,7 @@ def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
         ids = ids.cast(pa.timestamp(ids.type.unit)).cast(pa.int64())
     if pa.types.is_integer(ids.type):
         return np.asarray(ids.cast(pa.int64(), safe=False).to_numpy())
-    if pa.types.is_fixed_size_binary(ids.type):  # for example UUIDs in Parquet
+    if pa.types.is_fixed_size_binary(ids.type):  # e.g. UUIDs, which Parquet stores as 16 bytes
         ids = ids.cast(pa.binary())
     if not (pa.types.is_nested(ids.type) or pa.types.is_binary(ids.type) or pa.types.is_large_binary(ids.type)):
         ids = ids.cast(pa.large_string())  # compare as text, because Python cannot represent all dates

@@ -87,7 +87,7 @@ def is_dead(holder: Holder, here: Holder) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE or _seconds_after_boot(process) != holder.started
     except (ProcessLookupError, psutil.ZombieProcess):
         return True
-    except (PermissionError, psutil.Error):  # another user's process, perhaps hidden in /proc
+    except (PermissionError, psutil.Error):  # alive, but another user's process, perhaps hidden in /proc
         return False
 
 
@@ -151,7 +151,7 @@ class Lease:
         if not self._holds(epoch):
             return False
         epochs = self._epochs()
-        if max(epochs, default=0) != epoch:  # another run took over while this process was suspended
+        if max(epochs, default=0) != epoch:  # while this process was suspended, another run took over
             self.folder.remove(_name(epoch))
             return False
         self.epoch = epoch
@@ -170,11 +170,14 @@ class Lease:
                 if not self.renew():
                     lost()
                     return
-            except STORE_ERRORS as error:  # the store may recover before the next heartbeat
+            except STORE_ERRORS as error:  # go on, as the store may recover before the next heartbeat
                 log.warning("the lease could not be renewed; the next heartbeat tries again: %s", error)
 
     def _wait_for_end(self, name: str) -> bool:
-        """Wait until the holder of file `name` releases it or is dead. False: the file is gone. Raises LeaseHeld."""
+        """Wait until the lease in file `name` is released, or its holder is dead. Return False if the file is gone.
+
+        Raises LeaseHeld if the holder is alive.
+        """
         holder = now = self._read(name)
         end = time.monotonic()
         if holder is not None and not holder.released and not is_dead(holder, self.holder):
@@ -198,7 +201,7 @@ class Lease:
     def _read(self, name: str) -> Holder | None:
         """Return the holder in a lease file; None if the file is gone, an unknown holder if the file is damaged."""
         try:
-            values = json.loads(self.folder.read(name))  # a later version may write more keys
+            values = json.loads(self.folder.read(name))  # may hold unknown keys of a later version
             holder = Holder(**{key: values[key] for key in Holder.__dataclass_fields__ if key in values})
             holder.describe()
         except FileNotFoundError:
@@ -232,7 +235,7 @@ def leased(folder: Folder) -> Iterator[None]:
         with suppress(Interrupted), shielded():  # the block has ended, so an interrupt is ignored
             try:
                 lease.release()
-            except STORE_ERRORS as error:  # for example a full disk, which the job reports itself
+            except STORE_ERRORS as error:  # e.g. a full disk; the job itself reports this
                 taken = f"the next run takes over at once on this machine, or after {WATCH_SECONDS:g} s on another"
                 log.warning("the lease could not be given back: %s; %s", error, taken)
 

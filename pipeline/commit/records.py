@@ -60,7 +60,7 @@ def encode_record(record: Record, fingerprint: str) -> bytes:
 
 
 def decode_record(text: bytes, shard: int, fingerprint: str) -> Record | None:
-    """Return the record in `text`, the content of a record file. None: damaged, or of another shard or job."""
+    """Decode the content of a record file. Return None if it is damaged, or belongs to another shard or job."""
     try:
         values = json.loads(text)
         check, digest, size = values.pop("check"), values["sha256"], values["bytes"]
@@ -121,7 +121,7 @@ def _read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table
         if table.schema.metadata.get(b"skipdecode.fingerprint") != fingerprint.encode():
             return None
         for field in RECORDS_SCHEMA:
-            if field.name in {*LATER, "tag"} - set(table.column_names):  # old versions wrote no such column
+            if field.name in {*LATER, "tag"} - set(table.column_names):  # add a column that old versions did not write
                 value = pa.scalar(LATER.get(field.name, ""), field.type)
                 table = table.append_column(field.name, pa.repeat(value, table.num_rows))
         known = set(RECORDS_SCHEMA.names) <= set(table.column_names)
@@ -138,7 +138,7 @@ def _segment_name(data: bytes) -> str:
 
 
 def read_all(folder: Folder, fingerprint: str) -> tuple[pa.Table, list[str]]:
-    """Return all valid records (one row per shard, sorted by shard), and names of damaged files. Changes no files."""
+    """Return all valid records (one row per shard, sorted by shard), and names of damaged files. Change no files."""
     # read separate files before segments: a compaction moves records into segments, and never back
     loose, damaged = _read_loose(folder, loose_shards(folder), fingerprint)
     segments, damaged_segments = _read_segments(folder, fingerprint)
@@ -203,7 +203,7 @@ def compacting(folder: Folder, fingerprint: str) -> Iterator[None]:
     def work() -> None:
         try:
             compact(folder, fingerprint)
-        except STORE_ERRORS as error:  # no record is lost, and the store may recover
+        except STORE_ERRORS as error:  # go on, as no record is lost, and the store may recover
             log.warning("commit records could not be compacted; trying again later: %s", flat(error))
 
     with repeating(work, COMPACT_SECONDS, "compaction"):

@@ -174,7 +174,7 @@ def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model
     for row_number, samples in enumerate(requests, shard.first_row):
         first, key = samples[0], hashlib.sha256(f"{fingerprint}\0{shard.url}\0{row_number}".encode()).hexdigest()[:24]
         body: Mapping[str, Any]
-        if first["generated_text"] is not None:  # a cut-off answer has text and an error
+        if first["generated_text"] is not None:  # a result, even with an error: a cut-off answer has both
             name, status, job = RESULTS, 200, f"fp_{fingerprint[:10]}"
             body = completion_body(first["url"], samples, key=key, created=created, model=model, job=job)
         else:

@@ -58,7 +58,7 @@ def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> 
     try:
         yield
     finally:
-        with shielded(), suppress(*STORE_ERRORS):  # the job can end without this record
+        with shielded(), suppress(*STORE_ERRORS):  # ignore errors, as a job needs no such record
             runs = read_runs(folder)
             if runs[-1:] == [run]:  # if not, another run has taken over
                 _write(folder, [*runs[:-1], replace(run, ended=time.time())])
@@ -76,7 +76,7 @@ def versions() -> dict[str, str]:
     """Return name -> version, for Python, the C++ compiler, the system, and the packages that affect answers."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
-        with suppress(PackageNotFoundError):  # not installed, e.g. skipdecode if `ray job submit` uploaded it
+        with suppress(PackageNotFoundError):  # skip a missing package, e.g. skipdecode if `ray job submit` uploaded it
             found[name] = version(name)
     return {**found, COMPILER: _compiler(), "system": platform.platform()}
 
@@ -93,7 +93,7 @@ def _compiler() -> str:
 
 def _warn_of_other_versions(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Log one line if the job's last run had other package versions, because answers may differ slightly."""
-    known = (*PACKAGES, "python", *([COMPILER] if COMPILER in before else ()))  # old records name no compiler
+    known = (*PACKAGES, "python", *([COMPILER] if COMPILER in before else ()))  # old records do not name it
     names = [name for name in known if before.get(name) != now.get(name)]
     changed = [f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names]
     if before and changed:
@@ -101,5 +101,5 @@ def _warn_of_other_versions(before: Mapping[str, str], now: Mapping[str, str]) -
 
 
 def _write(folder: Folder, runs: Sequence[JobRun]) -> None:
-    with suppress(*STORE_ERRORS):  # the job can run without this record
+    with suppress(*STORE_ERRORS):  # ignore errors, as a job needs no such record
         write_json(folder, RUNS, [asdict(run) for run in runs])

@@ -160,7 +160,7 @@ def load_records(
     without a record is damaged. With check = "repair", set such a damaged part aside and raise no error.
     """
     planned = {shard.index: shard for shard in shards}
-    records, damaged = read_all(folder, fingerprint)  # before parts are listed, because a part precedes its record
+    records, damaged = read_all(folder, fingerprint)  # read before listing parts, because a part precedes its record
     for name in damaged:
         log.warning("%s/%s: removed, because it is damaged or another job's; its records are rebuilt", folder.url, name)
     folder.remove_all(damaged)
@@ -198,7 +198,7 @@ def damaged_parts(
 ) -> dict[int, str]:
     """Return shard -> difference, for each output file in `parts` that differs from its record.
 
-    Compares sizes and digests. With check = "quick", a digest of a file in a store is compared only if the store's
+    Compare sizes and digests. With check = "quick", a digest of a file in a store is compared only if the store's
     checksum (tag) of the file differs from the tag in its record, for example because the file was copied.
     """
     damaged, same, retagged, untagged = dict[int, str](), dict[int, str](), dict[int, str](), 0

@@ -182,7 +182,7 @@ def claim(
     assert ledger.last is None or ledger.last.state != "unfinished", "the previous run must have ended"
     number, began = ledger.last.number + 1 if ledger.last else 1, _now()
     rows: Counter[str] = Counter()
-    for shard in manifest.shards:  # a retry answers only some rows of the files
+    for shard in manifest.shards:  # not all rows of a file, because a retry answers only some of them
         rows[shard.url] += shard.rows
     files = [ClaimedFile(file.url, file.size, file.version, file.digest, rows[file.url]) for file in manifest.files]
     run = LedgerRun(
@@ -276,7 +276,7 @@ def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageCon
             errors = dict(zip(*(records[name].to_pylist() for name in records.column_names), strict=True))
             for shard in manifest.shards:
                 of_file, wrong = failed[shard.url], set[int]()
-                if errors.get(shard.index, 1):  # a shard without a readable record may have rows with errors
+                if errors.get(shard.index, 1):  # 1: without a readable record, look for errors
                     try:
                         wrong = _rows_with_errors(folder, shard)
                     except (FileNotFoundError, ValueError) as error:
@@ -350,7 +350,7 @@ def _record(root: Folder, name: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{root.url}/{name}: not JSON: {error}; restore it from a copy") from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise UserError(f"{root.url}/{name}: its format is not {FORMAT}, the record format of this version")
+        raise UserError(f"{root.url}/{name}: its format is not {FORMAT}; use the version of skipdecode that wrote it")
     return values
 
 

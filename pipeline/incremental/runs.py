@@ -287,7 +287,7 @@ def _read_again(root: Folder, number: int) -> Ledger:
 def _resume(
     root: Folder, run: LedgerRun, config: JobConfig, backend: Backend, overwrite: bool, check: Check
 ) -> FinishedRun | None:
-    """Finish a run with the files in its plan. Or abandon the run, e.g. because the job has changed; return None."""
+    """Finish a run with the files in its plan. If the run is abandoned, e.g. as the job has changed, return None."""
     folder = _folder(root, run, config)
     if overwrite:
         _abandon(root, run, folder, config, "--overwrite")

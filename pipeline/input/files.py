@@ -76,7 +76,7 @@ def list_files(
 ) -> dict[str, tuple[int, str]]:
     """Return URL -> (bytes, version) of each input file, in the order of `paths`; within a path, sorted by name.
 
-    Follows links. In folders and globs, leaves out all files and folders whose names begin with `_` or `.`.
+    Follow links. In folders and globs, leave out all files and folders whose names begin with `_` or `.`.
 
     Args:
         paths: files, folders or globs, local or s3://. A path that exists is not a glob, even if it looks like one.
@@ -160,18 +160,19 @@ def _files_below(
         name: (int(entry["size"]), _version(entry, fs, name))
         for name, entry in entries.items()
         if entry["type"] == "file" and not any(map(HIDDEN.match, name[len(folder) :].split("/")))
-        if not name.endswith("/")  # not the object that marks an empty folder
+        if not name.endswith("/")  # skip the object that marks an empty folder
     }
 
 
 def _local_files(
     fs: LocalFileSystem, folder: str, pattern: str | None, given: InputFormat | None
 ) -> dict[str, tuple[int, str]]:
-    """List local files as `_files_below` does. Follows links, except a link to a folder that contains the link."""
+    """List local files as `_files_below` does. Follow links, except a link to a folder that contains the link."""
     matches = re.compile(".*" if pattern is None else glob_translate(pattern)).match
     depth = None if pattern is None or "**" in pattern else pattern[len(folder.rstrip("/")) :].count("/")
     found: dict[str, tuple[int, str]] = {}
-    folders: list[tuple[str, tuple[tuple[int, int], ...]]] = [(folder, ())]  # folder, and the folders above it
+    # folders to list, each with the (device, inode) pairs of the folders above it
+    folders: list[tuple[str, tuple[tuple[int, int], ...]]] = [(folder, ())]
     while folders:
         path, above = folders.pop()
         status = os.stat(path)
@@ -205,7 +206,7 @@ def _check_no_table(fs: fsspec.AbstractFileSystem, folder: str) -> None:
         folder = os.path.dirname(folder)
     if fs.isdir(f"{folder}/{DELTA_LOG}"):
         _refuse_table(f"{folder}/{DELTA_LOG}/", fs)
-    if os.path.basename(folder) == "data":  # an Iceberg table has the folders `data` and `metadata`
+    if os.path.basename(folder) == "data":  # look for `metadata` beside `data`, as in an Iceberg table
         folder = os.path.dirname(folder)
     with suppress(FileNotFoundError, NotADirectoryError):
         for name in fs.ls(f"{folder}/metadata", detail=False):
@@ -317,7 +318,8 @@ def list_input(
         if url not in present:
             raise UserError(f"{url}: this data file of {section.path[0]} is gone; restore it, or repair the table")
         if present[url][0] != size:
-            raise UserError(f"{url}: has {present[url][0]} bytes, but {section.path[0]} lists it with {size} bytes")
+            differs = f"has {present[url][0]} bytes, but {section.path[0]} lists it with {size} bytes"
+            raise UserError(f"{url}: {differs}; restore the file")
     return present
 
 

@@ -85,7 +85,7 @@ def open_catalog(storage: StorageConfig, *, create: bool) -> Catalog:
     }
     place = storage.catalog.warehouse
     is_folder = storage.catalog.type != "rest" and not str(storage.catalog.uri).startswith("http")
-    if place is not None and "://" not in place and is_folder:  # new tables must store an absolute path
+    if place is not None and "://" not in place and is_folder:  # make it absolute, because new tables store it
         properties["warehouse"] = os.path.abspath(place)
     with _one_line(storage):
         return load_catalog(storage.catalog.name, **properties)

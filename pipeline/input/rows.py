@@ -53,7 +53,7 @@ def read_shards(
 
     Consecutive shards of one file are read in one pass. files: input files, which must include each shard's file.
 
-    Raises UserError, and yields no more rows, if a file has changed. Also raises what `read_groups` and `read_text` do.
+    Raises UserError, and yields no more rows, if a file has changed; also the errors of `read_groups` and `read_text`.
     """
     by_url = {file.url: file for file in files}
     for url, neighbours in groupby(shards, key=lambda shard: shard.url):

@@ -180,7 +180,7 @@ def with_all(table: pa.Table, schema: pa.Schema) -> pa.Table:
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Cast the columns to `schema`. Add a column `ERROR`: a message if a value of the row does not fit, else null.
 
-    Also checks that text is UTF-8, because Arrow does not check it when it reads a file. Invalid bytes in text become
+    Also check that text is UTF-8, because Arrow does not check this when it reads a file. Invalid bytes in text become
     U+FFFD. Any other value that does not fit becomes null.
     """
     columns = []

@@ -86,7 +86,7 @@ def read_groups(shards: Sequence[Shard], columns: Sequence[str], storage: Storag
     try:
         yield from _tables(shards, columns, storage)
     except (pa.ArrowException, OSError) as error:
-        if isinstance(error, pa.ArrowException) or type(error) is OSError:  # subclasses of OSError name the cause
+        if isinstance(error, pa.ArrowException) or type(error) is OSError:  # subclasses already name the cause
             raise OSError(f"{shards[0].url}: cannot be read, since it is damaged or cut short: {flat(error)}") from None
         raise
 

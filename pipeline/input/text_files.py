@@ -291,7 +291,7 @@ def _check_text(url: str, stream: BinaryIO, kind: str) -> None:
     if kind == "jsonl" and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         try:
             json.loads(head.split(b"\n", 1)[0])
-        except ValueError:  # the JSON array continues after the first line
+        except ValueError:  # the first line is only the start of a JSON array
             raise UserError(f"{url}: the file is one JSON array; write one object per line (JSON Lines)") from None
 
 

@@ -62,7 +62,7 @@ class _Connection:
                 address = os.environ.get("RAY_ADDRESS", "")
                 if "://" in address and not address.startswith("ray://"):
                     raise UserError(f"RAY_ADDRESS: {address} is no Ray address; set HOST:6379, or auto on a node")
-                if re.fullmatch(r"[^/]+:\d+", address) and not _accepts(address):  # Ray would retry for 14 minutes
+                if re.fullmatch(r"[^/]+:\d+", address) and not _accepts(address):  # Ray would retry for 14 min
                     raise UserError(f"RAY_ADDRESS: nothing answers at {address}; start Ray there, or unset RAY_ADDRESS")
                 if not address:
                     self.head = _start_head(verbose, metrics_port)
@@ -71,7 +71,7 @@ class _Connection:
                     threading.Thread(target=_announce_death, args=(self.head,), daemon=True).start()
                 self.undo.callback(ray.shutdown)
                 _connect(address, verbose)
-        _set_levels(levels, verbose)  # again, for the handlers that Ray has added
+        _set_levels(levels, verbose)  # set levels again, for handlers that Ray has added
 
     def close(self) -> None:
         with shielded():
@@ -129,7 +129,7 @@ def check_metrics_port(port: int) -> None:
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except (OSError, OverflowError) as error:
-        raise UserError(f"--metrics-port: {port} on 127.0.0.1 cannot be used: {flat(error)}") from None
+        raise UserError(f"--metrics-port: {port} on 127.0.0.1 cannot be used: {flat(error)}; choose another") from None
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class FileInfo(NamedTuple):
 
 
 def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the fsspec filesystem for a URL, and the path in this. Raises UserError unless the URL is local or s3."""
+    """Return the fsspec filesystem and the path of a URL. Raises UserError unless the URL is local or s3."""
     if url.startswith("~"):
         raise UserError(f"{url}: ~ is not replaced by the home folder here; give the whole path")
     if re.match(r"\w+:/(?!/[^/])", url) and not url.startswith("file:///"):
@@ -60,7 +60,7 @@ def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSys
         retry_seconds=storage.retry_seconds,
         contact_seconds=storage.contact_seconds,
         client_kwargs={name: value for name, value in client.items() if value},
-        use_listings_cache=False,  # because other processes change the folder
+        use_listings_cache=False,  # no cache, because other processes change the folder
     )
     return fs, url.removeprefix("s3://").rstrip("/")
 
@@ -210,7 +210,7 @@ class ObjectFolder:
         for first in range(0, len(keys), BULK):
             objects = [{"Key": key} for key in keys[first : first + BULK]]
             response = self.fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
-            for error in response.get("Errors", []):  # `call_s3` retries the whole call, not single objects
+            for error in response.get("Errors", []):  # try again, as `call_s3` retries only whole calls
                 self.remove(error["Key"].removeprefix(f"{prefix}/"))
 
     def exists(self, name: str) -> bool:

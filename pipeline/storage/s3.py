@@ -156,9 +156,9 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             if temporary:
                 unreached = isinstance(error, boto.ConnectionError) and not self._answered
                 raise _Temporary(error, self.contact_seconds if unreached else math.inf) from None
-            if method == "head_object" and code in ("400", "403"):  # a HEAD response has no error text
+            if method == "head_object" and code in ("400", "403"):  # send a GET: HEAD responses have no error text
                 target = {"Bucket": kwargs["Bucket"], "Key": kwargs["Key"]}
-                with suppress(StoreFailed):  # an empty object does not have this range
+                with suppress(StoreFailed):  # ignore the error for an empty object, which lacks this range
                     await self._retried(budget, "get_object", **target, Range="bytes=0-0")
                 raise _Temporary(error, CREDENTIALS_SECONDS) from None  # the GET worked, so HEAD was throttled
             raise final_error(url, method, error) from None

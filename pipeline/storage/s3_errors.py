@@ -80,7 +80,7 @@ def final_error(url: str, method: str, error: Exception) -> Exception:
     if code == "NoSuchBucket":
         return NoSuchBucket(f"s3://{url.split('/')[2]}: no such bucket")
     if code == "PreconditionFailed" or isinstance(error, boto.ParamValidationError):
-        return error  # s3fs interprets these errors
+        return error  # unchanged, because s3fs interprets these errors
     for kind in (FileNotFoundError, FileExistsError):
         if isinstance(error, kind):
             return kind(f"{url}: {error_text(error)}")

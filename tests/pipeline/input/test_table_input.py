@@ -119,7 +119,8 @@ def test_a_data_file_that_is_gone_or_replaced_is_refused(tables: Tables, checkpo
     (url,) = (file.url for file in planned(job).files)
     data = Path(url).read_bytes()
     Path(url).write_bytes(data + b" ")
-    assert refusal(job) == f"{url}: has {len(data) + 1} bytes, but {tables.path(NAME)} lists it with {len(data)} bytes"
+    says = f"{url}: has {len(data) + 1} bytes, but {tables.path(NAME)} lists it with {len(data)} bytes"
+    assert refusal(job) == f"{says}; restore the file"
     Path(url).unlink()
     assert refusal(job) == f"{url}: this data file of {tables.path(NAME)} is gone; restore it, or repair the table"
 
