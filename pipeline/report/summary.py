@@ -11,6 +11,7 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
+from actors.engine.errors import UserError
 from pipeline.commit.finalize import STATS, SUMMARY
 from pipeline.commit.results import recorded
 from pipeline.commit.runs import JobRun, read_runs
@@ -125,8 +126,11 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
 
 
 def last_errors(folder: Folder) -> list[tuple[int, int]]:
-    """Return [(errors, rows)] of a finished job; [] if `_SUCCESS` does not exist, or if the job only retried rows."""
-    manifest, values = plan_files.load(folder), read_json(folder, SUCCESS)
+    """Return [(errors, rows)] of a finished job; [] if the job only retried rows, or `_SUCCESS` or the plan is lost."""
+    try:
+        manifest, values = plan_files.load(folder), read_json(folder, SUCCESS)
+    except UserError:  # a run without new files does not need the plan; --verify names the damaged file
+        return []
     retries = manifest is not None and manifest.batching.retries
     return [] if retries or values is None else [(values["errors"], values["rows"])]
 

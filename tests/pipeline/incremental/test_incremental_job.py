@@ -178,6 +178,9 @@ def test_a_damaged_earlier_run_stops_no_later_one(
     assert (again["rows"], again["errors"], again["files"]) == (2, 2, 2)
     said = [text for text in caplog.messages if "rows with an error are not answered again" in text]
     assert {text.partition(":")[0] for text in said} == {"run 2", "run 3"}
+    del inbox.values["input"]["retry"]
+    (inbox.root / inbox.runs()[-1].folder / "_job" / "plan.parquet").unlink()
+    assert inbox.json()["runs"] == []
 
 
 def test_parts_of_finished_runs_are_checked_and_repaired_where_this_is_asked_for(
