@@ -44,14 +44,16 @@ class ControlTokens:
     def prompt(
         self, render: Callable[[Any], str], values: Any, *, source: str | None = None, parse: bool = False
     ) -> tuple[str, int]:
-        """Render a prompt. Return the text, with control tokens from `values` marked for `encode`, and their number.
+        """Render a prompt. Return the text and the number of control tokens that come from `values`.
 
+        In the text, these control tokens are marked for `encode`.
         Raises UserError if it is unclear whether a control token comes from the template or from `values`.
 
         Args:
             render: Fills the template with `values`: messages, tools or columns.
-            source: The template's source text, if every control token that the template writes occurs there; else None.
-            parse: Whether control tokens in `values` are encoded as tokens too. If so, nothing is marked.
+            source: The template's source text. None if the template may write control tokens that do not occur in it.
+            parse: Whether to encode control tokens from `values` as tokens, like those of the template. If so, the text
+                has no marks.
         """
         text = render(values)
         if self.pattern.search(text) is None:

@@ -234,7 +234,9 @@ class Generator:
         if schedule == replace(self.schedule, speedup=schedule.speedup):
             return self.schedule
         if self._inspected.adapter is not None and schedule.is_full_depth != self.schedule.is_full_depth:
-            raise UserError(f"speed = {speedup:g}: 1x and higher speeds need different weights; serve them separately")
+            raise UserError(
+                f"speed = {speedup:g}: full depth (1x) needs other weights than speeds above 1x; serve 1x separately"
+            )
         if not self._unadapted:
             self._inspected.check_adapted(schedule, str(self._inspected.path), "choose a lower speed")
         return schedule

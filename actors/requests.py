@@ -78,7 +78,10 @@ class RequestBuilder:
         return None if found is None else [token.to_dict(self.token_text) for token in found]
 
     def prompt(self, value: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
-        """Convert a text, token ids or messages to a `Prompt`. tools: for messages, the result of `checked_tools`."""
+        """Convert `value` (a text, token ids or messages) to a `Prompt`.
+
+        tools: the result of `checked_tools`; used only if `value` is messages.
+        """
         ids: list[int] = []
         error = None
         try:

@@ -122,7 +122,7 @@ def in_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def parsed_control_tokens(count: int) -> str:
-    """Return the message that prompts held control tokens: their number, and how to keep them as text."""
+    """Return the message that prompts held `count` control tokens, and how to keep such tokens as text."""
     return f"parsed {counted(count, 'control token')} in prompts; set input.special_tokens: text to keep them as text"
 
 

@@ -93,8 +93,10 @@ def begin_row(
 ) -> Row:
     """Build the row for a request.
 
-    vocab_size: number of logits. Prompt tokens from the padding of the vocabulary have no logit, so penalties ignore
-    them. stop_ids: the model's end tokens. schedule: used if the request sets none.
+    Args:
+        vocab_size: Number of logits. Penalties ignore prompt tokens with ids >= vocab_size, which have no logit.
+        stop_ids: The model's end tokens.
+        schedule: Used if the request sets no schedule.
     """
     prompt_ids = [token for token in request.prompt_ids if token < vocab_size]
     sampling = RowSampling.begin(request.sampling, request.key, prompt_ids)

@@ -35,7 +35,8 @@ def plan_batches(
     prompt_tokens: Sequence[int],  # number of prompt tokens of each row
     max_new_tokens: Sequence[int],  # maximum number of new tokens of each row
     *,
-    row_bytes: Callable[[int, int], int],  # (most prompt tokens, most new tokens of a row) -> cache bytes per row
+    # (maximum prompt tokens, maximum new tokens) over the rows of a batch -> cache bytes per row
+    row_bytes: Callable[[int, int], int],
     budget_bytes: int,  # maximum cache bytes of a batch
     max_rows: int,  # maximum number of rows in a batch
     groups: Sequence[int] | None = None,  # number of the group to which each row belongs; None: one group

@@ -327,7 +327,7 @@ class Metrics(Collector):
             (GaugeMetricFamily, "rows_waiting", "Answers that wait to begin.", loop.waiting),
             (GaugeMetricFamily, "rows_in_flight", "Answers being generated.", loop.in_flight),
             (GaugeMetricFamily, "cache_bytes", "Bytes of the key/value cache.", loop.engine.used_cache_bytes()),
-            (GaugeMetricFamily, "cache_bytes_limit", "Most bytes of the key/value cache.", loop.cache_bytes),
+            (GaugeMetricFamily, "cache_bytes_limit", "Maximum bytes of the key/value cache.", loop.cache_bytes),
             (CounterMetricFamily, "ended", "Rows answered.", loop.ended),
             (CounterMetricFamily, "cancelled", "Rows cancelled.", loop.cancelled),
             (CounterMetricFamily, "failed", "Rows that could not be answered.", loop.failed),

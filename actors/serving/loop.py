@@ -272,7 +272,9 @@ class OnlineLoop:
         """Move the oldest waiting rows with equal schedules to the engine's loop, up to `PASS_TOKENS` prompt tokens.
 
         A prefill of one row takes as long as a prefill of a few rows. While many rows are in flight, a few waiting rows
-        are therefore held back until more come, for at most `PATIENCE` steps. A decode step must separate two prefills.
+        are therefore held back until more come, for at most `PATIENCE` steps.
+
+        While rows are in flight, there is at least one decode step between two prefills.
         """
         busy = len(self.engine.rows)
         if not self._waiting or self._loop.has_waiting:

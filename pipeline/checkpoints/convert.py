@@ -113,7 +113,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of a GGUF file. Raises UserError if the file is not GGUF, damaged or not convertible."""
+    """Read the header of a GGUF file. Raises UserError if the file is not GGUF, is damaged or is not convertible."""
     from gguf import GGUFReader
 
     if not path.is_file():

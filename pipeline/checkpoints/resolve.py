@@ -141,11 +141,12 @@ def resolve_checkpoint(
 ) -> ResolvedCheckpoint:
     """Locate the checkpoint of `model.path`, pin its files and inspect it. Download small files, but no weights.
 
-    A speed adapter is downloaded whole, and its base is compared with the checkpoint. If a bucket lists no SHA-256 of
-    the weights, this comparison waits until the weights are loaded.
+    A speed adapter is downloaded whole, and must name the checkpoint as its base. If a bucket lists no SHA-256 of the
+    weights, the base is checked later, when the weights are loaded.
 
-    pinned: for a resumed job, the `identity()` from planning. Its commit is used even if the branch has moved since.
-    Raises UserError if the checkpoint is missing, unreadable or not supported, and StoreFailed if the store fails.
+    pinned: for a resumed job, what `identity()` returned when the job was planned. The commit in `pinned` is used even
+    if the branch has moved since. Raises UserError if the checkpoint is missing, unreadable or not supported, and
+    StoreFailed if the store fails.
     """
     path = model.path
     refuse_file(path)

@@ -31,7 +31,7 @@ EXAMPLES = 3
 def count_repeated(
     columns: Iterable[pa.ChunkedArray], shards: Sequence[Shard], ids_of: Callable[[Shard], pa.ChunkedArray]
 ) -> tuple[int, list[str]]:
-    """Count rows that have the id of an earlier row. Return their number, and up to `EXAMPLES` lines with examples.
+    """Return the number of rows that have the id of an earlier row, and up to `EXAMPLES` lines with examples.
 
     columns: the ids of each shard, in the order of `shards`. ids_of: function that reads one shard's ids again.
     """

@@ -118,5 +118,5 @@ def parse_answers(
 def _finite(digits: str) -> float:
     number = float(digits)
     if math.isinf(number):
-        raise ValueError(f"{digits} is not a 64-bit number")
+        raise ValueError(f"{digits} is too large for a 64-bit float")
     return number

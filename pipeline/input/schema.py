@@ -139,7 +139,7 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
 
 
 def _common_nested(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    """Do what `common` does, if at least one of the two types is nested."""
+    """Return the common type of two types, of which at least one is nested, like `common`. None: there is none."""
     if types.is_struct(first) and types.is_struct(second):
         children = {child.name: child.type for child in first}
         for child in second:

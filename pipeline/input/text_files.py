@@ -128,7 +128,10 @@ class JsonTypes:
 
 
 def _type_of(value: Any) -> pa.DataType:
-    """Return the Arrow type of a JSON value. Return null for mixed types, and for an object without fields."""
+    """Return the Arrow type that holds a JSON value unchanged.
+
+    Return null if there is no such type, for example for an array of mixed types, or if the value is an empty object.
+    """
     try:
         kind = _without_empty(pa.infer_type([value]))
     except _NOT_ARROW:

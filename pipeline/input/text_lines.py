@@ -27,7 +27,7 @@ from pipeline.storage.folder import filesystem
 
 BUFFER = 2**20  # bytes read at once
 BOM = b"\xef\xbb\xbf"
-# errors of a stream that is cut short or is not gzip; BadGzipFile is an OSError without errno
+# errors of a stream that is cut short or is not gzip
 GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 CR, NEWLINE, SPACE, COMMA, QUOTE = b'\r\n ,"'
 _BLANK = {"jsonl": b" \t\r\n", "csv": b"\r\n"}  # bytes that a blank line may hold
@@ -58,7 +58,7 @@ def open_text(url: str, storage: StorageConfig) -> Iterator[BinaryIO]:
 def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> Iterator[tuple[bytes, Offsets, Offsets]]:
     """Yield consecutive blocks of bytes, each with the offsets where its records start and the offsets where they end.
 
-    A block includes blank lines, but no record does. The ends are found with numpy, because numpy releases the GIL.
+    Blank lines are part of a block, but not of any record. The ends are found with numpy, which releases the GIL.
 
     Args:
         stream: a file, positioned at the start of a record.

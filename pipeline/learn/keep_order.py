@@ -38,7 +38,7 @@ Row = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response
 ROWS = 32  # an order is measured on at most this many rows (prompt and response)
 VERSION = 1  # version of the algorithm; an order that another version has cached is measured again
 ROWS_PER_PASS = 8  # rows of a batch; few, so that a bad candidate is recognized after little work
-CANDIDATES = 6  # number of layers that a step tries to leave out: those of least influence
+CANDIDATES = 6  # a step tries to leave out this number of layers: the layers of least influence
 LOST = 3.0  # nats per token: full depth's token then has a probability of about exp(-3) = 5%, and the text is lost
 PROMPT_TOKENS = 2**14  # limit for the prompt tokens of all rows, whose keys and values stay in memory
 PROBABILITIES = 2**27  # limit for the probabilities [N, V] of all rows: 512 MiB in fp32

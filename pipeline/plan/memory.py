@@ -41,7 +41,7 @@ def log_memory_estimate(
 
 
 def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedCheckpoint, batching: Batching) -> Need:
-    """Return the memory that one actor needs. Raises UserError if weights do not fit the model's config."""
+    """Return the memory that one actor needs. Raises UserError if the checkpoint's tensors do not match its config."""
     on_gpu = _on_gpu(model, actors)
     if (stored := checkpoint.checkpoint.stored) is not None and model.weights is None:
         runs = stored.run(model.dtype, on_gpu=on_gpu)
@@ -53,7 +53,7 @@ def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedChe
 
 
 def check_weights(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], name: str) -> None:
-    """Raise UserError if names or shapes of `tensors` do not fit `config`. name: the model's name, for messages.
+    """Raise UserError if names or shapes of `tensors` do not match `config`. name: the model's name, for messages.
 
     The check builds a model. It is skipped if this machine's cache records that the check has passed before.
     """

@@ -99,7 +99,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     role, content, calls = (fields.get(key) for key in ("role", "content", "tool_calls"))
     if role is None:
         raise UserError(f"{name} has no role")
-    if role == "developer":  # OpenAI's newer name, which chat templates do not know
+    if role == "developer":  # OpenAI's newer name for the role system; templates do not know it
         fields["role"] = role = "system"
     if role not in ROLES:
         raise UserError(f"{name} has role {role!r}; known: {', '.join(ROLES)}")
@@ -120,7 +120,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
 
 
 def _call(name: str, call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, as chat templates need them (OpenAI's are JSON text)."""
+    """Return a tool call whose arguments are an object, as chat templates need, instead of JSON text, as OpenAI has."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise UserError(f"{name}: a tool call must have the form {{function: {{name, arguments}}}}")

@@ -66,7 +66,7 @@ def held_seconds(runs: Sequence[JobRun], shards: pa.Table) -> float | None:
 def clock_speedups(
     agreement: Agreement | None, totals: Totals, held: float | None
 ) -> tuple[float | None, float | None]:
-    """Return two measured speed-ups over full depth: the whole job's, and that of decode alone. None if not known."""
+    """Return two measured speed-ups over full depth: of the whole job, and of decode alone. None: not known."""
     decode = None if agreement is None else agreement.decode_ratio
     if agreement is None or not held or not totals.generate_seconds or (totals.decode_steps and decode is None):
         return None, None

@@ -78,7 +78,10 @@ def _waits_for(run: RunProgress) -> tuple[str, str]:
 
 
 def actors_wait(run: RunProgress, work: Workload) -> bool:
-    """Return whether actors wait for rows: shards are left to begin, but an actor is idle or no actor has started."""
+    """Return whether actors wait for rows: some shards have not begun, although an actor is idle or none has started.
+
+    While an actor loads the model, the result is False.
+    """
     left = work.shards - work.done_shards - run.shards - run.at_work
     return left > 0 and not run.loading and run.at_work < max(run.actors, 1)
 

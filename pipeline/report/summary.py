@@ -126,7 +126,10 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
 
 
 def last_errors(folder: Folder) -> list[tuple[int, int]]:
-    """Return [(errors, rows)] of a finished job; [] if the job only retried rows, or `_SUCCESS` or the plan is lost."""
+    """Return a finished job's numbers of errors and of rows, as a list with one pair.
+
+    The list is empty if the job only retried rows, if `_SUCCESS` is missing or damaged, or if the plan is damaged.
+    """
     try:
         manifest, values = plan_files.load(folder), read_json(folder, SUCCESS)
     except UserError:  # a run without new files does not need the plan; --verify names the damaged file

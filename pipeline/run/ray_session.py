@@ -115,7 +115,7 @@ def actor_cpus(actors: ActorsConfig) -> float:
 
 
 def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:
-    """Wait for nodes. Return the lowest CPU count and the lowest memory (bytes) of a CPU node, and their number."""
+    """Wait for nodes. Return the lowest CPU count and memory (bytes) of a CPU node, and the number of CPU nodes."""
     with connected(verbose=False):
         wait_for_nodes(actors)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
@@ -221,7 +221,7 @@ def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str
     settings = {
         "address": "local",
         "include_dashboard": False,
-        "log_to_driver": False,  # the job's connection shows what workers print
+        "log_to_driver": False,  # this process does not print the workers' output; `_connect` lets the job print it
         "num_cpus": process_cpus(),
         "object_store_memory": min(OBJECT_STORE_BYTES, process_memory() // 4),
         "_node_ip_address": LOOPBACK,

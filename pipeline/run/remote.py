@@ -46,7 +46,7 @@ class RemoteCoordinator:
         self.handle = handle
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a method of the actor. Calls may raise RayError, and those from the driver TimeoutError after 5 s."""
+        """Return a method of the actor. Calls may raise RayError. Calls by the driver raise TimeoutError after 5 s."""
         if name not in vars(Coordinator):
             raise AttributeError(name)
         seconds = ANSWER_SECONDS if name in ("stop", "working", "read") else None

@@ -1,7 +1,8 @@
 """Accesses S3 through s3fs, with one layer of retries, a check that reads are complete, and one-line errors.
 
-Every call of s3fs goes through `_call_s3`, which adds these features; botocore and s3fs do not retry. The retry hooks
-of s3fs do not suffice: they limit only the number of tries, are nested in reads, and do not see truncated bodies.
+Every call of s3fs goes through `_call_s3`, which adds these features; botocore and s3fs do not retry. The retries of
+s3fs do not suffice: they limit the number of tries, but not the time; inside reads they are nested, so the numbers of
+tries multiply; and they do not notice truncated bodies.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class Stack:
             numbers = {one: number for number, one in enumerate(tables, 1)}
             for layer, both in zip(self.layers, each, strict=True):
                 layer.rope = numbers[id(both)] if layer.rope else 0
-            # [tables, 2, positions, R]
+            # [tables, 2 (cosines, sines), positions, R]
             rotations = torch.stack([torch.cat(both) for both in tables.values()]) if tables else None
             parts = [embedding.tokens, embedding.learned, rotations]
             assert all(part is None or part.dtype == self._dtype for part in parts)

@@ -1,8 +1,8 @@
 """Teacher forcing without padding: each token of a known response runs the layers that it would run at inference.
 
 Tokens form a tree (see `token_tree`) of three levels: the tokens with which all prompts begin, each prompt's other
-tokens, and the responses. Prompts run once for all schedules, through all layers or those of d(0). Responses run once
-for each schedule. If response token t is the input, d(t) layers run.
+tokens, and the responses. Prompts run once for all schedules, through all layers or through d(0) layers. Responses run
+once for each schedule. If response token t is the input, d(t) layers run.
 Shapes: E hidden size, S schedules, M response tokens of all pairs.
 """
 

@@ -189,7 +189,7 @@ def _layers(folder: Path, kind: Kind, stack: ExitStack) -> dict[str, Parts]:
 
 
 def _grids(parts: Parts, weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
-    """Read the scales and zero points of a layer's codes, float32 [O or 1, G] each. what: their name in errors."""
+    """Read the scales and zero points of a layer's codes, float32 [O or 1, G] each. what: the scales, for errors."""
     import torch
 
     found, (outputs, inputs) = parts[SCALE](), weight.shape

@@ -67,7 +67,8 @@ def _end_of_turn(tokenizer: Any) -> int | None:
     messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": ANSWER}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # a template may raise any exception; jobs with chats check their template elsewhere
+    except Exception:
+        # a template may raise any exception; ignore it here, because jobs with chats check their template elsewhere
         return None
     behind = text.rpartition(ANSWER)[2].lstrip()
     added = {one.content: token for token, one in tokenizer.added_tokens_decoder.items() if one.content.strip()}

@@ -51,7 +51,7 @@ class Projection:
 
     @property
     def outputs(self) -> int:
-        """O, the number of outputs of all layers together."""
+        """Number of outputs of all layers together (O in shapes)."""
         return sum(layer.out_features for layer in self.layers)
 
     @property

@@ -73,12 +73,12 @@ def weight_files(folder: Path, names: Collection[str]) -> list[str]:
         raise UserError(
             f"{folder}: {WEIGHTS} lies beside {INDEX} and its shards, and only one can be the model: remove one"
         )
-    missing = [name for name in shards if name not in names]
-    if missing or not shards:
-        gone = missing[0] if missing else "no file at all"
+    if not shards:
+        raise UserError(f"{folder / INDEX}: names no file: fetch the checkpoint again")
+    if missing := [name for name in shards if name not in names]:
         raise UserError(
-            f"{folder}: {INDEX} names {gone}; {len(missing)} of {len(shards)} shards are missing: fetch the checkpoint "
-            "again"
+            f"{folder}: {len(missing)} of {len(shards)} shards in {INDEX} are missing, e.g. {missing[0]}: fetch the "
+            "checkpoint again"
         )
     return shards
 

@@ -158,8 +158,8 @@ def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor
 def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
     """Draw a token for each row: the first token at which the cumulated probability exceeds the row's random number.
 
-    probabilities: [N, V] in the order of token ids. In sorted order, sums could be rounded differently, which could
-    change the token. numbers: random numbers [N] from `uniforms`.
+    probabilities: [N, V] in the order of token ids. Do not sort them: the sums could be rounded differently, and so
+    give another token. numbers: random numbers [N] from `uniforms`.
     """
     cumulative = probabilities.cumsum(dim=-1)
     choice = torch.searchsorted(cumulative, numbers[:, None] * cumulative[:, -1:], right=True)

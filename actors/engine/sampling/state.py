@@ -147,7 +147,8 @@ class Drawn:
     """The tokens sampled for a batch of rows."""
 
     tokens: list[int]  # one token id per row, or `NO_TOKEN`
-    # log-probability of each token among all tokens, in nats, before penalties and temperature; NaN: not computed
+    # log-probability of each drawn token, normalized over the whole vocabulary, before penalties and temperature, in
+    # nats; NaN: not computed
     logprobs: list[float]
     # log-probability of each token among the allowed tokens, in nats; valid only for rows with a `scored` constraint
     choice_logprobs: list[float]

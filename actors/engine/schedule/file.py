@@ -22,7 +22,10 @@ TRAINED = "trained"  # key of skipdecode.json for the training record
 
 @dataclass(frozen=True)
 class Trained:
-    """Training record: which schedules training has covered. All have the same layer order (keep order) and warm-up."""
+    """Training record: the schedules that training has covered.
+
+    All these schedules have the same layer order (keep order) and the same number of warm-up layers.
+    """
 
     depths: tuple[int, ...]  # for each position, the lowest depth in training; later positions have the last depth
     prompt: tuple[str, ...]  # prompt policies that occurred in training
@@ -33,8 +36,8 @@ class Trained:
     def on(cls, stored: Schedule, sampled: Iterable[Schedule]) -> Trained:
         """Return the training record of a training run.
 
-        stored: schedule of the checkpoint. sampled: schedules that training has sampled. Those with another keep order
-        or warm-up than `stored` are ignored.
+        stored: schedule of the checkpoint. sampled: schedules that training has sampled. Sampled schedules whose keep
+        order or warm-up differs from that of `stored` are ignored.
         """
         kept = [one for one in sampled if (one.keep_order, one.warmup) == (stored.keep_order, stored.warmup)]
         return cls(

@@ -1,9 +1,9 @@
 """Decides which layers run for which generated token: depth curve and layer order (keep order). Needs no torch.
 
 SkipDecode (Del Corro et al., 2023, arXiv 2307.02628). Positions t = 0, 1, 2 ... count the *generated* tokens of a row.
-The decode step with token t as input runs ``depth(t)`` of the model's L layers. Depth never rises along a row, and each
-set of layers contains all smaller sets. So a layer that runs for a token has run for every earlier token of that row:
-no layer's KV cache has a hole, and nothing is recomputed.
+The decode step with token t as input runs ``depth(t)`` of the model's L layers. Depth never rises along a row. The
+layers that run at one depth include all layers that run at any smaller depth. So a layer that runs for a token has run
+for every earlier token of that row: no layer's KV cache has a hole, and nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -289,7 +289,10 @@ def paper_order(num_layers: int, warmup: int) -> tuple[int, ...]:
 
 
 def even_order(num_layers: int, warmup: int) -> tuple[int, ...]:
-    """Return the lowest `warmup` layers, then the top layer, then always the layer farthest from all layers so far."""
+    """Return an order that begins with the lowest `warmup` layers and the top layer.
+
+    The next layer is always the layer whose nearest layer in the order so far is farthest away.
+    """
     order = list(range(warmup))
     if num_layers > warmup:
         order.append(num_layers - 1)

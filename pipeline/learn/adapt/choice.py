@@ -133,7 +133,8 @@ def stage_seconds(task: Task, row: RowCost) -> tuple[int, dict[str, float]]:
     # × 2: with frozen weights, a backward pass costs as much as a forward pass; the teacher runs once for each row
     tokens = steps * recipe.batch_size * 2 * (row.prompt + row.answer * sum(shares))
     tokens += trained * (row.prompt + row.answer)
-    if task.shape["keep_order"] == MEASURED:  # each step drops a layer; a pass runs, on average, half of those left
+    # each of about L steps drops one layer. On average, L/2 layers are left, and a pass runs half of them, L/4
+    if task.shape["keep_order"] == MEASURED:
         tokens += ORDER_ROWS * (row.prompt + row.answer * CANDIDATES * task.resolved.checkpoint.num_layers / 4)
     evaluated = options.held_out * sum(row.prefill_seconds + row.decode_seconds * share for share in [1.0, *shares])
     return steps, {

@@ -67,7 +67,7 @@ def too_tight(adapted: Adapted) -> str:
     score = closest.scores[adapted.metric]
     least = math.ceil(1000 * score.loss_high) / 1000  # rounded up, so that this speed is within the tolerance
     rows, held_out = "", adapted.counts["held_out"]
-    if score.loss < adapted.tolerance:  # an interval's width falls with the square root of the rows
+    if score.loss < adapted.tolerance:  # an interval's width is proportional to 1 / sqrt(number of rows)
         factor = ((score.loss_high - score.loss) / (adapted.tolerance - score.loss)) ** 2
         rows = (
             f"; if its loss stays {score.loss:.2g} with more rows, about {math.ceil(factor * held_out):,} held-out "

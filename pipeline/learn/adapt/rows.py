@@ -162,7 +162,8 @@ def prompt_ids(table: pa.Table, spec: PromptSpec) -> list[list[int] | None]:
 def metric_of(folder: Path, asked: str | None, *, choices: bool, references: bool) -> str:
     """Return the metric `asked`, or the default metric for the job's held-out rows if `asked` is None.
 
-    choices, references: whether the job has them. Raises UserError if `asked` is for texts, and references are labels.
+    choices, references: whether the job has choices, or references. Raises UserError if `asked` is a metric for texts,
+    but the references in the rows are labels.
     """
     table = read_parquet((folder / HELD_OUT).read_bytes(), ["references", "response"])
     texts = table["references"].to_pylist()

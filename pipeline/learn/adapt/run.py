@@ -61,8 +61,8 @@ class Adapted:
     """Result of an adaptation.
 
     trained: name of the subfolder of `folder` with the adapter or the checkpoint. before, after: table lines of the
-    job's checkpoint and of the tuned one. chance: scores of answers that do not depend on their row. harmed: a warning
-    for each speed that is worse after the training. chosen, break_even, job_file: None if no speed-up is within the
+    job's and of the tuned checkpoint. chance: scores of answers that do not depend on their row. harmed: a warning for
+    each speed that is worse after the training. chosen, break_even, job_file: None if no speed-up is within the
     tolerance. nearest: speed-up that needs the smallest tolerance. counts: kind of rows -> number. seconds: stage -> s.
     """
 
@@ -210,8 +210,9 @@ def _tune(task: Task, longest: int, prompts: Sequence[str]) -> dict[str, Any]:
 
 
 def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mapping[str, int | None]) -> dict[str, Any]:
-    """Evaluate the job's checkpoint, or if `tuned` the trained one, at every speed. Return the lines and chance.
+    """Evaluate a checkpoint at every speed. Return the lines and chance.
 
+    tuned: whether to evaluate the trained checkpoint; if not, the job's checkpoint is evaluated.
     actors: `threads`, `cache_bytes` and `max_batch` of the job's actors, which the evaluation uses too.
     """
     from pipeline.learn.evaluate import run as evaluate_run

@@ -154,7 +154,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
     if config.choices is not None:
         tokenizer = load_tokenizer(model.checkpoint.path)
         ids = tokenize_labels(tokenizer, config.choices)
-        longest(config.choices, ids)  # called for its checks: its errors show a label's text, unlike ChoiceTrie's
+        longest(config.choices, ids)  # called only to check the labels: unlike ChoiceTrie, it names a bad label's text
         trie = ChoiceTrie([ids[label] for label in config.choices], tokenizer.eos_token_id)
         reserved = new_tokens = trie.most_tokens
     prompts = _tokenized(rows, model, reserved)

@@ -120,7 +120,7 @@ class TimedRun:
 
 
 def common_batch(generator: Generator, prompts: Sequence[Prompt], new_tokens: int) -> int:
-    """Return the most rows per batch that fit the KV cache at full depth, so that all schedules run the same batches.
+    """Return the size of the batches of all schedules: how many rows fit the KV cache at full depth, up to max_batch.
 
     generator: at full depth. new_tokens: maximum tokens of an answer. Raises UserError if one row alone does not fit.
     """

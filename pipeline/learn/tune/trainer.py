@@ -43,7 +43,8 @@ class Teacher:
         decoder: A frozen decoder, or the student's decoder.
         loss: Section `loss` of the recipe, with the temperature and the number of stored entries per distribution.
         vocabulary: Size of the student's vocabulary.
-        alone: Context manager that gives the student's decoder its start weights, for example by disabling adapters.
+        alone: Returns a context manager. If `decoder` is the student's, it has its original weights inside this
+            context, for example because the adapters are disabled.
     """
 
     decoder: Decoder
@@ -159,7 +160,10 @@ class Training:
                 self._save(STATE_FILE)
 
     def _announce(self, seconds: float, loss: Tensor) -> None:
-        """Announce how many steps are done. seconds: their time. loss: loss of the latest step, nats per token."""
+        """Announce how many steps are done.
+
+        seconds: time that this run's steps took so far. loss: loss of the latest step, nats per token.
+        """
         each = seconds / (self.step - self.began_at)
         announce(
             f"training: {self.step:,} of {self.steps:,} steps, {duration(each)} a step, about "
@@ -324,7 +328,7 @@ def _with_keys(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, A
 
 
 def _gathered(own: list[Any]) -> list[Any]:
-    """Return one list with the entries of all workers' lists `own`."""
+    """Collect the list `own` of every worker. Return all entries in one list."""
     found: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(found, own)
     return [one for each in found for one in each]
