@@ -54,8 +54,8 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
                 )
             if not Path(model.model).is_dir():
                 raise UserError(
-                    f"skipdecode: speed_adapter needs a base model in a folder, but {model.model} is not one: fetch "
-                    "the model, and give the folder"
+                    f"skipdecode: speed_adapter needs a base model in a folder, but {model.model} is not a folder: "
+                    "fetch the model, and give the folder"
                 )
             read_adapter(Path(settings.speed_adapter)).check_base(base_digest(Path(model.model)), model.model)
             use_adapter(vllm_config.load_config, settings.speed_adapter)

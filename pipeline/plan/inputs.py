@@ -109,7 +109,9 @@ def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFil
         files.append(replace(file, version=version))
     new = sorted(set(listed) - {file.url for file in pinned})
     if new:
-        log.warning("%d input files are newer than the job, so not part of it; the first is %s", len(new), new[0])
+        log.warning(
+            "%d input files are newer than the job, and are not part of the job; the first is %s", len(new), new[0]
+        )
     return files
 
 

@@ -74,7 +74,7 @@ def library() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, AttributeError, subprocess.TimeoutExpired) as error:
         problem = f"{' '.join(compiler)}: {flat(error)}"
     log.warning(
-        "no working C++ compiler (g++ or $CXX): %s; with a working one, this CPU generates two to six times as fast",
+        "no working C++ compiler (g++ or $CXX): %s; with such a compiler, this CPU generates two to six times as fast",
         problem,
     )
     return None

@@ -109,13 +109,14 @@ def _announce_references(config: JobConfig, file: InputFile) -> None:
     """Print a line if a column of `file` that the job does not read seems to hold true answers."""
     try:
         rows = first_rows(file.url, file.size, file.version, file.format, config.storage)
-    except UserError:  # no row has all columns readable; the job needs only some columns, and rows of other files
+    except UserError:
+        # no row of `file` is readable in all columns; ignore this, because the job needs only some of the columns
         return
     further = {name: values for name, values in rows.items() if name not in needed_columns(config)}
     if (right := true_answers(further, config.choices)) is not None:
         announce(
             f"column {right!r} looks like true answers: set adapt.references: {right} to choose the speed by how "
-            "well its answers match them; without this key, their agreement with full depth decides"
+            "well the model's answers match this column; without this key, agreement with full depth decides"
         )
 
 

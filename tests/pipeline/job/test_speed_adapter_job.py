@@ -103,7 +103,7 @@ def test_mistakes_are_refused_at_planning(inputs: Path, checkpoint: Path, adapte
         (other, adapter, rf"{adapter}: trained for a base with weights \w+, but {other} has \w+: give the adapter"),
         (checkpoint, tmp_path / "nowhere", r"nowhere: no such folder; a speed adapter comes from a local folder or s3"),
         (checkpoint, checkpoint, r"not a speed adapter: no adapter_config.json"),
-        (adapter, None, r"give them as model.speed_adapter"),
+        (adapter, None, r"give it as model.speed_adapter"),
     ):
         with pytest.raises(UserError, match=message):
             run_in_process(config(inputs, tmp_path / "out", base, given))

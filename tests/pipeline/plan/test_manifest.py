@@ -410,7 +410,10 @@ def test_newer_files_are_left_for_another_run(inputs: Path, checkpoint: Path, ca
     pq.write_table(table(3), inputs / "0.parquet")
     with caplog.at_level(logging.WARNING):
         assert plan(config, stored=stored) == stored
-    assert f"1 input files are newer than the job, so not part of it; the first is {inputs}/0.parquet" in caplog.text
+    assert (
+        f"1 input files are newer than the job, and are not part of the job; the first is {inputs}/0.parquet"
+        in caplog.text
+    )
 
 
 def test_a_resumed_job_keeps_its_batching(inputs: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
