@@ -2,7 +2,7 @@
 PYTHON ?= python3
 QUICK = not slow and not ceph
 SLOW_MINUTES = 40
-IDLE = tests/engine tests/serving tests/pipeline/learn
+IDLE = tests/engine tests/serving tests/pipeline/learn tests/pipeline/input
 RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline tests/test_wheel.py --include='test_*.py')
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -25,13 +25,13 @@ real: .venv/installed
 real-model: .venv/installed
 	@.venv/bin/python tests/benchmarks/real_model.py --model $(MODEL) --model-only
 
-# Three processes: the tests that start Ray, which take longest and wait most of their time; all others at lower priority,
-# and those of the engine and of training at the lowest.
+# Three processes: the tests that start Ray, whose workers would otherwise yield to all others; those of the engine, of
+# training and of input, which fill idle time at low priority; all others.
 test: .venv/installed-dev
 	@mkdir -p work
 	@began=$$(date +%s); \
 	nice -n 19 .venv/bin/python -m pytest --durations=10 -m "not ray and $(QUICK)" $(IDLE) >work/test-idle.log 2>&1 & idle=$$!; \
-	nice -n 5 .venv/bin/python -m pytest --durations=10 -m "not ray and $(QUICK)" $(IDLE:%=--ignore=%) >work/test.log 2>&1 & others=$$!; \
+	.venv/bin/python -m pytest --durations=10 -m "not ray and $(QUICK)" $(IDLE:%=--ignore=%) >work/test.log 2>&1 & others=$$!; \
 	RAY_worker_niceness=0 .venv/bin/python -m pytest --durations=10 -m "ray and $(QUICK)" $(RAY_FILES); failed=$$?; \
 	wait $$others || failed=1; cat work/test.log; wait $$idle || failed=1; cat work/test-idle.log; \
 	seconds=$$(($$(date +%s) - began)); echo "make test: $$((seconds / 60)) min $$((seconds % 60)) s"; \

@@ -119,7 +119,7 @@ def test_requests_of_a_batch_file_call_tools(model_says: None, tmp_path: Path, t
     errors = [json.loads(line)["response"] for line in (tmp_path / "out" / "errors.jsonl").open()]
     assert [error["status_code"] for error in errors] == [400] * 3
     messages = [error["body"]["error"]["message"] for error in errors]
-    assert messages[0] == "body: tool_choice = 'any' is not supported"
+    assert messages[0] == "body: tool_choice = 'any' is not supported: give required, or name one function"
     assert messages[1].startswith("body: response_format cannot be combined with tools")
     assert messages[2].startswith("tool 1 must be")
 
