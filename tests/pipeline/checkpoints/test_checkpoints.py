@@ -312,7 +312,8 @@ def test_buckets_that_cannot_be_read_are_one_line(
     with pytest.raises(StoreFailed, match=r"^s3://bucket/model/?: the store failed for \d+ s .*Could not connect"):
         find("s3://bucket/model", closed)
     client_of(s3).put_object(Bucket="bucket", Key="odd/README.md", Body=b"x")
-    assert refusal("s3://bucket/odd", s3) == "s3://bucket/odd: not a checkpoint: no config.json; give the folder of a checkpoint"
+    said = refusal("s3://bucket/odd", s3)
+    assert said == "s3://bucket/odd: not a checkpoint: no config.json; give the folder of a checkpoint"
     resolved = find(put(checkpoint, "s3://bucket/full", s3), s3)
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr(checkpoint_stores.shutil, "disk_usage", lambda path: usage)
