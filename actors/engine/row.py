@@ -98,8 +98,8 @@ def begin_row(
         stop_ids: The model's end tokens.
         schedule: Used if the request sets no schedule.
     """
-    prompt_ids = [token for token in request.prompt_ids if token < vocab_size]
-    sampling = RowSampling.begin(request.sampling, request.key, prompt_ids)
+    have_logits = (token for token in request.prompt_ids if token < vocab_size)  # read only if a penalty counts them
+    sampling = RowSampling.begin(request.sampling, request.key, have_logits)
     ends = request.sampling.all_stop_ids(stop_ids)
     limit = request.new_tokens_limit(context_length)
     row = Row(request, ticket, limit, sampling, ends, request.schedule or schedule)

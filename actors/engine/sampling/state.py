@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +26,7 @@ class TokenCounts:
         times: for each token, number of occurrences in the answer, float32; 0 if it occurs only in the prompt.
     """
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, prompt_ids: Iterable[int]) -> None:
         distinct = dict.fromkeys(prompt_ids)
         self.tokens, self.times = array("q", distinct), array("f", bytes(4 * len(distinct)))
         self._places = {token: place for place, token in enumerate(distinct)}
@@ -61,7 +61,7 @@ class RowSampling:
         self.packed = _PACKED.pack(self.key, params.top_k, likeliest, params.temperature, params.top_p, params.min_p)
 
     @classmethod
-    def begin(cls, params: SamplingParams, key: int, prompt_ids: Sequence[int]) -> RowSampling:
+    def begin(cls, params: SamplingParams, key: int, prompt_ids: Iterable[int]) -> RowSampling:
         """Return the state before the first token."""
         counted = prompt_ids if params.repetition_penalty != 1 else ()
         return cls(params, key, counts=TokenCounts(counted))
