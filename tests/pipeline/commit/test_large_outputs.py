@@ -85,7 +85,7 @@ def resume(s3: StorageConfig, shards: int, loose: int) -> None:
     seconds, asked = time.monotonic() - began, len(requests)
     assert done == set(range(shards - 50))
     print(f"\nresume of {shards:,}: {seconds:.1f} s, {asked} requests")
-    assert seconds < 120  # most of it is spent in moto, which sorts all names for each page
+    assert seconds < 60
     segments = -(-(shards - 50 - loose) // 1000)
     # plan, one page each of names of segments and records, their content, and a page of names for a thousand parts
     assert segments < asked <= 4 + 2 + segments + loose + -(-loose // 1000) + -(-shards // 1000) + 3
