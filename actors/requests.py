@@ -100,7 +100,7 @@ class RequestBuilder:
                 error = "prompt holds values that are not token ids"
         except UserError as problem:
             error = str(problem)
-        # report any of these errors as the row's: a value of an unexpected type or a chat template may raise them
+        # chat templates and values of unexpected types raise these errors, which become the row's error
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
             error = f"prompt cannot be read: {' '.join(str(problem).split())}"
         return Prompt(ids, f"prompt:{ids}", 0, error, tools=bool(tools))

@@ -214,7 +214,7 @@ class Engine:
         return greedy(found.tolist()) if argmax else sample(found, samplings, logprobs=self.cumulative_logprob)
 
     def retire(self) -> Ended:
-        """Remove rows that have ended, and free their slots. Return (ticket, completion) of each of these rows."""
+        """Remove all rows that have ended, and free their slots. Return their (ticket, completion) pairs."""
         ended = self._keep([row.finish is None for row in self.rows])
         return [(row.ticket, row.completion(self.cumulative_logprob)) for row in ended]
 

@@ -171,7 +171,7 @@ def shared_prefixes(
 
 
 def _whole(members: Sequence[Prompt], length: int, before: int) -> Saved:
-    """Return what is saved if `members` share their first `length` tokens, of which `before` are already shared."""
+    """Return the tokens saved if `members` share their first `length` tokens. They already share the first `before`."""
     saved = (len(members) - 1) * (length - before)
     if length - before < LEAST_TOKENS or saved < LEAST_SAVED:
         return 0, []

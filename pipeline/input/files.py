@@ -206,7 +206,7 @@ def _check_no_table(fs: fsspec.AbstractFileSystem, folder: str) -> None:
         folder = os.path.dirname(folder)
     if fs.isdir(f"{folder}/{DELTA_LOG}"):
         _refuse_table(f"{folder}/{DELTA_LOG}/", fs)
-    if os.path.basename(folder) == "data":  # look for `metadata` beside `data`, as in an Iceberg table
+    if os.path.basename(folder) == "data":  # an Iceberg table holds its `metadata` folder beside this one
         folder = os.path.dirname(folder)
     with suppress(FileNotFoundError, NotADirectoryError):
         for name in fs.ls(f"{folder}/metadata", detail=False):

@@ -55,7 +55,7 @@ def prompt_tokens(rows: Sequence[Sequence[int]], start: int) -> Tokens:
 
 
 def prompt_ranks(layers: int, running: Iterable[int]) -> Tensor:
-    """Return ranks [1, layers] for `run_level`: tokens of depth 1 then run some layers. running: indices of these."""
+    """Return ranks [1, layers] for `run_level`, with which tokens of depth 1 run only the layers in `running`."""
     ranks = torch.ones(1, layers, dtype=torch.long)
     ranks[:, list(running)] = 0
     return ranks
