@@ -6,7 +6,11 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from actors.engine.machine import process_cpus
 from actors.engine.schedule.schedule import MEASURED
+from pipeline.config.job import JobConfig
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt.configs import Task
 from pipeline.learn.evaluate.results import Line, Scores, uselessness
@@ -14,6 +18,7 @@ from pipeline.learn.keep_order import CANDIDATES
 from pipeline.learn.keep_order import ROWS as ORDER_ROWS
 from pipeline.learn.tune.plan import training_steps
 from pipeline.messages import duration
+from pipeline.run.ray_session import on_cluster
 
 SPREAD = 2.0  # an estimated time is shown as an interval: from time ÷ SPREAD to time × SPREAD
 
@@ -48,18 +53,17 @@ def _speedups(lines: Sequence[Line]) -> list[Line]:
     return [line for line in lines if line.nominal is not None and line.nominal > 1]
 
 
-def parallel_actors(actors: int, gpus: float, threads: int, cores: int | None, devices: int | None) -> float:
-    """Return how many actors can work at full speed at the same time, each on its own CPU cores or GPUs.
+def working_actors(config: JobConfig, threads: int | None = None) -> float:
+    """Return how many of the job's actors can work at full speed at the same time, each on its own CPU cores or GPUs.
 
-    gpus, threads: number per actor. cores, devices: CPU cores and GPUs of the machine; None: enough for all actors.
+    A cluster has enough hardware for all actors. threads: number per actor; default: `actors.threads`.
     """
-    if gpus:
-        parallel = actors * min(gpus, 1.0)  # actors on the same GPU take turns
-        capacity = parallel if devices is None else devices / max(gpus, 1.0)
-    else:
-        parallel = float(actors)
-        capacity = parallel if cores is None else cores / threads
-    return max(1.0, min(parallel, capacity))
+    actors, parallel = config.actors, float(config.actors.most)
+    capacity = process_cpus() / (threads or actors.threads or 1)
+    if actors.gpus:
+        parallel *= min(actors.gpus, 1.0)  # actors on the same GPU take turns
+        capacity = torch.cuda.device_count() / max(actors.gpus, 1.0)
+    return max(1.0, parallel if on_cluster() else min(parallel, capacity))
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,10 @@ from actors.generator import Generator
 from pipeline.checkpoints.resolve import fetch
 from pipeline.config.job import JobConfig
 from pipeline.generate.settings import generator_settings
-from pipeline.learn.adapt.choice import BreakEven, RowCost, stage_seconds
+from pipeline.learn.adapt.choice import BreakEven, RowCost, stage_seconds, working_actors
 from pipeline.learn.adapt.configs import Task
 from pipeline.learn.adapt.plan import plan_adaptation
 from pipeline.learn.adapt.rows import draw, prompt_ids, read_sample
-from pipeline.learn.adapt.run import working_actors
 from pipeline.learn.keep_order import ROWS, Row, batches, measured_order
 from pipeline.messages import duration
 from pipeline.prepare.prompt_spec import prompt_spec

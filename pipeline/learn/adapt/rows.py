@@ -154,9 +154,7 @@ def write_pairs(
 
 def prompt_ids(table: pa.Table, spec: PromptSpec) -> list[list[int] | None]:
     """Return the token ids of each row's prompt; None for a row with an error."""
-    prepared = prepare_table(table, spec)
-    columns = (prepared[PROMPT_IDS].to_pylist(), prepared[ERROR].to_pylist())
-    return [ids if error is None else None for ids, error in zip(*columns, strict=True)]
+    return [ids or None for ids in prepare_table(table, spec)[PROMPT_IDS].to_pylist()]  # only errors give no ids
 
 
 def metric_of(folder: Path, asked: str | None, *, choices: bool, references: bool) -> str:

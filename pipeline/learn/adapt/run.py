@@ -23,7 +23,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 
-from actors.engine.machine import process_cpus
 from actors.engine.schedule.file import load_spec
 from pipeline import job as jobs
 from pipeline.checkpoints.resolve import fetch
@@ -40,14 +39,13 @@ from pipeline.learn.adapt.choice import (
     choose,
     full_depth,
     nearest,
-    parallel_actors,
+    working_actors,
 )
 from pipeline.learn.adapt.configs import Task
 from pipeline.learn.adapt.plan import STAGES, StageRecord, plan_adaptation, stage_settings
 from pipeline.learn.adapt.rows import draw, metric_of, read_sample, write_pairs
 from pipeline.learn.evaluate.results import Line, Scores, scores_of
 from pipeline.prepare.prompt_spec import prompt_spec
-from pipeline.run.ray_session import on_cluster
 from pipeline.runtime.announce import announce
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import LocalFolder
@@ -239,13 +237,6 @@ def memory_freed() -> Iterator[None]:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def working_actors(config: JobConfig, threads: int | None = None) -> float:
-    """Return the number of the job's actors that work in parallel. threads: per actor; default: `actors.threads`."""
-    machine = (None, None) if on_cluster() else (process_cpus(), torch.cuda.device_count())
-    actors, each = config.actors, threads or config.actors.threads or 1
-    return parallel_actors(actors.most, actors.gpus, each, *machine)
 
 
 def _job_text(task: Task, values: Mapping[str, Any], chosen: Line, metric: str, tolerance: float, path: Path) -> str:

@@ -10,7 +10,6 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +26,7 @@ TOKENS, OWN_TOKENS, REPEATS, GRAMS, REGRET = range(5)  # columns of `answer_stat
 CONFIDENCE = 0.95  # an interval holds this share of the resampled scores
 SAMPLES, SEED = 1000, 0  # number of resampled data sets, and the random seed that draws them
 DRAWN_AT_ONCE = 2**22  # limit for the row numbers drawn at once, which take 32 MiB
+_SCORER = RougeScorer(["rougeL"])
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,8 @@ def warn_of_other_scripts(texts: Sequence[str]) -> None:
         log.warning("ROUGE-L counts only words of a-z and 0-9, and %d of %d texts have none", unseen, len(texts))
 
 
-@cache
-def _scorer() -> RougeScorer:
-    return RougeScorer(["rougeL"])
-
-
 def _rouge_l(reference: str, text: str) -> float:
-    return 1.0 if reference == text else float(_scorer().score(reference, text)["rougeL"].fmeasure)
+    return 1.0 if reference == text else float(_SCORER.score(reference, text)["rougeL"].fmeasure)
 
 
 @dataclass(frozen=True)

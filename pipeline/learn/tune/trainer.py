@@ -66,12 +66,9 @@ class Teacher:
             self._new += keyed
         return Targets.joined([known[id(pair)] for pair in pairs]).each(lambda values: values.to(self.decoder.device))
 
-    def exchange(self, gather: Callable[[list[Any]], list[Any]]) -> None:
-        """Share new distributions among all workers, because a pair may go to another worker in the next epoch.
-
-        gather: Function that each worker calls with a list; returns the concatenated lists of all workers.
-        """
-        found, self._new = gather(self._new), []
+    def exchange(self) -> None:
+        """Share new distributions among all workers, because a pair may go to another worker in the next epoch."""
+        found, self._new = _gathered(self._new), []
         self._kept |= dict(found)
 
     def _computed(self, pairs: Sequence[Pair]) -> list[Targets]:
@@ -150,7 +147,11 @@ class Training:
             sums.append(self._step())
             self.step += 1
             if self.rank == 0 and (timer.is_due() or self.step == self.began_at + 1):
-                self._announce(time.monotonic() - began, sums[-1])
+                each = (time.monotonic() - began) / (self.step - self.began_at)
+                announce(
+                    f"training: {self.step:,} of {self.steps:,} steps, {duration(each)} a step, about "
+                    f"{duration(each * (self.steps - self.step))} left; loss {float(sums[-1]):.3f}"
+                )
             if self.step % LOGGED == 0:
                 self.losses.append({"step": self.step, "loss": float(torch.stack(sums).mean())})
                 sums = []
@@ -158,17 +159,6 @@ class Training:
                 self.evaluate()
             if self.step % self.settings.save_steps == 0 or self.step == self.steps:
                 self._save(STATE_FILE)
-
-    def _announce(self, seconds: float, loss: Tensor) -> None:
-        """Announce how many steps are done.
-
-        seconds: time that this run's steps took so far. loss: loss of the latest step, nats per token.
-        """
-        each = seconds / (self.step - self.began_at)
-        announce(
-            f"training: {self.step:,} of {self.steps:,} steps, {duration(each)} a step, about "
-            f"{duration(each * (self.steps - self.step))} left; loss {float(loss):.3f}"
-        )
 
     def load_best(self) -> dict[str, float]:
         """Load the weights with the lowest dev-set loss into the model. Return their step and dev-set losses."""
@@ -227,7 +217,7 @@ class Training:
         distributed.all_reduce(joined)
         nn.utils.vector_to_parameters(joined, gradients)
         if self.teacher is not None:
-            self.teacher.exchange(_gathered)
+            self.teacher.exchange()
 
     def drawn(self, step: int) -> list[str]:
         """Draw the schedules to train at `step`; return their names. All of them run the same layers over prompts."""

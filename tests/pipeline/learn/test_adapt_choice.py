@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.learn.adapt.choice import BreakEven, choose, nearest, parallel_actors
+from pipeline.config.job import JobConfig
+from pipeline.learn.adapt import choice
+from pipeline.learn.adapt.choice import BreakEven, choose, nearest, working_actors
 from pipeline.learn.evaluate.results import Line, Score
 
 METRIC = "agreement_exact"
@@ -113,9 +115,20 @@ def test_the_sentences_of_the_break_even(fast: float, rows: int, actors: int, sa
     ],
 )
 def test_actors_count_where_they_have_hardware_of_their_own(
-    actors: int, gpus: float, threads: int, cores: int | None, devices: int | None, at_once: float
+    monkeypatch: pytest.MonkeyPatch,
+    actors: int,
+    gpus: float,
+    threads: int,
+    cores: int | None,
+    devices: int | None,
+    at_once: float,
 ) -> None:
-    assert parallel_actors(actors, gpus, threads, cores, devices) == at_once
+    monkeypatch.setattr(choice, "on_cluster", lambda: cores is None)
+    monkeypatch.setattr(choice, "process_cpus", lambda: cores or 1)
+    monkeypatch.setattr(choice.torch.cuda, "device_count", lambda: devices or 0)
+    values = {"input": {"path": "in"}, "output": {"path": "out"}, "model": {"path": "m"}}
+    config = JobConfig.model_validate({**values, "actors": {"count": actors, "gpus": float(gpus)}})
+    assert working_actors(config, threads) == at_once
 
 
 @given(lines())

@@ -27,7 +27,7 @@ from actors.engine.library.forcing import predicting_states, response_labels
 from actors.engine.model.loading import load_model
 from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.config.tune import AdapterConfig, LossConfig
-from pipeline.learn.tune import adapters, objective
+from pipeline.learn.tune import adapters, objective, trainer
 from pipeline.learn.tune.objective import Targets, dev_loss, loss_and_gradient, summed_loss
 from pipeline.learn.tune.trainer import Teacher, by_length, rate
 
@@ -177,7 +177,7 @@ def test_a_teacher_answers_alone_and_once_for_each_key() -> None:
     assert len(again.ids) == counts[0] + counts[1]
 
 
-def test_workers_keep_what_each_of_them_computed() -> None:
+def test_workers_keep_what_each_of_them_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the next epoch a pair may come to another worker."""
     decoder, alone = packed_decoder("llama"), Mock(side_effect=nullcontext)
     keyed = [{**row, "key": number} for number, row in enumerate(pairs(seed=4))]
@@ -190,11 +190,13 @@ def test_workers_keep_what_each_of_them_computed() -> None:
         numbers = (targets.ids, targets.log_probs, targets.rest)
         assert all(one.untyped_storage().nbytes() == one.nbytes for one in numbers)
         assert len(pickle.dumps(targets)) < sum(one.nbytes for one in numbers) + 1500
+    monkeypatch.setattr(trainer, "_gathered", lambda _: computed)
     for worker in workers:
-        worker.exchange(lambda _: computed)
+        worker.exchange()
     found = [worker.targets(keyed) for worker in workers]
     assert alone.call_count == 2 and torch.equal(found[0].log_probs, found[1].log_probs)
-    workers[0].exchange(sent := Mock(return_value=[]))
+    monkeypatch.setattr(trainer, "_gathered", sent := Mock(return_value=[]))
+    workers[0].exchange()
     sent.assert_called_once_with([])
 
 
