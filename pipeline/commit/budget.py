@@ -105,5 +105,4 @@ def open_budget(config: JobConfig, folder: Folder, fingerprint: str) -> Budget:
 
 def _recorded_seconds(folder: Folder) -> float:
     """Return the device time in the file `SPENT`; 0 without a valid file."""
-    stored = read_json(folder, SPENT)
-    return float(stored["device_seconds"]) if isinstance(stored, dict) and "device_seconds" in stored else 0.0
+    return (read_json(folder, SPENT, dict[str, float]) or {}).get("device_seconds", 0.0)

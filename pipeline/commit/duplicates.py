@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from tempfile import TemporaryFile, gettempdir
 
 import numpy as np
@@ -26,6 +26,14 @@ from pipeline.storage.folder import Folder, read_json, write_json
 DUPLICATES = "_job/duplicates.json"
 ROWS_AT_ONCE = 2**22  # approximate number of rows per temporary file: each file is sorted in memory
 EXAMPLES = 3
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """The content of the file `DUPLICATES`: rows that have the id of an earlier row, and lines with examples."""
+
+    rows: int
+    examples: list[str]
 
 
 def count_repeated(
@@ -85,15 +93,13 @@ def record_duplicates(folder: Folder, manifest: Manifest) -> None:
         return _ids(folder, part_name(shard.index))
 
     found, examples = count_repeated(in_parallel(ids_of, manifest.shards), manifest.shards, ids_of)
-    write_json(folder, DUPLICATES, {"rows": found, "examples": examples})
+    write_json(folder, DUPLICATES, asdict(Duplicates(found, examples)))
 
 
 def with_duplicates(folder: Folder, totals: Totals) -> Totals:
     """Add the count and examples of repeated ids to `totals`, if ids were counted. Return the totals."""
-    values = read_json(folder, DUPLICATES)
-    if not isinstance(values, dict):
-        return totals
-    return replace(totals, duplicate_ids=int(values["rows"]), duplicate_examples=list(values["examples"]))
+    found = read_json(folder, DUPLICATES, Duplicates)
+    return totals if found is None else replace(totals, duplicate_ids=found.rows, duplicate_examples=found.examples)
 
 
 def repeated_error(found: int, examples: Sequence[str]) -> UserError:

@@ -125,7 +125,7 @@ def _lines(folder: Folder, manifest: Manifest, to_lines: Callable[[bytes, Shard]
 def _read(folder: Folder) -> tuple[dict[str, list[str]], bool]:
     """Return result file name -> digests, and whether all files were written. Without a valid record: ({}, False)."""
     try:
-        values = read_json(folder, RECORD)
+        values = read_json(folder, RECORD, dict[str, Any]) or {}
         files = {str(name): [str(digest) for digest in digests] for name, digests in values["files"].items()}
         return {name: digests for name, digests in files.items() if _kind(name)}, values["done"] is True
     except (KeyError, TypeError, AttributeError):

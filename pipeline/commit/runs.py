@@ -66,10 +66,7 @@ def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> 
 
 def read_runs(folder: Folder) -> list[JobRun]:
     """Return the recorded runs, oldest first; an empty list if the record is missing or damaged."""
-    try:
-        return [JobRun(**values) for values in read_json(folder, RUNS) or ()]
-    except TypeError:
-        return []
+    return read_json(folder, RUNS, list[JobRun]) or []
 
 
 def versions() -> dict[str, str]:

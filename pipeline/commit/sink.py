@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 
@@ -263,8 +263,7 @@ def clear_temporaries(folder: Folder) -> None:
 
 def check_output(folder: Folder, fingerprint: str) -> None:
     """Raise UserError if `folder` does not hold the job. A local path may be another folder on another node."""
-    job = read_json(folder, JOB)
-    if not isinstance(job, dict) or job.get("fingerprint") != fingerprint:
+    if (read_json(folder, JOB, dict[str, Any]) or {}).get("fingerprint") != fingerprint:
         raise UserError(
             f"output.path: {folder.url} on node {socket.gethostname()} is not the folder in which this job began: give "
             "a path that all nodes share, such as s3://bucket/folder"

@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any, Literal
 
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -86,13 +87,6 @@ class LedgerRun:
     root: str | None = None  # folder to which file names in the ids of all runs are relative; see `PartSpec`
     left: tuple[str, ...] = ()  # URLs of new files that this run could not read and left for a later run
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> LedgerRun:
-        """Return the run that a record describes. Raises KeyError or TypeError if `values` is not a record of a run."""
-        known = {key: values[key] for key in cls.__dataclass_fields__ if key in values}
-        files = tuple(ClaimedFile(**file) for file in values["files"])
-        return cls(**{**known, "files": files, "left": tuple(known.get("left", ()))})
-
     @property
     def rows(self) -> int:
         return sum(file.rows for file in self.files)
@@ -147,11 +141,7 @@ def read(root: Folder) -> Ledger:
         return max((int(match[1]) for name in names if (match := kind.fullmatch(name))), default=0)
 
     last, compacted = newest(RECORD), newest(COMPACTED)
-    try:
-        copied = read_json(root, compacted_name(compacted)) if compacted else None
-        runs = [LedgerRun.of(values) for values in copied or ()]
-    except (KeyError, TypeError):
-        runs = []
+    runs = (read_json(root, compacted_name(compacted), list[LedgerRun]) if compacted else None) or []
     # if the compacted file is damaged, read all records, because the file is only a copy of records
     if [run.number for run in runs] != list(range(1, compacted + 1)):
         runs, compacted = [], 0
@@ -164,9 +154,14 @@ def read(root: Folder) -> Ledger:
         if end is None and number < last:
             raise UserError(f"{root.url}/{end_name(number)}: missing, although later runs have begun; restore it")
         try:
-            return LedgerRun.of({**values, **(end or {})})
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{root.url}/{claim_name(number)}: not a record of a run: {error!r}; restore it") from None
+            return TypeAdapter(LedgerRun).validate_python(values if end is None else {**values, "state": None, **end})
+        except ValidationError as error:
+            problem = error.errors()[0]
+            key, why = ".".join(map(str, problem["loc"])), problem["msg"]
+            name = end_name(number) if key in ("state", "ended", "why") else claim_name(number)
+            raise UserError(
+                f"{root.url}/{name}: not a record of a run ({key}: {why}); restore it from a copy"
+            ) from None
 
     return Ledger((*runs, *map(run, range(compacted + 1, last + 1))), compacted)
 

@@ -131,11 +131,11 @@ def last_errors(folder: Folder) -> list[tuple[int, int]]:
     The list is empty if the job only retried rows, if `_SUCCESS` is missing or damaged, or if the plan is damaged.
     """
     try:
-        manifest, values = plan_files.load(folder), read_json(folder, SUCCESS)
+        manifest, totals = plan_files.load(folder), read_json(folder, SUCCESS, Totals)
     except UserError:  # a run without new files does not need the plan; --verify names the damaged file
         return []
     retries = manifest is not None and manifest.batching.retries
-    return [] if retries or values is None else [(values["errors"], values["rows"])]
+    return [] if retries or totals is None else [(totals.errors, totals.rows)]
 
 
 def shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[dict[str, Any], str | None]]:

@@ -15,11 +15,12 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import fsspec
 from botocore.exceptions import BotoCoreError
 from fsspec.implementations.local import LocalFileSystem
+from pydantic import TypeAdapter
 
 from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
@@ -27,6 +28,7 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.errors import ConditionRefused
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 BULK = 1000  # maximum number of objects that S3 removes in one call
 STORE_ERRORS = (OSError, BotoCoreError)  # errors of a disk or an object store; s3fs turns most of them into OSErrors
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors of a full or failing disk, not of a wrong path
@@ -262,11 +264,11 @@ def open_folder(url: str, storage: StorageConfig) -> Folder:
     return LocalFolder(url, Path(path)) if isinstance(fs, LocalFileSystem) else ObjectFolder(url, fs, path)
 
 
-def read_json(folder: Folder, name: str) -> Any:
-    """Return the values in a JSON file; None if the file does not exist or is not JSON."""
+def read_json(folder: Folder, name: str, kind: type[T]) -> T | None:
+    """Return the values in a JSON file; None if the file does not exist or holds no values of the type `kind`."""
     try:
-        return json.loads(folder.read(name))
-    except (FileNotFoundError, ValueError, RecursionError):
+        return TypeAdapter(kind).validate_json(folder.read(name), strict=True)
+    except (FileNotFoundError, ValueError):
         return None
 
 

@@ -203,9 +203,11 @@ def test_a_missing_ledger_record_is_refused() -> None:
             ledgers.read(root)
         root.files.update(files)
     for damage in (b"{", b"[]", b'{"format": 9}', b'{"format": 2}', b"[" * 100_000):
-        root.replace(claim_name(3), damage)
-        with pytest.raises(ValueError, match=r"^root/_ledger/000003\.json: (not |its format is not )"):
-            ledgers.read(root)
+        for name in (claim_name(3), end_name(3)):
+            root.replace(name, damage)
+            with pytest.raises(ValueError, match=rf"^root/{name}: (not |its format is not )"):
+                ledgers.read(root)
+            root.files.update(files)
 
 
 def test_the_ledger_is_printed() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import files_of, job_config
+from in_process import files_of, job_config, report
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
@@ -69,3 +69,16 @@ def test_a_half_done_job_with_a_damaged_plan_is_refused_and_answers_nothing(conf
     with pytest.raises(UserError, match=r"^.*/_job/plan\.parquet: damaged .*; restore the file from a copy, or start"):
         jobs.run(config)
     assert files_of(output) == before
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", "[{}]", '{"rows": null, "files": 1, "device_seconds": "x"}'])
+def test_damaged_files_for_reports_are_ignored(config: JobConfig, content: str) -> None:
+    config = config.model_copy(update={"input": config.input.model_copy(update={"id": "prompt"})})
+    jobs.run(config)
+    output = Path(config.output.path)
+    for name in ("_job/duplicates.json", "_job/runs.json", "_job/spent.json", "_job/results.json"):
+        (output / name).write_text(content)
+    assert jobs.run(config).totals.rows == 10
+    assert report(output).exit_code == 0
+    (output / "part-000001.parquet").unlink()
+    assert jobs.run(config).fresh_rows == 4
