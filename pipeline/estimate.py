@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from actors.answers import Prompt
 from actors.engine.errors import UserError
@@ -31,21 +30,18 @@ from pipeline.commit.claim import check_same_job, stored_job
 from pipeline.commit.records import read_records
 from pipeline.config.adapt import TOLERANCES
 from pipeline.config.evaluate import DEPTH_KEYS
-from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.config.job import JobConfig
+from pipeline.generate.agreement import read_prompts
 from pipeline.generate.answer_checks import texts_of, warnings_of
 from pipeline.generate.settings import fetched
-from pipeline.generate.stage import prompts
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental import runs
-from pipeline.input.files import InputFile
-from pipeline.input.rows import read_shards
 from pipeline.input.shards import Shard
 from pipeline.messages import counted
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.planned import PlannedJob, generator_arguments, plan
-from pipeline.prepare.prompt_spec import PromptSpec, prompt_spec
-from pipeline.prepare.prompts import prepare_table
+from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.run.stages import Backend
 from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.signals import interruptible
@@ -148,7 +144,9 @@ def estimate(
         money = None if config.price_per_hour is None else config.price_per_hour * hours
         line |= {"device_hours": hours, "money": money, "loss": known.get(name)}
     saved = ("seconds", "device_hours", "money") if chosen != "1x" and "1x" in lines else ()
-    lengths = [len(prompt.ids) for prompt in good]
+    lengths, used = [len(prompt.ids) for prompt in good], dict[str, float]()
+    if config.budget is not None and stored is not None:
+        used = open_budget(config, open_folder(config.output.path, config.storage), stored.fingerprint).used()
     return {
         "output": config.output.path,
         "rows": manifest.rows,
@@ -170,7 +168,7 @@ def estimate(
         "actors": config.actors.most,
         "devices": config.devices,
         "price_per_hour": config.price_per_hour,
-        "budget_used": _budget_used(config, stored),
+        "budget_used": used,
         "sample": {
             "rows": lines[chosen]["sampled"],
             "actor_seconds": sum(call.seconds for timed in calls.values() for call in timed),
@@ -204,13 +202,6 @@ def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[Pl
     return job, stored, [shard for shard in job.manifest.shards if shard.index not in done]
 
 
-def _budget_used(config: JobConfig, stored: Manifest | None) -> dict[str, float]:
-    """Return limit name -> amount that earlier runs of the job have used. Return {} if the job has no budget."""
-    if config.budget is None or stored is None:
-        return {}
-    return open_budget(config, open_folder(config.output.path, config.storage), stored.fingerprint).used()
-
-
 def sample_places(shards: Sequence[Shard], rows: int = PREPARED_ROWS) -> list[Shard]:
     """Return shards that hold the rows to sample: the first rows of evenly spread shards, at most `rows` in total."""
     if sum(shard.rows for shard in shards) <= rows:
@@ -218,17 +209,6 @@ def sample_places(shards: Sequence[Shard], rows: int = PREPARED_ROWS) -> list[Sh
     count = min(PLACES, len(shards))
     chosen = [shards[place * len(shards) // count] for place in range(count)]
     return [replace(shard, rows=min(shard.rows, rows // count)) for shard in chosen]
-
-
-def read_prompts(
-    places: Sequence[Shard], files: Sequence[InputFile], schema: pa.Schema, storage: StorageConfig, spec: PromptSpec
-) -> list[Prompt]:
-    """Read the rows of the shards `places`, and return their prompts."""
-    return [
-        prompt
-        for place, table in read_shards(files, places, schema, storage)
-        for prompt in prompts(prepare_table(table, spec), place)
-    ]
 
 
 def name_of(schedule: Schedule) -> str:

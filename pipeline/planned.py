@@ -25,7 +25,6 @@ from pipeline.plan import manifest as manifests
 from pipeline.plan.batching import with_engine
 from pipeline.plan.columns import kept_columns, optional_columns, parsed_column
 from pipeline.plan.hardware import Hardware
-from pipeline.plan.inputs import check_same_input
 from pipeline.plan.manifest import Manifest, pinned_snapshot, with_snapshot
 from pipeline.prepare.prompt_spec import check_generation, check_spec, marks_of_thinking, prompt_spec
 from pipeline.runtime.announce import announced
@@ -58,8 +57,11 @@ def plan(
     """
     began = time.time()
     config = with_engine(config, None if stored is None else stored.identity["model"].get("engine", "auto"))
-    if stored is not None and files is None:
-        check_same_input(config, stored.identity["input"]["path"])
+    if stored is not None and files is None and (before := stored.identity["input"]["path"]) != config.input.path:
+        raise UserError(
+            f"{config.output.path}: this output belongs to the input {', '.join(before)}, not to "
+            f"{', '.join(config.input.path)}; choose another output.path, or start again with --overwrite"
+        )
     with announced("reading the checkpoint's description"):
         config = with_snapshot(config, pinned_snapshot(config, stored))
         checkpoint = resolve_checkpoint(config.model, config.storage, stored.identity.get("model") if stored else None)

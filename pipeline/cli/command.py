@@ -92,8 +92,12 @@ def _end(error: Exception, advice: Advice) -> typer.Exit:
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if extra := EXTRAS.get(package):
         return stop(BAD_CONFIG, f"{package} is not installed: {install_command(extra)}")
-    if not isinstance(error, ImportError) and _is_held(error):
-        return stop(LEASE, f"another run holds {advice.output}: {error}")
+    if not isinstance(error, ImportError):
+        from pipeline.commit.lease import LeaseHeld, LeaseLost
+        from pipeline.incremental.ledger import ConcurrentRun
+
+        if isinstance(error, LeaseHeld | LeaseLost | ConcurrentRun):
+            return stop(LEASE, f"another run holds {advice.output}: {error}")
     torch, log = sys.modules.get("torch"), write_log(error)
     clauses = [f"failed: {_described(error)}"]
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
@@ -127,13 +131,6 @@ def _described(error: BaseException) -> str:
     if isinstance(error, OSError | RuntimeError) or package in UNTYPED or not str(error).strip():
         return cause_line(error)
     return f"{type(error).__name__}: {cause_line(error)}"
-
-
-def _is_held(error: BaseException) -> bool:
-    from pipeline.commit.lease import LeaseHeld, LeaseLost
-    from pipeline.incremental.ledger import ConcurrentRun
-
-    return isinstance(error, LeaseHeld | LeaseLost | ConcurrentRun)
 
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]

@@ -12,8 +12,6 @@ from pipeline.cli.command import FAILED, command, stop
 
 if TYPE_CHECKING:
     from pipeline.config.job import StorageConfig
-    from pipeline.plan.manifest import Manifest
-    from pipeline.storage.folder import Folder
 
 
 def report(
@@ -78,6 +76,7 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
     from pipeline.incremental.ledger import holds_ledger, print_ledger
     from pipeline.incremental.ledger import read as read_ledger
     from pipeline.plan import plan_files
+    from pipeline.report.job_page import REPORT, job_page
     from pipeline.report.summary import print_report
     from pipeline.storage.folder import open_folder
 
@@ -93,7 +92,14 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
     if manifest is None:
         raise UserError(f"{url}: no job here (no _job/job.json); name an output folder")
     if html:
-        typer.echo(_write_page(folder, manifest, storage, to))
+        page = job_page(folder, manifest, read_records(folder, manifest.fingerprint), storage)
+        if to is None:
+            folder.replace(REPORT, page)
+        elif to.exists() and b"<title>SkipDecode" not in to.read_bytes():
+            raise UserError(f"--to {to}: this file exists and is not a SkipDecode report; choose another name")
+        else:
+            to.write_bytes(page)
+        typer.echo(to or f"{folder.url}/{REPORT}")
         return
     if check:
         bad = 0
@@ -109,18 +115,3 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
         write_statistics(folder, manifest, records)
     totals = with_duplicates(folder, totals_of(records))
     print_report(Console(soft_wrap=True), manifest, records, totals, read_runs(folder))
-
-
-def _write_page(folder: Folder, manifest: Manifest, storage: StorageConfig, to: Path | None) -> str:
-    """Write the job's report page into the job's folder, or to the local file `to`. Return the page's URL or path."""
-    from pipeline.commit.records import read_records
-    from pipeline.report.job_page import REPORT, job_page
-
-    page = job_page(folder, manifest, read_records(folder, manifest.fingerprint), storage)
-    if to is None:
-        folder.replace(REPORT, page)
-        return f"{folder.url}/{REPORT}"
-    if to.exists() and b"<title>SkipDecode" not in to.read_bytes():
-        raise UserError(f"--to {to}: this file exists and is not a SkipDecode report; choose another name")
-    to.write_bytes(page)
-    return str(to)

@@ -70,22 +70,30 @@ class Agreement:
         """Share of the compared labels or tokens that agree; None if nothing was compared."""
         return self.agreed / self.compared if self.compared else None
 
-    @property
-    def is_useless(self) -> bool:
-        """Whether the agreement is no better than chance. False if full depth gives every row the same label."""
-        return self.by_chance is not None and self.agreed <= self.by_chance < self.compared
-
     def __str__(self) -> str:
         if self.share is None:
             return "not measured: no sampled row has a token that the schedule can change"
         unit = "labels" if self.labels else "tokens"
         chance = "" if self.by_chance is None else f" (chance: {self.by_chance / self.compared:.2f})"
         kappa = "" if self.kappa is None else f", Cohen's kappa {self.kappa:.2f}"
-        useless = "; at or below chance: useless" if self.is_useless else ""
+        # if full depth gives every row the same label, chance is perfect, and no agreement is called useless
+        is_useless = self.by_chance is not None and self.agreed <= self.by_chance < self.compared
+        useless = "; at or below chance: useless" if is_useless else ""
         return (
             f"{self.share:.2f} of {self.compared:,} {unit} as at full depth{chance}{kappa}, token KL "
             f"{self.token_kl:.2g} nats, over {counted(self.rows, 'row')}{useless}"
         )
+
+
+def read_prompts(
+    shards: Sequence[Shard], files: Sequence[InputFile], schema: pa.Schema, storage: StorageConfig, spec: PromptSpec
+) -> list[Prompt]:
+    """Read the rows of shards, and return their prompts."""
+    return [
+        prompt
+        for shard, table in read_shards(files, shards, schema, storage)
+        for prompt in prompts(prepare_table(table, spec), shard)
+    ]
 
 
 def measure_agreement(
@@ -104,12 +112,8 @@ def measure_agreement(
     """
     from actors.engine.library.divergence import Model, teacher_forced
 
-    prepared = (
-        prompt
-        for row, table in read_shards(files, rows, schema, storage)
-        for prompt in prompts(prepare_table(table, spec), row)
-    )
-    given = [replace(prompt, sampling={}) for prompt in prepared if prompt.error is None]
+    read = read_prompts(rows, files, schema, storage, spec)
+    given = [replace(prompt, sampling={}) for prompt in read if prompt.error is None]
     if not given:
         return Agreement()
     full, fast = _generators(generator, len(given))

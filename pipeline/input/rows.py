@@ -15,7 +15,7 @@ import pyarrow as pa
 from actors.engine.errors import UserError, flat
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import InputFile, check_unchanged, file_format, list_files, read_footer
-from pipeline.input.schema import ERROR, conform, one_schema, with_all
+from pipeline.input.schema import ERROR, conform, one_schema
 from pipeline.input.shards import Shard, cut_shards, read_groups
 from pipeline.input.text_files import TextColumns, read_text, scan_text
 from pipeline.storage.concurrency import in_parallel
@@ -77,7 +77,7 @@ def read_rows(
     if file.format != "parquet":
         tables = read_text(shards, file, own, storage)
     else:
-        tables = (conform(with_all(table, own), own) for table in read_groups(shards, own.names, storage))
+        tables = (conform(table, own) for table in read_groups(shards, own.names, storage))
     for table in tables:
         for field in of_path:
             value = pa.scalar(values[field.name], pa.string()).cast(field.type)

@@ -121,7 +121,8 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
     if types.is_nested(first) or types.is_nested(second):
         return _common_nested(first, second)
     for one, other in ((first, second), (second, first)):  # refuse, as Arrow would round decimals, or make text bytes
-        if (types.is_decimal(one) and types.is_floating(other)) or (is_text(one) and _is_binary(other)):
+        is_binary = types.is_binary(other) or types.is_large_binary(other) or types.is_fixed_size_binary(other)
+        if (types.is_decimal(one) and types.is_floating(other)) or (is_text(one) and is_binary):
             return None
     if types.is_decimal(first) != types.is_decimal(second):  # give an integer a decimal type that holds all its digits
         first, second = (
@@ -160,25 +161,15 @@ def _common_nested(first: pa.DataType, second: pa.DataType) -> pa.DataType | Non
     return pa.list_(child, sizes.pop() if len(sizes) == 1 else -1)
 
 
-def _is_binary(kind: pa.DataType) -> bool:
-    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
-
-
 def is_text(kind: pa.DataType) -> bool:
     """Tell whether a plain type is string or large_string."""
     return bool(types.is_string(kind) or types.is_large_string(kind))
 
 
-def with_all(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Add a column of nulls for each column of `schema` that `table` lacks, as an old data file may."""
-    for field in schema:
-        if field.name not in table.column_names:
-            table = table.append_column(field.name, pa.nulls(table.num_rows, field.type))
-    return table
-
-
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Cast the columns to `schema`. Add a column `ERROR`: a message if a value of the row does not fit, else null.
+
+    A column that `table` lacks, as an old data file may, becomes null.
 
     Also check that text is UTF-8, because Arrow does not check this when it reads a file. Invalid bytes in text become
     U+FFFD. Any other value that does not fit becomes null.
@@ -187,7 +178,8 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     errors: dict[int, str] = {}
     for field in schema:
         arrays, first = [], 0
-        for chunk in table[field.name].chunks:
+        known = field.name in table.column_names
+        for chunk in table[field.name].chunks if known else [pa.nulls(table.num_rows, field.type)]:
             try:
                 arrays.append(_cast(chunk, field.type))
             except pa.ArrowInvalid:

@@ -54,16 +54,6 @@ def check_output_disjoint(
             raise UserError(f"{key}: {shown} lies in the input folder {given}; choose another folder")
 
 
-def check_same_input(config: JobConfig, began: Sequence[str]) -> None:
-    """Raise UserError if the job file and the stored job have different input. began: the stored job's `input.path`."""
-    now = config.input.path
-    if began != now:
-        raise UserError(
-            f"{config.output.path}: this output belongs to the input {', '.join(began)}, not to {', '.join(now)}; "
-            "choose another output.path, or start again with --overwrite"
-        )
-
-
 def with_digests(files: Sequence[InputFile]) -> list[InputFile]:
     """Record the SHA-256 of local files. A file that is rewritten with the same bytes then counts as unchanged.
 

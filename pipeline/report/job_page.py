@@ -72,7 +72,10 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
         ],
         "kinds": error_kinds(shards),
         "lines": list(total_lines(manifest, totals, runs, shards)),
-        "slowest": _slowest(shards, manifest),
+        "slowest": [
+            {**row, "part": part_name(row["shard"]), "input": manifest.shards[row["shard"]]}
+            for row in slowest_shards(shards, SHOWN_SHARDS).to_pylist()
+        ],
         "runs": [(number, begin, end - begin) for number, (begin, end) in enumerate(spans, 1)][-SHOWN_RUNS:],
         "configuration": flat(runs[-1].config) if runs else [],
         "identity": flat({key: value for key, value in manifest.identity.items() if key != "answers_version"}),
@@ -91,13 +94,6 @@ def _labels(totals: Totals, known: Iterable[str]) -> list[tuple[str, int]]:
     rest = sum(count for _, count in listed[SHOWN_LABELS:]) + totals.unnamed_labels
     shown = [(label[:LABEL_CHARS], count) for label, count in listed[:SHOWN_LABELS]]
     return [*shown, ("all others", rest)] if rest or len(listed) > SHOWN_LABELS else shown
-
-
-def _slowest(shards: pa.Table, manifest: Manifest) -> list[dict[str, Any]]:
-    """Return the shards that took longest, each with its output file and its place in the input."""
-    names = ["shard", "rows", "errors", "generate_seconds", "node"]
-    rows = slowest_shards(shards, SHOWN_SHARDS).select(names).to_pylist()
-    return [{**row, "part": part_name(row["shard"]), "input": manifest.shards[row["shard"]]} for row in rows]
 
 
 def _answers(folder: Folder, manifest: Manifest, shards: pa.Table, storage: StorageConfig) -> list[dict[str, Any]]:

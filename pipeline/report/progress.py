@@ -77,15 +77,6 @@ def _waits_for(run: RunProgress) -> tuple[str, str]:
     return "starting", "starting workers, preparing the first shard"
 
 
-def actors_wait(run: RunProgress, work: Workload) -> bool:
-    """Return whether actors wait for rows: some shards have not begun, although an actor is idle or none has started.
-
-    While an actor loads the model, the result is False.
-    """
-    left = work.shards - work.done_shards - run.shards - run.at_work
-    return left > 0 and not run.loading and run.at_work < max(run.actors, 1)
-
-
 def _clock(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
@@ -147,7 +138,8 @@ class Progress:
 
     def _starved(self, run: RunProgress, now: float) -> str:
         """Return a text about actors that have waited long for rows, and about free CPUs; "" if no actor waits."""
-        if not actors_wait(run, self.work):
+        left = self.work.shards - self.work.done_shards - run.shards - run.at_work  # shards that have not begun
+        if left <= 0 or run.loading or run.at_work >= max(run.actors, 1):
             self.starved_since = None
         elif self.starved_since is None:
             self.starved_since = now

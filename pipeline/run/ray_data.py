@@ -13,7 +13,6 @@ import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy, Dataset, Datasource, ReadTask
 from ray.data.block import BlockMetadata
-from ray.data.context import AutoscalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.engine.machine import process_cpus, process_memory
@@ -150,7 +149,9 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
         # `repartition`: it needs a whole CPU, and another dataset of the cluster may hold all CPUs
         context.target_max_block_size = 1
         context.enable_progress_bars = context.print_on_execution_start = verbose
-        scale_for(context.autoscaling_config, stages.calls)
+        # Ray divides an actor's calls by `calls` to get its load, but two calls are a full load: one may wait
+        context.autoscaling_config.actor_pool_util_upscaling_threshold /= stages.calls
+        context.autoscaling_config.actor_pool_util_downscaling_threshold /= stages.calls
         context.execution_no_progress_timeout_s = -1  # never fail because a shard is slow
         context.raise_original_map_exception = True  # makes the last line of an error the cause, not "UDF failed"
         batches = batches.map_batches(
@@ -211,15 +212,6 @@ def _read(task: Read, output: str) -> Iterator[pa.Table]:
     """Read the shards of a task, in a worker process."""
     metrics.install(ray_sink(output))
     yield from read_blocks(task.files, task.shards, task.schema, task.storage)
-
-
-def scale_for(scaling: AutoscalingConfig, calls: int) -> None:
-    """Make a pool scale as if each actor took one call at a time, although actors may take `calls` calls.
-
-    Ray measures an actor's load as the actor's calls divided by `calls`. But two calls are a full load: one may wait.
-    """
-    scaling.actor_pool_util_upscaling_threshold /= calls
-    scaling.actor_pool_util_downscaling_threshold /= calls
 
 
 def _place() -> dict[str, Any]:
