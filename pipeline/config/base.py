@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, get_args
@@ -76,10 +77,11 @@ def _place(value: str) -> str:
         raise holds_secret()
     if "\0" in value:
         raise UserError("holds a null character")
-    return value
+    return os.path.expanduser(value)
 
 
-Place = Annotated[str, AfterValidator(_place)]  # a path or URL; without secrets, because it is saved in the output
+# a path or URL, in which ~ is the home folder; without secrets, because it is saved in the output
+Place = Annotated[str, AfterValidator(_place)]
 
 
 _NAMES = re.compile(r"(password|passwd|pwd|secret|token|credential|api_?key)[^=&;]*=", re.I)

@@ -41,7 +41,7 @@ class EvalConfig(Section):
     reference_model: Place | None = Field(
         None, description="compare all answers with those of this checkpoint at full depth; null: those of model at 1x"
     )
-    baselines: dict[str, str] = Field(
+    baselines: dict[str, Place] = Field(
         default_factory=dict, description="further checkpoints with the same tokenizer to evaluate, as {name: path}"
     )
     output: Place = Field(description="folder for the tables and the answers")

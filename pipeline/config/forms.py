@@ -18,7 +18,7 @@ _FILES = {"json_schema": ".json", "grammar": ".lark"}
 
 def _text_of(file: str) -> str:
     try:
-        return Path(file).read_text()
+        return Path(file).expanduser().read_text()
     except FileNotFoundError:
         raise UserError(f"{file}: no such file{where_sought(file)}") from None
     except (OSError, ValueError) as error:

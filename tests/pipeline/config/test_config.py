@@ -73,6 +73,32 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(input={"too_long": "cut"}), r"input\.too_long: .*'error'.*'truncate_left'.*, not 'cut'"),
         (merged(model={"engine": "paged"}), r"model: engine: paged was removed; leave engine out"),
         (merged(model={"kv_cache": "int8"}), r"model: kv_cache was removed: for an 8-bit cache, set `engine: vllm`"),
+        (merged(input={"tools": "t"}), r"tools is for chats"),
+        (
+            merged(input={"format": "openai_batch", "prompt": "p"}),
+            r"prompt cannot be combined with format: openai_batch",
+        ),
+        (merged(reasoning="on"), r"reasoning.* must be a section with keys of its own"),
+        (
+            merged(input={"chat": True, "tools": "t"}, choices=["a", "b"]),
+            r"input\.tools cannot be combined with choices or output_format",
+        ),
+        (
+            merged(output_format={"json_schema": {"not": {}}}),
+            r'output_format: json_schema: Unimplemented keys: \["not"\]',
+        ),
+        (merged(output_format={"json_schema": "no.json"}), r"output_format: no\.json: no such file"),
+        (merged(output_format={"regex": "a"}, choices=["a", "b"]), r"give choices or output_format, not both"),
+        (
+            merged(output_format={"regex": "a"}, sampling={"stop": "x"}),
+            r"output_format cannot be combined with sampling\.stop",
+        ),
+        (merged(input={"output_format": {"yaml": "c"}}), r"output_format: must be \{form: column\}"),
+        (merged(output={"parse": True}), r"output\.parse needs output_format\.json_schema"),
+        (
+            merged(output={"parse": True}, output_format={"regex": "a"}),
+            r"output\.parse needs output_format\.json_schema",
+        ),
         ({**merged(), "input": "my.csv"}, r"input must be a section with keys of its own; see `skipdecode keys input`"),
         (merged(reasoning={"strat": "x"}), r"unknown key reasoning\.strat; did you mean start"),
         (
@@ -222,6 +248,16 @@ def test_a_prompt_is_one_of_three(tmp_path: Path) -> None:
 def test_a_change_has_no_comments(tmp_path: Path, text: str, value: str) -> None:
     """YAML would drop a Markdown heading without a word."""
     assert load_config(JobConfig, job_file(tmp_path), [f"input.system={text}"]).input.system == value
+
+
+def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "labels.json").write_text('["a", "b"]')
+    values = merged(input={"path": ["~/in", "~"]}, model={"path": "~/m~"}, adapt={"output": "./~/a"})
+    job = load_config(JobConfig, job_file(tmp_path, values), ["output.path=~/out", "choices=~/labels.json"])
+    assert job.input.path == [f"{tmp_path}/in", str(tmp_path)]
+    assert (job.output.path, job.model.path, job.choices) == (f"{tmp_path}/out", f"{tmp_path}/m~", ("a", "b"))
+    assert job.adapt is not None and job.adapt.output == "./~/a"
 
 
 def test_changes_of_another_shape_are_refused(tmp_path: Path) -> None:
