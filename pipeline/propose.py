@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import keyword
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[S
     if output.exists():
         raise UserError(f"{output}: exists already, and is kept; choose another --output")
     proposal = propose(sample.columns)
-    model = model or (DEMO if Path(DEMO).is_dir() else PLACEHOLDER)
+    model = os.path.expanduser(model or (DEMO if Path(DEMO).is_dir() else PLACEHOLDER))
     for answers in ("answers", "../answers"):
         text = job_text(path, sample, proposal, model, answers)
         config = validated(JobConfig, parse_yaml(text), path)
@@ -152,8 +153,7 @@ def true_answers(columns: Mapping[str, Sequence[Any]], choices: Collection[str] 
         return is_text and (labels is None or all(normalized(text) in labels for text in texts))
 
     fitting = [name for name, values in columns.items() if _all(values, fits)]
-    named = sorted((name for name in fitting if name.lower() in ANSWERS), key=lambda name: ANSWERS.index(name.lower()))
-    return next(iter([*named, *(fitting if labels is not None else [])]), None)
+    return next(iter([*_named(fitting, ANSWERS), *(fitting if labels is not None else [])]), None)
 
 
 def propose(columns: Mapping[str, Sequence[Any]]) -> Proposal:
@@ -187,10 +187,10 @@ def _propose_input(columns: Mapping[str, Sequence[Any]]) -> Proposal:
 
     chats = [name for name, values in columns.items() if _all(values, _is_chat)]
     if chats:
-        chat = min(chats, key=lambda name: CHATS.index(name) if name in CHATS else len(CHATS))
+        chat = [*_named(chats, CHATS), *chats][0]
         return chosen("messages", chat, f"{chat} holds chats: the model's template renders them.")
     texts = [name for name in columns if name != found and _all(columns[name], lambda value: isinstance(value, str))]
-    asks = [name for name in PROMPTS if name in texts]
+    asks = _named(texts, PROMPTS)
     if {"instruction", "input"} <= set(asks):
         template = "{{ instruction }}{% if input %}\n\n{{ input }}{% endif %}"  # in Alpaca's format, input may be empty
         return chosen("template", template, "instruction and input make one prompt.")
@@ -203,7 +203,7 @@ def _propose_input(columns: Mapping[str, Sequence[Any]]) -> Proposal:
         raise UserError(
             f"no column holds text, token ids or chats ({listed(columns)}); write a job file with input.template"
         )
-    named = [name for name in TEXTS if name in texts]
+    named = _named(texts, TEXTS)
     text = named[0] if named else max(texts, key=lambda name: mean(len(value or "") for value in columns[name]))
     if not text.isidentifier() or keyword.iskeyword(text) or text in RESERVED:
         return chosen("prompt", text, f"{text} holds the longest texts: it is the prompt.")
@@ -211,6 +211,11 @@ def _propose_input(columns: Mapping[str, Sequence[Any]]) -> Proposal:
     return chosen(
         "template", template, f"{text} holds texts: the template asks for a summary of one sentence; change it."
     )
+
+
+def _named(columns: Sequence[str], usual: Sequence[str]) -> list[str]:
+    """Return the columns whose names, in lower case, are among the usual ones, in the order of `usual`."""
+    return sorted((name for name in columns if name.lower() in usual), key=lambda name: usual.index(name.lower()))
 
 
 def _is_id(values: Sequence[Any]) -> bool:

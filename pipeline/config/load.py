@@ -47,6 +47,7 @@ def dump_yaml(values: dict[str, Any]) -> str:
     for readable in (True, False):  # escape characters only if the plain text does not read back as `values`
         stream, yaml = io.StringIO(), _yaml()
         yaml.allow_unicode = readable
+        yaml.width = 120 if readable else 2**31  # the library may add a space where it breaks a text with escapes
         yaml.dump(values, stream)
         text = stream.getvalue()
         if _yaml().load(io.StringIO(text)) == values:
@@ -58,7 +59,6 @@ def _yaml() -> Any:  # the library's annotations are wrong
     yaml: Any = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
-    yaml.width = 120
     return yaml
 
 

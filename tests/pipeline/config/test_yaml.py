@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from actors.engine.errors import UserError
@@ -84,5 +84,6 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(TEXTS, VALUES, max_size=4))
+@example({"a": "\U0001f600" * 13 + " b\x85"})
 def test_written_values_are_read_back(values: dict[str, Any]) -> None:
     assert parse_yaml(dump_yaml(values)) == values

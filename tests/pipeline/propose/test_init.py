@@ -91,6 +91,7 @@ def test_no_file_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "keys"),
     [
+        ({"Comment": ["a", "b"], "Prompt": ["x", "y"]}, {"prompt": "Prompt"}),
         ({"id": [1, 2], "prompt": ["a", "b"]}, {"id": "id", "prompt": "prompt"}),
         ({"id": [1, 1], "prompt": ["a", "b"]}, {"prompt": "prompt"}),
         ({"user_id": ["x", "y"], "text": ["a", "b"]}, {"id": "user_id", "template": None}),
