@@ -120,14 +120,6 @@ def test_a_custom_id_that_two_rows_share_is_refused(tmp_path: Path, chat_checkpo
     assert not (tmp_path / "out").exists()
 
 
-def test_a_request_is_whole(tmp_path: Path, chat_checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="prompt cannot be combined with format: openai_batch"):
-        config(tmp_path, tmp_path, chat_checkpoint, input={"path": "a", "format": "openai_batch", "prompt": "p"})
-    write_values(tmp_path / "in.jsonl", [{"prompt": "alpha"}])
-    with pytest.raises(UserError, match=r"in\.jsonl: no column 'custom_id'; it has prompt"):
-        run_in_process(config(tmp_path / "in.jsonl", tmp_path / "out", chat_checkpoint))
-
-
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -15,7 +15,6 @@ from in_process import job_values, run_and_read, run_in_process
 
 from actors.engine.errors import UserError
 from pipeline.config.job import JobConfig
-from pipeline.config.load import validated
 
 SCHEMA = {
     "type": "object",
@@ -80,28 +79,6 @@ def test_each_row_has_a_form_of_its_own_or_the_jobs(tmp_path: Path, checkpoint: 
     assert run_and_read(alone)[2]["error"] == "output_format: regex is null"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"output_format": {"json_schema": {"not": {}}}}, r'output_format: json_schema: Unimplemented keys: \["not"\]'),
-        ({"output_format": {"regex": "a", "grammar": "b"}}, "output_format: 2 forms; give one of"),
-        ({"output_format": {"json_schema": "no.json"}}, "output_format: no.json: no such file"),
-        ({"output_format": {"regex": "a"}, "choices": ["a", "b"]}, "give choices or output_format, not both"),
-        (
-            {"output_format": {"regex": "a"}, "sampling": {"stop": "x"}},
-            "output_format cannot be combined with sampling.stop",
-        ),
-        ({"input": {"path": "a", "output_format": {"yaml": "c"}}}, "output_format: must be {form: column}"),
-    ],
-)
-def test_a_form_that_cannot_be_followed_is_refused_at_the_plan(
-    tmp_path: Path, checkpoint: Path, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        validated(JobConfig, values(tmp_path, checkpoint, **changes), "job.yaml")
-    assert "\n" not in str(caught.value)
-
-
 def test_rows_own_schemas_are_checked_after_generation_as_the_jobs(tmp_path: Path, checkpoint: Path) -> None:
     unique = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
     for check in ({}, {"check": "after"}):
@@ -150,15 +127,3 @@ def test_a_number_that_the_column_cannot_hold_is_the_rows_error(tmp_path: Path, 
     assert result.totals.errors == 8
     for row in pq.read_table(job["output"]["path"]).to_pylist():
         assert row["error"].startswith("parsed: ") and row["parsed"] is None and row["generated_text"]
-
-
-def test_parsed_answers_need_one_schema_with_one_type(tmp_path: Path, checkpoint: Path) -> None:
-    for form, message in (
-        ({"regex": "a"}, "output.parse needs output_format.json_schema"),
-        (None, "output.parse needs output_format.json_schema"),
-        ({"json_schema": {"type": "object", "properties": {"a": {}}}}, "output.parse: #/properties/a has 0 types"),
-    ):
-        job = values(tmp_path, checkpoint, output_format=form)
-        job["output"]["parse"] = True
-        with pytest.raises(ValueError, match=message):
-            run_and_read(job)

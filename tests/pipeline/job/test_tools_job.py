@@ -18,8 +18,6 @@ from actors.engine.errors import UserError
 from actors.engine.model.loading import load_tokenizer
 from actors.engine.types import row_key
 from actors.requests import RequestBuilder
-from pipeline.config.job import JobConfig
-from pipeline.config.load import validated
 from pipeline.prepare.chat import Chat, read_messages, render_chat
 
 TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool.function.name }}:{{ tool | tojson | length }} {% endfor %}
@@ -161,21 +159,6 @@ def test_a_request_can_force_a_call(tmp_path: Path, tool_checkpoint: Path, monke
 def test_a_template_that_takes_no_tools_is_refused_at_the_plan(tmp_path: Path, chat_checkpoint: Path) -> None:
     with pytest.raises(UserError, match="tools: the chat template does not support tools"):
         run_and_read(values(tmp_path, chat_checkpoint, [TOOLS]))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"input": {"path": "a", "tools": "t"}}, "tools is for chats"),
-        ({"choices": ["a", "b"]}, r"input\.tools cannot be combined with choices or output_format"),
-        ({"reasoning": "on"}, "reasoning"),
-    ],
-)
-def test_what_does_not_go_with_tools_is_refused(
-    tmp_path: Path, tool_checkpoint: Path, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        validated(JobConfig, values(tmp_path, tool_checkpoint, [TOOLS], **changes), "job.yaml")
 
 
 @pytest.mark.parametrize(
