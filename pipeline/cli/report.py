@@ -68,12 +68,13 @@ def _location(output: str, endpoint_url: str | None) -> tuple[str, StorageConfig
 def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html: bool, to: Path | None) -> None:
     from rich.console import Console
 
+    from pipeline.commit.claim import LEDGER
     from pipeline.commit.duplicates import with_duplicates
     from pipeline.commit.finalize import totals_of, write_statistics
     from pipeline.commit.records import read_records
     from pipeline.commit.runs import read_runs
     from pipeline.commit.verify import verify
-    from pipeline.incremental.ledger import holds_ledger, print_ledger
+    from pipeline.incremental.ledger import print_ledger
     from pipeline.incremental.ledger import read as read_ledger
     from pipeline.plan import plan_files
     from pipeline.report.job_page import REPORT, job_page
@@ -81,7 +82,7 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
     from pipeline.storage.folder import open_folder
 
     folder = open_folder(url, storage)
-    if holds_ledger(folder):
+    if folder.names(LEDGER):
         if html:
             raise UserError(f"{url}: --html shows one run: name a dated folder in this folder")
         if check or write:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import logging
 from dataclasses import asdict, dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter
 
 from actors.engine.errors import UserError
 from pipeline.commit.records import read_records
@@ -109,11 +109,10 @@ def has_table(folder: Folder, config: JobConfig) -> bool:
 def recorded(folder: Folder) -> dict[str, TableRecord]:
     """Return key -> table, for tables that may hold the folder's parts. Raises UserError if `RECORD` is damaged."""
     try:
-        values = json.loads(folder.read(RECORD))
-        return {str(key): TableRecord(**value) for key, value in values.items()}
+        return TypeAdapter(dict[str, TableRecord]).validate_json(folder.read(RECORD))
     except FileNotFoundError:
         return {}
-    except (ValueError, TypeError, AttributeError):
+    except ValueError:
         raise UserError(
             f"{folder.url}/{RECORD}: damaged; restore it from a copy, or remove it if no table holds these parts"
         ) from None

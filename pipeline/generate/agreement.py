@@ -22,6 +22,7 @@ from actors.generator import Generator
 from pipeline.config.job import StorageConfig
 from pipeline.generate.settings import fetched
 from pipeline.generate.stage import prompts
+from pipeline.generate.stats import ratio
 from pipeline.input.files import InputFile
 from pipeline.input.rows import read_shards
 from pipeline.input.shards import Shard
@@ -58,12 +59,6 @@ class Agreement:
     decode_ratio: float | None = None  # time of a row's decode step at full depth ÷ with the schedule
     by_chance: int | None = None  # how many of the `compared` labels or tokens would agree by chance
     kappa: float | None = None  # Cohen's kappa of the labels; None for tokens
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Agreement:
-        """Restore an agreement from the result of `asdict`, which may be from JSON. Raises TypeError for other keys."""
-        examples = tuple(Example(**example) for example in values.get("examples", ()))
-        return cls(**{**values, "examples": examples})
 
     @property
     def share(self) -> float | None:
@@ -143,6 +138,7 @@ def measure_agreement(
         by_chance, kappa = chance_of(both)
     prompt_tokens = sum(len(prompt.ids) - len(prefix) for prompt in asked)
     lengths = [len(tokens) for tokens in ids]
+    full_step, fast_step = (one.decode_seconds / max(one.decode_steps, 1) for one in (full_stats, fast_stats))
     contents = {file.url: file.digest or file.version for file in files}
     return Agreement(
         rows=len({answer.row for answer in answers}),
@@ -160,8 +156,8 @@ def measure_agreement(
             if answer.generated_text is not None and length < MOST_TOKENS
         ),
         skipped=None if MOST_TOKENS in lengths else skipped_share(fast.schedule, prompt_tokens, lengths),
-        prefill_ratio=_ratio(full_stats.prefill_seconds, fast_stats.prefill_seconds) if first == 0 else 1.0,
-        decode_ratio=_ratio(*(one.decode_seconds / max(one.decode_steps, 1) for one in (full_stats, fast_stats))),
+        prefill_ratio=ratio(full_stats.prefill_seconds, fast_stats.prefill_seconds) or None if first == 0 else 1.0,
+        decode_ratio=ratio(full_step, fast_step) or None,
     )
 
 
@@ -179,10 +175,6 @@ def _answers(generator: Generator, given: Sequence[Prompt], prefix: Sequence[int
     generator.answer(given[:1], prefix)
     generator.take_stats()
     return generator.answer(given, prefix), generator.take_stats()
-
-
-def _ratio(full: float, fast: float) -> float | None:
-    return full / fast if full and fast else None
 
 
 def skipped_share(schedule: Schedule, prompt_tokens: int, answers: Sequence[int]) -> float:

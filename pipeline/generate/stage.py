@@ -28,7 +28,7 @@ from pipeline import metrics
 from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.settings import fetched
-from pipeline.generate.stats import ShardStats
+from pipeline.generate.stats import ShardStats, ratio
 from pipeline.input.rows import from_ipc
 from pipeline.input.shards import Shard
 from pipeline.prepare.prompts import CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
@@ -182,7 +182,10 @@ class ShardGenerator:
                 turn.end()  # an isolated shard would be blamed for deaths that the next one causes
             table = part_table(rows, answers, self.part, shard)
             data = part_bytes(table, self.part, shard)
-            _count(engine)
+            for name in ("generated_tokens", "prompt_tokens", "decode_steps", "layer_steps"):
+                metrics.add(name, getattr(engine, name))
+            metrics.add("seconds", engine.prefill_seconds, part="prefill")
+            metrics.add("seconds", engine.decode_seconds, part="decode")
             measured = {**self._measured(engine, began, alone), "prepare_seconds": prepare_seconds}
             measured["control_tokens"] = lambda: pc.sum(rows[CONTROL_TOKENS]).as_py() or 0
             self._show(asked, answers)
@@ -220,17 +223,17 @@ class ShardGenerator:
             now = time.perf_counter()
             seconds, self._last_ended = now - max(began, self._last_ended), now
         finished, device_seconds, tokens = time.time(), seconds * self.devices, engine.generated_tokens
-        money = device_seconds * self.price_per_hour / 3600
+        money, padded = device_seconds * self.price_per_hour / 3600, engine.padded_prompt_tokens
         return {
             **asdict(engine),
             "generate_seconds": seconds,
             "device_seconds": device_seconds,
             "money": money,
-            "device_seconds_per_million_tokens": _share(alone * device_seconds, tokens / 1e6),
-            "money_per_million_tokens": _share(alone * money, tokens / 1e6),
-            "tokens_per_second": _share(alone * tokens, seconds),
-            "padding_fraction": _share(engine.padded_prompt_tokens - engine.prompt_tokens, engine.padded_prompt_tokens),
-            "mean_depth": _share(engine.layer_steps, engine.decode_steps),
+            "device_seconds_per_million_tokens": ratio(alone * device_seconds, tokens / 1e6) or 0.0,
+            "money_per_million_tokens": ratio(alone * money, tokens / 1e6) or 0.0,
+            "tokens_per_second": ratio(alone * tokens, seconds) or 0.0,
+            "padding_fraction": ratio(padded - engine.prompt_tokens, padded) or 0.0,
+            "mean_depth": ratio(engine.layer_steps, engine.decode_steps) or 0.0,
             "peak_memory_bytes": self.generator.peak_memory_bytes,
             "started": finished - seconds,
             "finished": finished,
@@ -262,15 +265,3 @@ def _check_rows(answers: Sequence[Answer], shard: Shard) -> None:
             f"part-{shard.index:06d}.parquet ({shard.url} from row {shard.first_row}) is not committed. Of its "
             f"{shard.rows} rows, {len(set(answered))} are answered; {which}. This is a bug in the engine"
         )
-
-
-def _count(stats: EngineStats) -> None:
-    """Add a shard's statistics to the process's metrics."""
-    for name in ("generated_tokens", "prompt_tokens", "decode_steps", "layer_steps"):
-        metrics.add(name, getattr(stats, name))
-    metrics.add("seconds", stats.prefill_seconds, part="prefill")
-    metrics.add("seconds", stats.decode_seconds, part="decode")
-
-
-def _share(part: float, total: float) -> float:
-    return part / total if total else 0.0

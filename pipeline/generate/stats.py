@@ -249,27 +249,27 @@ class Totals(Counts):
     @property
     def mean_depth(self) -> float | None:
         """Mean number of layers per decode step; None without decode steps."""
-        return _ratio(self.layer_steps, self.decode_steps)
+        return ratio(self.layer_steps, self.decode_steps)
 
     @property
     def layer_ratio(self) -> float | None:
         """Ratio over all decode steps: layers that full depth would run ÷ layers that ran."""
-        return _ratio(self.full_layer_steps, self.layer_steps)
+        return ratio(self.full_layer_steps, self.layer_steps)
 
     @property
     def device_seconds_per_million_tokens(self) -> float | None:
         """Device seconds per million generated tokens; None without tokens."""
-        return _ratio(1e6 * self.device_seconds, self.generated_tokens)
+        return ratio(1e6 * self.device_seconds, self.generated_tokens)
 
     @property
     def money_per_million_tokens(self) -> float | None:
         """Money per million generated tokens; None without tokens or price."""
-        return _ratio(1e6 * self.money, self.generated_tokens) or None
+        return ratio(1e6 * self.money, self.generated_tokens) or None
 
     @property
     def padding_fraction(self) -> float:
         """Share of padding among the tokens computed in prefill."""
-        return _ratio(self.padding_tokens, self.padded_prompt_tokens) or 0.0
+        return ratio(self.padding_tokens, self.padded_prompt_tokens) or 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and most properties as plain values."""
@@ -278,7 +278,8 @@ class Totals(Counts):
         return {**asdict(self), **{name: getattr(self, name) for name in names}}
 
 
-def _ratio(part: float, total: float) -> float | None:
+def ratio(part: float, total: float) -> float | None:
+    """Return part ÷ total; None if the total is 0."""
     return part / total if total else None
 
 

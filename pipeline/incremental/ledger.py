@@ -129,10 +129,6 @@ def compacted_name(number: int) -> str:
     return f"{LEDGER}/through-{number:06d}.json"
 
 
-def holds_ledger(root: Folder) -> bool:
-    return bool(root.names(LEDGER))
-
-
 def read(root: Folder) -> Ledger:
     """Read the ledger from the folder `root`. Raises UserError if a record is missing or cannot be read."""
     names = root.names(LEDGER)

@@ -134,21 +134,22 @@ def run_in(
     if failed and (retried := _retry(root, ledger, config, backend, failed, as_listed)) is not None:
         finished.append(retried)
         ledger = _read_again(root, retried.run.number)
-    new, left = new_input(config, ledger), list[str]()
+    pinned, new, pin = new_input(config, ledger)
+    left = list[str]()
     try:
-        job = plan(new.config, None, backend, files=new.files) if new.files else None
+        job = plan(pinned, None, backend, files=new) if new else None
     except NoRows:
-        job, left = None, sorted(new.files)
-        log.warning("%d new files hold no readable rows, and are left for a later run", len(new.files))
+        job, left = None, sorted(new)
+        log.warning("%d new files hold no readable rows, and are left for a later run", len(new))
     if job is not None:
-        left = sorted(new.files.keys() - {file.url for file in job.manifest.files})
+        left = sorted(new.keys() - {file.url for file in job.manifest.files})
         if ledger.last is not None:  # file names in generated ids must be relative to one folder in all runs
             job = with_batching(job, root=ledger.last.root)
         # check before the claim: a job whose output does not fit the table must not be saved
         check_table(job.config, part_schema(job))
         log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
         with backend.ready(config.actors), jobs.checked(job, None, backend) as checked:
-            run = ledgers.claim(root, ledger, checked.manifest, new.pin, left)
+            run = ledgers.claim(root, ledger, checked.manifest, pin, left)
             plan_files.save(_folder(root, run, config), checked.manifest)
             finished.append(_answer(root, run, checked, backend))
     succeeded = [done.run for done in finished if done.run.state == "success"]
@@ -163,7 +164,7 @@ def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
         return None
     if last.state == "success" and not _folder(root, last, config).exists(SUCCESS):
         return None
-    if new_input(config, ledger).files or to_retry(root, config, ledger)[0]:
+    if new_input(config, ledger)[1] or to_retry(root, config, ledger)[0]:
         return None
     return IncrementalResult([], ledger.last_success)
 
@@ -218,22 +219,16 @@ def with_batching(job: PlannedJob, **changes: Any) -> PlannedJob:
     return replace(job, manifest=replace(job.manifest, batching=replace(job.manifest.batching, **changes)))
 
 
-@dataclass(frozen=True)
-class NewInput:
-    """Input that no successful run has answered. config: the job's config, with the snapshot of an input table."""
+def new_input(config: JobConfig, ledger: Ledger) -> tuple[JobConfig, Files, TablePin | None]:
+    """Return the files that the next run must answer. For a table: data files added since the last successful run.
 
-    config: JobConfig
-    files: Files
-    pin: TablePin | None
-
-
-def new_input(config: JobConfig, ledger: Ledger) -> NewInput:
-    """Return the files that the next run must answer. For a table: data files added since the last successful run."""
+    The other values are the newest snapshot of an input table, and the job's config with this snapshot.
+    """
     pin = newest(config)
     after = None if pin is None else ledger.answered_snapshot(pin.table)
     pinned = config if pin is None else with_snapshot(config, pin.snapshot)
     listed = list_input(pinned.input, config.storage, may_be_empty=bool(ledger.runs), after=after)
-    return NewInput(pinned, ledgers.new_files(listed, ledger, config.input.changed), pin)
+    return pinned, ledgers.new_files(listed, ledger, config.input.changed), pin
 
 
 def _folder(root: Folder, run: LedgerRun, config: JobConfig) -> Folder:

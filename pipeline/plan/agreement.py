@@ -6,12 +6,13 @@ jobs with the same checkpoint, schedule and prompts read it from the cache, e.g.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.errors import UserError
@@ -96,7 +97,7 @@ def with_agreement(
         inputs = (rows, files, manifest.schema, config.storage, spec, generator, manifest.batching.prefix)
         try:
             with announced(f"measuring agreement with full depth on {len(rows)} rows"):
-                agreement = hardware.call_as_actor(config.actors, measure_agreement, *inputs)
+                [agreement] = hardware.call_as_actors(config.actors, measure_agreement, [inputs])
         except Died as error:
             log.warning("agreement with full depth is not measured: the process died (%s); the job goes on", error)
             return manifest
@@ -137,6 +138,6 @@ def _record(config: JobConfig, identity: Mapping[str, Any]) -> Path:
 
 def _read(record: Path) -> Agreement | None:
     try:
-        return Agreement.of(json.loads(record.read_text()))
-    except (OSError, ValueError, TypeError, AttributeError):  # the file does not exist, or is damaged
+        return TypeAdapter(Agreement).validate_json(record.read_bytes())
+    except (OSError, ValueError):  # the file does not exist, or is damaged
         return None

@@ -27,12 +27,11 @@ class Hardware:
         """Call a function that may kill its process. A subclass uses another process, whose death raises Died."""
         return function(*arguments)
 
-    def call_as_actor(self, actors: ActorsConfig, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function with an actor's resources. A subclass uses another process, whose death raises Died."""
-        return self.call_as_actors(actors, function, [arguments])[0]
-
     def call_as_actors(
         self, actors: ActorsConfig, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
     ) -> list[Result]:
-        """Do `call_as_actor` once for each tuple of arguments in `calls`, in parallel if resources suffice."""
+        """Call a function with an actor's resources, once for each tuple of arguments, in parallel if they suffice.
+
+        A subclass uses other processes, whose death raises Died.
+        """
         return [function(*arguments) for arguments in calls]

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
+from pydantic import TypeAdapter
 
 from actors.engine.errors import UserError
 from pipeline.config.base import without_removed
@@ -72,14 +73,11 @@ def load(folder: Folder) -> Manifest | None:
             raise UserError(f"{folder.url}/{name}: missing; {_REMEDY}") from None
         if _sha256(data[name]) != values["sha256"][name]:
             raise UserError(f"{folder.url}/{name}: damaged (its SHA-256 is not the one in {JOB}); {_REMEDY}")
-    files = [
-        InputFile(**{**row, "group_rows": tuple(row["group_rows"]), "group_bytes": tuple(row["group_bytes"])})
-        for row in read_parquet(data[INPUTS]).to_pylist()
-    ]
+    files = TypeAdapter(list[InputFile]).validate_python(read_parquet(data[INPUTS]).to_pylist())
     shards = _shards(read_parquet(data[PLAN]))
     schema = pa.ipc.read_schema(pa.py_buffer(data[SCHEMA]))
-    batching = Batching(**{**values["batching"], "prefix": tuple(values["batching"]["prefix"])})
-    agreement = None if values["agreement"] is None else Agreement.of(values["agreement"])
+    batching = TypeAdapter(Batching).validate_python(values["batching"])
+    agreement = TypeAdapter(Agreement | None).validate_python(values["agreement"])
     identity = without_removed(values["identity"], JobConfig)
     return Manifest(values["fingerprint"], identity, batching, files, shards, schema, agreement)
 

@@ -116,8 +116,7 @@ def actor_cpus(actors: ActorsConfig) -> float:
 
 def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:
     """Wait for nodes. Return the lowest CPU count and memory (bytes) of a CPU node, and the number of CPU nodes."""
-    with connected(verbose=False):
-        wait_for_nodes(actors)
+    with ray_session(actors, verbose=False):
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
     return int(min(one["CPU"] for one in nodes)), int(min(one["memory"] for one in nodes)), len(nodes)
 

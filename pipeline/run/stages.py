@@ -69,7 +69,7 @@ class Backend(Hardware):
     starts_workers = False
 
     def ready(self, actors: ActorsConfig) -> AbstractContextManager[None]:
-        """Start the backend, so that `call_as_actor` and `session` within the block need not do it again."""
+        """Start the backend, so that `call_as_actors` and `session` within the block need not do it again."""
         return nullcontext()
 
     def session(self, actors: ActorsConfig, output: str) -> AbstractContextManager[Session]:

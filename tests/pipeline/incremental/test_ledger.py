@@ -58,13 +58,13 @@ def run_over(root: Folder, *urls: str, state: ledgers.State = "success", **of_fi
 
 
 def test_a_ledger_is_read_as_written(root: Folder) -> None:
-    assert ledgers.read(root) == Ledger() and not ledgers.holds_ledger(root)
+    assert ledgers.read(root) == Ledger() and not root.names(ledgers.LEDGER)
     first = run_over(root, "a", "b")
     second = run_over(root, "c", state="abandoned")
     third = run_over(root, "c", state="unfinished")
     assert [run.number for run in (first, second, third)] == [1, 2, 3]
     found = ledgers.read(root)
-    assert found.runs == (first, second, third) and ledgers.holds_ledger(root)
+    assert found.runs == (first, second, third) and root.names(ledgers.LEDGER)
     assert (first.rows, first.state, second.why, third.state) == (10, "success", "why not", "unfinished")
     assert found.last == third and found.last_success == first
 

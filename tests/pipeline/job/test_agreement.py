@@ -204,7 +204,7 @@ def test_rows_that_fail_are_passed_over_and_a_death_does_not_stop_the_job(
     def dies(*_: Any) -> Agreement:
         raise Died("killed by SIGKILL")
 
-    monkeypatch.setattr(InProcess, "call_as_actor", dies)
+    monkeypatch.setattr(InProcess, "call_as_actors", dies)
     assert run_in_process(job(values)).fresh_rows == ROWS
     assert "agreement with full depth is not measured: the process died (killed by SIGKILL)" in caplog.text
     monkeypatch.undo()
