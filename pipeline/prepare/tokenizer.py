@@ -32,9 +32,12 @@ SHORT_CHARACTERS = 2**16  # `fewest_tokens` is 0 for texts up to this length
 def tokenizer_of(checkpoint: Source) -> Any:
     """Return the checkpoint's tokenizer. Raises UserError if the tokenizer is damaged."""
     known = KnownTokenizer(checkpoint) if isinstance(checkpoint, str) else checkpoint
+    folder = fetch(known.checkpoint, weights=False)
     try:
-        return load_tokenizer(fetch(known.checkpoint, weights=False), known.class_name)
-    except (ValueError, LookupError, OSError) as error:
+        tokenizer = load_tokenizer(folder, known.class_name)
+        tokenizer("a")  # some damage shows only here
+        return tokenizer
+    except Exception as error:  # transformers raises errors of any class for a damaged file
         raise UserError(f"{shown_path(checkpoint)}: the tokenizer cannot be loaded: {one_line(error)}") from None
 
 

@@ -117,7 +117,7 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
         UserError: the folder, its safetensors or its tokenizer is missing; its family or quantized weights are not
             supported; a size is impossible; or its ``skipdecode.json`` does not fit the model.
     """
-    from huggingface_hub.errors import StrictDataclassError
+    from transformers import GenerationConfig
 
     from actors.engine.model.families import context_length, family_named, family_of
 
@@ -142,16 +142,20 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
     for name in (*TOKENIZERS, "generation_config.json"):
         if (folder / name).is_file():
             read_object(folder / name)
+    name = "config.json"
     try:
         if in_library:
             family_named(values.get("model_type"))
         config = read_config(folder)
         if in_library:
             family_of(config)
+            name = "generation_config.json"
+            if (folder / name).is_file():
+                GenerationConfig.from_pretrained(folder, local_files_only=True)
         else:
             config = config.get_text_config()
-    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
-        kind = "" if isinstance(error, UserError) else f"config.json: {type(error).__name__}: "
+    except Exception as error:  # transformers raises errors of any class for a damaged file
+        kind = "" if isinstance(error, UserError) else f"{name}: {type(error).__name__}: "
         raise UserError(f"{folder}: {kind}{flat(error)}") from None
     layers = config.num_hidden_layers
     spec = load_spec(folder, layers)

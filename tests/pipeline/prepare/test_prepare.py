@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompt_specs import spec_of
 
+from actors.engine.errors import UserError
 from actors.engine.model.loading import inspect, load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
@@ -266,6 +268,30 @@ def test_the_stage_keeps_shards_whole(checkpoint: Path) -> None:
     for table, data in zip(tables, done["rows"], strict=True):
         assert from_ipc(data).equals(prepare_table(table, spec(checkpoint)))
     assert done["prepare_seconds"].shape == (2,) and (done["prepare_seconds"] > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("config.json", {"dtype": []}),
+        ("generation_config.json", {"pad_token_id": "x"}),
+        ("generation_config.json", {"cache_implementation": "new"}),
+        ("tokenizer_config.json", {"eos_token": 5}),
+        ("tokenizer_config.json", {"added_tokens_decoder": 5}),
+        ("tokenizer_config.json", {"model_max_length": "x"}),
+    ],
+)
+def test_values_that_transformers_refuses_are_one_line(
+    checkpoint: Path, tmp_path: Path, name: str, values: dict[str, Any]
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **values}))
+    load: Any = inspect
+    kind = re.escape(name)
+    if name.startswith("tokenizer"):
+        load, kind = tokenizer_of, "the tokenizer cannot be loaded"
+    with pytest.raises(UserError, match=rf"^{folder}: {kind}: [A-Za-z]+: .+$"):
+        load(str(folder))
 
 
 @pytest.mark.parametrize("text", ["{{ a", "{% for x in y %}", "{{ a | no_such_filter }}", "a\n{% nothing %}"])
