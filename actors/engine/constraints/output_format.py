@@ -125,7 +125,7 @@ _kept_grammar = lru_cache(1024)(_grammar)
 
 
 def _validated(kind: str, text: str) -> tuple[str, str | None]:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
     try:
         if kind == "json_schema":
@@ -139,4 +139,9 @@ def _validated(kind: str, text: str) -> tuple[str, str | None]:
         return "", flat(error)
     # warnings are errors here, because each reports a part of the grammar that would be ignored
     _, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)  # tokens are single bytes
+    if not messages and not matcher.is_error():
+        matcher.compute_bitmask()
+        if matcher.is_stopped() and not matcher.is_accepting():
+            messages = ["no answer can begin; correct a $ref or rule that leads only to itself, or an empty choice"]
     return str(grammar), flat(messages[0]) if messages else None
