@@ -57,14 +57,15 @@ class Page(HTMLParser):
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Folder, bytes]:
     """A folder whose name, and a job whose every text, tries to become part of the page."""
     folder = open_folder(str(tmp_path_factory.mktemp("out") / "<script>alert(0)</script>"), LOCAL)
-    config = {"input": {"system": f"{HOSTILE} {SECRET}", LINK: LINK}}
-    run = JobRun(90.0, 95.0, 9, 2.0, 130.0, 3.0, config, {"python": HOSTILE}, HOSTILE)
+    stored = HOSTILE.replace("\ud800", "")  # a job file with a lone surrogate is refused
+    config = {"input": {"system": f"{stored} {SECRET}", LINK: LINK}}
+    run = JobRun(90.0, 95.0, 9, 2.0, 130.0, 3.0, config, {"python": stored}, stored)
     write_json(folder, RUNS, [asdict(run)])
     kinds = json.dumps([[HOSTILE, 2, HOSTILE, LINK + HOSTILE]])
     shards = [
         part_stats(
             Shard(index, f"in/{HOSTILE}.parquet", 0, 5),
-            node=HOSTILE.replace("\ud800", ""),
+            node=stored,
             device=LINK,
             actor=f"{LINK}{index % 2}",
             error_kinds=kinds,
