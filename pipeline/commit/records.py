@@ -170,19 +170,17 @@ def write_segment(folder: Folder, table: pa.Table, fingerprint: str) -> None:
     folder.create(_segment_name(data), data)
 
 
-def compact(folder: Folder, fingerprint: str, least: int = COMPACT_AT) -> int:
-    """Move separate record files into segments if there are at least `least` files. Return the number of moved records.
+def compact(folder: Folder, fingerprint: str, least: int = COMPACT_AT) -> None:
+    """Move separate record files into segments if there are at least `least` files.
 
     Damaged record files stay where they are. At the end of the job, the damaged records are rebuilt.
     """
-    shards, moved = loose_shards(folder), 0
+    shards = loose_shards(folder)
     for first in range(0, len(shards) if len(shards) >= least else 0, SEGMENT_ROWS):
         records, _ = _read_loose(folder, shards[first : first + SEGMENT_ROWS], fingerprint)
         if records:
             write_segment(folder, records_table(records), fingerprint)
             folder.remove_all([record_name(record["shard"]) for record in records])
-            moved += len(records)
-    return moved
 
 
 def drop_records(folder: Folder, shards: Sequence[int], fingerprint: str) -> None:

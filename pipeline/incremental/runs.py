@@ -252,8 +252,7 @@ def print_runs(console: Console, result: IncrementalResult) -> None:
         lines.append(f"nothing new since run {last.number} of {last.began} ({last.folder})")
     elif not result.finished:
         lines.append("nothing new: there was no run yet, and no file has rows")
-    for line in lines:
-        console.print(line, markup=False, highlight=False)
+    console.print("\n".join(lines), markup=False, highlight=False)
 
 
 def runs_summary(root: str, result: IncrementalResult, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -61,8 +61,7 @@ def print_report(
     if totals.duplicate_ids:
         lines.append(f"warning: {totals.duplicate_ids:,} rows have the id of an earlier row")
         lines += [f"  {example}" for example in totals.duplicate_examples]
-    for line in lines:
-        console.print(line, markup=False, highlight=False)
+    console.print("\n".join(lines), markup=False, highlight=False)
 
 
 def _columns(totals: Totals) -> dict[str, Callable[[ShardStats], str]]:
@@ -121,8 +120,7 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
     report = f", report: {folder.url}/{REPORT}" if folder.exists(REPORT) else ""
     lines.append(f"answers: {folder.url}/part-*.parquet")
     lines.append(f"statistics: {folder.url}/{STATS}, summary: {folder.url}/{SUMMARY}{report}")
-    for line in lines:
-        console.print(line, markup=False, highlight=False)
+    console.print("\n".join(lines), markup=False, highlight=False)
 
 
 def last_errors(folder: Folder) -> list[tuple[int, int]]:

@@ -62,8 +62,7 @@ class RayWorker(Worker):
         self.output = output
 
     def actor(self) -> str | None:
-        actor: str | None = ray.get_runtime_context().get_actor_id()
-        return actor
+        return ray.get_runtime_context().get_actor_id()
 
     def node(self) -> str:
         """Return the host's name and the start of the Ray node's id. Several nodes may have the same host name."""

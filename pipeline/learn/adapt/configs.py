@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from pipeline.config.job import JobConfig, JobScheduleConfig
 from pipeline.config.load import dump_yaml, validated
 from pipeline.config.tune import TuneConfig
 from pipeline.input.files import InputFile
+from pipeline.learn.evaluate.results import Line
 
 KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # all schedule keys but the depths
 CHECKS = ("min_agreement", "agreement_rows")  # keys of the user's `schedule` that the final job file keeps
@@ -186,11 +188,18 @@ def tuned_model(task: Task) -> dict[str, str]:
     return {"path": pinned_path(task.config, task.resolved), "speed_adapter": own} if is_adapter else {"path": own}
 
 
-def job_text(
-    values: Mapping[str, Any], model: Mapping[str, str], schedule: Mapping[str, Any], comment: Sequence[str]
-) -> str:
-    """Return the text of the user's job file (`values`) with new `model` and `schedule` sections and no `adapt`."""
-    checks = {key: value for key, value in (values.get("schedule") or {}).items() if key in CHECKS}
-    job = {**values, "model": {**values["model"], **model}, "schedule": {**checks, **schedule}}
+def job_text(task: Task, values: Mapping[str, Any], chosen: Line, metric: str, tolerance: float, path: Path) -> str:
+    """Return the new job file `path`: the user's job file (`values`) at the chosen speed, without `adapt`."""
+    score = chosen.scores[metric]
+    comment = [
+        f"Written by `skipdecode adapt {task.source}`: the same job at the fastest speed within the tolerance.",
+        f"At {chosen.name}, {metric} loses {score.loss:.3g} on held-out rows of the job's input (upper end of "
+        f"the loss's interval: {score.loss_high:.3g}; tolerance: {tolerance:g}).",
+        f"The job answers all rows, including those of {task.folder / SAMPLE}. Run it: "
+        f"skipdecode run {shlex.quote(str(path))}",
+    ]
+    schedule = {key: value for key, value in (values.get("schedule") or {}).items() if key in CHECKS}
+    schedule |= {"speedup": chosen.nominal} | ({} if chosen.prompt == "full" else {"prompt": chosen.prompt})
+    job = {**values, "model": {**values["model"], **tuned_model(task)}, "schedule": schedule}
     job.pop("adapt", None)
     return "".join(f"# {flat(line)}\n" for line in comment) + dump_yaml(job)

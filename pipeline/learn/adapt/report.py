@@ -45,8 +45,7 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
     for text in [*adapted.harmed, *remarks(adapted.after, adapted.chance, adapted.metric)]:
         console.print(text, highlight=False)
     if adapted.break_even is not None and adapted.chosen is not None:
-        for line in adapted.break_even.sentences(adapted.chosen.name):
-            console.print(line)
+        console.print("\n".join(adapted.break_even.sentences(adapted.chosen.name)))
     console.print(f"time: {', '.join(f'{stage} {seconds:,.1f} s' for stage, seconds in adapted.seconds.items())}")
     console.print(
         f"trained: {folder / adapted.trained}\ntables: {folder / BEFORE} (before), {folder / AFTER} (after)",

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -141,7 +140,7 @@ def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: 
             actors=working_actors(config, actors["threads"]),
         )
         if not edited:
-            record.write_job(job_file, _job_text(task, values, chosen, metric, tolerance, job_file))
+            record.write_job(job_file, configs.job_text(task, values, chosen, metric, tolerance, job_file))
     return Adapted(
         folder=folder,
         trained=task.trained.name,
@@ -237,16 +236,3 @@ def memory_freed() -> Iterator[None]:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def _job_text(task: Task, values: Mapping[str, Any], chosen: Line, metric: str, tolerance: float, path: Path) -> str:
-    score = chosen.scores[metric]
-    comment = [
-        f"Written by `skipdecode adapt {task.source}`: the same job at the fastest speed within the tolerance.",
-        f"At {chosen.name}, {metric} loses {score.loss:.3g} on held-out rows of the job's input (upper end of "
-        f"the loss's interval: {score.loss_high:.3g}; tolerance: {tolerance:g}).",
-        f"The job answers all rows, including those of {task.folder / configs.SAMPLE}. Run it: "
-        f"skipdecode run {shlex.quote(str(path))}",
-    ]
-    schedule = {"speedup": chosen.nominal} | ({} if chosen.prompt == "full" else {"prompt": chosen.prompt})
-    return configs.job_text(values, configs.tuned_model(task), schedule, comment)

@@ -13,7 +13,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from actors.engine.errors import UserError
-from actors.engine.model.families import context_length
 from actors.engine.model.loading import inspect, load_tokenizer
 from actors.engine.schedule.file import Trained
 from actors.engine.schedule.schedule import MEASURED, Schedule, ScheduleSpec
@@ -114,7 +113,7 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
     if config.adapter is not None and config.adapter.start is not None:
         stored = started(start, config.adapter.start).spec
     tokenizer = load_tokenizer(config.model.path)
-    contexts = [data.max_tokens, context_length(architecture)]
+    contexts = [data.max_tokens, start.context_length]
     if config.loss.teacher is not None:
         contexts.append(inspect(config.loss.teacher).context_length)
         if load_tokenizer(config.loss.teacher).get_vocab() != tokenizer.get_vocab():

@@ -96,9 +96,8 @@ def _recipe(config: TuneConfig) -> dict[str, Any]:
         if checkpoint is not None:
             files += sorted(Path(checkpoint).glob("*.safetensors"))
     start = _start(config)
-    recipe: dict[str, Any] = json.loads(config.model_dump_json(exclude=FREE))
     return {
-        "config": recipe,
+        "config": config.model_dump(mode="json", exclude=FREE),
         "files": _versions(files),
         "start": _versions([] if start is None else [Path(start) / name for name in FILES]),
     }

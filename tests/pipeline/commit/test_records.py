@@ -84,8 +84,9 @@ def assert_complete(folder: Folder, uncertain: Iterable[str] = ()) -> None:
 def test_compaction_keeps_the_records(folder: Folder) -> None:
     commit_all(folder)
     before = read_records(folder, FINGERPRINT)
-    assert compact(folder, FINGERPRINT, 7) == 0 and folder.names(SEGMENTS) == []
-    assert compact(folder, FINGERPRINT, 6) == 6
+    compact(folder, FINGERPRINT, 7)
+    assert len(folder.names(COMMITS)) == 6 and folder.names(SEGMENTS) == []
+    compact(folder, FINGERPRINT, 6)
     assert folder.names(COMMITS) == [] and len(folder.names(SEGMENTS)) == 1
     assert read_records(folder, FINGERPRINT).equals(before)
     assert committed_shards(folder, SHARDS, FINGERPRINT) == set(range(6))

@@ -25,8 +25,8 @@ from pipeline.config.load import load_config, load_values
 from pipeline.input.files import list_files
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt import run as adaptation
-from pipeline.learn.adapt.configs import job_text
 from pipeline.learn.adapt.rows import layout, metric_of, read_sample
+from pipeline.learn.evaluate.results import Line, Score
 from pipeline.plan.manifest import plan_job
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
@@ -339,8 +339,13 @@ def test_run_accepts_the_section(tmp_path: Path, checkpoint: Path) -> None:
     assert len(prints) == 1
 
 
-def test_a_line_break_does_not_end_a_comment() -> None:
-    assert yaml.safe_load(job_text({"model": {"path": "x"}}, {"path": "y"}, {}, ["of\nline"]))["model"] == {"path": "y"}
+def test_a_line_break_does_not_end_a_comment(checkpoint: Path, tmp_path: Path) -> None:
+    config = JobConfig.model_validate(values(tmp_path, tmp_path, checkpoint))
+    resolved = resolve_checkpoint(config.model, config.storage)
+    task = configs.Task(config, "of\nline", tmp_path, resolved, [], pa.schema([]), {}, "")
+    chosen = Line("2x", 2.0, "full", 2.0, 1.0, {"fidelity": Score(90.0, 1.0, 2.0)})
+    text = configs.job_text(task, {"model": {"path": "x"}}, chosen, "fidelity", 2.0, tmp_path / "job.yaml")
+    assert yaml.safe_load(text)["schedule"] == {"speedup": 2.0}
 
 
 def test_a_row_that_the_job_could_not_answer_is_left_out(
