@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,16 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
+from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.cli.app import app
+from pipeline.config.forms import labels_given
 from pipeline.config.input import InputConfig
-from pipeline.config.job import JobConfig, SamplingConfig, Section
+from pipeline.config.job import JobConfig, ModelConfig, SamplingConfig, Section, StorageConfig
 from pipeline.config.load import changed, load_config
 from pipeline.config.tune import TuneConfig
+from pipeline.input.files import list_files
 from pipeline.messages import install_command
 
 JOB: dict[str, Any] = {"input": {"path": "in"}, "output": {"path": "out"}, "model": {"path": "model"}}
@@ -305,3 +311,38 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(
     result = CliRunner().invoke(app, ["run", str(job_file(tmp_path, merged(**sections)))])
     assert result.exit_code == 2
     assert result.stderr == f"skipdecode: {package} is not installed: {install_command('tables')}\n"
+
+
+STORAGE = StorageConfig()
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda path, _: list_files([path], STORAGE),
+        lambda path, _: list_files([f"{path}/*.parquet"], STORAGE),
+        lambda path, _: resolve_checkpoint(ModelConfig(path=path), STORAGE),
+        lambda path, _: resolve_checkpoint(ModelConfig(path=f"{path}/x/y"), STORAGE),
+        lambda path, model: resolve_checkpoint(ModelConfig(path=str(model), speed_adapter=path), STORAGE),
+        lambda path, _: load_config(JobConfig, Path(path)),
+        lambda path, _: labels_given(f"{path}.json"),
+    ],
+    ids=["input", "glob", "model", "folder", "adapter", "job file", "labels"],
+)
+def test_it_says_where(
+    look: Callable[[str, Path], None], tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as here:
+        look("none/a", checkpoint)
+    assert "host" not in str(here.value)
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    host = f" on host {socket.gethostname()} of the cluster"
+    with pytest.raises(UserError) as there:
+        look("none/a", checkpoint)
+    said = str(there.value)
+    assert f"{host} in {tmp_path}, which holds what `ray job submit --working-dir` uploaded" in said
+    assert "\n" not in said
+    with pytest.raises(UserError) as absolute:
+        look("/none/a", checkpoint)
+    assert f"{host}; give a place that every node reaches, or a path below the folder" in str(absolute.value)

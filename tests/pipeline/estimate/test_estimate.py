@@ -1,4 +1,4 @@
-"""`skipdecode plan`: the sample, the prediction, and the command, without Ray."""
+"""`skipdecode plan`: the sample, the prediction, and the command, without Ray but for the last two tests."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from actors.answers import Prompt
 from actors.engine.model.loading import inspect
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import EngineStats
+from pipeline import job as jobs
+from pipeline.commit.budget import BudgetSpent
 from pipeline.config.job import JobConfig
 from pipeline.estimate import TimedCall, estimate, longest, losses, predict, sample_places, time_speeds
 from pipeline.input.shards import Shard
@@ -210,3 +212,33 @@ def test_a_finished_job_has_nothing_left_and_that_is_no_error(
     assert (said.exit_code, as_json.exit_code) == (0, 0)
     assert said.stdout == f"{values['output']['path']}: nothing left to do: every row is answered\n"
     assert json.loads(as_json.stdout)["rows_left"] == 0
+
+
+ROWS = 240
+
+
+@pytest.fixture
+def many(checkpoint: Path, tmp_path: Path) -> dict[str, Any]:
+    pq.write_table(pa.table({"prompt": [f"cheap pub {row}" for row in range(ROWS)]}), tmp_path / "in.parquet")
+    own: dict[str, Any] = {"schedule": {"speedup": 1}, "sampling": {"max_new_tokens": 4, "ignore_eos": True}}
+    own |= {"actors": {"count": 2, "max_batch": 8}, "shard_rows": 2}
+    return job_values(tmp_path / "in.parquet", tmp_path / "out", checkpoint, **own)
+
+
+@pytest.mark.slow
+def test_actors_measure_at_the_same_time(own_ray: None, many: dict[str, Any], tmp_path: Path) -> None:
+    found = estimate(JobConfig.model_validate(many), seconds=5)
+    assert found["chosen"]["generated_tokens"] == 4 * ROWS
+    assert 0 < found["sample"]["rows"] <= 2 * 64
+    assert found["startup"]["load"] > 0 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_job_stops_at_its_budget_and_its_rest_is_planned(ray_to_be_left: None, many: dict[str, Any]) -> None:
+    with pytest.raises(BudgetSpent, match=r"budget\.tokens"):
+        jobs.run(JobConfig.model_validate({**many, "budget": {"tokens": 8}}))
+    rest = estimate(JobConfig.model_validate({**many, "budget": {"tokens": 8}}), seconds=5)
+    assert rest["budget_used"]["tokens"] >= 8
+    assert 0 < rest["rows_left"] < ROWS == rest["rows"]
+    result = jobs.run(JobConfig.model_validate({**many, "budget": {"tokens": 4 * ROWS}}))
+    assert result.totals.rows == ROWS and result.fresh_rows == rest["rows_left"]

@@ -199,20 +199,6 @@ def test_a_table_that_went_back_is_refused(tables: Tables, checkpoint: Path) -> 
         run(job)
 
 
-def test_the_appended_file_that_is_gone_by_now_is_named(tables: Tables, checkpoint: Path) -> None:
-    job = job_over(tables, checkpoint)
-    tables.append(NAME, prompts(0, 1))
-    run(job)
-    before = set(Path(tables.root).rglob("*.parquet"))
-    tables.append(NAME, prompts(1, 1))
-    (new,) = set(Path(tables.root).rglob("*.parquet")) - before
-    tables.compact(NAME)
-    new.unlink()  # vacuumed
-    with pytest.raises(UserError) as error:
-        run(job)
-    assert str(error.value) == f"{new}: this data file of {tables.path(NAME)} is gone; restore it, or repair the table"
-
-
 @pytest.mark.parametrize("store", ["disk", "bucket"])
 @pytest.mark.parametrize("kind", ["iceberg", "delta"])
 def test_each_run_is_one_snapshot_of_the_output_table(

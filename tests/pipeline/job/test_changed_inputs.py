@@ -11,14 +11,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from in_process import InProcess, invoke, job_config, job_values, run_in_process
+from in_process import job_config, run_in_process
 
 from actors.engine.errors import UserError
-from pipeline import job as jobs
-from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.config.job import StorageConfig
 from pipeline.input.files import list_files, read_footer
 from pipeline.input.shards import cut_shards
-from pipeline.plan import plan_files
 from pipeline.run.ray_data import ShardSource
 from pipeline.run.stages import Read
 from pipeline.storage.folder import Folder, open_folder
@@ -86,25 +84,6 @@ def test_a_file_written_over_in_place_is_noticed(place: tuple[Folder, StorageCon
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # at the least
     with pytest.raises(ValueError, match="changed since the job began"):
         next(blocks)
-
-
-def test_between_run_and_resume_the_command_refuses_and_names_the_file(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = tmp_path / "in"
-    inputs.mkdir()
-    for name in ("a", "b"):
-        (inputs / f"{name}.parquet").write_bytes(OLD)
-    values = job_values(inputs, tmp_path / "out", checkpoint)
-    config = JobConfig.model_validate(values)
-    folder = open_folder(config.output.path, config.storage)
-    plan_files.save(folder, jobs.plan(config, None, InProcess()).manifest)
-    (inputs / "b.parquet").write_bytes(NEW)
-    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("too late"))
-    result = invoke(tmp_path, values)
-    assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"skipdecode: {tmp_path}/job.yaml: {inputs}/b.parquet: changed since the job began")
 
 
 def test_another_input_path_for_an_output_is_named(tmp_path: Path, checkpoint: Path) -> None:

@@ -12,16 +12,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import job_config, parts, run_in_process, run_interrupted
+from in_process import job_config, parts, run_in_process
 
 from actors.engine.errors import UserError
 from pipeline import job
 from pipeline.commit.lease import LeaseHeld, LeaseLost
-from pipeline.commit.sink import PART, check_output
+from pipeline.commit.sink import check_output
 from pipeline.config.job import JobConfig
 from pipeline.report.summary import JobResult
 from pipeline.run import stages
-from pipeline.storage.folder import open_folder
 
 ROWS = 24
 BAD = {5: "prompt is null", 13: "prompt of 201 tokens leaves no room in a context of 64"}
@@ -69,20 +68,6 @@ def test_another_run_that_began_and_finished_while_this_one_was_planned(
     with pytest.raises(error, match=message):
         run_in_process(this)
     assert parts(tmp_path / "out")
-
-
-def test_an_interrupt_lets_shards_at_work_end_and_the_same_command_finishes(
-    finished: tuple[Path, JobResult], inputs: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = config(inputs, tmp_path / "out", checkpoint)
-    run_interrupted(monkeypatch, job)
-    folder = open_folder(job.output.path, job.storage)
-    committed = [name for name in folder.names() if PART.fullmatch(name)]
-    assert 1 <= len(committed) < 5 and "_SUCCESS" not in folder.names()
-    assert run_in_process(job).fresh_rows == ROWS - sum(
-        pq.read_metadata(tmp_path / "out" / name).num_rows for name in committed
-    )
-    assert parts(tmp_path / "out") == parts(finished[0])
 
 
 def test_a_job_in_a_thread_that_loses_its_lease_ends_alone(

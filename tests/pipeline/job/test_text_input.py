@@ -42,7 +42,7 @@ def test_rows_in_any_format_have_the_same_answered_rows(tmp_path: Path, checkpoi
     assert all(rows == found["parquet"] for rows in found.values())
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "csv"])
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "jsonl.gz", "csv"])
 def test_an_interrupted_and_resumed_job_writes_the_same_bytes(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
@@ -54,7 +54,7 @@ def test_an_interrupted_and_resumed_job_writes_the_same_bytes(
     killed = config(path, tmp_path / "killed", checkpoint, **changes)
 
     run_interrupted(monkeypatch, killed)
-    assert len(parts(tmp_path / "killed")) == 1
+    assert len(parts(tmp_path / "killed")) == 1 and not (tmp_path / "killed" / "_SUCCESS").exists()
     assert run_in_process(killed).fresh_rows == len(ROWS) - 6
     assert parts(tmp_path / "killed") == parts(tmp_path / "whole")
     folder = open_folder(str(tmp_path / "killed"), StorageConfig())
