@@ -38,7 +38,14 @@ class Section(BaseModel):
                 log.warning("the key %s was removed and is ignored; leave it out", name)
         if isinstance(values, dict):
             values = {name: value for name, value in values.items() if name not in cls.removed}
+            values = {name: {} if value is None and cls._is_section(name) else value for name, value in values.items()}
         return values
+
+    @classmethod
+    def _is_section(cls, name: str) -> bool:
+        """Return whether the key must hold a section, so that null (as all its keys are comments) is an empty one."""
+        kind = getattr(cls.model_fields.get(name), "annotation", None)
+        return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def without_removed(stored: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
@@ -73,14 +80,17 @@ def holds_secret() -> PydanticCustomError:
 
 
 def _place(value: str) -> str:
+    value = os.path.expandvars(os.path.expanduser(value))
     if without_secrets(value) != value:
         raise holds_secret()
     if "\0" in value:
         raise UserError("holds a null character")
-    return os.path.expanduser(value)
+    if not value.strip():
+        raise UserError("is empty")
+    return value
 
 
-# a path or URL, in which ~ is the home folder; without secrets, because it is saved in the output
+# a path or URL, in which ~ and $NAME are replaced; without secrets, because it is saved in the output
 Place = Annotated[str, AfterValidator(_place)]
 
 

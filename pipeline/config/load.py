@@ -33,8 +33,9 @@ def parse_yaml(text: str) -> Any:
         raise UserError(without_secrets(f"{_place(error)}{problem}; leave one out")) from None
     except MarkedYAMLError as error:
         problem = flat(error.problem or error.context)
-        tab = "; indent with spaces" if "'\\t'" in problem else ""
-        raise UserError(without_secrets(f"{_place(error)}{problem}{tab}")) from None
+        hint = "; indent with spaces" if "'\\t'" in problem else ""
+        hint = "; put a text that begins with {{ in quotes" if "unhashable" in problem else hint
+        raise UserError(without_secrets(f"{_place(error)}{problem}{hint}")) from None
     except (YAMLError, ValueError) as error:
         raise UserError(without_secrets(flat(error))) from None
     except (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError) as error:
@@ -145,7 +146,7 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
         return f"{key} is missing; give it a value{more}"
     if problem["type"] == "model_type":
         return f"{key} must be a section with keys of its own; see `skipdecode keys {where[0]}`{more}"
-    message = problem["msg"].removeprefix("Value error, ")
+    message = problem["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
     given = problem.get("input")
     is_shown = isinstance(given, str | int | float | bool | None) and problem["type"] != SECRET
     shown = f", not {_shown(given)}" if is_shown else ""

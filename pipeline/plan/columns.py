@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 
 import pyarrow as pa
@@ -17,6 +18,7 @@ from pipeline.input.text_files import TextColumns
 from pipeline.messages import printable
 from pipeline.prepare.prompt_spec import read_names
 from pipeline.prepare.prompts import ADDED
+from pipeline.prepare.templates import is_template
 
 
 def needed_columns(config: JobConfig) -> list[str]:
@@ -72,7 +74,13 @@ def parsed_column(config: JobConfig) -> pa.DataType | None:
 
 
 def check_columns(config: JobConfig) -> None:
-    """Raise UserError if an input column is copied twice, or has the name of a column that the job adds."""
+    """Raise UserError if an input column is copied twice, or has the name of a column that the job adds.
+
+    Also raise UserError if the template has single braces only, with which all prompts would be the same.
+    """
+    template = config.input.template or ""
+    if not is_template(template) and (found := re.search(r"\{ *(\w+) *\}", template)):
+        raise UserError(f"input.template: write {{{{ {found[1]} }}}} instead of {found[0]} to insert a column")
     for name in needed_columns(config):
         if name in ADDED and name not in config.output.keep:
             raise UserError(f"input: column {printable(name)} has a name that the job itself uses; rename it")

@@ -63,6 +63,8 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
     ("values", "message"),
     [
         (merged(input={"path": []}), r"input\.path: "),
+        (merged(output={"path": " "}), r"output\.path: is empty, not ' '$"),
+        (merged(sampling={"stop": 5}), r"sampling\.stop: input should be a valid list, not 5$"),
         (merged(input={"prompt": "a", "template": "b"}), r"input: give prompt or template, not both$"),
         (merged(input={"chat_template_kwargs": {"a": 1}}), r"input: chat_template_kwargs is for chats: "),
         (merged(input={"examples": [{"user": "a"}]}), r"input\.examples\.0\.assistant is missing"),
@@ -256,11 +258,17 @@ def test_a_change_has_no_comments(tmp_path: Path, text: str, value: str) -> None
     assert load_config(JobConfig, job_file(tmp_path), [f"input.system={text}"]).input.system == value
 
 
-def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_without_keys_has_the_defaults(tmp_path: Path) -> None:
+    empty: dict[str, Any] = {"schedule": None, "sampling": None, "actors": None, "storage": {"catalog": None}}
+    assert load_config(JobConfig, job_file(tmp_path, {**JOB, **empty})) == JobConfig.model_validate(JOB)
+    assert refusal(job_file(tmp_path, {**JOB, "input": None})).endswith("input.path is missing; give it a value")
+
+
+def test_a_path_may_name_the_home_folder_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "labels.json").write_text('["a", "b"]')
     values = merged(input={"path": ["~/in", "~"]}, model={"path": "~/m~"}, adapt={"output": "./~/a"})
-    job = load_config(JobConfig, job_file(tmp_path, values), ["output.path=~/out", "choices=~/labels.json"])
+    job = load_config(JobConfig, job_file(tmp_path, values), ["output.path=$HOME/out", "choices=~/labels.json"])
     assert job.input.path == [f"{tmp_path}/in", str(tmp_path)]
     assert (job.output.path, job.model.path, job.choices) == (f"{tmp_path}/out", f"{tmp_path}/m~", ("a", "b"))
     assert job.adapt is not None and job.adapt.output == "./~/a"

@@ -93,6 +93,11 @@ def test_columns_of_a_job_with_everything() -> None:
         (["id"], {"id": "key"}, r"^output\.keep: the job writes its own ids"),
         (["topic", "topic"], {}, r"^output\.keep: topic"),  # many readers refuse two columns of one name
         ([], {"template": "{{ __error }}"}, "__"),
+        (
+            [],
+            {"template": "Say {topic}."},
+            r"^input\.template: write \{\{ topic \}\} instead of \{topic\} to insert a c",
+        ),
     ],
 )
 def test_columns_that_would_collide_are_refused(keep: list[str], given: dict[str, str], said: str) -> None:
