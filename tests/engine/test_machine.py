@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import psutil
 import pytest
 import torch
@@ -89,3 +91,8 @@ def test_no_other_module_counts_cpus_or_memory() -> None:
     files = [file for top in ("actors", "pipeline") for file in (root / top).rglob("*.py") if file.name != "machine.py"]
     counts = ("cpu_count", "sched_getaffinity", "virtual_memory")
     assert [file for file in files if any(name in file.read_text() for name in counts)] == []
+
+
+def test_no_modules_of_actors_import_each_other_in_a_cycle() -> None:
+    graph = grimp.build_graph("actors")
+    TopologicalSorter({one: graph.find_modules_directly_imported_by(one) for one in graph.modules}).prepare()
