@@ -257,25 +257,21 @@ class Totals(Counts):
         return ratio(self.full_layer_steps, self.layer_steps)
 
     @property
-    def device_seconds_per_million_tokens(self) -> float | None:
-        """Device seconds per million generated tokens; None without tokens."""
-        return ratio(1e6 * self.device_seconds, self.generated_tokens)
-
-    @property
-    def money_per_million_tokens(self) -> float | None:
-        """Money per million generated tokens; None without tokens or price."""
-        return ratio(1e6 * self.money, self.generated_tokens) or None
-
-    @property
     def padding_fraction(self) -> float:
         """Share of padding among the tokens computed in prefill."""
         return ratio(self.padding_tokens, self.padded_prompt_tokens) or 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and most properties as plain values."""
-        costs = ("device_seconds_per_million_tokens", "money_per_million_tokens", "padding_fraction")
-        names = ("warnings", "mean_depth", "layer_ratio", *costs)
-        return {**asdict(self), **{name: getattr(self, name) for name in names}}
+        """Return fields, most properties, and costs of a million generated tokens (None without tokens or price)."""
+        return {
+            **asdict(self),
+            "warnings": self.warnings,
+            "mean_depth": self.mean_depth,
+            "layer_ratio": self.layer_ratio,
+            "device_seconds_per_million_tokens": ratio(1e6 * self.device_seconds, self.generated_tokens),
+            "money_per_million_tokens": ratio(1e6 * self.money, self.generated_tokens) or None,
+            "padding_fraction": self.padding_fraction,
+        }
 
 
 def ratio(part: float, total: float) -> float | None:

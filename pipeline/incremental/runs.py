@@ -36,8 +36,7 @@ from pipeline.input.table import TablePin
 from pipeline.messages import counted
 from pipeline.plan import manifest as manifests
 from pipeline.plan import plan_files
-from pipeline.plan.columns import check_columns
-from pipeline.plan.inputs import check_output_disjoint, unchanged_files
+from pipeline.plan.inputs import unchanged_files
 from pipeline.plan.manifest import NoRows, newest, with_snapshot
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.planned import PlannedJob, part_schema, plan
@@ -46,7 +45,7 @@ from pipeline.report.summary import JobResult
 from pipeline.run.stages import Backend
 from pipeline.runtime.announce import announce
 from pipeline.runtime.signals import interruptible
-from pipeline.storage.folder import Folder, check_location, make_writable, open_folder, probe_create
+from pipeline.storage.folder import Folder, make_writable, open_folder, probe_create
 
 log = logging.getLogger(__name__)
 
@@ -92,10 +91,7 @@ def run(
         raise UserError("--limit: rows beyond the limit would never be answered; leave out --limit or input.since")
     backend = backend or jobs.ray_backend(verbose=verbose)
     with interruptible():
-        check_columns(config)
-        check_output_disjoint(config)
-        root = open_folder(config.output.path, config.storage)
-        check_location(root)
+        root = jobs.output_folder(config)
         if any(name.endswith(".parquet") for name in root.names()) or plan_files.load(root) is not None:
             raise UserError(
                 f"{root.url}: holds files that no incremental run wrote; choose another folder for input.since"

@@ -167,6 +167,8 @@ class IcebergInput:
     def as_shown(self, snapshot: int, url: str, schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
         shown, held = self._schema(snapshot), self._field_ids(url, schema)
         by_id = {number: name for name, number in held.items()}
+        sources = (source for spec in self.table.specs().values() for source in spec.fields)
+        partitions = {one.source_id for one in sources if isinstance(one.transform, IdentityTransform)}
         for name in names:
             if name not in shown.column_names:
                 columns = listed(field.name for field in shown.fields)
@@ -187,7 +189,7 @@ class IcebergInput:
                         f"letters, digits and _, and {COMPACT}"
                     )
                 raise UserError(f"{url}: has column {name!r} under its earlier name {held_as!r}; {COMPACT}")
-            if self._is_partition(field.field_id):
+            if field.field_id in partitions:
                 raise UserError(f"{url}: lacks the partition column {name!r}; {COMPACT}, or leave the column out")
             if field.initial_default is not None:
                 raise UserError(f"{url}: lacks column {name!r}, which has a default; {COMPACT}")
@@ -220,10 +222,6 @@ class IcebergInput:
         if found.schema_id is None or found == self.table.current_snapshot():
             return self.table.schema()
         return self.table.schemas()[found.schema_id]
-
-    def _is_partition(self, number: int) -> bool:
-        fields = [field for spec in self.table.specs().values() for field in spec.fields]
-        return any(field.source_id == number and isinstance(field.transform, IdentityTransform) for field in fields)
 
     def _files(self, tasks: Iterable[object]) -> dict[str, int]:
         files = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,9 @@ def with_agreement(
     if on_vllm:
         generator = {**generator, "vllm": None, "cache_bytes": generator["cache_bytes"] or 2**30}
     record = _record(config, manifest.identity)
-    agreement = _read(record)
+    agreement: Agreement | None = None
+    with suppress(OSError, ValueError):  # the record does not exist, or is damaged
+        agreement = TypeAdapter(Agreement).validate_json(record.read_bytes())
     origin = ", measured in an earlier run" if config.input.since is None else ", measured on rows of an earlier run"
     if agreement is None:
         rows = spread_rows(manifest.files, manifest.shards, config.schedule.agreement_rows)
@@ -134,10 +137,3 @@ def _record(config: JobConfig, identity: Mapping[str, Any]) -> Path:
     kept = {key: identity[key] for key in names}
     values = {**kept, "input": inputs, "rows": config.schedule.agreement_rows}
     return cache_record(config.model.cache, "agreement", values)
-
-
-def _read(record: Path) -> Agreement | None:
-    try:
-        return TypeAdapter(Agreement).validate_json(record.read_bytes())
-    except (OSError, ValueError):  # the file does not exist, or is damaged
-        return None
