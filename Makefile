@@ -152,9 +152,10 @@ evidence-real-labels: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/real_evidence.py labels $(OPTIONS)
 	.venv/bin/python tests/benchmarks/real_evidence.py groups $(OPTIONS)
 
-# The adapter is trained here, in half an hour: Gemma's terms of use apply to it.
+# The adapters are trained here, in an hour: Gemma's terms of use apply to it.
 evidence-real-gemma: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/real_evidence.py gemma-labels $(OPTIONS)
+	.venv/bin/python tests/benchmarks/real_evidence.py gemma-text $(OPTIONS)
 
 work/evidence/dense-5/tune.json: | work/evidence/new/dense-5
 work/evidence/dense-7/tune.json: | work/evidence/new/dense-7

@@ -1,11 +1,11 @@
 """Prompts for the evidence on a published model, from the data sets beside the repository.
 
-    .venv/bin/python tests/benchmarks/real_data.py {text,labels,gemma-labels,groups,emotion,summaries}
+    .venv/bin/python tests/benchmarks/real_data.py {text,labels,groups,emotion,summaries,gemma-text,gemma-labels}
 
 text: E2E's facts; own.parquet has its dev prompts, and the test prompts that are not scored; recombined.parquet has
 prompts of six to eight facts drawn from those. labels: Banking77 with its most similar training questions as
-examples; further.parquet has more of them; gemma-labels: the same for Gemma 3 270M. groups: Banking77's 77 intents as
-10 topics. emotion: tweets of TweetEval's train and val splits, in work/tweeteval (a clone of
+examples; further.parquet has more of them. gemma-text, gemma-labels: the same for Gemma 3 270M. groups: Banking77's
+77 intents as 10 topics. emotion: tweets of TweetEval's train and val splits, in work/tweeteval (a clone of
 github.com/cardiffnlp/tweeteval). summaries: passages of QMSum's meetings, cut so that a prompt has 1,500 tokens,
 those to adapt to 250. Writes the job's input (train.parquet, without answers) and the rows to score (test.parquet)
 into work/real/<name>. A scored row's prompt is the token ids that the job configs/real/<name>.yaml makes of it.
@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from restaurant_slots import slots_of
+from real_model import values_stated
+from restaurant_slots import errors_of, slots_of
 
 from actors.engine.model.loading import load_tokenizer
 from pipeline.checkpoints.resolve import resolve_checkpoint
@@ -47,6 +48,7 @@ EXAMPLES = 6  # similar questions before each
 ADAPTED, FURTHER = 3000, 1900  # training questions that a job of labels adapts to, and those of its second training
 PROMPT_TOKENS, AROUND = 1500, 80  # of a summary's prompt, and of the chat around the passage
 ADAPT_TOKENS = 250  # of such prompts that are adapted to: a step takes a fifth of the time
+CHOSEN_HELD_OUT = 151  # of the chosen answers
 RECOMBINED, FACTS = 1600, (6, 8)  # such prompts; facts of each, name included
 SEED = 7
 # Banking77's intents by topic, a word of their names each; the first match counts
@@ -136,6 +138,34 @@ def recombined(rows: Rows) -> Rows:
         chosen = {"name", *chance.sample(order[1:], chance.randint(*FACTS) - 1)}
         made[", ".join(f"{fact}[{chance.choice(values[fact])}]" for fact in order if fact in chosen)] = None
     return [{"id": f"recombined-{number:04d}", "prompt": prompt} for number, prompt in enumerate(made)]
+
+
+def choose_best(answers: Path, job: Path, folder: Path) -> None:
+    """Write pairs to train on: of each prompt's drawn answers the one that states most facts and adds fewest others.
+
+    Args:
+        answers: output folder of `job`, with the column `prompt`.
+        job: the job file.
+        folder: gets train.parquet and held-out.parquet.
+    """
+    best: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {}
+    for row in pq.read_table(answers).to_pylist():
+        if row["finish_reason"] == "stop":  # neither cut off nor an error
+            prompt, text = row["prompt"], row["generated_text"]
+            stated, errors = values_stated([prompt], [text])[0], errors_of(prompt, text)
+            score = stated - errors.wrong - errors.added, stated
+            if row["id"] not in best or score > best[row["id"]][0]:
+                best[row["id"]] = score, {"prompt": prompt, "response": text}
+    pairs = [pair for _, pair in best.values()]
+    config = load_config(JobConfig, job, [])
+    spec = prompt_spec(config, resolve_checkpoint(config.model, config.storage), 0.0)
+    for pair, ids in zip(pairs, prompt_ids(pa.Table.from_pylist(pairs), spec), strict=True):
+        pair["prompt"] = ids
+    random.Random(SEED).shuffle(pairs)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in {"held-out": pairs[-CHOSEN_HELD_OUT:], "train": pairs[:-CHOSEN_HELD_OUT]}.items():
+        with replacing(folder / f"{name}.parquet") as temporary:
+            pq.write_table(pa.Table.from_pylist(part), temporary)
 
 
 def labels() -> Made:
@@ -257,6 +287,7 @@ def summaries() -> Made:
 
 MAKERS: dict[str, Callable[[], Made]] = {
     "text": text,
+    "gemma-text": text,
     "labels": labels,
     "gemma-labels": labels,
     "groups": groups,

@@ -2,9 +2,9 @@
 
     .venv/bin/python tests/benchmarks/real_evidence.py NAME [--rows N] [--steps N] [--sample N]
 
-NAME: text, labels, groups, summaries or gemma-labels. Steps, each skipped if its result is there, so that the same
-command goes on where it was stopped: model, prompts, speed adapter, a model of half the layers healed on the same
-answers (not of Gemma), evaluations, table and chart in work/real/<name>. A speed adapter in
+NAME: text, labels, groups, summaries, gemma-text or gemma-labels. Steps, each skipped if its result is there, so that
+the same command goes on where it was stopped: model, prompts, speed adapter, a model of half the layers healed on the
+same answers (not of Gemma), evaluations, table and chart in work/real/<name>. A speed adapter in
 configs/real/<name>-adapter takes the place of the trained one. With --rows, --steps and --sample: a few rows to
 score, training steps and answers to learn from, to try the commands.
 """
@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from ideal import Ceilings, Least, Shape, least, measure, taken_off
-from real_data import JOBS, MODEL, WORK, write_rows
+from real_data import JOBS, MODEL, WORK, choose_best, write_rows
 from real_model import ADAPTER, make_model, values_stated
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -50,8 +50,13 @@ FURTHER: dict[str, list[tuple[str, str, list[str]]]] = {
     "labels": [("labels-further.yaml", "adapt-further", [])],
     "summaries": [("summaries.yaml", "adapt-again", ["adapt.training.max_steps=170", "adapt.training.seed=1"])],
 }
-GEMMA = "gemma-labels"  # a job of the second model, whose weights and adapters are never committed
-METRICS = {"text": "bleu", **dict.fromkeys(("labels", "groups", GEMMA), "exact_match"), "summaries": "rouge_l"}
+GEMMA = ("gemma-text", "gemma-labels")  # jobs of the second model, whose weights and adapters are never committed
+TEXTS = ("text", "gemma-text")
+METRICS = {
+    **dict.fromkeys(TEXTS, "bleu"),
+    **dict.fromkeys(("labels", "groups", "gemma-labels"), "exact_match"),
+    "summaries": "rouge_l",
+}
 TITLES = {"bleu": "BLEU", "exact_match": "accuracy %", "rouge_l": "ROUGE-L"}
 LINES = {"adapted": "adapted", "measured": "unadapted, measured order", "paper": "unadapted, paper's order"}
 OF_PROMPT_AND_FALL = ("horizon", "decay", "prompt")
@@ -66,12 +71,12 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="answers to learn from")
     arguments = parser.parse_args()
     name, folder = arguments.name, WORK / arguments.name
-    make_model("gemma3-270m" if name == GEMMA else "smollm2")
+    make_model("gemma3-270m" if name in GEMMA else "smollm2")
     if not (folder / "test.parquet").is_file() and not write_rows(name):
         return  # skipped, with the reason printed
     steps = [] if arguments.steps is None else [f"training.max_steps={arguments.steps}"]
     adapter = speed_adapter(name, [f"adapt.{step}" for step in steps], arguments.sample)
-    dense = None if name == GEMMA else dense_model(name, adapter, steps)
+    dense = None if name in GEMMA else dense_model(name, adapter, steps)
     few = UNADAPTED_ROWS if arguments.rows is None else min(arguments.rows, UNADAPTED_ROWS)
     rows = [] if arguments.rows is None else [f"data.limit={arguments.rows}"]
     baselines = [] if dense is None else [f"baselines={json.dumps({f'{DENSE_LAYERS} layers, healed': str(dense)})}"]
@@ -92,7 +97,7 @@ def main() -> None:
 
 
 def speed_adapter(name: str, changes: list[str], sample: int | None) -> Path:
-    """The folder of the job's speed adapter: the committed one, else that of the last `adapt` of the job."""
+    """The folder of the job's speed adapter: the committed one, else that of the job's last training."""
     committed, trained = COMMITTED.get(name, JOBS / f"{name}-adapter"), Path()
     if (committed / "skipdecode.json").is_file():
         return committed
@@ -105,6 +110,12 @@ def speed_adapter(name: str, changes: list[str], sample: int | None) -> Path:
             if sample is not None:
                 given += [f"adapt.rows={sample}", f"adapt.held_out={max(2, sample // 5)}"]
             command("adapt", f"{JOBS}/{config}", *given, result=trained / "skipdecode.json")
+    if name == "text":
+        trained = WORK / name / "best" / "speed-adapter"
+        if not (trained / "skipdecode.json").is_file():
+            command("run", f"{JOBS}/text-sampled.yaml")
+            choose_best(WORK / name / "sampled", JOBS / "text-sampled.yaml", WORK / name / "best")
+            command("tune", f"{JOBS}/text-best.yaml", *(one.removeprefix("adapt.") for one in changes))
     return trained
 
 
@@ -248,7 +259,7 @@ def unadapted_schedule(kind: str, adapter: Path) -> dict[str, Any]:
 
 def _stated(name: str, texts: list[str]) -> Array | None:
     """See `Row`."""
-    if name != "text":
+    if name not in TEXTS:
         return None
     prompts = pq.read_table(WORK / name / "test.parquet", columns=["text"])["text"].to_pylist()[: len(texts)]
     return np.array([values_stated([prompt], [text]) for prompt, text in zip(prompts, texts, strict=True)], dtype=float)
