@@ -23,16 +23,15 @@ from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 DEADLINE_SECONDS, SECONDS_PER_ROW, BYTES_PER_SECOND = 20.0, 0.05, 1e5
 
 
-def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine | None = None) -> dict[str, Any]:
+def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine) -> dict[str, Any]:
     """Turn the rows of each shard into prompts. Return the columns of `batch` and the new column `prepare_seconds`.
 
     Args:
         batch: Columns shard, url, first_row and rows (the shard's rows as Arrow IPC bytes, which get prompts).
-        quarantine: Finds rows that kill their process, which Ray Data would retry for ever. None: such rows are not
-            looked for, and there is no time limit.
+        quarantine: Finds rows that kill their process, which Ray Data would retry for ever.
     """
-    if quarantine is not None:  # in a worker, tokenize in one thread: Ray runs several workers on a machine
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # in a worker, tokenize in one thread: Ray runs several workers on a machine
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     began = time.perf_counter()
     tables = [
         _prepare_shard(int(shard), from_ipc(rows), spec, quarantine)
@@ -49,9 +48,7 @@ def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine |
     }
 
 
-def _prepare_shard(shard: int, table: pa.Table, spec: PromptSpec, quarantine: Quarantine | None) -> pa.Table:
-    if quarantine is None:
-        return prepare_table(table, spec)
+def _prepare_shard(shard: int, table: pa.Table, spec: PromptSpec, quarantine: Quarantine) -> pa.Table:
     attempt = quarantine.begin(shard, table.num_rows)
     if attempt.isolated:
         return prepare_isolated(table, spec, attempt)

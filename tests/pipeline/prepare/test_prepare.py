@@ -18,6 +18,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_folder import MemoryFolder
 from prompt_specs import spec_of
 
 from actors.engine.errors import UserError
@@ -30,6 +31,8 @@ from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.stage import prepare
 from pipeline.prepare.templates import compile_template, template_columns
 from pipeline.prepare.tokenizer import known_tokenizer, tokenizer_of
+from pipeline.runtime.quarantine import Quarantine
+from pipeline.storage.folder import LocalFolder
 
 CONTEXT, VOCABULARY = 64, 300
 
@@ -164,10 +167,11 @@ def test_the_planned_class_loads_what_auto_tokenizer_loads(
     assert found.special_tokens_map == expected.special_tokens_map
 
 
-def test_a_process_that_prepares_rows_imports_neither_torch_nor_models(checkpoint: Path) -> None:
+def test_a_process_that_prepares_rows_imports_neither_torch_nor_models(checkpoint: Path, tmp_path: Path) -> None:
     known = known_tokenizer(ResolvedCheckpoint(inspect(checkpoint), str(checkpoint)))
     batch = {"shard": [0], "url": ["u"], "first_row": [0], "rows": [to_ipc(pa.table({"prompt": ["a"]}))]}
-    job = pickle.dumps((batch, replace(spec(checkpoint), checkpoint=known)))
+    quarantine = Quarantine(LocalFolder(str(tmp_path), tmp_path), "run", 2, "prepare")
+    job = pickle.dumps((batch, replace(spec(checkpoint), checkpoint=known), quarantine))
     run = subprocess.run(
         [
             sys.executable,
@@ -262,7 +266,7 @@ def test_the_stage_keeps_shards_whole(checkpoint: Path) -> None:
     rows = np.empty(2, dtype=object)
     rows[:] = [to_ipc(table) for table in tables]
     batch = {"shard": np.array([4, 5]), "url": np.array(["f", "g"]), "first_row": np.array([0, 8]), "rows": rows}
-    done = prepare(batch, spec(checkpoint))
+    done = prepare(batch, spec(checkpoint), Quarantine(MemoryFolder(), "run", 2, "prepare"))
     assert set(done) == {"shard", "url", "first_row", "rows", "prepare_seconds"}
     assert done["shard"].tolist() == [4, 5] and done["first_row"].tolist() == [0, 8]
     for table, data in zip(tables, done["rows"], strict=True):
