@@ -133,6 +133,8 @@ def first_rows(url: str, size: int, version: str, kind: str, storage: StorageCon
         names = schema.names
     schema = common_schema([(file, schema)], list(dict.fromkeys([*path_values(url), *names])), storage)
     shards = cut_shards([file], ROWS, SAMPLE_BYTES)[:1]
+    if not shards:
+        raise UserError(f"{url}: holds no rows")
     tables = [table.filter(pc.field(ERROR).is_null()) for _, table in read_shards([file], shards, schema, storage)]
     if not tables or not tables[0].num_rows:
         raise UserError(f"{url}: none of the first {ROWS} rows can be read; correct the file")

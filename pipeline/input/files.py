@@ -274,7 +274,9 @@ def _other_format(head: bytes) -> str | None:
     if text.startswith(("{", "[")):
         return "JSON"
     first = text.split("\n", 1)[0]
-    return "CSV" if "\n" in text and any(mark in first for mark in ",;\t") else None
+    if "\n" in text and any(mark in first for mark in ",;\t"):
+        return "CSV"
+    return "plain text" if text and not text.startswith("PAR1") else None
 
 
 def check_unchanged(file: InputFile, storage: StorageConfig) -> None:

@@ -117,7 +117,7 @@ class JsonTypes:
     def schema(self, as_json: frozenset[str]) -> pa.Schema:
         """Return a schema of all columns found (null if not requested). Raises Unreadable if no row is an object."""
         if self._columns and self._lines and not self._seen:
-            raise Unreadable(f"{counted(self._lines, 'line')} read, and none holds a JSON object")
+            raise Unreadable(f"{counted(self._lines, 'line')} read, and none holds a JSON object; write one per line")
         fields = []
         for column in self._seen if self._lines else self._columns:
             kinds = self._columns.get(column, {}).values()

@@ -142,6 +142,7 @@ def test_a_disk_failure_is_not_a_user_error(tmp_path: Path, monkeypatch: pytest.
         (b"id\tprompt\r\n1\ta\r\n", "CSV", "set input.format: csv"),
         (gzip.compress(b"id,prompt\n1,a\n", mtime=0), "gzip", "convert it to Parquet"),
         (b"ARROW1\0\0" + b"\0" * 99, "an Arrow IPC file", "convert it to Parquet"),
+        (b"a\nb\n", "plain text", "convert it to Parquet"),
         (b"PAR1" + b"x" * 30 + b"\x10\0\0\0PAR1", None, "Couldn't deserialize"),
         (b"PAR1" + b"x" * 30, None, ""),  # cut short
         (b"", None, ""),

@@ -117,11 +117,14 @@ def test_an_input_without_prompts_is_refused_in_one_line(tmp_path: Path) -> None
     pq.write_table(pa.table({"id": [1, 2], "score": [0.5, 1.0]}), tmp_path / "in.parquet")
     done, job = written(tmp_path, str(tmp_path / "in.parquet"))
     assert done.exit_code == 2 and "score" in done.stderr and not job.exists()
+    (tmp_path / "in.csv").write_text("id,prompt\n")
+    done, _ = written(tmp_path, str(tmp_path / "in.csv"))
+    assert done.exit_code == 2 and done.stderr.endswith("/in.csv: holds no rows\n")
     done, _ = written(tmp_path, str(tmp_path / "missing"))
     assert done.exit_code == 2 and "no such file" in done.stderr
     (tmp_path / "bad.jsonl").write_text("{\n")
     done, _ = written(tmp_path, str(tmp_path / "bad.jsonl"))
-    assert done.exit_code == 2 and "none holds a JSON object" in done.stderr
+    assert done.exit_code == 2 and "none holds a JSON object; write one per line" in done.stderr
 
 
 def test_a_folder_of_json_lines_has_its_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
