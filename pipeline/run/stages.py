@@ -60,7 +60,6 @@ class Session(Protocol):
 
     def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
         """Run the stages to their end. After a signal, give running shards `grace_seconds`, then raise Interrupted."""
-        ...
 
 
 class Backend(Hardware):
