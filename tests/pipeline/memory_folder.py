@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from pipeline.storage.folder import FileInfo
+from pipeline.storage.folder import FileInfo, Folder
 
 
 @dataclass
@@ -70,6 +70,15 @@ class MemoryFolder:
         self.gate()
         paths = (path.rpartition("/") for path in self.files)
         return sorted(name for folder, _, name in paths if folder == f"{self.prefix}/{subfolder}".rstrip("/"))
+
+
+def outcome(folder: Folder | MemoryFolder, step: str, name: str, data: bytes) -> object:
+    """Return what an operation returns, or FileNotFoundError if it raises this."""
+    given = {"create": (name, data), "replace": (name, data), "remove_all": (["a", name],), "names": ()}
+    try:
+        return getattr(folder, step)(*given.get(step, (name,)))
+    except FileNotFoundError:
+        return FileNotFoundError
 
 
 class Killed(BaseException):
