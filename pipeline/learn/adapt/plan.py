@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import time
@@ -10,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from actors.engine.errors import UserError, flat
@@ -229,6 +231,8 @@ class StageRecord:
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - began
             self._save()
+        gc.collect()  # a trainer has reference cycles; the next stage needs its memory
+        torch.cuda.empty_cache()
         return dict(self.done[stage]["result"])
 
     def is_edited(self, job_file: Path) -> bool:

@@ -9,18 +9,16 @@ All stages write into one folder. If the command is repeated, it skips the stage
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-import torch
 
 from actors.engine.schedule.file import load_spec
 from pipeline import job as jobs
@@ -201,7 +199,7 @@ def _tune(task: Task, longest: int, prompts: Sequence[str]) -> dict[str, Any]:
     from pipeline.learn.tune.run import tune  # imported late: the training starts only after Ray has been shut down
 
     recipe = configs.tune_config(task, str(fetch(task.resolved.source)), longest, prompts)
-    with memory_freed(), redirect_stdout(sys.stderr):  # losses are progress, and stdout is only for the result
+    with redirect_stdout(sys.stderr):  # losses are progress, and stdout is only for the result
         folder = tune(recipe)
     return {"harmed": json.loads((folder / "tune.json").read_text()).get("harmed", [])}
 
@@ -219,20 +217,8 @@ def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mappin
     shape = {key: value for key, value in spec.to_dict().items() if key in configs.KEPT}
     model = str(fetch(task.resolved.source))  # the resolved commit, even if a branch has moved since
     values = configs.eval_values(task, model, shape, prompts, tuned=tuned) | dict(actors)
-    with memory_freed():
-        evaluation = evaluate_run.evaluate(validated(EvalConfig, values, "adapt"))
+    evaluation = evaluate_run.evaluate(validated(EvalConfig, values, "adapt"))
     return {
         "lines": [asdict(replace(line, seconds=line.seconds / evaluation.rows)) for line in evaluation.lines],
         "chance": {name: asdict(score) for name, score in evaluation.chance.items()},
     }
-
-
-@contextmanager
-def memory_freed() -> Iterator[None]:
-    """Free a stage's memory after the `with` block. A trainer has reference cycles, which only the collector frees."""
-    try:
-        yield
-    finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()

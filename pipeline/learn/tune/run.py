@@ -7,13 +7,13 @@ recipe ──> plan ──────────────> train (in this p
 
 from __future__ import annotations
 
-import gc
 import logging
 from pathlib import Path
 
 import torch
 
 from actors.engine.cpu.executor import fastest_decoder
+from actors.engine.errors import free_memory
 from actors.engine.machine import set_threads
 from actors.engine.model.file_digests import digests
 from actors.engine.model.loading import load_decoder
@@ -62,7 +62,5 @@ def with_measured_order(config: TuneConfig, plan: TrainingPlan) -> TrainingPlan:
     order, warmup = measured_order(
         identity, lambda: fastest_decoder(load_decoder(path, dtype, device).model), rows, given, None
     )
-    if device.type == "cuda":  # the training, perhaps in another process, needs the GPU's memory
-        gc.collect()
-        torch.cuda.empty_cache()
+    free_memory()  # the training, perhaps in another process, needs the GPU's memory
     return with_order(config, plan, order, warmup)

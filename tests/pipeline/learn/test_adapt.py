@@ -6,7 +6,7 @@ import gc
 import json
 import shutil
 import weakref
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +24,7 @@ from pipeline.config.job import JobConfig, ModelConfig, StorageConfig
 from pipeline.config.load import load_config, load_values
 from pipeline.input.files import list_files
 from pipeline.learn.adapt import configs
-from pipeline.learn.adapt import run as adaptation
+from pipeline.learn.adapt.plan import StageRecord
 from pipeline.learn.adapt.rows import layout, metric_of, read_sample
 from pipeline.learn.evaluate.results import Line, Score
 from pipeline.plan.manifest import plan_job
@@ -259,18 +259,25 @@ def test_the_evaluation_before_is_no_cost(fakes: Fakes, command: Run) -> None:
     assert found["break_even"]["cost"] == pytest.approx(sum(seconds.values()) - seconds["before"], rel=1e-9)
 
 
-def test_memory_in_cycles_is_freed() -> None:
+def test_memory_in_cycles_is_freed(tmp_path: Path) -> None:
     class Cycle:
         def __init__(self) -> None:
             self.itself = self
 
+    held = []
+
+    def work() -> dict[str, Any]:
+        held.append(weakref.ref(Cycle()))
+        assert held[0]() is not None
+        return {}
+
+    record = StageRecord(tmp_path / "adapt")
+    record.folder.claim([])
+    record.check({"sample": {}})
     gc.disable()
     try:
-        with suppress(KeyError), adaptation.memory_freed():
-            held = weakref.ref(Cycle())
-            assert held() is not None
-            raise KeyError
-        assert held() is None
+        record.run("sample", "draw rows", [], work)
+        assert held[0]() is None
     finally:
         gc.enable()
 
