@@ -75,7 +75,9 @@ class InputConfig(Section):
     )
     prompt: str | None = Field(None, description="column with prompts: text, or lists of token ids; default 'prompt'")
     template: str | None = Field(
-        None, description="Jinja2 template that makes the prompt from a row's columns, such as meta.question or tags[0]"
+        None,
+        min_length=1,
+        description="Jinja2 template that makes the prompt from a row's columns, such as meta.question or tags[0]",
     )
     messages: str | None = Field(
         None, description="column with chats: lists of structs with role and content (text or parts), or JSON text"
@@ -196,7 +198,7 @@ class InputConfig(Section):
     def prompt_column(self) -> str | None:
         """The column with prompts; None if prompts come from a template, messages or batch requests."""
         other = self.is_batch or self.template is not None or self.messages is not None
-        return None if other else self.prompt or "prompt"
+        return None if other else "prompt" if self.prompt is None else self.prompt
 
     @property
     def chat_texts(self) -> list[str]:

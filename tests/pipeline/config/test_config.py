@@ -63,6 +63,7 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
     ("values", "message"),
     [
         (merged(input={"path": []}), r"input\.path: "),
+        (merged(input={"template": ""}), r"input\.template: string should have at least 1 character, not ''$"),
         (merged(output={"path": " "}), r"output\.path: is empty, not ' '$"),
         (merged(sampling={"stop": 5}), r"sampling\.stop: input should be a valid list, not 5$"),
         (merged(input={"prompt": "a", "template": "b"}), r"input: give prompt or template, not both$"),
@@ -236,6 +237,7 @@ def test_a_prompt_is_one_of_three(tmp_path: Path) -> None:
         return load_config(JobConfig, job_file(tmp_path, merged(input=values))).input
 
     assert given().prompt_column == "prompt" and given(prompt="q").prompt_column == "q" and not given().is_chat
+    assert given(prompt="").prompt_column == ""  # the name that pandas gives the index in a CSV file
     assert given(template="x").prompt_column is None and given(messages="m").prompt_column is None
     shots = [{"user": "a", "assistant": "b"}]
     for chat in ({"messages": "m"}, {"system": "s"}, {"examples": shots}, {"chat": True, "template": "x"}):
