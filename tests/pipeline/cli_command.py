@@ -30,6 +30,14 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+def wait_until(reached: Callable[[], object], seconds: float = 120, every: float = 0.05) -> None:
+    """Wait for a condition, asked every so many seconds. AssertionError once `seconds` have passed."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(every)
+
+
 class Command:
     """`skipdecode run` of a job, in a process group of its own. env: added to this process's."""
 

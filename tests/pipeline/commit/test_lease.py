@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
 import psutil
 import pytest
+from cli_command import wait_until
 
 from pipeline.commit.lease import EPOCHS, Holder, Lease, LeaseHeld, is_dead, this_process
 from pipeline.storage.concurrency import repeating
@@ -67,13 +68,6 @@ def beating(folder: Folder, holder: Holder) -> Iterator[None]:
         yield
 
 
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 5.0
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
-
-
 def took_over(folder: Folder) -> float:
     """Seconds until the lease was ours."""
     mine, began = lease(folder), time.monotonic()
@@ -91,7 +85,7 @@ def test_a_lease_is_claimed_renewed_and_given_back(folder: Folder) -> None:
     assert (found.pid, found.nonce, found.counter) == (os.getpid(), mine.holder.nonce, 0)
     since_boot = psutil.Process().create_time() - psutil.boot_time()
     assert found.started == pytest.approx(since_boot, abs=0.02)
-    until(lambda: held(folder).counter >= 3)
+    wait_until(lambda: held(folder).counter >= 3, 5, 0.01)
     assert replace(held(folder), counter=0) == found
     mine.release()
     given_back = held(folder)
@@ -112,7 +106,7 @@ def test_a_bucket_can_be_leased(store: str, request: pytest.FixtureRequest) -> N
 
     mine = slow_lease()
     mine.acquire(never)
-    until(lambda: held(bucket).counter >= 2)
+    wait_until(lambda: held(bucket).counter >= 2, 5, 0.01)
     with pytest.raises(LeaseHeld, match=f"process {os.getpid()} on "):
         slow_lease().acquire(never)
     assert held(bucket).nonce == mine.holder.nonce
@@ -126,7 +120,7 @@ def test_a_bucket_can_be_leased(store: str, request: pytest.FixtureRequest) -> N
 @pytest.mark.parametrize("end", ["gone", "zombie", "pid reused"])
 def test_a_dead_process_is_replaced_immediately(folder: Folder, caplog: pytest.LogCaptureFixture, end: str) -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
-    until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE, 5, 0.01)
     mine = lease(folder).holder
     if end == "gone":
         child.wait()
@@ -199,7 +193,7 @@ def test_a_lost_lease_is_reported_once(folder: Folder) -> None:
     mine.acquire(lambda: reports.append(1))
     own, thief = last(folder), replace(mine.holder, nonce="thief")
     folder.create(f"{EPOCHS}/000002.json", json.dumps(asdict(thief)).encode())
-    until(lambda: reports)
+    wait_until(lambda: reports, 5, 0.01)
     before = folder.read(own)
     time.sleep(4 * BEAT)
     assert reports == [1]
@@ -218,9 +212,9 @@ def test_a_short_store_outage_keeps_the_lease(folder: Folder, monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr(type(folder), "read", fail)
-        until(lambda: len(failed) >= 2)
+        wait_until(lambda: len(failed) >= 2, 5, 0.01)
     counter = held(folder).counter
-    until(lambda: held(folder).counter > counter)
+    wait_until(lambda: held(folder).counter > counter, 5, 0.01)
     mine.release()
 
 

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from cli_command import wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_process import files_of, report
@@ -98,10 +99,7 @@ def test_records_are_compacted_while_the_job_runs(folder: Folder, monkeypatch: p
     monkeypatch.setattr(compact, "__defaults__", (2,))
     commit_all(folder, SHARDS[:2])
     with compacting(folder, FINGERPRINT):
-        deadline = time.monotonic() + 20
-        while len(folder.names(SEGMENTS)) < 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: folder.names(SEGMENTS), 20)
         commit_all(folder, SHARDS[2:5])
     commit_all(folder, SHARDS[5:])
     assert "000005.json" in folder.names(COMMITS)

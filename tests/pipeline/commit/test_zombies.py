@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray_free_run
-from cli_command import Command, assert_released
+from cli_command import Command, assert_released, wait_until
 from fault_bench import SHARDS, Bench, Trial, digests
 from in_process import files_of, job_config
 from in_process import parts as parts_of
@@ -87,13 +87,6 @@ CASES = [
 ]
 
 
-def wait_until_stopped(process: psutil.Process) -> None:
-    deadline = time.monotonic() + 60
-    while process.status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def contents(folder: Folder) -> dict[str, Any]:
     """Every file, and when it was last written, but the lease's."""
     if isinstance(folder, LocalFolder):
@@ -134,7 +127,7 @@ def test_attempts_that_wake_up_after_their_shard_was_committed_change_nothing(
         asleep.append(psutil.Process(int(zombies.stdout.readline())))
     before = []
     for zombie, (folder, where, _, _) in zip(asleep[1:], cases, strict=True):
-        wait_until_stopped(zombie)
+        wait_until(lambda zombie=zombie: zombie.status() == psutil.STATUS_STOPPED, 60)  # type: ignore[misc]
         if isinstance(folder, LocalFolder):
             clear_temporaries(folder)  # as the next run does
         first = commit(folder, SHARD, part(SHARD), part_stats(SHARD, node="alive"), FINGERPRINT)

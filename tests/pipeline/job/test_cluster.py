@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import requests
 import yaml
+from cli_command import wait_until
 from in_process import job_config
 from local_cluster import ROOT, LocalCluster
 from ray._private.runtime_env.packaging import create_package
@@ -51,13 +52,6 @@ def submit(cluster: LocalCluster, file: Path, name: str, *options: str) -> tuple
     command = ["--", "python", "-m", "pipeline", "run", str(file)]
     done = cluster.job("submit", "--submission-id", name, "--working-dir", ".", *options, *command)
     return done.returncode, done.stdout + done.stderr
-
-
-def wait_until(reached: Callable[[], bool], seconds: float = 120, every: float = 0.1) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(every)
 
 
 def parts(folder: Path) -> dict[str, int]:

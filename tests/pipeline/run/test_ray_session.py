@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from cli_command import wait_until
 from ray.util.placement_group import placement_group_table
 
 from actors.engine.errors import UserError
@@ -59,20 +60,14 @@ def test_each_job_that_waits_asks_for_its_own_nodes(own_ray: None, monkeypatch: 
         thread.start()
         return thread
 
-    def wait_until(expected: list[list[float]]) -> None:
-        deadline = time.monotonic() + 30
-        while asked() != expected:
-            assert time.monotonic() < deadline, asked()
-            time.sleep(0.05)
-
     first = wait(2, 4.0)
-    wait_until([[3.0, 3.0]])
+    wait_until(lambda: asked() == [[3.0, 3.0]], 30)
     second = wait(1, 1.0)
-    wait_until([[3.0], [3.0, 3.0]])
+    wait_until(lambda: asked() == [[3.0], [3.0, 3.0]], 30)
     second.join()
-    wait_until([[3.0, 3.0]])
+    wait_until(lambda: asked() == [[3.0, 3.0]], 30)
     first.join()
-    wait_until([])
+    wait_until(lambda: asked() == [], 30)
 
 
 def test_log_levels_are_given_back_when_the_last_job_ends(own_ray: None) -> None:
