@@ -87,6 +87,8 @@ def _place(value: str) -> str:
         raise UserError("holds a null character")
     if not value.strip():
         raise UserError("is empty")
+    if unset := re.search(r"\$\{\w+\}", value):
+        raise UserError(f"{unset[0]} is no environment variable; set it")
     return value
 
 

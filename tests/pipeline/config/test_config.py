@@ -64,6 +64,10 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
     [
         (merged(input={"path": []}), r"input\.path: "),
         (merged(input={"template": ""}), r"input\.template: string should have at least 1 character, not ''$"),
+        (
+            merged(output={"path": "${NO_SUCH}/a"}),
+            r"output\.path: \$\{NO_SUCH\} is no environment variable; set it, not ",
+        ),
         (merged(output={"path": " "}), r"output\.path: is empty, not ' '$"),
         (merged(sampling={"stop": 5}), r"sampling\.stop: input should be a valid list, not 5$"),
         (merged(input={"prompt": "a", "template": "b"}), r"input: give prompt or template, not both$"),
