@@ -36,6 +36,7 @@ from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config
 from pipeline.demo_data import OPTIONAL_SLOTS
 from pipeline.learn.adapt.rows import prompt_ids
+from pipeline.learn.evaluate.metrics import rouge_l_statistics
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.storage.owned_folder import replacing
 
@@ -140,32 +141,47 @@ def recombined(rows: Rows) -> Rows:
     return [{"id": f"recombined-{number:04d}", "prompt": prompt} for number, prompt in enumerate(made)]
 
 
-def choose_best(answers: Path, job: Path, folder: Path) -> None:
-    """Write pairs to train on: of each prompt's drawn answers the one that states most facts and adds fewest others.
+def choose_best(name: str) -> None:
+    """Write pairs to train on into work/real/<name>/best: of each prompt's drawn answers the one with the best score.
 
-    Args:
-        answers: output folder of `job`, with the column `prompt`.
-        job: the job file.
-        folder: gets train.parquet and held-out.parquet.
+    Raises KeyError if the answers of the job configs/real/<name>-sampled.yaml lack a column that the score needs.
     """
-    best: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {}
-    for row in pq.read_table(answers).to_pylist():
-        if row["finish_reason"] == "stop":  # neither cut off nor an error
-            prompt, text = row["prompt"], row["generated_text"]
-            stated, errors = values_stated([prompt], [text])[0], errors_of(prompt, text)
-            score = stated - errors.wrong - errors.added, stated
-            if row["id"] not in best or score > best[row["id"]][0]:
-                best[row["id"]] = score, {"prompt": prompt, "response": text}
-    pairs = [pair for _, pair in best.values()]
-    config = load_config(JobConfig, job, [])
+    best: dict[str, tuple[tuple[float, ...], dict[str, Any]]] = {}
+    for row in pq.read_table(WORK / name / "sampled").to_pylist():
+        score = SCORES[name](row) if row["error"] is None else None
+        if score is not None and (row["id"] not in best or score > best[row["id"]][0]):
+            best[row["id"]] = score, row
+    config = load_config(JobConfig, JOBS / f"{name}-sampled.yaml", [])
     spec = prompt_spec(config, resolve_checkpoint(config.model, config.storage), 0.0)
-    for pair, ids in zip(pairs, prompt_ids(pa.Table.from_pylist(pairs), spec), strict=True):
-        pair["prompt"] = ids
+    rows = [row for _, row in best.values()]
+    pairs = [
+        {"prompt": ids, "response": row["generated_text"], "ended": row["finish_reason"] == "stop"}
+        for row, ids in zip(rows, prompt_ids(pa.Table.from_pylist(rows), spec), strict=True)
+    ]
     random.Random(SEED).shuffle(pairs)
+    folder = WORK / name / "best"
     folder.mkdir(parents=True, exist_ok=True)
-    for name, part in {"held-out": pairs[-CHOSEN_HELD_OUT:], "train": pairs[:-CHOSEN_HELD_OUT]}.items():
-        with replacing(folder / f"{name}.parquet") as temporary:
+    for file, part in {"held-out": pairs[-CHOSEN_HELD_OUT:], "train": pairs[:-CHOSEN_HELD_OUT]}.items():
+        with replacing(folder / f"{file}.parquet") as temporary:
             pq.write_table(pa.Table.from_pylist(part), temporary)
+
+
+def facts_score(row: dict[str, Any]) -> tuple[float, ...] | None:
+    """Facts stated less facts that are false or added, then facts stated; None: the answer was cut off."""
+    if row["finish_reason"] != "stop":
+        return None
+    prompt, text = row["prompt"], row["generated_text"]
+    stated, errors = values_stated([prompt], [text])[0], errors_of(prompt, text)
+    return stated - errors.wrong - errors.added, stated
+
+
+def summary_score(row: dict[str, Any]) -> tuple[float, ...]:
+    """ROUGE-L against the reference, times the share of runs of four words that are not repeated."""
+    text = row["generated_text"]
+    words = text.split()
+    fours = [tuple(words[place : place + 4]) for place in range(len(words) - 3)]
+    [[rouge, _]] = rouge_l_statistics([text], [[row["reference"]]])
+    return (rouge * len(set(fours)) / max(1, len(fours)),)
 
 
 def labels() -> Made:
@@ -280,11 +296,19 @@ def summaries() -> Made:
         cut = passage[: ends[room - 1][1]] if len(ends) > room else passage
         return {"id": given["id"], "prompt": f"{cut}\n\n{question}"}
 
-    train = [row(given, ADAPT_TOKENS) for name in ("train", "dev") for given in read(f"qmsum/{name}")]
+    train = [
+        {**row(given, ADAPT_TOKENS), "reference": given.get("reference") or given["references"][0]}
+        for name in ("train", "dev")
+        for given in read(f"qmsum/{name}")
+    ]
     test = [{**row(given, PROMPT_TOKENS), "references": given["references"]} for given in read("qmsum/test")]
     return train, test, {}
 
 
+SCORES: dict[str, Callable[[dict[str, Any]], tuple[float, ...] | None]] = {
+    "text": facts_score,
+    "summaries": summary_score,
+}
 MAKERS: dict[str, Callable[[], Made]] = {
     "text": text,
     "gemma-text": text,

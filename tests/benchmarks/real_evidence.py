@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from ideal import Ceilings, Least, Shape, least, measure, taken_off
-from real_data import JOBS, MODEL, WORK, choose_best, write_rows
+from real_data import JOBS, MODEL, SCORES, WORK, choose_best, write_rows
 from real_model import ADAPTER, make_model, values_stated
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -110,12 +110,12 @@ def speed_adapter(name: str, changes: list[str], sample: int | None) -> Path:
             if sample is not None:
                 given += [f"adapt.rows={sample}", f"adapt.held_out={max(2, sample // 5)}"]
             command("adapt", f"{JOBS}/{config}", *given, result=trained / "skipdecode.json")
-    if name == "text":
+    if name in SCORES:
         trained = WORK / name / "best" / "speed-adapter"
         if not (trained / "skipdecode.json").is_file():
-            command("run", f"{JOBS}/text-sampled.yaml")
-            choose_best(WORK / name / "sampled", JOBS / "text-sampled.yaml", WORK / name / "best")
-            command("tune", f"{JOBS}/text-best.yaml", *(one.removeprefix("adapt.") for one in changes))
+            command("run", f"{JOBS}/{name}-sampled.yaml")
+            choose_best(name)
+            command("tune", f"{JOBS}/{name}-best.yaml", *(one.removeprefix("adapt.") for one in changes))
     return trained
 
 
