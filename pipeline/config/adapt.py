@@ -35,6 +35,7 @@ MEANINGS = {
     "exact_match": "share of the answers that equal a reference of their row",
 }
 LOSS = {"references": 0.0, "distillation": 1.0}
+LOSS_OF_RESPONSES = {"references": 1.0, "distillation": 0.5}
 # the rate for full weights is small because the model can do its task already; an adapter starts from zero
 LEARNING_RATE = {"adapter": 1e-3, "full": 1e-4}
 # defaults for a few thousand rows
@@ -77,11 +78,18 @@ class AdaptConfig(Section):
         "for token_kl. Default: fidelity and agreement_rouge_l 10, agreement_exact 5, token_kl 0.1, any other metric 2",
     )
     references: str | None = Field(None, description="input column with right answers: a string, or a list of strings")
+    responses: str | None = Field(
+        None,
+        description="input column with the answers to train on, such as the best of several samples of each row; a row "
+        "without one is not trained on. Default: the model's answers at full depth",
+    )
     max_tokens: int | None = Field(
         None, ge=4, description="maximum tokens of prompt and answer together in a training row; default: no limit"
     )
     loss: dict[str, Any] = Field(
-        default_factory=dict, description="keys as in section loss of training files; default: {distillation: 1}"
+        default_factory=dict,
+        description="keys as in section loss of training files; default: {distillation: 1}; with "
+        "responses: {references: 1, distillation: 0.5}",
     )
     weights: Literal["adapter", "full"] = Field(
         "adapter",

@@ -13,7 +13,7 @@ import pyarrow as pa
 from actors.engine.errors import UserError, flat
 from actors.engine.schedule.schedule import MEASURED, ScheduleSpec
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
-from pipeline.config.adapt import LEARNING_RATE, LOSS, TRAINING, AdaptConfig
+from pipeline.config.adapt import LEARNING_RATE, LOSS, LOSS_OF_RESPONSES, TRAINING, AdaptConfig
 from pipeline.config.job import JobConfig, JobScheduleConfig
 from pipeline.config.load import dump_yaml, validated
 from pipeline.config.tune import TuneConfig
@@ -130,7 +130,7 @@ def tune_config(task: Task, model: str, max_tokens: int, prompts: Sequence[str])
         "data": {**files, "max_tokens": max(4, adapt.max_tokens or max_tokens), **columns},
         "output": str(task.trained),
         "schedule": {"speedups": list(adapt.speedups), **task.shape, "prompt": own, "also": also},
-        "loss": {**LOSS, **adapt.loss},
+        "loss": {**(LOSS if adapt.responses is None else LOSS_OF_RESPONSES), **adapt.loss},
         "adapter": adapt.adapter if adapt.weights == "adapter" else None,
         "training": {
             **TRAINING,

@@ -134,6 +134,10 @@ def _check_job(config: JobConfig, options: AdaptConfig) -> None:
         raise UserError("reasoning: adapt evaluates whole answers; remove it here, and add it to the new job.yaml")
     if config.input.tools is not None:
         raise UserError("input.tools: adapt evaluates only free text; use a job with the same chats but no tools")
+    if config.choices is not None and options.responses is not None:
+        raise UserError(
+            "adapt.responses: works only for free text; leave it out, or leave choices out"
+        )
     if config.choices is not None and options.metric in (*OF_TEXTS, "fidelity"):
         raise UserError(f"adapt.metric: {options.metric} is not a metric for labels; with choices, use exact_match")
     if config.model.speed_adapter is not None:
@@ -163,7 +167,7 @@ def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]
             "sampling": config.sampling.model_dump(exclude={"n"}),
             "choices": config.choices,
             "answers_version": ANSWERS_VERSION,
-            **chosen("rows", "held_out", "references"),
+            **chosen("rows", "held_out", "references", "responses"),
         },
         "answers": {
             "output": {"strip": config.output.strip},

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError
-from pipeline.config.adapt import OF_TEXTS, SHORT
+from pipeline.config.adapt import OF_TEXTS, SHORT, AdaptConfig
 from pipeline.config.forms import normalized
 from pipeline.config.job import JobConfig
 from pipeline.input.files import Files, InputFile
@@ -51,19 +51,21 @@ def draw(total: int, count: int) -> list[int]:
 
 
 def layout(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
-    """Return the input files and the schema of the columns to read: the job's columns, and `adapt.references`.
+    """Return the input files and the schema of the columns to read: the job's columns, and those that `adapt` names.
 
     Raises UserError if a file cannot be read, or a column is missing or has the wrong type.
     """
     assert config.adapt is not None
-    keep = [] if config.adapt.references is None else [config.adapt.references]
-    output = config.output.model_copy(update={"keep": keep})
+    named = {"references": config.adapt.references, "responses": config.adapt.responses}
+    columns = {key: name for key, name in named.items() if name is not None}
+    output = config.output.model_copy(update={"keep": list(dict.fromkeys(columns.values()))})
     files, schema = read_footers(config.model_copy(update={"output": output}), listed)
-    for name in keep:
+    for key, name in columns.items():
         kind = schema.field(name).type
-        is_list = isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+        is_list = key == "references" and isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
         if not is_text(kind.value_type if is_list else kind):
-            raise UserError(f"adapt.references: column {name!r} is {kind}; it must be string, or a list of strings")
+            lists = ", or a list of strings" if key == "references" else ""
+            raise UserError(f"adapt.{key}: column {name!r} is {kind}; it must be string{lists}")
     return files, schema
 
 
@@ -89,7 +91,7 @@ def read_sample(
 
 
 def write_pairs(
-    folder: Path, spec: PromptSpec, held_out: int, references: str | None, choices: Sequence[str] | None
+    folder: Path, spec: PromptSpec, held_out: int, options: AdaptConfig, choices: Sequence[str] | None
 ) -> dict[str, int]:
     """Join the sample with its answers, and write the held-out rows, the training rows and the dev rows.
 
@@ -97,8 +99,8 @@ def write_pairs(
     (empty answers), `unreferenced` (held-out rows without a usable reference) and `repeated` (training rows with the
     prompt of a held-out row). `longest`: tokens of the longest pair. Raises UserError if too few rows are left.
 
-    held_out: how many rows, from the start of the sample, are held out. references: column of the sample with true
-    answers. choices: labels; references that are not labels are ignored.
+    held_out: how many rows, from the start of the sample, are held out. choices: labels; references that are not labels
+    are ignored.
     """
     sample, answers = read_parquet((folder / SAMPLE).read_bytes()), _answers(folder / ANSWERS)
     failed = {row: answers[row]["error"] for row in range(sample.num_rows) if answers[row]["error"] is not None}
@@ -107,17 +109,20 @@ def write_pairs(
         log.warning("%d rows of the sample have an error and are left out; in row %d: %s", len(failed), row, error)
     answered = [row for row in range(sample.num_rows) if row not in failed]
     prompts = dict(zip(answered, prompt_ids(sample.take(answered), spec), strict=True))
-    end = tokenizer_of(spec.checkpoint).eos_token_id
+    tokenizer, references, responses = tokenizer_of(spec.checkpoint), options.references, options.responses
     values: list[Any] = sample[references].to_pylist() if references is not None else [None] * sample.num_rows
     labels = None if choices is None else {normalized(label) for label in choices}
     kept: dict[str, list[dict[str, Any]]] = {HELD_OUT: [], TRAIN: []}
     left_out = Counter(errors=len(failed), empty=0, unreferenced=0, repeated=0)
     evaluated: set[tuple[int, ...]] = set()  # prompts of the held-out rows, which come first in the sample
     for row, prompt in prompts.items():
-        response = answers[row]["token_ids"]
-        ended = response[-1:] == [end]
+        response, text = answers[row]["token_ids"], answers[row]["generated_text"]
+        ended = response[-1:] == [tokenizer.eos_token_id]
         response = response[:-1] if ended else response  # the training adds an end token if `ended`
-        usable, text = _usable_references(values[row], labels), answers[row]["generated_text"]
+        if responses is not None and row >= held_out:  # held-out rows keep the answer at full depth, for comparison
+            text, ended = sample[responses][row].as_py() or "", True
+            response = tokenizer(text, add_special_tokens=False)["input_ids"]
+        usable = _usable_references(values[row], labels)
         pair = {"prompt": prompt, "response": response, "ended": ended, "text": text, "references": usable}
         if prompt is None:
             left_out["errors"] += 1

@@ -178,7 +178,7 @@ def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
     for line in totals.warnings:  # signs of bad answers, which the training would copy
         log.warning("in the sample, at full depth, %s", line)
     spec = prompt_spec(job, task.resolved, batching.planned)
-    counts = write_pairs(task.folder, spec, held_out, task.options.references, task.config.choices)
+    counts = write_pairs(task.folder, spec, held_out, task.options, task.config.choices)
     seconds = totals.prefill_seconds + totals.decode_seconds
     rows = sum(counts.values()) - counts["errors"] - counts["longest"]  # rows with an answer, which may be empty
     sums = {

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from adapt_fakes import END, ROWS, Fakes, Run, values, write_inputs
 
+from actors.engine.model.loading import load_tokenizer
 from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, resolve_checkpoint
 from pipeline.checkpoints.stores import HubStore
@@ -242,6 +243,24 @@ def test_references_that_are_no_labels_are_ignored(tmp_path: Path, fakes: Fakes,
     known = {label.lower() for label in labels}
     assert rows and all(row and {text.lower() for text in row} <= known for row in rows)
     assert json.loads(result.stdout)["counts"]["unreferenced"] > 1
+
+
+def test_answers_to_train_on_may_come_from_a_column(
+    tmp_path: Path, fakes: Fakes, command: Run, checkpoint: Path
+) -> None:
+    """Held-out rows keep full depth's answers, with which evaluate compares. A row without an answer is left out."""
+    file = tmp_path / "in" / "in-0.parquet"
+    pq.write_table(pq.read_table(file).set_column(3, "unused", pa.nulls(13, pa.string())), file)
+    assert command("--json", rows=ROWS, responses="unused").exit_code == 0
+    folder = tmp_path / "out-adapt"
+    sample = pq.read_table(folder / "sample.parquet").to_pylist()
+    train, held = (pq.read_table(folder / f"{name}.parquet").to_pylist() for name in ("train", "held-out"))
+    x = load_tokenizer(checkpoint)("x", add_special_tokens=False)["input_ids"]
+    taught = [row for row in sample[6:] if row["q"] is not None and row["unused"] is not None]
+    assert 0 < len(taught) < 20
+    assert [(row["response"], row["ended"], row["text"]) for row in train] == [(x, True, "x")] * len(taught)
+    assert all(row["response"][0] - 5 < 6 for row in held)
+    assert (fakes.recipe.loss.references, fakes.recipe.loss.distillation) == (1, 0.5)
 
 
 def test_evaluation_has_the_resources_of_an_actor(tmp_path: Path, fakes: Fakes, command: Run) -> None:

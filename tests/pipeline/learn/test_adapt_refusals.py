@@ -117,6 +117,8 @@ def test_new_input_files_are_logged_and_not_sampled(
         ({"loss": {"distillation": 0.0}}, {}, "there is nothing to learn from"),
         ({}, {"schedule": {"decay": "power", "power": 3.0}}, "schedule.power: adapt can only train for 2.0"),
         ({"references": "key"}, {}, "adapt.references: column 'key' is int16; it must be string, or a list"),
+        ({"responses": "right"}, {}, "adapt.responses: column 'right' is list<item: string>; it must be string"),
+        ({"responses": "q"}, {"choices": ["y", "n"], "sampling": {}}, "adapt.responses: works only for free text"),
         ({"metric": "fidelity"}, {"choices": ["y", "n"], "sampling": {}}, "fidelity is not a metric for labels; with"),
         ({}, {"input": {"path": "in", "prompt": "q", "chat": True, "tools": "t"}}, "input.tools: adapt evaluates only"),
         ({}, {"reasoning": {}}, "reasoning: adapt evaluates whole answers"),
