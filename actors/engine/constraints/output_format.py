@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from actors.engine.constraints.json_schema import CHECKED, for_grammar, overlap, problem, validator
@@ -124,8 +124,16 @@ def _grammar(form: OutputFormat) -> tuple[str, str | None]:
 _kept_grammar = lru_cache(1024)(_grammar)
 
 
+@cache
+def _byte_tokenizer() -> Any:
+    """Return a tokenizer whose tokens are single bytes. Kept, as it takes longer to make than a small grammar."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
+
+
 def _validated(kind: str, text: str) -> tuple[str, str | None]:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
     try:
         if kind == "json_schema":
@@ -139,7 +147,7 @@ def _validated(kind: str, text: str) -> tuple[str, str | None]:
         return "", flat(error)
     # warnings are errors here, because each reports a part of the grammar that would be ignored
     _, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)  # tokens are single bytes
+    matcher = LLMatcher(_byte_tokenizer(), grammar, log_level=0)
     if not messages and not matcher.is_error():
         matcher.compute_bitmask()
         if matcher.is_stopped() and not matcher.is_accepting():
