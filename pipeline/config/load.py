@@ -148,8 +148,8 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
         either = ""
         for entry in problems:
             if entry["loc"][:-1] == problem["loc"][:-1] and str(entry["loc"][-1]).startswith("literal["):  # a union
-                key, either = ".".join(where[:-1]), f"{entry['ctx']['expected']} or "
-        return f"{key} must be {either}a section with keys of its own; see `skipdecode keys {where[0]}`"
+                key, either, more = ".".join(where[:-1]), f"{entry['ctx']['expected']} or ", ""
+        return f"{key} must be {either}a section with keys of its own; see `skipdecode keys {where[0]}`{more}"
     message = problem["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
     given = problem.get("input")
     is_shown = isinstance(given, str | int | float | bool | None) and problem["type"] != SECRET

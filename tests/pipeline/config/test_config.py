@@ -91,6 +91,7 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
             merged(input={"format": "openai_batch", "prompt": "p"}),
             r"prompt cannot be combined with format: openai_batch",
         ),
+        (merged(model=3, shard_rows="x"), r"model must be a section with .*keys model` \(and 1 more problem\)$"),
         (merged(reasoning="on"), r"reasoning must be 'auto' or a section with keys of its own"),
         (
             merged(input={"chat": True, "tools": "t"}, choices=["a", "b"]),
