@@ -135,9 +135,7 @@ def _check_job(config: JobConfig, options: AdaptConfig) -> None:
     if config.input.tools is not None:
         raise UserError("input.tools: adapt evaluates only free text; use a job with the same chats but no tools")
     if config.choices is not None and options.responses is not None:
-        raise UserError(
-            "adapt.responses: works only for free text; leave it out, or leave choices out"
-        )
+        raise UserError("adapt.responses: works only for free text; leave it out, or leave choices out")
     if config.choices is not None and options.metric in (*OF_TEXTS, "fidelity"):
         raise UserError(f"adapt.metric: {options.metric} is not a metric for labels; with choices, use exact_match")
     if config.model.speed_adapter is not None:
