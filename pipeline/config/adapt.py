@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from actors.engine.errors import UserError
-from pipeline.config.base import Place, Section
+from pipeline.config.base import Place, Section, place
 
 Metric = Literal["fidelity", "agreement_rouge_l", "agreement_exact", "token_kl", "bleu", "rouge_l", "exact_match"]
 OF_TEXTS = ("bleu", "rouge_l")  # metrics for free text, not for labels
@@ -123,4 +123,6 @@ class AdaptConfig(Section):
             raise UserError(f"metric: {self.metric} needs references: set this key to a column of right answers")
         if self.adapter and self.weights == "full":
             raise UserError("adapter has no effect with weights: full; leave one of them out")
+        if isinstance(start := self.adapter.get("start"), str):
+            self.adapter["start"] = place(start)
         return self

@@ -79,7 +79,8 @@ def holds_secret() -> PydanticCustomError:
     )
 
 
-def _place(value: str) -> str:
+def place(value: str) -> str:
+    """Return a path or URL with `~` and `$NAME` replaced. Raises UserError if it cannot be one, or holds a secret."""
     value = os.path.expandvars(os.path.expanduser(value))
     if without_secrets(value) != value:
         raise holds_secret()
@@ -93,7 +94,7 @@ def _place(value: str) -> str:
 
 
 # a path or URL, in which ~ and $NAME are replaced; without secrets, because it is saved in the output
-Place = Annotated[str, AfterValidator(_place)]
+Place = Annotated[str, AfterValidator(place)]
 
 
 _NAMES = re.compile(r"(password|passwd|pwd|secret|token|credential|api_?key)[^=&;]*=", re.I)

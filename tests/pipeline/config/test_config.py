@@ -274,11 +274,14 @@ def test_a_section_without_keys_has_the_defaults(tmp_path: Path) -> None:
 def test_a_path_may_name_the_home_folder_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "labels.json").write_text('["a", "b"]')
-    values = merged(input={"path": ["~/in", "~"]}, model={"path": "~/m~"}, adapt={"output": "./~/a"})
+    values = merged(
+        input={"path": ["~/in", "~"]}, model={"path": "~/m~"}, adapt={"output": "./~/a", "adapter": {"start": "~/s"}}
+    )
     job = load_config(JobConfig, job_file(tmp_path, values), ["output.path=$HOME/out", "choices=~/labels.json"])
     assert job.input.path == [f"{tmp_path}/in", str(tmp_path)]
     assert (job.output.path, job.model.path, job.choices) == (f"{tmp_path}/out", f"{tmp_path}/m~", ("a", "b"))
     assert job.adapt is not None and job.adapt.output == "./~/a"
+    assert job.adapt.adapter["start"] == str(Path.home() / "s")
 
 
 def test_changes_of_another_shape_are_refused(tmp_path: Path) -> None:
