@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from actors.engine.errors import UserError
@@ -93,16 +93,11 @@ def build_engine(
         return Engine(decoder, schedule, ends, cumulative_logprob=cumulative_logprob)
 
 
-@contextmanager
-def current_device(device: torch.device) -> Iterator[None]:
-    """Make a GPU this thread's current CUDA device inside the `with` block. If `device` is a CPU, do nothing."""
-    if device.type != "cuda":
-        yield
-        return
+def current_device(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which a GPU is this thread's current CUDA device, and which does nothing for a CPU."""
     import torch
 
-    with torch.cuda.device(device):
-        yield
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from actors.engine.cache import PrefixKeys, SkipCache
 from actors.engine.library.packed_attention import Attendance
-from actors.engine.model.compressed import scales_of, set_scales
+from actors.engine.model.compressed import scales_of
 from actors.engine.model.families import ModelShape, Rotary, context_length, family_of
 
 
@@ -48,7 +48,7 @@ def _head_of(model: PreTrainedModel, tokens: int) -> nn.Module:
     if whole.bias is not None:
         head.bias = nn.Parameter(whole.bias.detach()[:tokens], requires_grad=False)
     if (scales := scales_of(whole)) is not None:
-        set_scales(head, scales[:tokens])
+        head.scales = scales[:tokens]
     return head
 
 

@@ -86,48 +86,29 @@ class Engine:
         """
         return Engine(self.decoder, schedule, self.stop_ids, cumulative_logprob=self.cumulative_logprob)
 
-    def used_cache_bytes(self) -> int:
-        """Return the cache bytes of the slots that rows in flight use."""
-        return self.executor.used_bytes()
-
     def take_stats(self) -> EngineStats:
         """Return the counts since the last call of `take_stats`."""
         stats, self.stats = self.stats, EngineStats()
         return stats
 
+    @torch.inference_mode()
     def open(self, rows: int, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> None:
         """Allocate slots for `rows` rows in flight, each with at most `prompt_tokens` and `max_new_tokens` tokens.
 
+        While rows are in flight, slots that are large enough are kept. Otherwise the rows in flight are copied to the
+        first of the new slots. Old and new cache exist during the copy.
+
         schedule: must run every layer that a row's own schedule runs at the same position; None: the engine's schedule.
-        """
-        assert not self.rows, "rows are in flight"
-        self._resize(SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens))
-        self.stats.batches += 1
-
-    @torch.inference_mode()
-    def _resize(self, shape: SlotShape) -> None:
-        """Replace all slots with new slots of `shape`. Rows in flight move to new slots with the lowest indices."""
-        self.executor.open(shape, [row.slot for row in self.rows])
-        self._shape, self._free = shape, [*reversed(range(shape.rows))]
-        for row in self.rows:
-            row.slot = self._free.pop()
-        self.stats.cache_bytes = max(self.stats.cache_bytes, shape.bytes(self.decoder.token_bytes))
-
-    def widen(
-        self,
-        rows: int,  # maximum number of rows in flight
-        prompt_tokens: int,  # maximum number of prompt tokens per row
-        max_new_tokens: int,  # maximum number of new tokens per row
-        schedule: Schedule | None = None,  # see `open`
-    ) -> None:
-        """Make the slots large enough for `rows` rows of these lengths, even while rows are in flight.
-
-        If the slots are too small, rows in flight are copied to new slots. Old and new cache exist during the copy.
         """
         shape = SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens)
         assert rows >= len(self.rows)
-        if not self._shape.holds(shape):
-            self._resize(shape)
+        if not self.rows or not self._shape.holds(shape):
+            self.executor.open(shape, [row.slot for row in self.rows])
+            self._shape, self._free = shape, [*reversed(range(rows))]
+            for row in self.rows:
+                row.slot = self._free.pop()
+            self.stats.cache_bytes = max(self.stats.cache_bytes, shape.bytes(self.decoder.token_bytes))
+        self.stats.batches += 1
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:

@@ -24,7 +24,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import groupby, islice
-from typing import Any
 
 from actors.engine.engine import Ended, Engine
 from actors.engine.errors import alone_error, free_memory, is_out_of_memory
@@ -81,7 +80,6 @@ class _Flight:
     """All rows that run or wait for a slot between the engine's `open` and `close`."""
 
     capacity: int  # number of slots
-    shape: tuple[int, int]  # longest prompt and maximum number of new tokens for which a slot has room
     online: bool = False  # see `Loop`
     # runs with rows in flight or waiting; rows of the last run in the list are being admitted
     members: list[tuple[Call, Run]] = field(default_factory=list)
@@ -233,7 +231,7 @@ class Loop:
         capacity = run.capacity
         if self.online and not run.apart and call.too_large == math.inf:
             capacity, shape = self._slots(shape, call.schedule, run.capacity)
-        flight = self._flight = _Flight(capacity, shape, self.online)
+        flight = self._flight = _Flight(capacity, self.online)
         flight.add(call, run)
         flight.report()  # report first, because allocating memory may kill the process
         self.engine.open(capacity, *shape, call.schedule)
@@ -266,12 +264,11 @@ class Loop:
         most, shape = self._slots(shape, deepest, len(flight.tickets) + len(run.rows))
         if most * self.engine.row_bytes(*shape, deepest) >= call.too_large or most <= len(flight.tickets):
             return  # the next run must wait until rows in flight that need long slots have ended
-        self.engine.widen(most, *shape, deepest)
+        self.engine.open(most, *shape, deepest)
         self._begin(call)
         call.runs.pop()
         flight.add(call, run)
-        flight.capacity, flight.shape = most, shape
-        self.engine.stats.batches += 1
+        flight.capacity = most
         call.stats.batches += 1
 
     def _slots(self, shape: tuple[int, int], schedule: Schedule | None, wanted: int) -> tuple[int, tuple[int, int]]:
@@ -389,16 +386,3 @@ class Loop:
             schedule = call.requests[row].schedule or self.engine.schedule
             call.stats.generated_tokens += count
             call.stats.add_steps(schedule, max(count - 1, 0))
-
-
-def generate(
-    engine: Engine,
-    requests: Sequence[Request],
-    *,
-    prefix: Sequence[int] = (),
-    on_batch: OnBatch | None = None,
-    **how: Any,
-) -> list[Completion]:
-    """Return the requests' completions, in the order of `requests`. Arguments and errors: see `Loop` and `Loop.add`."""
-    loop = Loop(engine, **how)
-    return loop.finish(loop.add(requests, prefix, on_batch))

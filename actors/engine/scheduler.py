@@ -139,11 +139,6 @@ def common_length(lists: Sequence[Sequence[int]]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(least), len(greatest)))
 
 
-def begins_with(prompt: Sequence[int], prefix: Sequence[int]) -> bool:
-    """Return whether `prompt` begins with `prefix` and is longer; False if `prefix` is empty."""
-    return 0 < len(prefix) < len(prompt) and list(prompt[: len(prefix)]) == list(prefix)
-
-
 def shared_prefixes(
     prompts: Sequence[Sequence[int]], prefix: Sequence[int] = (), *, nested: bool = True
 ) -> list[Prompt]:
@@ -158,7 +153,8 @@ def shared_prefixes(
         nested: Whether to search for other prefixes than `prefix`.
     """
     base = tuple(prefix)
-    having = [begins_with(prompt, base) for prompt in prompts]
+    length = len(base)
+    having = [0 < length < len(prompt) and tuple(prompt[:length]) == base for prompt in prompts]
     if not nested:
         return [base if one else () for one in having]
     chosen: dict[Prompt, Prompt] = {}

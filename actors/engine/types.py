@@ -94,11 +94,8 @@ def check_compatible(name: str, params: SamplingParams) -> None:
     """
     for conflicting in ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos"):
         if getattr(params, conflicting):
-            if name == "choices":
-                raise UserError(
-                    f"choices cannot be combined with sampling.{conflicting}: the label alone ends the answer"
-                )
-            raise UserError(f"{name} cannot be combined with sampling.{conflicting}: the format alone ends the answer")
+            part = "label" if name == "choices" else "format"
+            raise UserError(f"{name} cannot be combined with sampling.{conflicting}: the {part} alone ends the answer")
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -51,17 +51,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on requests.
+    """Limits on requests."""
 
-    Args:
-        timeout_seconds: Time after which a request ends with status 504.
-        body_bytes: Largest body in bytes; a larger one gets status 413.
-        key_sha256: SHA-256 digest of the API key, in hex; None: no key is required.
-    """
-
-    timeout_seconds: float = 600.0
-    body_bytes: int = 8 * 2**20
-    key_sha256: str | None = None
+    timeout_seconds: float = 600.0  # time after which a request ends with status 504
+    body_bytes: int = 8 * 2**20  # largest body in bytes; a larger one gets status 413
+    key_sha256: str | None = None  # SHA-256 digest of the API key, in hex; None: no key is required
 
 
 class ApiError(Exception):
@@ -165,7 +159,11 @@ class Completions:
         gone: asyncio.Future[None] | None = None
         try:
             async with asyncio.timeout(self._limits.timeout_seconds):
-                body = parse_json(await _read_body(Request(scope, receive), self._limits.body_bytes))
+                raw = await _read_body(Request(scope, receive), self._limits.body_bytes)
+                try:
+                    body = from_json(raw, allow_inf_nan=False)
+                except ValueError as error:
+                    raise ApiError(400, f"the body is not JSON: {flat(error)[:200]}") from None
                 running = asyncio.get_running_loop()
                 call = await running.run_in_executor(self._preparing, self._model.call, self._url, body)
                 if call.model not in (None, self._model.name):
@@ -326,7 +324,7 @@ class Metrics(Collector):
         for kind, name, text, value in (
             (GaugeMetricFamily, "rows_waiting", "Answers that wait to begin.", loop.waiting),
             (GaugeMetricFamily, "rows_in_flight", "Answers being generated.", loop.in_flight),
-            (GaugeMetricFamily, "cache_bytes", "Bytes of the key/value cache.", loop.engine.used_cache_bytes()),
+            (GaugeMetricFamily, "cache_bytes", "Bytes of the key/value cache.", loop.engine.executor.used_bytes()),
             (GaugeMetricFamily, "cache_bytes_limit", "Maximum bytes of the key/value cache.", loop.cache_bytes),
             (CounterMetricFamily, "ended", "Rows answered.", loop.ended),
             (CounterMetricFamily, "cancelled", "Rows cancelled.", loop.cancelled),
@@ -338,14 +336,6 @@ class Metrics(Collector):
             (CounterMetricFamily, "out_of_memory", "Times that memory ran out.", stats.out_of_memory),
         ):
             yield kind(f"skipdecode_{name}", text, value=value)
-
-
-def parse_json(raw: bytes) -> Any:
-    """Parse a JSON body. Raises ApiError if it is not JSON."""
-    try:
-        return from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {flat(error)[:200]}") from None
 
 
 async def _read_body(request: Request, most_bytes: int) -> bytes:

@@ -40,18 +40,12 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True)
 class Event:
-    """New output of one row.
+    """New output of one row. Without streaming, there is one event with all tokens."""
 
-    Args:
-        index: Number of the request in its submission.
-        tokens: Tokens sampled since the row's previous event. Without streaming, there is one event with all tokens.
-        logprobs: Log-probabilities of `tokens`, if the request asks for them.
-        completion: The answer, in the row's last event only. A completion with an error and no tokens is no answer.
-    """
-
-    index: int
-    tokens: Sequence[int]
-    logprobs: Sequence[TokenLogprob]
+    index: int  # number of the request in its submission
+    tokens: Sequence[int]  # tokens sampled since the row's previous event
+    logprobs: Sequence[TokenLogprob]  # log-probabilities of `tokens`, if the request asks for them
+    # the answer, in the row's last event only. A completion with an error and no tokens is no answer
     completion: Completion | None
 
 
@@ -86,15 +80,10 @@ class ServedRow:
 
 @dataclass(eq=False)
 class Submission:
-    """Requests that a client has submitted together.
+    """Requests that a client has submitted together."""
 
-    Args:
-        streams: Whether tokens are sent as they are sampled. If not, they are sent when an answer has ended.
-        cancelled: Whether the rows are no longer wanted.
-    """
-
-    streams: bool
-    cancelled: bool = False
+    streams: bool  # whether tokens are sent as they are sampled. If not, they are sent when an answer has ended
+    cancelled: bool = False  # whether the rows are no longer wanted
     rows: list[ServedRow] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     _client_gone: bool = False

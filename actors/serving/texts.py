@@ -3,63 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from actors.engine.constraints.reasoning import Reasoning
 from actors.openai_answers import REPLACEMENT
 from actors.tool_calls import BEGIN, PYTHON_TAG, ToolFormat
 
 
+@dataclass(eq=False)
 class AnswerStream:
     """Cuts a growing answer into parts (text, thinking). Joined, they give the whole text and the whole thinking.
 
     Output that may still change is held back: bytes of an incomplete character, and text that may become a stop string
     or a delimiter. Text that may be a tool call is held back until the answer ends, except white space around it.
     Thinking without a start delimiter is sent as text, because only the end delimiter shows that it is thinking.
-
-    Args:
-        decode: Converts token ids to text.
-        stop: Stop strings.
-        stop_ids: Tokens that end the answer and have no text.
-        answer_start: Function that finds where in a text the answer begins, see `StopStrings`.
-        marks: Delimiters of thinking. None: thinking is not separated from the text.
-        begun: Whether the prompt ends inside thinking.
-        text_at_end: Whether to send no text before the answer has ended. This is needed for labels, and if one token
-            may contain both the end of the thinking and the beginning of the answer.
-        calls: Format of tool calls; None: no tools are offered.
     """
 
-    def __init__(
-        self,
-        decode: Callable[[list[int]], str],
-        stop: Sequence[str] = (),
-        stop_ids: frozenset[int] = frozenset(),
-        answer_start: Callable[[str], int | None] = lambda text: 0,
-        *,
-        marks: Reasoning | None = None,
-        begun: bool = False,
-        text_at_end: bool = False,
-        calls: ToolFormat | None = None,
-    ) -> None:
-        self._decode, self._stop, self._stop_ids, self._answer_start = decode, tuple(stop), stop_ids, answer_start
-        self._marks, self._begun, self._text_at_end, self._calls = marks, begun, text_at_end, calls
-        self._ids: list[int] = []
-        self._first = self._read = 0  # tokens before index `_read` are decoded; the next decoding begins at `_first`
-        self._decoded = self._sent_text = self._sent_thinking = ""
-        self._is_plain = False  # whether the text so far begins without thinking
+    decode: Callable[[list[int]], str]  # token ids -> text
+    stop: Sequence[str] = ()  # stop strings
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the answer and have no text
+    answer_start: Callable[[str], int | None] = lambda text: 0  # see `StopStrings`
+    _: KW_ONLY
+    marks: Reasoning | None = None  # delimiters of thinking; None: thinking is not separated from the text
+    begun: bool = False  # whether the prompt ends inside thinking
+    # whether to send no text before the answer has ended. This is needed for labels, and if one token may contain both
+    # the end of the thinking and the beginning of the answer
+    text_at_end: bool = False
+    calls: ToolFormat | None = None  # format of tool calls; None: no tools are offered
+    _ids: list[int] = field(default_factory=list, init=False)
+    # tokens before index `_read` are decoded; the next decoding begins at `_first`
+    _first: int = field(default=0, init=False)
+    _read: int = field(default=0, init=False)
+    _decoded: str = field(default="", init=False)
+    _sent_text: str = field(default="", init=False)
+    _sent_thinking: str = field(default="", init=False)
+    _is_plain: bool = field(default=False, init=False)  # whether the text so far begins without thinking
 
     def push(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Add tokens. Return the new text and the new thinking, without a part that may still change."""
-        self._ids += [token for token in tokens if token not in self._stop_ids]
-        known, text = self._decode(self._ids[self._first : self._read]), self._decode(self._ids[self._first :])
+        self._ids += [token for token in tokens if token not in self.stop_ids]
+        known, text = self.decode(self._ids[self._first : self._read]), self.decode(self._ids[self._first :])
         if len(text) > len(known) and not text.endswith(REPLACEMENT):
             self._decoded += text[len(known) :]
             self._first, self._read = self._read, len(self._ids)
         raw = self._decoded[: self._certain()]
-        text, thinking = (raw, "") if self._marks is None else self._split(raw, self._marks)
-        if self._text_at_end:
+        text, thinking = (raw, "") if self.marks is None else self._split(raw, self.marks)
+        if self.text_at_end:
             text = ""
-        elif self._calls is not None:
-            text = text[: _before_calls(text, self._calls)]
+        elif self.calls is not None:
+            text = text[: _before_calls(text, self.calls)]
         return self._part(text, thinking, len(self._sent_text))
 
     def finish(self, text: str, thinking: str | None = None, *, has_calls: bool = False) -> tuple[str, str]:
@@ -82,10 +74,10 @@ class AnswerStream:
 
     def _certain(self) -> int:
         """Return how many characters can be sent: all before a stop string, or before a suffix that may become one."""
-        text, answer = self._decoded, self._answer_start(self._decoded)
-        found = [] if answer is None else [text.find(string, answer) for string in self._stop]
+        text, answer = self._decoded, self.answer_start(self._decoded)
+        found = [] if answer is None else [text.find(string, answer) for string in self.stop]
         found = [place for place in found if place >= 0]
-        return min(found) if found else len(text) - max((_overlap(text, string) for string in self._stop), default=0)
+        return min(found) if found else len(text) - max((_overlap(text, string) for string in self.stop), default=0)
 
     def _split(self, raw: str, marks: Reasoning) -> tuple[str, str]:
         """Split raw text into (text, thinking). If the end of the raw text may become a delimiter, leave it out."""
@@ -93,7 +85,7 @@ class AnswerStream:
         begins = head.startswith(marks.start)
         if not begins and marks.start.startswith(head):
             return "", ""
-        self._is_plain = not begins and not self._begun
+        self._is_plain = not begins and not self.begun
         before, end, after = (head.removeprefix(marks.start) if begins else raw).partition(marks.end)
         if not end:
             before = before[: len(before) - _overlap(before, marks.end)]

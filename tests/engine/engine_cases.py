@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.loop import generate
+from actors.engine.loop import Loop, OnBatch
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 from actors.engine.types import Completion, Request, SamplingParams
 
@@ -84,6 +84,19 @@ def requests(count: int, seed: int, *, sampled: bool = False, most_new: int = 14
         prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, longest))]
         rows.append(Request(prompt, sampling, key=rng.getrandbits(62)))
     return rows
+
+
+def generate(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    prefix: Sequence[int] = (),
+    on_batch: OnBatch | None = None,
+    **how: Any,
+) -> list[Completion]:
+    """The requests' completions, in order. `how`: arguments of `Loop`."""
+    loop = Loop(engine, **how)
+    return loop.finish(loop.add(requests, prefix, on_batch))
 
 
 def answer(engine: Engine, rows: Sequence[Request], max_rows: int = 64, **how: Any) -> list[Completion]:

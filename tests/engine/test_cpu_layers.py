@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_cases import SPECS, STOP, answer, requests, with_prefix
+from engine_cases import SPECS, STOP, answer, generate, requests, with_prefix
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import LAYERS, MODELS, WINDOWLESS, tiny_model
@@ -41,7 +41,6 @@ from actors.engine.cpu.stack import StackedLayer, normalize
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.errors import is_out_of_memory
-from actors.engine.loop import generate
 from actors.engine.model.layer_weights import NormWeights
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams

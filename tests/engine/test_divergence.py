@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from engine_cases import generate
 from oracle import oracle_logits_each
 from tiny_models import LAYERS, VOCAB, tiny_model
 
@@ -16,7 +17,6 @@ from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.library import divergence
 from actors.engine.library.divergence import Model, Pair, answer_regret, teacher_forced
-from actors.engine.loop import generate
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 

@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import PREFIX, SPECS, STOP, answer, any_schedule, every_case, requests, thoroughly, with_prefix
+from engine_cases import (
+    PREFIX,
+    SPECS,
+    STOP,
+    answer,
+    any_schedule,
+    every_case,
+    generate,
+    requests,
+    thoroughly,
+    with_prefix,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import oracle, oracle_logits
@@ -21,7 +32,7 @@ from actors.engine.cpu.executor import StackDecoder, fastest_decoder
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.errors import free_memory, is_out_of_memory
-from actors.engine.loop import SCHEDULERS, generate
+from actors.engine.loop import SCHEDULERS
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 from actors.engine.types import NOT_NUMBERS, Completion, FinishReason, Request, SamplingParams
 
@@ -153,13 +164,13 @@ def test_bf16_logits_stay_near_the_fp32_oracle(library: Decoder, prepared: bool)
 def test_used_cache_is_that_of_the_slots(decoder: Decoder) -> None:
     """A batch that is over has none."""
     engine = Engine(decoder, ScheduleSpec(speedup=2, horizon=6).build(LAYERS), STOP)
-    assert engine.used_cache_bytes() == 0
+    assert engine.executor.used_bytes() == 0
     engine.open(3, 20, 14)
     engine.admit(requests(3, seed=1))
     engine.step()
-    assert engine.used_cache_bytes() == 3 * engine.row_bytes(20, 14)
+    assert engine.executor.used_bytes() == 3 * engine.row_bytes(20, 14)
     engine.close()
-    assert engine.used_cache_bytes() == 0
+    assert engine.executor.used_bytes() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

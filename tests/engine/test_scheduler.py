@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import SPECS, STOP, every_case, requests
+from engine_cases import SPECS, STOP, every_case, generate, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import oracle
@@ -17,7 +17,7 @@ from tiny_models import LAYERS, tiny_model
 from actors.engine.cpu.executor import fastest_decoder
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.loop import SCHEDULERS, generate
+from actors.engine.loop import SCHEDULERS
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.scheduler import SPREAD, Run, merge, plan_batches, smaller
 from actors.engine.types import Completion, Request, SamplingParams

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import SPECS, STOP, any_schedule, requests
+from engine_cases import SPECS, STOP, any_schedule, generate, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import oracle
@@ -22,7 +22,6 @@ from actors.engine.cpu.executor import fastest_decoder
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.errors import UserError
-from actors.engine.loop import generate
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec, envelope
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams
 from actors.serving.loop import ClientGone, OnlineLoop, QueueFull, ServedRow, Submission, wake
@@ -123,7 +122,7 @@ def test_tokens_are_those_of_the_definition_whenever_rows_come_and_go(
                 loop.cancel(submissions[gone])
             loop.turn()
             turn += 1
-        assert engine.used_cache_bytes() <= budget
+        assert engine.executor.used_bytes() <= budget
     for gone in (row for number in sorted(leave) for row in leave[number]):
         loop.cancel(submissions[gone])
     run(loop)
@@ -322,7 +321,7 @@ def test_a_resized_cache_keeps_the_rows_in_flight(llama: Decoder, spec: int, pre
     tickets = engine.admit(rows)
     done = dict(engine.retire())
     for size in ((5, 40, 20), (3, 20, 14), (9, 60, 64)):
-        engine.widen(*size)
+        engine.open(*size)
         done |= dict(engine.step())
     while engine.rows:
         done |= dict(engine.step())

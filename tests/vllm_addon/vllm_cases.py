@@ -31,7 +31,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.loop import generate
+from actors.engine.loop import Loop
 from actors.engine.model.speed_adapter import merge, read_adapter
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
@@ -131,7 +131,8 @@ def library_answers(
     ]
     decoder = _decoder(folder, adapter)
     library = Engine(decoder, spec.build(decoder.num_layers), frozenset())
-    return [list(done.token_ids) for done in generate(library, rows, budget_bytes=2**30, max_rows=4)]
+    loop = Loop(library, budget_bytes=2**30, max_rows=4)
+    return [list(done.token_ids) for done in loop.finish(loop.add(rows))]
 
 
 def preemptions(llm: vllm.LLM) -> list[Any]:

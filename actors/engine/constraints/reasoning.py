@@ -93,7 +93,7 @@ class AfterReasoning:
     most_tokens: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._end = StopStrings((self.reasoning.end,), self.decode, self.special_ids)
+        self.end = StopStrings((self.reasoning.end,), self.decode, self.special_ids)
 
     @property
     def name(self) -> str:
@@ -103,13 +103,9 @@ class AfterReasoning:
         """Return the state of a row before its first token."""
         return ReasoningProgress(self)
 
-    def ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last of `tokens` completes the end delimiter. Few calls have to decode all `tokens`."""
-        return self._end.ended(tokens)
-
     def split(self, tokens: Sequence[int], label: int | None) -> tuple[str, str]:
         """Return the text of the thinking without delimiters, and the text of the answer, which may be empty."""
-        length = next((count for count in range(1, len(tokens) + 1) if self.ends(tokens[:count])), len(tokens))
+        length = next((count for count in range(1, len(tokens) + 1) if self.end.ended(tokens[:count])), len(tokens))
         thinking, _ = self.reasoning.split(self.decode(list(tokens[:length])), begun=True)
         answer = tokens[length:]
         return thinking or "", self.inner.text(answer, label) if answer or label is not None else ""
@@ -158,7 +154,7 @@ class ReasoningProgress:
         if self._thinking is None:
             return self._inner.advance(token)
         self._thinking.append(token)
-        if self._constraint.ends(self._thinking):
+        if self._constraint.end.ended(self._thinking):
             self._thinking = None
         return False
 

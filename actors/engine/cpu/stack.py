@@ -93,7 +93,7 @@ def can_stack(weights: LayerWeights, dtype: torch.dtype, device: torch.device, *
     parts = weights.qkv, weights.output, weights.up, weights.down
     quantized = [int8 or part.scales() is not None for part in parts]
     return (
-        (weights.gated or weights.relu)
+        (weights.gated or weights.activation == "relu")
         and weights.head_dim <= LARGEST_HEAD
         and len(set(quantized)) == 1
         and (library.quantizes if quantized[0] else library.multiplies)(dtype, device)

@@ -153,7 +153,7 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
                 weight.copy_(((groups - zeros[..., None]) * scales[..., None]).view(weight.shape))
                 expanded.add(weight.data_ptr())
             if keep and type(module) is torch.nn.Linear and scales.shape[1] == 1 and not zeros.any():
-                set_scales(module, scales.reshape(-1).expand(len(weight)).contiguous())
+                module.scales = scales.reshape(-1).expand(len(weight)).contiguous()
     return unpacked
 
 
@@ -235,7 +235,7 @@ def _module(model: PreTrainedModel, layer: str, folder: Path) -> tuple[str, Any]
 
 
 def scales_of(module: nn.Module) -> Tensor | None:
-    """Return the scales (float32 [O]) that `set_scales` has stored for a linear layer's int8 codes, or None.
+    """Return the scales (float32 [O]) of a linear layer's int8 codes, kept as attribute `scales`; None without codes.
 
     The codes can be recovered as weight [O, I] / scales. Even 16-bit weights are exact enough for this.
     """
@@ -243,15 +243,10 @@ def scales_of(module: nn.Module) -> Tensor | None:
     return scales
 
 
-def set_scales(module: nn.Module, scales: Tensor) -> None:
-    """Attach the scales of int8 codes to a linear layer, for `scales_of`."""
-    module.scales = scales
-
-
 def renew(module: nn.Module) -> None:
     """Recompute the scales of a layer with 8-bit codes, after its weight has changed. Do nothing for other layers."""
     if scales_of(module) is not None:
-        set_scales(module, largest_scales(module.weight))  # type: ignore[arg-type]
+        module.scales = largest_scales(module.weight)  # type: ignore[arg-type]
 
 
 def largest_scales(weight: Tensor) -> Tensor:

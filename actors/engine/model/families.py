@@ -134,7 +134,6 @@ def _gated(norms: dict[str, str], offset: float = 0.0) -> Callable[[Any], LayerW
             qkv = Projection.of(attention.q_proj, attention.k_proj, attention.v_proj)
             up = Projection.of(mlp.gate_proj, mlp.up_proj)
         return LayerWeights(
-            number=attention.layer_idx,
             query_heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
@@ -161,7 +160,6 @@ def _opt_layer(layer: Any) -> LayerWeights:
     """Describe an OPT layer. It has no rope. LayerNorm comes before each block (OPT-350M: after each residual)."""
     attention = layer.self_attn
     return LayerWeights(
-        number=attention.layer_idx,
         query_heads=attention.num_heads,
         kv_heads=attention.num_heads,
         head_dim=attention.head_dim,
@@ -323,8 +321,7 @@ def layer_weights(config: PretrainedConfig, layer: Any) -> LayerWeights:
     """Describe transformers' `layer`. The description shares the layer's tensors. `has_weights` must be true."""
     family = family_of(config)
     assert family.weights is not None
-    weights = family.weights(layer)
-    return replace(weights, window=family.windows(config)[weights.number])
+    return replace(family.weights(layer), window=family.windows(config)[layer.self_attn.layer_idx])
 
 
 def context_length(config: PretrainedConfig) -> int:

@@ -88,7 +88,6 @@ class Projection:
 class LayerWeights:
     """A decoder layer: self-attention and feed-forward, each with a norm and a residual connection."""
 
-    number: int  # index of the layer in the model
     query_heads: int  # Q
     kv_heads: int  # H
     head_dim: int  # D
@@ -130,8 +129,3 @@ class LayerWeights:
             sizes = len(self.query_norm.weight), len(self.key_norm.weight)
             assert sizes in ((self.head_dim, self.head_dim), (queries, keys))
             assert self.query_norm.eps == self.key_norm.eps
-
-    @property
-    def relu(self) -> bool:
-        """Whether the activation is ReLU without a gate. If so, the product with `up` can apply the ReLU too."""
-        return not self.gated and self.activation == "relu"

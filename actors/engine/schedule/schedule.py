@@ -239,8 +239,6 @@ def depths_for_speedup(num_layers: int, speedup: float, warmup: int = 1) -> tupl
     """Return (max depth, min depth) for a nominal speed-up s: max = round(4 L / (3 s)), min = round(2 L / s) - max."""
     if not 1 <= speedup < math.inf:
         raise UserError(f"speedup = {speedup}: must be at least 1")
-    if speedup == 1:
-        return num_layers, num_layers
     ratio = _ratio(speedup)
     lowest = min(warmup + 1, num_layers)
     max_depth = max(lowest, min(num_layers, round(Fraction(4 * num_layers, 3) / ratio)))
