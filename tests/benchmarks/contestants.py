@@ -27,7 +27,7 @@ from workloads import Forced, Workload
 
 from actors.engine.cpu.executor import fastest_decoder
 from actors.engine.engine import Engine
-from actors.engine.loop import generate
+from actors.engine.loop import Loop
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 from actors.engine.types import EngineStats, Request, SamplingParams
 
@@ -86,7 +86,8 @@ class Ours:
             for row, (ids, new) in enumerate(zip(workload.prompts, workload.new, strict=True))
         ]
         how = {"budget_bytes": CACHE_BYTES, "max_rows": self.max_rows, "scheduler": scheduler}
-        return timed(workload, partial(generate, engine, requests, **how), engine)
+        loop = Loop(engine, **how)
+        return timed(workload, lambda: loop.finish(loop.add(requests)), engine)
 
 
 class PeerEnded(Exception):

@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from cli_command import wait_until
 from ray.util.placement_group import placement_group_table
 
 from actors.engine.errors import UserError
@@ -43,6 +42,8 @@ def test_a_cluster_that_does_not_grow_is_refused_after_a_while(
 
 def test_each_job_that_waits_asks_for_its_own_nodes(own_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one asks for stays when another asks, and when that one ends."""
+    from cli_command import wait_until  # not above: a worker imports this module without the tests' folder
+
     monkeypatch.setattr(ray_session, "WAIT_POLL_SECONDS", 0.1)
 
     def asked() -> list[list[float]]:
