@@ -273,7 +273,8 @@ def test_the_committed_records_cover_what_their_jobs_run() -> None:
         assert spec is not None
         trained = load_trained(folder, layers, spec)
         for speed in (1.25, 1.5, 2.0, 3.0, *((4.0, 5.0) if layers == 24 else ())):
-            assert trained is not None and trained.covers(spec.overridden({"speedup": speed}).build(layers)), folder
+            covered = trained is not None and trained.covers(spec.overridden({"speedup": speed}).build(layers))
+            assert covered == (speed <= 2 or folder.name != "summaries-adapter"), folder  # its job goes to 2x
 
 
 def test_a_record_holds_for_its_keep_order_and_warmup_alone(tmp_path: Path) -> None:
