@@ -11,14 +11,16 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 
 from actors.engine.constraints.output_format import KINDS, OutputFormat
 from actors.engine.errors import UserError, flat
+from pipeline.config.base import place
 from pipeline.messages import check_unicode, where_sought
 
 _FILES = {"json_schema": ".json", "grammar": ".lark"}
 
 
 def _text_of(file: str) -> str:
+    path = Path(place(file))
     try:
-        return Path(file).expanduser().read_text()
+        return path.read_text()
     except FileNotFoundError:
         raise UserError(f"{file}: no such file{where_sought(file)}") from None
     except (OSError, ValueError) as error:

@@ -278,6 +278,7 @@ def test_a_path_may_name_the_home_folder_and_the_environment(tmp_path: Path, mon
         input={"path": ["~/in", "~"]}, model={"path": "~/m~"}, adapt={"output": "./~/a", "adapter": {"start": "~/s"}}
     )
     job = load_config(JobConfig, job_file(tmp_path, values), ["output.path=$HOME/out", "choices=~/labels.json"])
+    assert job.choices == load_config(JobConfig, job_file(tmp_path), ["choices=$HOME/labels.json"]).choices
     assert job.input.path == [f"{tmp_path}/in", str(tmp_path)]
     assert (job.output.path, job.model.path, job.choices) == (f"{tmp_path}/out", f"{tmp_path}/m~", ("a", "b"))
     assert job.adapt is not None and job.adapt.output == "./~/a"
