@@ -89,21 +89,30 @@ def write_rows(name: str) -> bool:
         return False
     train, test, more = MAKERS[name]()
     random.Random(SEED).shuffle(train)
-    folder = WORK / name
-    folder.mkdir(parents=True, exist_ok=True)
-    job = load_config(JobConfig, JOBS / f"{name}.yaml", [])
-    ids = prompt_ids(pa.Table.from_pylist(test), prompt_spec(job, resolve_checkpoint(job.model, job.storage), 0.0))
     kept = [
         {**row, "text": row.get("prompt", ""), "prompt": tokens}
-        for row, tokens in zip(test, ids, strict=True)
+        for row, tokens in zip(test, tokens_of(name, test), strict=True)
         if tokens is not None
     ]
-    for file, rows in {"train": train, "test": kept, **more}.items():
-        with replacing(folder / f"{file}.parquet") as temporary:
-            pq.write_table(pa.Table.from_pylist(rows), temporary)
+    write_tables(WORK / name, {"train": train, "test": kept, **more})
     longest = max(len(row["prompt"]) for row in kept)
-    print(f"{folder}: {len(train):,} rows to adapt to, {len(kept):,} to score, prompts of up to {longest} tokens")
+    print(f"{WORK / name}: {len(train):,} rows to adapt to, {len(kept):,} to score, prompts of up to {longest} tokens")
     return True
+
+
+def tokens_of(name: str, rows: Rows) -> list[list[int] | None]:
+    """The rows' prompts as the job configs/real/<name>.yaml makes them; None for a row with an error."""
+    job = load_config(JobConfig, JOBS / f"{name}.yaml", [])
+    spec = prompt_spec(job, resolve_checkpoint(job.model, job.storage), 0.0)
+    return prompt_ids(pa.Table.from_pylist(rows), spec)
+
+
+def write_tables(folder: Path, tables: dict[str, Rows]) -> None:
+    """Write each of {name: rows} as Parquet into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in tables.items():
+        with replacing(folder / f"{name}.parquet") as temporary:
+            pq.write_table(pa.Table.from_pylist(rows), temporary)
 
 
 def read(name: str) -> Rows:
@@ -144,26 +153,21 @@ def recombined(rows: Rows) -> Rows:
 def choose_best(name: str) -> None:
     """Write pairs to train on into work/real/<name>/best: of each prompt's drawn answers the one with the best score.
 
-    Raises KeyError if the answers of the job configs/real/<name>-sampled.yaml lack a column that the score needs.
+    Raises KeyError if the answers, in work/real/<name>/sampled, lack a column that the score needs.
     """
     best: dict[str, tuple[tuple[float, ...], dict[str, Any]]] = {}
     for row in pq.read_table(WORK / name / "sampled").to_pylist():
         score = SCORES[name](row) if row["error"] is None else None
         if score is not None and (row["id"] not in best or score > best[row["id"]][0]):
             best[row["id"]] = score, row
-    config = load_config(JobConfig, JOBS / f"{name}-sampled.yaml", [])
-    spec = prompt_spec(config, resolve_checkpoint(config.model, config.storage), 0.0)
     rows = [row for _, row in best.values()]
     pairs = [
         {"prompt": ids, "response": row["generated_text"], "ended": row["finish_reason"] == "stop"}
-        for row, ids in zip(rows, prompt_ids(pa.Table.from_pylist(rows), spec), strict=True)
+        for row, ids in zip(rows, tokens_of(name, rows), strict=True)
     ]
     random.Random(SEED).shuffle(pairs)
-    folder = WORK / name / "best"
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, part in {"held-out": pairs[-CHOSEN_HELD_OUT:], "train": pairs[:-CHOSEN_HELD_OUT]}.items():
-        with replacing(folder / f"{file}.parquet") as temporary:
-            pq.write_table(pa.Table.from_pylist(part), temporary)
+    parts = {"held-out": pairs[-CHOSEN_HELD_OUT:], "train": pairs[:-CHOSEN_HELD_OUT]}
+    write_tables(WORK / name / "best", parts)
 
 
 def facts_score(row: dict[str, Any]) -> tuple[float, ...] | None:

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from ideal import Ceilings, Least, Shape, least, measure, taken_off
-from real_data import JOBS, MODEL, SCORES, WORK, choose_best, write_rows
+from real_data import JOBS, MODEL, WORK, choose_best, write_rows
 from real_model import ADAPTER, make_model, values_stated
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -49,6 +49,11 @@ FURTHER: dict[str, list[tuple[str, str, list[str]]]] = {
     ],
     "labels": [("labels-further.yaml", "adapt-further", [])],
     "summaries": [("summaries.yaml", "adapt-again", ["adapt.training.max_steps=170", "adapt.training.seed=1"])],
+}
+# jobs whose last training (configs/real/<name>-best.yaml) learns from the best of several drawn answers: file, changes
+DRAWN = {
+    "text": ("text-own.yaml", [BOTH, "sampling.n=8", "output.keep=[prompt]"]),
+    "summaries": ("summaries.yaml", ["sampling.n=4", "output.keep=[prompt, reference]"]),
 }
 GEMMA = ("gemma-text", "gemma-labels")  # jobs of the second model, whose weights and adapters are never committed
 TEXTS = ("text", "gemma-text")
@@ -110,10 +115,12 @@ def speed_adapter(name: str, changes: list[str], sample: int | None) -> Path:
             if sample is not None:
                 given += [f"adapt.rows={sample}", f"adapt.held_out={max(2, sample // 5)}"]
             command("adapt", f"{JOBS}/{config}", *given, result=trained / "skipdecode.json")
-    if name in SCORES:
+    if name in DRAWN:
         trained = WORK / name / "best" / "speed-adapter"
         if not (trained / "skipdecode.json").is_file():
-            command("run", f"{JOBS}/{name}-sampled.yaml")
+            file, own = DRAWN[name]
+            drawn = ["sampling.temperature=0.7", "sampling.seed=1", f"output.path={WORK / name / 'sampled'}"]
+            command("run", f"{JOBS}/{file}", *own, *drawn)
             choose_best(name)
             command("tune", f"{JOBS}/{name}-best.yaml", *(one.removeprefix("adapt.") for one in changes))
     return trained
