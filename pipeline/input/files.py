@@ -206,7 +206,7 @@ def _check_no_table(fs: fsspec.AbstractFileSystem, folder: str) -> None:
         folder = os.path.dirname(folder)
     if fs.isdir(f"{folder}/{DELTA_LOG}"):
         _refuse_table(f"{folder}/{DELTA_LOG}/", fs)
-    if os.path.basename(folder) == "data":  # an Iceberg table holds its `metadata` folder beside this one
+    if os.path.basename(folder) == "data":  # an Iceberg table has the folders `data` and `metadata`
         folder = os.path.dirname(folder)
     with suppress(FileNotFoundError, NotADirectoryError):
         for name in fs.ls(f"{folder}/metadata", detail=False):

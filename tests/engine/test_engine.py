@@ -291,7 +291,7 @@ def test_what_the_failed_batch_held_is_given_back_first(llama: Decoder, monkeypa
     opened = engine.open
 
     def counting(*shape: Any) -> None:
-        gc.disable()  # only what is referred to counts, not what is still to be collected
+        gc.disable()  # the test counts only objects that something refers to
         caches.append(sum(type(one).__name__ == "SkipCache" for one in gc.get_objects()))
         gc.enable()
         opened(*shape)

@@ -257,7 +257,8 @@ def test_killed_at_any_moment_the_same_run_finishes(bench: Bench, processes: For
         for earlier in range(KILLS):
             lived = ended(processes, job, chance.uniform(0, seconds))
             if "_SUCCESS" in bench.output(job).names():
-                seconds = seconds if earlier else min(seconds, lived)  # the one above was slow: other work beside it
+                # other work may have slowed the undisturbed run above
+                seconds = seconds if earlier else min(seconds, lived)
                 break
             unfinished += 1
         ended(processes, job)

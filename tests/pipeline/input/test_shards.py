@@ -218,7 +218,7 @@ def read(path: Path, shards: list[Shard]) -> list[str]:
 
 
 def test_a_damaged_page_names_the_file(tmp_path: Path) -> None:
-    """Never a traceback of some other kind; what is read although it is damaged has all its rows."""
+    """A damaged file raises no other error, and a file that can be read in spite of damage gives all its rows."""
     path = tmp_path / "a.parquet"
     whole = written(path)["prompt"].to_pylist()
     data = path.read_bytes()
