@@ -67,7 +67,7 @@ def test_options_of_a_stage_not_done_may_still_change(fakes: Fakes, command: Run
     fakes.fail = "tune"
     assert command().exit_code == 4
     fakes.fail = ""
-    assert command(training={"epochs": 1.0}, workers={"count": 2}).exit_code == 0
+    assert command(training={"epochs": 1.0}, workers={"count": 2, "cpus": 0.5}).exit_code == 0
     assert fakes.recipe.workers is not None and fakes.recipe.workers.count == 2
     assert fakes.calls == ["answers", "tune", "tune", "before", "after"]
 

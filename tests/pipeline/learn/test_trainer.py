@@ -328,7 +328,7 @@ def test_two_processes_learn_as_one(
     watching.start()
     try:
         capfd.readouterr()
-        both = train_recipe({**recipe, "output": "both", "workers": {"count": 2}}, bf16=False)
+        both = train_recipe({**recipe, "output": "both", "workers": {"count": 2, "cpus": 0.5}}, bf16=False)
     finally:
         ended.set()
         watching.join()
@@ -342,7 +342,7 @@ def test_two_processes_learn_as_one(
     written = capfd.readouterr()
     assert not written.out and "dev set: step 12, eval_loss_1x" in written.err
     assert ports and not {address for _, address in ports if not loopback(address)}
-    assert train_recipe({**recipe, "output": "both", "workers": {"count": 2}}, bf16=False) == both  # finished
+    assert train_recipe({**recipe, "output": "both", "workers": {"count": 2, "cpus": 0.5}}, bf16=False) == both  # finished
 
 
 def test_two_processes_train_a_speed_adapter_as_one(
@@ -359,7 +359,7 @@ def test_two_processes_train_a_speed_adapter_as_one(
     second = {**taught, "adapter": {"start": "first"}, "schedule": schedule, "output": "alone"}
     epochs = {**settings, "max_steps": -1, "epochs": 2, "eval_steps": 4}
     alone = train_recipe(second, **epochs)
-    both = train_recipe({**second, "output": "both", "workers": {"count": 2}}, **epochs)
+    both = train_recipe({**second, "output": "both", "workers": {"count": 2, "cpus": 0.5}}, **epochs)
     assert both["steps"] == alone["steps"] == 8
     assert both["dev_loss"] == pytest.approx(alone["dev_loss"], rel=0.03)
 
@@ -425,7 +425,7 @@ def test_after_a_process_died_the_same_training_goes_on(recipe: dict[str, Any], 
         workers[0].kill()
 
     threading.Thread(target=kill_one, daemon=True).start()
-    two = {**recipe, "output": str(output), "workers": {"count": 2}}
+    two = {**recipe, "output": str(output), "workers": {"count": 2, "cpus": 0.5}}
     settings = {"bf16": False, "max_steps": 100, "save_steps": 20}
     with pytest.raises(RuntimeError, match=r"worker \d was ended by SIGKILL|gloo|closed"):
         train_recipe(two, **settings)
@@ -436,7 +436,7 @@ def test_after_a_process_died_the_same_training_goes_on(recipe: dict[str, Any], 
 @pytest.mark.slow
 def test_processes_end_with_the_one_that_launched_them(recipe: dict[str, Any], tmp_path: Path) -> None:
     output = tmp_path / "both"
-    values = {**recipe, "output": str(output), "workers": {"count": 2}}
+    values = {**recipe, "output": str(output), "workers": {"count": 2, "cpus": 0.5}}
     (tmp_path / "tune.json").write_text(json.dumps({**values, "training": {**recipe["training"], "max_steps": 4000}}))
     launcher = subprocess.Popen([sys.executable, "-m", "pipeline", "tune", str(tmp_path / "tune.json")])
     while not (output / "_training/state.pt").exists():
