@@ -98,7 +98,8 @@ class Fakes:
             pq.write_table(pa.Table.from_pylist(rows[first : first + 7], schema), out / f"part-{part:06d}.parquet")
         batching = SimpleNamespace(planned=0.0, threads=3, cache_bytes=2**20)
         seconds = {"prefill_seconds": self.prompt_seconds, "decode_seconds": 10 - self.prompt_seconds}
-        totals = SimpleNamespace(**seconds, prompt_tokens=900, generated_tokens=60, warnings=[])
+        ended = {"stopped": sum(row["error"] is None for row in rows), "cut_off": 0}
+        totals = SimpleNamespace(**seconds, **ended, prompt_tokens=900, generated_tokens=60, warnings=[])
         return SimpleNamespace(manifest=SimpleNamespace(batching=batching), totals=totals)
 
     def tune(self, task: Any, longest: int, prompts: list[str]) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from pipeline.learn.evaluate.results import Line
 KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # all schedule keys but the depths
 CHECKS = ("min_agreement", "agreement_rows")  # keys of the user's `schedule` that the final job file keeps
 NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # schedule key that adapt cannot change -> decay that uses it
-SAMPLE, ANSWERS, TRAIN = "sample.parquet", "full-depth", "train.parquet"
+SAMPLE, ASKED, ANSWERS, TRAIN = "sample.parquet", "asked.parquet", "full-depth", "train.parquet"
 DEV, HELD_OUT = "dev.parquet", "held-out.parquet"  # DEV chooses the best training step, HELD_OUT the speed
 CHECKPOINT, ADAPTER, BEFORE, AFTER, JOB_FILE = "checkpoint", "speed-adapter", "before", "after", "job.yaml"
-STAGE_FILES = (SAMPLE, ANSWERS, TRAIN, DEV, HELD_OUT, CHECKPOINT, ADAPTER, BEFORE, AFTER)
+STAGE_FILES = (SAMPLE, ASKED, ANSWERS, TRAIN, DEV, HELD_OUT, CHECKPOINT, ADAPTER, BEFORE, AFTER)
 PROMPT_SHARE = 1 / 3  # from this share of a job's time on, prompts limit speed-ups to 3x; `prompt: first` is tried too
 
 
@@ -73,14 +73,14 @@ class Task:
         return list(dict.fromkeys([self.shape["prompt"], *further]))
 
 
-def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -> JobConfig:
-    """Return a job that answers each row of the sample once, at full depth. Ids are made from row numbers."""
+def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path, asked: str = SAMPLE) -> JobConfig:
+    """Return a job that answers each row of the file `asked` once, at full depth. Ids are made from row numbers."""
     folder = folder.resolve()  # absolute, because other nodes have other working directories
     whole = {"format": None, "snapshot": None, "id": None, "since": None, "changed": "error"}
     plain: dict[str, Any] = {"format": None, "table": None, "keep": [], "token_ids": True, "cumulative_logprob": False}
     return config.model_copy(
         update={
-            "input": config.input.model_copy(update={"path": [str(folder / SAMPLE)], **whole}),
+            "input": config.input.model_copy(update={"path": [str(folder / asked)], **whole}),
             "output": config.output.model_copy(update={"path": str(folder / ANSWERS), **plain}),
             "model": config.model.model_copy(update={"path": pinned_path(config, resolved)}),
             "schedule": JobScheduleConfig(speedup=1.0),

@@ -103,7 +103,7 @@ def write_pairs(
     are ignored.
     """
     sample, answers = read_parquet((folder / SAMPLE).read_bytes()), _answers(folder / ANSWERS)
-    failed = {row: answers[row]["error"] for row in range(sample.num_rows) if answers[row]["error"] is not None}
+    failed = {row: answer["error"] for row, answer in answers.items() if answer["error"] is not None}
     if failed:
         row, error = next(iter(failed.items()))
         log.warning("%d rows of the sample have an error and are left out; in row %d: %s", len(failed), row, error)
@@ -116,10 +116,11 @@ def write_pairs(
     left_out = Counter(errors=len(failed), empty=0, unreferenced=0, repeated=0)
     evaluated: set[tuple[int, ...]] = set()  # prompts of the held-out rows, which come first in the sample
     for row, prompt in prompts.items():
-        response, text = answers[row]["token_ids"], answers[row]["generated_text"]
-        ended = response[-1:] == [tokenizer.eos_token_id]
-        response = response[:-1] if ended else response  # the training adds an end token if `ended`
-        if responses is not None and row >= held_out:  # held-out rows keep the answer at full depth, for comparison
+        if row in answers:
+            response, text = answers[row]["token_ids"], answers[row]["generated_text"]
+            ended = response[-1:] == [tokenizer.eos_token_id]
+            response = response[:-1] if ended else response  # the training adds an end token if `ended`
+        else:  # a row to train on, whose answer is in the column `responses`
             text, ended = sample[responses][row].as_py() or "", True
             response = tokenizer(text, add_special_tokens=False)["input_ids"]
         usable = _usable_references(values[row], labels)
@@ -140,7 +141,7 @@ def write_pairs(
     for name, least, purpose in ((HELD_OUT, 2, "to evaluate"), (TRAIN, 1, "to train on")):
         if len(kept[name]) < least:
             raise UserError(
-                f"{folder}: {len(kept[name])} rows are left {purpose}. Of {sample.num_rows} answered at full depth, "
+                f"{folder}: {len(kept[name])} rows are left {purpose}. Of the {sample.num_rows} in the sample, "
                 f"{left_out['errors']} have an error, {left_out['empty']} have an empty answer, "
                 f"{left_out['unreferenced']} have no reference, {left_out['repeated']} repeat a held-out prompt; "
                 f"raise adapt.rows, or look at {folder / ANSWERS}"

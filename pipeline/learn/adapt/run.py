@@ -99,7 +99,8 @@ def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: 
     if sampled["inputs"] != task.inputs:
         log.warning("%s: changed since the sample was drawn; new rows are not sampled", ", ".join(config.input.path))
     pairs = [configs.TRAIN, configs.HELD_OUT]
-    purpose = f"answer {sampled['drawn'] - sampled['unreadable']:,} rows at full depth with {config.model.path}"
+    asked = sampled["drawn"] - sampled["unreadable"] if options.responses is None else sampled["held_out"]
+    purpose = f"answer {asked:,} rows at full depth with {config.model.path}"
     answered = run("answers", purpose, pairs, lambda: _answer(task, sampled["held_out"], verbose))
     if "row" in answered and not record.done.keys() >= set(STAGES):
         announce(announcement(task, RowCost(**answered["row"]), record.done))
@@ -172,7 +173,12 @@ def _sample(task: Task) -> dict[str, Any]:
 
 def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
     """Answer the sample at full depth in a separate job, and write the files that tune and evaluate read."""
-    job = configs.full_depth_job(task.config, task.resolved, task.folder)
+    asked = configs.SAMPLE
+    if task.options.responses is not None:  # the rows to train on have their answers
+        asked = configs.ASKED
+        with replacing(task.folder / asked) as temporary:
+            pq.write_table(pq.read_table(task.folder / configs.SAMPLE).slice(0, held_out), temporary)
+    job = configs.full_depth_job(task.config, task.resolved, task.folder, asked)
     result = jobs.run(job, verbose=verbose)
     batching, totals = result.manifest.batching, result.totals
     for line in totals.warnings:  # signs of bad answers, which the training would copy
@@ -180,7 +186,6 @@ def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
     spec = prompt_spec(job, task.resolved, batching.planned)
     counts = write_pairs(task.folder, spec, held_out, task.options, task.config.choices)
     seconds = totals.prefill_seconds + totals.decode_seconds
-    rows = sum(counts.values()) - counts["errors"] - counts["longest"]  # rows with an answer, which may be empty
     sums = {
         "prompt": totals.prompt_tokens,
         "answer": totals.generated_tokens,
@@ -191,7 +196,7 @@ def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
         "counts": counts,
         "actors": {"threads": batching.threads, "cache_bytes": batching.cache_bytes},
         "prompt_share": totals.prefill_seconds / seconds if seconds else 0.0,
-        "row": {name: total / rows for name, total in sums.items()},
+        "row": {name: total / (totals.stopped + totals.cut_off) for name, total in sums.items()},
     }
 
 

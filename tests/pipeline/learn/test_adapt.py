@@ -248,7 +248,7 @@ def test_references_that_are_no_labels_are_ignored(tmp_path: Path, fakes: Fakes,
 def test_answers_to_train_on_may_come_from_a_column(
     tmp_path: Path, fakes: Fakes, command: Run, checkpoint: Path
 ) -> None:
-    """Held-out rows keep full depth's answers, with which evaluate compares. A row without an answer is left out."""
+    """Full depth answers only the held-out rows, with which evaluate compares. A row without an answer is left out."""
     file = tmp_path / "in" / "in-0.parquet"
     pq.write_table(pq.read_table(file).set_column(3, "unused", pa.nulls(13, pa.string())), file)
     assert command("--json", rows=ROWS, responses="unused").exit_code == 0
@@ -256,6 +256,7 @@ def test_answers_to_train_on_may_come_from_a_column(
     sample = pq.read_table(folder / "sample.parquet").to_pylist()
     train, held = (pq.read_table(folder / f"{name}.parquet").to_pylist() for name in ("train", "held-out"))
     x = load_tokenizer(checkpoint)("x", add_special_tokens=False)["input_ids"]
+    assert pq.read_table(fakes.job.input.path[0]).to_pylist() == sample[:6]
     taught = [row for row in sample[6:] if row["q"] is not None and row["unused"] is not None]
     assert 0 < len(taught) < 20
     assert [(row["response"], row["ended"], row["text"]) for row in train] == [(x, True, "x")] * len(taught)

@@ -140,7 +140,7 @@ def test_too_few_rows_are_refused_before_training(fakes: Fakes, command: Run) ->
     fakes.empty = True
     result = command()
     assert (result.exit_code, fakes.calls) == (2, ["answers"])
-    assert "out-adapt: 0 rows are left to evaluate. Of 20 answered at full depth" in result.stderr
+    assert "out-adapt: 0 rows are left to evaluate. Of the 20 in the sample" in result.stderr
 
 
 @pytest.mark.parametrize("place", ["out", "out/adapt", "checkpoint", "checkpoint/adapt", "in/adapt", "start/adapt"])
