@@ -1,12 +1,12 @@
 """Measures and caches a checkpoint's layer order (`keep_order`): the layers that answers need most come first.
 
-Two methods from the literature are combined. ShortGPT (Men et al., 2024, arXiv 2403.03853) ranks layers by their
-influence, 1 - cos(input, output). One pass measures all layers, but does not show that one of two interchangeable
-layers must stay. Greedy elimination (SLEB: Song et al., 2024, arXiv 2402.09025) shows this, but each step needs one
-pass for each layer. Here, each step tries only the layers of least influence. It removes the one that changes the
-next-token distribution least (KL divergence from full depth). The steps end when the divergence exceeds `LOST`, because
-the text then has little in common with full depth's. The remaining layers are ranked by their influence at full depth.
-As in generation, layers are bypassed for response tokens only.
+The ranking combines two methods. ShortGPT (Men et al., 2024, arXiv 2403.03853) ranks layers by their influence,
+1 - cos(input, output). One pass measures all layers, but does not show that one of two interchangeable layers must
+stay. Greedy elimination (SLEB: Song et al., 2024, arXiv 2402.09025) shows this, but needs a pass per layer for each
+layer that it drops. Here, each step tries to drop only the layers of least influence. It drops the one that changes the
+next-token distribution least (KL divergence from full depth). The steps end when the divergence exceeds `LOST`. The
+layers that remain are ranked by their influence at full depth. As in generation, layers are skipped for response tokens
+only.
 
 Shapes: N response tokens of a batch, E hidden size, V vocabulary size.
 """
@@ -35,11 +35,11 @@ from pipeline.runtime.announce import announce
 
 log = logging.getLogger(__name__)
 Row = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response
-ROWS = 32  # an order is measured on at most this many rows (prompt and response)
+ROWS = 32  # maximum number of rows (prompt and response) on which an order is measured
 VERSION = 1  # version of the algorithm; an order that another version has cached is measured again
 ROWS_PER_PASS = 8  # rows of a batch; few, so that a bad candidate is recognized after little work
-CANDIDATES = 6  # a step tries to leave out this number of layers: the layers of least influence
-LOST = 3.0  # nats per token: full depth's token then has a probability of about exp(-3) = 5%, and the text is lost
+CANDIDATES = 6  # number of layers that each step tries to drop: the layers of least influence
+LOST = 3.0  # nats per token; the token chosen at full depth then has a probability of only about exp(-3) = 5%
 PROMPT_TOKENS = 2**14  # limit for the prompt tokens of all rows, whose keys and values stay in memory
 PROBABILITIES = 2**27  # limit for the probabilities [N, V] of all rows: 512 MiB in fp32
 
@@ -92,10 +92,10 @@ def _read(record: Path) -> tuple[tuple[int, ...], int] | None:
 
 @dataclass(frozen=True)
 class LayerRanking:
-    """Layers ranked by eliminating one after the other.
+    """Layers ranked by dropping one after the other.
 
-    keep_order: all layers, the most needed first. divergence: KL divergence from full depth after each elimination, in
-    nats per response token; the first entry is for the least needed layer.
+    keep_order: all layers, the most needed first. divergence: KL divergence from full depth after each drop, in nats
+    per response token; the first entry is for the least needed layer.
     """
 
     keep_order: tuple[int, ...]
@@ -108,7 +108,7 @@ class LayerRanking:
 
 
 def rank_layers(decoder: Decoder, rows: Sequence[Row], *, warmup: int = 0) -> LayerRanking:
-    """Rank the layers by how much the model's responses at full depth need them.
+    """Rank the layers by how much the model needs them to predict its own responses at full depth.
 
     The result is deterministic on one machine. If two layers are needed equally, the higher is kept. A model tuned to
     skip layers gets an order biased towards the layers that it was tuned to keep.
@@ -129,13 +129,13 @@ def rank_layers(decoder: Decoder, rows: Sequence[Row], *, warmup: int = 0) -> La
 
 def _eliminate(batches: Sequence[ResponsePasses], layers: range) -> LayerRanking:
     tokens, remaining = sum(batch.tokens for batch in batches), list(layers)
-    bypassed: list[int] = []
+    dropped: list[int] = []
     divergence: list[float] = []
     at_full_depth = _influence(batches, remaining)
     began, total_work = time.monotonic(), _work_left(len(remaining))
-    announce(f"keep order: leaving out up to {len(remaining) - 1} layers, one after the other")
+    announce(f"keep order: dropping up to {len(remaining) - 1} layers, one after the other")
     while len(remaining) > 1 and (not divergence or divergence[-1] <= LOST):
-        influence = _influence(batches, remaining) if bypassed else at_full_depth
+        influence = _influence(batches, remaining) if dropped else at_full_depth
         by_influence = sorted(remaining, key=lambda layer: (influence[layer], layer))
         least, lowest = by_influence[0], math.inf
         for layer in by_influence[:CANDIDATES]:
@@ -143,22 +143,22 @@ def _eliminate(batches: Sequence[ResponsePasses], layers: range) -> LayerRanking
             if (total, layer) < (lowest, least):
                 least, lowest = layer, total
         remaining.remove(least)
-        bypassed.append(least)
+        dropped.append(least)
         divergence.append(lowest / tokens)
         for batch in batches:
-            batch.bypass(least)
+            batch.drop(least)
         left = _work_left(len(remaining))
         seconds = (time.monotonic() - began) * left / max(total_work - left, 1)
         announce(
-            f"keep order: {len(remaining)} layers remain, loss {lowest / tokens:.4f} nats a token without {bypassed}; "
-            f"at most about {seconds / 60:.1f} min left"
+            f"keep order: {len(remaining)} layers remain; without {dropped}, KL from full depth is "
+            f"{lowest / tokens:.4f} nats per token; at most about {seconds / 60:.1f} min left"
         )
     remaining.sort(key=lambda layer: (-at_full_depth[layer], -layer))
-    return LayerRanking((*range(layers.start), *remaining, *reversed(bypassed)), tuple(divergence))
+    return LayerRanking((*range(layers.start), *remaining, *reversed(dropped)), tuple(divergence))
 
 
 def _work_left(layers: int) -> int:
-    """Estimate the work to eliminate all but one of `layers` layers: candidates × layers left, summed over steps."""
+    """Estimate the work to drop all but one of `layers` layers: candidates × remaining layers, summed over steps."""
     return sum(min(CANDIDATES, left) * left for left in range(2, layers + 1))
 
 
@@ -167,7 +167,7 @@ def _influence(batches: Sequence[ResponsePasses], layers: Sequence[int]) -> dict
 
 
 def _divergence(batches: Sequence[ResponsePasses], layer: int, limit: float) -> float:
-    """Return the divergence with `layer` bypassed too, summed over batches; inf if it exceeds `limit`."""
+    """Return the divergence if `layer` is dropped too, summed over batches; inf if it exceeds `limit`."""
     total = 0.0
     for batch in batches:
         total += batch.divergence_without(layer)
@@ -179,12 +179,12 @@ def _divergence(batches: Sequence[ResponsePasses], layer: int, limit: float) -> 
 class ResponsePasses:
     """Runs a batch's response tokens many times, each time without some layers. The prompts run once, at full depth.
 
-    The hidden states before every layer are kept, so that a pass without layer L does not repeat the layers below L.
+    The hidden states before every layer are stored, so that a pass without layer L need not run the layers below L.
     Create and use an object only inside `with packed(decoder.model)`.
     """
 
     def __init__(self, decoder: Decoder, pairs: Sequence[Row]) -> None:
-        self._decoder, self._rows, self._bypassed = decoder, len(pairs), set[int]()
+        self._decoder, self._rows, self._dropped = decoder, len(pairs), set[int]()
         every = prompt_ranks(decoder.num_layers, range(decoder.num_layers))
         _, self._prompts = run_level(decoder, prompt_tokens([prompt for prompt, _ in pairs], 0), every, len(pairs))
         self._responses = Tokens.of(  # the last token of a response is never an input
@@ -204,20 +204,20 @@ class ResponsePasses:
         return float((1 - nn.functional.cosine_similarity(before, after, dim=-1)).sum())
 
     def divergence_without(self, layer: int) -> float:
-        """Return KL(full depth || model without `layer` and the bypassed layers) in nats, summed over tokens."""
+        """Return KL(full depth || model without `layer` and the dropped layers) in nats, summed over tokens."""
         logits = self._logits(self._run(self._inputs[: layer + 1], {layer}))
         cross = logits.logsumexp(dim=-1) - (self._expected * logits).sum(dim=-1)
         return float((cross - self._entropy).clamp(min=0).sum(dtype=torch.float64))  # rounding may make it negative
 
-    def bypass(self, layer: int) -> None:
-        """Bypass `layer` in all later passes, as well as the layers that are bypassed already."""
-        self._bypassed.add(layer)
+    def drop(self, layer: int) -> None:
+        """Skip `layer` in all later passes, in addition to the layers dropped before."""
+        self._dropped.add(layer)
         del self._inputs[layer + 1 :]
         self._run(self._inputs)
 
     def _run(self, inputs: list[Tensor], without: Collection[int] = ()) -> Tensor:
-        """Run the layers from number `len(inputs) - 1` on (from 0 if empty). Append their outputs; return the last."""
-        running = set(range(self._decoder.num_layers)) - self._bypassed - set(without)
+        """Run the layers from index `len(inputs) - 1` on (0 if empty). Append their outputs; return the last one."""
+        running = set(range(self._decoder.num_layers)) - self._dropped - set(without)
         ranks = prompt_ranks(self._decoder.num_layers, running)
         return run_level(self._decoder, self._responses, ranks, self._rows, [self._prompts], inputs=inputs)[0]
 
@@ -226,7 +226,7 @@ class ResponsePasses:
 
 
 def batches(rows: Sequence[Row], vocab_size: int) -> list[list[Row]]:
-    """Cut the rows into batches of similar length. Use only as many rows as fit the memory limits, but at least one."""
+    """Group rows of similar length into batches. Leave out rows beyond the memory limits, but use at least one row."""
     chosen: list[Row] = []
     prompts = responses = 0
     for prompt, response in rows:

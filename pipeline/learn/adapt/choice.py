@@ -37,7 +37,7 @@ def choose(metric: str, tolerance: float, lines: Sequence[Line], chance: Scores)
 
 
 def nearest(metric: str, lines: Sequence[Line], chance: Scores) -> Line:
-    """Return the speed-up that needs the smallest tolerance, among those better than chance if there are any."""
+    """Return the speed-up that needs the smallest tolerance; if any is better than chance, the best of these."""
     return min(
         _speedups(lines),
         key=lambda line: (uselessness(line, chance, metric) is not None, line.scores[metric].loss_high, line.seconds),

@@ -22,12 +22,12 @@ from pipeline.learn.evaluate.results import Line
 
 KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # all schedule keys but the depths
 CHECKS = ("min_agreement", "agreement_rows")  # keys of the user's `schedule` that the final job file keeps
-NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # schedule key that adapt cannot change -> decay that uses it
+NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # schedule key that adapt cannot change -> the decay that uses it
 SAMPLE, ASKED, ANSWERS, TRAIN = "sample.parquet", "asked.parquet", "full-depth", "train.parquet"
 DEV, HELD_OUT = "dev.parquet", "held-out.parquet"  # DEV chooses the best training step, HELD_OUT the speed
 CHECKPOINT, ADAPTER, BEFORE, AFTER, JOB_FILE = "checkpoint", "speed-adapter", "before", "after", "job.yaml"
 STAGE_FILES = (SAMPLE, ASKED, ANSWERS, TRAIN, DEV, HELD_OUT, CHECKPOINT, ADAPTER, BEFORE, AFTER)
-PROMPT_SHARE = 1 / 3  # from this share of a job's time on, prompts limit speed-ups to 3x; `prompt: first` is tried too
+PROMPT_SHARE = 1 / 3  # prompts that take more of a job's time limit speed-ups to 3x, so `prompt: first` is tried too
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path
             "schedule": JobScheduleConfig(speedup=1.0),
             "sampling": config.sampling.model_copy(update={"n": 1}),
             "adapt": None,
-            "budget": None,  # the budget is only for the job itself
+            "budget": None,  # the budget applies only to the job itself
         }
     )
 

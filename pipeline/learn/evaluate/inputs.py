@@ -48,7 +48,7 @@ class Variant:
 
 
 def speeds(spec: ScheduleSpec, speedups: Sequence[float], prompts: Sequence[str] = ()) -> list[Variant]:
-    """Return variants of `spec`: 1x, each speed-up, and each speed-up above 1x with each prompt policy in `prompts`."""
+    """Return `spec` at 1x and at each speed-up, then at each speed-up above 1x with each other policy in `prompts`."""
     speedups = list(dict.fromkeys([1.0, *map(float, speedups)]))
     variants = [Variant(f"{each:g}x", "speed", spec.overridden({"speedup": each}), each) for each in speedups]
     for prompt, speedup in product(prompts, speedups):
@@ -154,7 +154,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
     if config.choices is not None:
         tokenizer = load_tokenizer(model.checkpoint.path)
         ids = tokenize_labels(tokenizer, config.choices)
-        longest(config.choices, ids)  # called only to check the labels: unlike ChoiceTrie, it names a bad label's text
+        longest(config.choices, ids)  # only checks the labels: its error names the bad label, ChoiceTrie's does not
         trie = ChoiceTrie([ids[label] for label in config.choices], tokenizer.eos_token_id)
         reserved = new_tokens = trie.most_tokens
     prompts = _tokenized(rows, model, reserved)
@@ -195,7 +195,7 @@ def read_rows(data: EvalDataConfig, choices: Sequence[str] | None, storage: Stor
         for number, (prompt, right, name) in enumerate(zip(prompts, references, ids, strict=True)):
             row = f"{path}: row {number}"
             if not is_text(prompt):
-                raise UserError(f"{row}: column {data.prompt!r} must hold text or token ids, and no empty value")
+                raise UserError(f"{row}: column {data.prompt!r} must hold text or token ids that are not empty")
             if data.references is not None and (not right or not all(isinstance(one, str) for one in right)):
                 raise UserError(f"{row} needs at least one reference; column {data.references!r} must hold text")
             for label in right:

@@ -1,4 +1,4 @@
-"""Computes statistics of all answers for all metrics. A line (of evaluate's table) is a speed, a model, or chance."""
+"""Computes the statistics of all answers for all metrics. A line of the table is a speed, a model, or chance."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def line_statistics(
 
 
 def _regret(full: Model, pairs: Mapping[str, Sequence[Pair]]) -> dict[str, Array]:
-    """Return line -> regret of its answer to each row (see `answer_regret`). Score equal answers to a row only once."""
+    """Return line -> regret of its answer to each row (see `answer_regret`). Equal answers to a row are scored once."""
     distinct = {(row, tuple(pair[1])): pair for each in pairs.values() for row, pair in enumerate(each)}
     report = RowProgress("scoring the lines' own answers", len(distinct)).at
     found = dict(zip(distinct, answer_regret(full, list(distinct.values()), report).tolist(), strict=True))

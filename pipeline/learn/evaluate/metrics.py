@@ -31,7 +31,7 @@ _SCORER = RougeScorer(["rougeL"])
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. title, unit: as shown in tables. score: computes the scores of S data sets from sums [S, K].
+    """A metric. title, unit: as shown in tables. score: function from sums [S, K] to the scores of S data sets.
 
     higher_is_better: None means that any difference from full depth's value, up or down, is a loss.
     """
@@ -171,7 +171,7 @@ def _rouge_l(reference: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class Score:
-    """One line's score in one metric: values from the rows themselves, intervals from resampled rows.
+    """The score of a line in a metric. `value` and `loss` come from the rows themselves, intervals from resampled rows.
 
     loss: difference from full depth on the same rows, positive if the line is worse. low, high: interval for `value`;
     `value` may lie outside. loss_low, loss_high: interval for `loss`.

@@ -210,7 +210,7 @@ def _table(*columns: str) -> Table:
 
 
 def bracketed(value: float, low: float, high: float, decimals: int, signed: bool = False) -> str:
-    """Return a value and its interval as text; only the value if both ends round to it."""
+    """Return a value and its interval as text; only the value if both ends of the interval round to it."""
     value, low, high = (round(number, decimals) + 0.0 for number in (value, low, high))  # + 0.0: no -0.0
     sign = "+" if signed and value else ""
     if low == value == high:

@@ -76,7 +76,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
 
 
 def load_models(inputs: EvalInputs) -> tuple[Generator, Generator, dict[str, Generator]]:
-    """Load all models of an evaluation, with a common batch limit, so that all answer the rows in the same batches.
+    """Load all models of an evaluation with the same batch size, so that all answer the rows in the same batches.
 
     Returns the model without its speed adapter, the model with its speed adapter (the same object if it has none), and
     line name -> reference model or baseline.
@@ -120,7 +120,7 @@ class TimedRun:
 
 
 def common_batch(generator: Generator, prompts: Sequence[Prompt], new_tokens: int) -> int:
-    """Return the size of the batches of all schedules: how many rows fit the KV cache at full depth, up to max_batch.
+    """Return how many rows fit the KV cache at full depth, at most max_batch. All schedules use this batch size.
 
     generator: at full depth. new_tokens: maximum tokens of an answer. Raises UserError if one row alone does not fit.
     """
@@ -162,7 +162,7 @@ def answer(generator: Generator, schedule: Schedule, prompts: Sequence[Prompt], 
 def time_in_turn(
     lines: Mapping[str, tuple[Generator, Schedule]], prompts: Sequence[Prompt], rounds: int
 ) -> dict[str, TimedRun]:
-    """Answer all rows with every line in turn, `rounds` times. A drift of the machine's speed then affects all lines.
+    """Answer all rows with every line in turn, `rounds` times, so that a drift of the machine affects all lines.
 
     Each line first warms up on its largest batch. With several rounds, or on a GPU (where each new shape costs time), a
     line warms up on all rows. Returns line -> answers and counts of the last round, and times of all rounds.
@@ -186,16 +186,16 @@ def time_in_turn(
 
 
 def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Line:
-    """Make a line of the table from `run`. base: the run at 1x, which speed-ups are measured against."""
+    """Make a line of the table from `run`. base: the run at 1x, with which times are compared."""
     stats, seconds, decode = run.stats, median(run.seconds), median(run.decode_seconds)
-    own_layers = variant.nominal is not None
+    has_ratio = variant.nominal is not None and stats.layer_steps > 0
     signs = warnings_of([answer.generated_text or "" for answer in run.answers])
     return Line(
         name=variant.name,
         group=variant.group,
         nominal=variant.nominal,
         prompt=variant.spec.prompt,
-        layer_ratio=stats.full_layer_steps / stats.layer_steps if stats.layer_steps and own_layers else None,
+        layer_ratio=stats.full_layer_steps / stats.layer_steps if has_ratio else None,
         mean_depth=stats.layer_steps / stats.decode_steps if stats.decode_steps else None,
         seconds=seconds,
         decode_seconds=decode,
@@ -231,7 +231,7 @@ def _write(evaluation: Evaluation, inputs: EvalInputs, runs: Mapping[str, TimedR
 
 
 def _columns(rows: Sequence[EvalRow]) -> dict[str, pa.Array]:
-    """Return the input columns for the answers files: the prompt; id and references only if the data has them."""
+    """Return the input columns of the answers files: the prompt, and id and references if the data has them."""
     columns = {"id": _array([row.id for row in rows])} if any(row.id is not None for row in rows) else {}
     columns["prompt"] = _array([row.prompt for row in rows])
     return columns | ({"references": pa.array([list(row.references) for row in rows])} if rows[0].references else {})

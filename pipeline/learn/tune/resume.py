@@ -88,7 +88,7 @@ def _is_recorded(config: TuneConfig) -> bool:
 
 
 def _recipe(config: TuneConfig) -> dict[str, Any]:
-    """Return what must not change when a training is resumed: config (without keys in `FREE`) and file versions."""
+    """Return the values that a resumed training must share: config (without keys in `FREE`) and file versions."""
     files = list[Path]()
     for path in (*config.data.train, *config.data.dev):
         files += [Path(path)] if Path(path).is_file() else map(Path, list_files([path], StorageConfig()))

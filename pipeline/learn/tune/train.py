@@ -108,12 +108,12 @@ def _training(config: TuneConfig, plan: TrainingPlan) -> Training:
 
 
 def tokens_at_once(model: PreTrainedModel, bf16: bool, workers: int = 1) -> int:
-    """Return how many tokens' activations fit a worker's memory: `ACTIVATIONS` bytes on a CPU, 1/4 of a GPU's memory.
+    """Return the number of tokens whose activations fit `ACTIVATIONS` bytes on a CPU, or 1/4 of a GPU's memory.
 
     workers: number of workers. On a CPU, they share the `ACTIVATIONS` bytes. On GPUs, each worker has its own GPU.
     """
     shape, device = ModelShape.of(model.config), model.device
-    of_layer = (16 * shape.hidden + 6 * shape.feed_forward) * (2 if bf16 else 4)
+    of_layer = (16 * shape.hidden + 6 * shape.feed_forward) * (2 if bf16 else 4)  # bytes per token
     is_gpu = device.type == "cuda"
     available = torch.cuda.get_device_properties(device).total_memory // 4 if is_gpu else ACTIVATIONS // workers
     return max(MIN_TOKENS, available // (shape.layers * of_layer))

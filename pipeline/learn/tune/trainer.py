@@ -43,8 +43,8 @@ class Teacher:
         decoder: A frozen decoder, or the student's decoder.
         loss: Section `loss` of the recipe, with the temperature and the number of stored entries per distribution.
         vocabulary: Size of the student's vocabulary.
-        alone: Returns a context manager. If `decoder` is the student's, it has its original weights inside this
-            context, for example because the adapters are disabled.
+        alone: Returns a context manager. If `decoder` is the student's, the context restores the start weights, for
+            example by disabling the adapters.
     """
 
     decoder: Decoder
@@ -120,7 +120,7 @@ class Training:
         if distributed.is_initialized():
             self.rank, self.workers = distributed.get_rank(), distributed.get_world_size()
         self.steps = training_steps(self.settings, len(plan.train))
-        once = self.steps * self.settings.batch_size <= len(plan.train)
+        once = self.steps * self.settings.batch_size <= len(plan.train)  # no pair is trained on twice: nothing to cache
         self.train = plan.train if once else _with_keys(plan.train, "train")
         self.dev = _with_keys(plan.dev, "dev")
         self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -129,7 +129,7 @@ class Training:
         decays = ((matrices, self.settings.weight_decay), (vectors, 0.0))
         groups: list[dict[str, Any]] = [{"params": some, "weight_decay": decay} for some, decay in decays if some]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
-        self._order: tuple[int, list[int]] = (-1, [])  # number of the current epoch, and its order of rows
+        self._order: tuple[int, list[int]] = (-1, [])  # number of the current epoch, and the row numbers in its order
         self.step, self.began_at = 0, 0
         self.losses: list[dict[str, float]] = []  # step and training loss, every `LOGGED` steps
         self.dev_losses: list[dict[str, float]] = []
@@ -188,7 +188,7 @@ class Training:
         return total
 
     def _pairs(self) -> list[Pair]:
-        """Return the pairs of the next step, which are then divided among the workers."""
+        """Return the next step's pairs of all workers."""
         size = self.settings.batch_size
         epoch, place = divmod(self.step, math.ceil(len(self.train) / size))
         if self._order[0] != epoch:
@@ -325,14 +325,14 @@ def _gathered(own: list[Any]) -> list[Any]:
 
 
 def rate(step: int, warmup: int, steps: int) -> float:
-    """Return the learning rate's factor at `step`. It rises to 1 in the warm-up, then falls to 0 along a cosine."""
+    """Return the factor of the learning rate at `step`: it rises to 1 in warm-up, then falls to 0 along a cosine."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
 def by_length(lengths: Sequence[int], together: int, seed: str) -> list[int]:
-    """Return row numbers in random order, but with similar lengths in a step. together: number of rows in a step."""
+    """Return row numbers in random order, but group rows of similar length. together: number of rows in a step."""
     order = random.Random(seed).sample(range(len(lengths)), len(lengths))
     window = max(1, min(50, len(lengths) // (4 * together))) * together
     cuts = [order[start : start + window] for start in range(0, len(order), window)]

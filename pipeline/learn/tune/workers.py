@@ -1,6 +1,6 @@
-"""Trains data-parallel, in several processes of this machine: each step adds up the gradients of all processes.
+"""Trains data-parallel in several processes of this machine: each step adds up the gradients of all processes.
 
-The processes find each other through a file and talk over the loopback interface, so no other machine can connect.
+The processes find each other through a file and use the loopback interface, so no other machine can connect.
 """
 
 from __future__ import annotations
