@@ -95,12 +95,12 @@ def write_pairs(
 ) -> dict[str, int]:
     """Join the sample with its answers, and write the held-out rows, the training rows and the dev rows.
 
-    Returns the counts of written rows: `train`, `dev`, `held_out`. Counts of rows left out are `errors`, `empty`
-    (empty answers), `unreferenced` (held-out rows without a usable reference) and `repeated` (training rows with the
-    prompt of a held-out row). `longest`: tokens of the longest pair. Raises UserError if too few rows are left.
+    Returns the numbers of written rows (`train`, `dev`, `held_out`), the numbers of rows left out (`errors`; `empty`:
+    empty answers; `unreferenced`: held-out rows without a usable reference; `repeated`: training rows with a held-out
+    row's prompt), and `longest`, the tokens of the longest pair. Raises UserError if too few rows are left.
 
-    held_out: how many rows, from the start of the sample, are held out. choices: labels; references that are not labels
-    are ignored.
+    held_out: number of rows at the start of the sample that are held out. choices: labels; references that are not
+    labels are ignored.
     """
     sample, answers = read_parquet((folder / SAMPLE).read_bytes()), _answers(folder / ANSWERS)
     failed = {row: answer["error"] for row, answer in answers.items() if answer["error"] is not None}

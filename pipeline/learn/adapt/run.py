@@ -57,8 +57,8 @@ class Adapted:
 
     trained: name of the subfolder of `folder` with the adapter or the checkpoint. before, after: table lines of the
     job's and of the tuned checkpoint. chance: scores of answers that do not depend on their row. harmed: a warning for
-    each speed that is worse after the training. chosen, break_even, job_file: None if no speed-up is within the
-    tolerance. nearest: speed-up that needs the smallest tolerance. counts: kind of rows -> number. seconds: stage -> s.
+    each speed that the training made worse. chosen, break_even, job_file: None if no speed-up is within the tolerance.
+    nearest: see `choice.nearest`. counts: kind of rows -> number. seconds: stage -> seconds.
     """
 
     folder: Path
@@ -181,7 +181,7 @@ def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
     job = configs.full_depth_job(task.config, task.resolved, task.folder, asked)
     result = jobs.run(job, verbose=verbose)
     batching, totals = result.manifest.batching, result.totals
-    for line in totals.warnings:  # signs of bad answers, which the training would copy
+    for line in totals.warnings:  # signs of bad answers, which the model would learn
         log.warning("in the sample, at full depth, %s", line)
     spec = prompt_spec(job, task.resolved, batching.planned)
     counts = write_pairs(task.folder, spec, held_out, task.options, task.config.choices)
