@@ -26,7 +26,7 @@ NAMES = [
     "The Twenty Two", "The Vaults", "The Waterman", "The Wrestlers", "Travellers Rest Beefeater", "Wildwood", "Zizzi",
 ]
 FILES = 8  # number of files with the demo's prompts
-OPTIONAL_SLOTS = {  # in the data set's order
+OPTIONAL_SLOTS = {  # slot -> values, in the data set's order
     "eatType": ["coffee shop", "pub", "restaurant"],
     "food": ["Chinese", "English", "Fast food", "French", "Indian", "Italian", "Japanese"],
     "priceRange": ["cheap", "high", "less than £20", "moderate", "more than £30", "£20-25"],
@@ -45,7 +45,7 @@ SLOT_COUNTS, SLOT_WEIGHTS = [2, 3, 4, 5, 6, 7], [4, 15, 30, 30, 16, 5]
 
 
 def make_prompt(rng: random.Random) -> str:
-    """Draw a restaurant's attributes at random: its name and two to seven others. Return them as text."""
+    """Draw a restaurant's name and two to seven other attributes at random. Return them as text."""
     slots = {"name": rng.choice(NAMES)}
     chosen = set(rng.sample(list(OPTIONAL_SLOTS), rng.choices(SLOT_COUNTS, SLOT_WEIGHTS)[0]))
     slots |= {slot: rng.choice(values) for slot, values in OPTIONAL_SLOTS.items() if slot in chosen}
@@ -53,7 +53,7 @@ def make_prompt(rng: random.Random) -> str:
 
 
 def write_prompts(folder: Path, rows: int, files: int, seed: int) -> None:
-    """Write `rows` rows with columns id and prompt to `files` Parquet files. Existing files are kept."""
+    """Write `rows` rows with the columns id and prompt to `files` Parquet files. Keep files that exist."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     prompts = [make_prompt(rng) for _ in range(rows)]
@@ -68,7 +68,7 @@ def write_prompts(folder: Path, rows: int, files: int, seed: int) -> None:
 
 
 def write_demo(folder: Path, rows: int = 2000) -> Path:
-    """Write the demo's prompts, and a job file that uses the included checkpoint. Return the job file's path."""
+    """Write the demo's prompts, and a job file for the included checkpoint. Return the job file's path."""
     jobs = Path(__file__).parents[1] / "configs" / "demo.yaml"
     checkpoint = jobs.parent / "demo" / "checkpoint"
     if not jobs.is_file():  # the program is installed from a wheel

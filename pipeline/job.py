@@ -53,15 +53,15 @@ def run(
     backend: Backend | None = None,
     process_began: float | None = None,
 ) -> JobResult:
-    """Run the job to its end. If an earlier run was interrupted, answer only the remaining shards.
+    """Run the job. If an earlier run was interrupted, answer only the shards that it left.
 
     Args:
         limit: maximum number of input rows to answer.
         overwrite: replace the job in the output folder.
         check: how to check the parts (output files of shards) of earlier runs.
-        verbose: show the messages of Ray Data.
+        verbose: show Ray Data's messages.
         backend: where the stages run; default: Ray Data.
-        process_began: start of the process, in s since 1970; default: now.
+        process_began: start of the process, s since 1970; default: now.
 
     Raises:
         UserError: configuration or input is wrong, or the output belongs to another job.
@@ -69,7 +69,7 @@ def run(
         Interrupted: a signal stopped the run. BudgetSpent: the budget is used up. RayError: a task failed.
         RowsMissing: the committed rows differ from the planned rows.
     """
-    assert config.input.since is None, "incremental.runs runs it"
+    assert config.input.since is None, "incremental.runs runs such jobs"
     began, backend = time.monotonic(), backend or ray_backend(verbose=verbose)
     process_began = process_began or time.time()
     with interruptible():
@@ -81,7 +81,7 @@ def run(
         check_same_job(folder, stored, job.manifest)
         finished = stored is not None and has_results(folder, config) and has_table(folder, config)
         totals, fresh_rows = finished_totals(folder, job.manifest, check, config.input) if finished else None, 0
-        if totals is None:  # a finished job skips all this, so that it needs no write access
+        if totals is None:  # a finished job skips these steps, because it may have no write access
             check_table(job.config, part_schema(job))
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             make_writable(folder)
@@ -105,7 +105,7 @@ def output_folder(config: JobConfig) -> Folder:
 
 @contextmanager
 def checked(job: PlannedJob, stored: Manifest | None, backend: Backend) -> Iterator[PlannedJob]:
-    """Yield the job. If it is new, first measure agreement with full depth. Raises UserError if this is too low."""
+    """Yield the job. Measure a new job's agreement with full depth first. Raises UserError if it is too low."""
     config, spec = job.config, prompt_spec(job.config, job.checkpoint, job.manifest.batching.planned)
     in_library = job.checkpoint.checkpoint.in_library
     if stored is not None or not in_library or not is_measured(config, job.schedule, spec):
@@ -145,7 +145,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
 
 
 def ray_backend(*, verbose: bool, metrics_port: int | None = None) -> Backend:
-    """Return a `RayData` backend. Ray is imported here, not with this module."""
+    """Return a `RayData` backend. Imports Ray, which this module does not import."""
     from pipeline.run.ray_data import RayData
 
     return RayData(verbose=verbose, metrics_port=metrics_port)

@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, distribution
-from os import getpid
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -30,7 +29,7 @@ def is_unicode(text: str) -> bool:
 
 
 def check_unicode(value: Any, where: str = "") -> None:
-    """Raise UserError if a text or key in a nested value is not valid Unicode. where: name of the value."""
+    """Raise UserError if a text or key in nested objects and lists has a lone surrogate. where: name of the value."""
     if isinstance(value, str) and not is_unicode(value):
         found = next(char for char in value if not is_unicode(char))
         raise UserError(f"{where}: holds {found!r}, a lone surrogate, which UTF-8 cannot store; remove it")
@@ -45,7 +44,7 @@ LINE = 1000  # maximum characters of an error's text, because an error may quote
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's type and text as one line of about `LINE` characters at most."""
+    """Return an error's type and text on one line, cut to about `LINE` characters."""
     return shortened(f"{type(error).__name__}: {flat(error)}", LINE)
 
 
@@ -55,7 +54,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def printable(name: object) -> str:
-    """Return a name from the data as text for a message. Quote it if it is empty, unprintable, or has outer spaces."""
+    """Return a name from the data as text. Quote it if it is empty, unprintable, or has spaces at an end."""
     text = str(name)
     return text if text.isprintable() and text == text.strip() != "" else repr(text)
 
@@ -66,17 +65,17 @@ def listed(names: Iterable[object]) -> str:
 
 
 def where_sought(path: str | Path) -> str:
-    """Return the end of a message: the host on which a path was sought. Return "" except in a submitted Ray job."""
+    """Return the end of a "no such file" message: the host in a submitted Ray job; "" in other cases or for a URL."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ or "://" in str(path):
         return ""
     host = f" on host {socket.gethostname()} of the cluster"
     if os.path.isabs(path):
-        return f"{host}; give a place that every node reaches, or a path below the folder that --working-dir uploads"
+        return f"{host}; give a path that every node can reach, or one below the folder that --working-dir uploads"
     return f"{host} in {os.getcwd()}, which holds what `ray job submit --working-dir` uploaded"
 
 
 def install_command(extras: str) -> str:
-    """Return the command that adds extras to this installation, which may come from a folder, wheel or release."""
+    """Return the pip command that adds extras to this installation, which is from a folder, wheel or release."""
     try:
         origin = json.loads(distribution("skipdecode").read_text("direct_url.json") or "{}")
     except PackageNotFoundError:  # the program runs from a folder that is not installed
@@ -93,14 +92,14 @@ def counted(count: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text, in the largest unit in which it is at least 2: ``5.2 h``, ``90.0 s``."""
+    """Return a duration as text: ``5.2 h``, ``90.0 s``. The unit is the largest in which the number is at least 2."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"
     return f"{seconds:.1f} s" if seconds >= 0.1 or not seconds else f"{1000 * seconds:.2f} ms"
 
 
-# A password may contain "/". If an error quotes a line and cuts the line inside a URL, "..." marks the cut.
+# A password may contain "/". In an error that quotes a part of a line, "..." marks where the line was cut.
 _END = r"(?:@|(?= \.\.\.))"
 _IN_URL = re.compile(rf"(\w://(?=[^/:\s'\"]*:)|\.\.\. )[^\s'\"]*{_END}|(\w://)[^/\s'\"]*{_END}")
 
@@ -111,7 +110,7 @@ def without_secrets(text: str) -> str:
 
 
 def in_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply `change` to every text in nested objects and lists; return the result. Keys stay as they are."""
+    """Apply `change` to every text in nested objects and lists, but not to keys; return the result."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -122,14 +121,14 @@ def in_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def parsed_control_tokens(count: int) -> str:
-    """Return the message that prompts held `count` control tokens, and how to keep such tokens as text."""
+    """Return the message that `count` control tokens were parsed, and how to keep them as text."""
     return f"parsed {counted(count, 'control token')} in prompts; set input.special_tokens: text to keep them as text"
 
 
 def write_log(error: BaseException) -> Path | None:
     """Write an error's traceback to a new file in the temporary folder. Return the path, or None if writing fails."""
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    path = Path(tempfile.gettempdir()) / f"skipdecode-{now}-{getpid()}.log"
+    path = Path(tempfile.gettempdir()) / f"skipdecode-{now}-{os.getpid()}.log"
     text = f"{' '.join(sys.argv)}\n{''.join(traceback.format_exception(error))}"
     try:
         path.write_text(without_secrets(text), errors="backslashreplace")

@@ -1,6 +1,6 @@
-"""Defines the metrics of a running job, and passes their values to the sink of this process. Does not import Ray.
+"""Defines the metrics of a running job, and passes their values to this process's sink. Does not import Ray.
 
-A sink is a function that exports values, e.g. the sink for Ray in `run.remote`. Without a sink, values are dropped.
+A sink is a function that exports values, such as the sink for Ray in `run.remote`. Without a sink, they are dropped.
 Counters increase once per shard or retry, never per token.
 """
 
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-Part = Literal["prepare", "prefill", "decode", "commit"]
-Sink = Callable[[str, float, Part | None], None]  # arguments: metric's name, amount (counter) or value (gauge), part
+Part = Literal["prepare", "prefill", "decode", "commit"]  # work that the counter `seconds` distinguishes
+Sink = Callable[[str, float, Part | None], None]  # arguments: metric's name; amount (counter) or value (gauge); part
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. text: description with the unit."""
+    """A metric. text: its description, with the unit."""
 
     kind: Literal["counter", "gauge"]
     text: str
@@ -27,7 +27,7 @@ METRICS = {
     "rows": Metric("counter", "rows committed, row errors included"),
     "row_errors": Metric("counter", "rows committed with an error"),
     "generated_tokens": Metric("counter", "tokens generated; if a shard is answered again, its tokens count again"),
-    "prompt_tokens": Metric("counter", "tokens computed in prefill, padding left out"),
+    "prompt_tokens": Metric("counter", "tokens computed in prefill, without padding"),
     "decode_steps": Metric("counter", "tokens that were the input of a decode step"),
     "layer_steps": Metric("counter", "layers run, summed over decode steps"),
     "seconds": Metric("counter", "seconds of tasks and actors, by part: prepare, prefill, decode, commit"),
@@ -59,14 +59,14 @@ def installed(sink: Sink) -> Iterator[None]:
 
 
 def add(name: str, amount: float = 1.0, *, part: Part | None = None) -> None:
-    """Increase a counter. An amount of 0 or less changes nothing. part: label of `seconds`; None for other counters."""
+    """Increase a counter. An amount of 0 or less changes nothing. part: set it only for `seconds`."""
     assert METRICS[name].kind == "counter" and (part is not None) == (name == "seconds"), name
     if _sink is not None and amount > 0:
         _sink(name, amount, part)
 
 
 def set_gauge(name: str, value: float) -> None:
-    """Set a gauge. Call this at least every 20 s: Ray forgets values that are older."""
+    """Set a gauge. Call this at least every 20 s, because Ray drops older values."""
     assert METRICS[name].kind == "gauge", name
     if _sink is not None:
         _sink(name, value, None)

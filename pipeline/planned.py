@@ -38,7 +38,7 @@ class PlannedJob:
     checkpoint: ResolvedCheckpoint
     schedule: Schedule
     manifest: Manifest
-    began: float = 0.0  # time at which the run began, s since 1970
+    began: float = 0.0  # start of the run, s since 1970
 
 
 def plan(
@@ -50,7 +50,7 @@ def plan(
     files: Files | None = None,
     preview: bool = False,
 ) -> PlannedJob:
-    """Plan a new job. If `stored` (the plan of an interrupted job) is given, continue that job with its pinned values.
+    """Plan a new job, or continue a job with the pinned values of its plan `stored`.
 
     preview: do not look for repeated ids. For the other arguments and errors see `plan_job`. Also raises UserError if
     checkpoint, prompt settings or input are wrong, or differ from those of the stored job.
@@ -69,7 +69,7 @@ def plan(
     schedule = checkpoint.schedule(config.schedule.changes(), config.model, unadapted=unadapted)
     check_generation(config, checkpoint)
     check_spec(prompt_spec(config, checkpoint, time.time()))
-    marks_of_thinking(config, checkpoint)  # raises UserError for wrong delimiters before a model is loaded
+    marks_of_thinking(config, checkpoint)  # raises UserError for wrong delimiters, before a model is loaded
     manifest = manifests.plan_job(
         config, checkpoint, schedule, limit, stored, files, hardware=hardware, preview=preview
     )
@@ -91,7 +91,7 @@ def _check_ids(config: JobConfig, manifest: Manifest) -> None:
         schema = pa.schema([manifest.schema.field(column)])
         for shard, table in read_shards(manifest.files, shards, schema, config.storage):
             ids = table[column]
-            if is_batch:  # a row without an id is a row error; a unique id here keeps it from counting as repeated
+            if is_batch:  # rows without an id have an error already; unique ids keep them from counting as repeated
                 rows = enumerate(zip(ids.to_pylist(), table[ERROR].to_pylist(), strict=True), shard.first_row)
                 ids = pa.chunked_array(
                     [[f"\0{shard.url}\0{row}" if one is None or error else one for row, (one, error) in rows]]
@@ -108,7 +108,7 @@ def _check_ids(config: JobConfig, manifest: Manifest) -> None:
 
 
 def generator_arguments(job: PlannedJob) -> dict[str, Any]:
-    """Return the arguments of `Generator`. `checkpoint` and `speed_adapter` are sources that `fetch` downloads."""
+    """Return the arguments of `Generator`, in which checkpoint and speed adapter are sources for `fetch`."""
     batching = job.manifest.batching
     return {
         **generator_settings(job.config.model, job.config.sampling, job.config.choices, job.config.output_format),
@@ -128,7 +128,7 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
 
 
 def part_spec(job: PlannedJob) -> PartSpec:
-    """Return the description of the job's parts (output files, one for each shard)."""
+    """Return the `PartSpec` of the job's parts (output files of shards)."""
     return PartSpec(
         id_column=job.config.input.id_column,
         keep=tuple(kept_columns(job.config)),

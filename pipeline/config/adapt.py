@@ -12,8 +12,8 @@ from pipeline.config.base import Place, Section, place
 Metric = Literal["fidelity", "agreement_rouge_l", "agreement_exact", "token_kl", "bleu", "rouge_l", "exact_match"]
 OF_TEXTS = ("bleu", "rouge_l")  # metrics for free text, not for labels
 OF_REFERENCES = (*OF_TEXTS, "exact_match")
-SHORT = 8  # tokens; without references, the metric is agreement_exact up to this answer length, fidelity above it
-# default of `tolerance` for each metric: percentage points, but nats for token_kl
+SHORT = 8  # tokens; without references, the default metric is agreement_exact for answers up to this length
+# metric -> default of `tolerance`, in points of 100 (nats for token_kl)
 TOLERANCES = {
     "fidelity": 10.0,
     "agreement_rouge_l": 10.0,
@@ -24,10 +24,10 @@ TOLERANCES = {
     "exact_match": 2.0,
 }
 MEANINGS = {
-    "fidelity": "product of three factors: (1) the probability that full depth gives the answers' tokens, relative to "
-    "its own choice at each token; (2) the length of the answers, relative to those at full depth; (3) the share of "
-    "4-grams that are not repeated. Full depth's own answers score 100, less their share of repeated 4-grams",
-    "agreement_rouge_l": "ROUGE-L of the answers against those at full depth; low even for an equally good paraphrase",
+    "fidelity": "product of three factors: (1) probability of the answers' tokens at full depth, relative to the "
+    "likeliest token at each position; (2) length of the answers and of those at full depth, as shorter ÷ longer; (3) "
+    "share of 4-grams that repeat no earlier 4-gram. For full depth's own answers, only factor 3 may be below 1",
+    "agreement_rouge_l": "ROUGE-L of the answers against those at full depth; even a good paraphrase scores low",
     "agreement_exact": "share of the answers that equal full depth's answer, character by character",
     "token_kl": "KL divergence of next-token distributions from those at full depth, per token of full depth's answers",
     "bleu": "BLEU of the answers against the references",
@@ -36,7 +36,7 @@ MEANINGS = {
 }
 LOSS = {"references": 0.0, "distillation": 1.0}
 LOSS_OF_RESPONSES = {"references": 1.0, "distillation": 0.5}
-# the rate for full weights is small because the model can do its task already; an adapter starts from zero
+# full weights need a smaller rate, because the model can do its task already; an adapter starts from zero
 LEARNING_RATE = {"adapter": 1e-3, "full": 1e-4}
 # defaults for a few thousand rows
 TRAINING = {"epochs": 3.0, "batch_size": 16, "warmup_steps": 20, "eval_steps": 100, "save_steps": 100}

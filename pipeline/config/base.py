@@ -21,13 +21,15 @@ class Section(BaseModel):
     """A section of a configuration file. Unknown keys and wrong types are errors. A float key accepts whole numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-    renamed: ClassVar[dict[str, str]] = {}  # old key -> the new key, perhaps with advice
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {}  # old key -> its default, and the advice for users who set it
+    renamed: ClassVar[dict[str, str]] = {}  # old key -> new key, with advice where needed
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {}  # key -> its last default; advice for users of other values
 
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, values: Any) -> Any:
-        for name, value in values.items() if isinstance(values, dict) else ():
+        if not isinstance(values, dict):
+            return values
+        for name, value in values.items():
             if name in cls.renamed:
                 raise UserError(f"{name} is now {cls.renamed[name]}")
             if isinstance(value, int) and abs(value) >= 2**63:
@@ -36,22 +38,20 @@ class Section(BaseModel):
                 raise UserError(f"{name} was removed: {cls.removed[name][1]}")
             if name in cls.removed:
                 log.warning("the key %s was removed and is ignored; leave it out", name)
-        if isinstance(values, dict):
-            values = {name: value for name, value in values.items() if name not in cls.removed}
-            values = {name: {} if value is None and cls._is_section(name) else value for name, value in values.items()}
-        return values
+        kept = {name: value for name, value in values.items() if name not in cls.removed}
+        return {name: {} if value is None and cls._is_section(name) else value for name, value in kept.items()}
 
     @classmethod
     def _is_section(cls, name: str) -> bool:
-        """Return whether the key must hold a section, so that null (as all its keys are comments) is an empty one."""
+        """Return whether the key holds a section. YAML reads a section whose keys are all comments as null."""
         kind = getattr(cls.model_fields.get(name), "annotation", None)
         return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def without_removed(stored: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
-    """Return recorded values without those keys that have been removed since and have their old default value.
+    """Return recorded values without removed keys whose value is their last default.
 
-    A job can then be resumed although an earlier version recorded these keys.
+    This version can then resume a job that an earlier version recorded with these keys.
     """
     kept: dict[str, Any] = {}
     for key, value in stored.items():
@@ -63,7 +63,7 @@ def without_removed(stored: Mapping[str, Any], section: type[Section]) -> dict[s
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """Return the section class in a field's type, which may be a list of sections; None if the type has no section."""
+    """Return the section class in a field's type, such as a section or a list of sections; None without a section."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next(filter(None, map(section_of, get_args(annotation))), None)
@@ -73,14 +73,14 @@ SECRET = "secret"  # type of a pydantic error whose message must not show the va
 
 
 def holds_secret() -> PydanticCustomError:
-    """Return the error for a value that holds a secret. The message does not show the value."""
+    """Return the error for a value that holds a secret."""
     return PydanticCustomError(
         SECRET, "holds a user or password, which would be saved in the output; set them in the environment"
     )
 
 
 def place(value: str) -> str:
-    """Return a path or URL with `~` and `$NAME` replaced. Raises UserError if it cannot be one, or holds a secret."""
+    """Replace `~` and `$NAME` in a path or URL. Raises UserError if the value is empty, invalid or holds a secret."""
     value = os.path.expandvars(os.path.expanduser(value))
     if without_secrets(value) != value:
         raise holds_secret()
@@ -89,7 +89,7 @@ def place(value: str) -> str:
     if not value.strip():
         raise UserError("is empty")
     if unset := re.search(r"\$\{\w+\}", value):
-        raise UserError(f"{unset[0]} is no environment variable; set it")
+        raise UserError(f"the environment variable {unset[0]} is not set; set it")
     return value
 
 
@@ -97,7 +97,7 @@ def place(value: str) -> str:
 Place = Annotated[str, AfterValidator(place)]
 
 
-_NAMES = re.compile(r"(password|passwd|pwd|secret|token|credential|api_?key)[^=&;]*=", re.I)
+_NAMES = re.compile(r"(password|passwd|pwd|secret|token|credential|api_?key)[^=&;]*=", re.I)  # secrets in URLs
 
 
 def _endpoint(value: str) -> str:

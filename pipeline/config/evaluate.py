@@ -46,7 +46,7 @@ class EvalConfig(Section):
     )
     output: Place = Field(description="folder for the tables and the answers")
     schedule: ScheduleConfig = Field(
-        default_factory=ScheduleConfig, description="schedule, without speedup, max_depth, min_depth and depths"
+        default_factory=ScheduleConfig, description="schedule; speedup, max_depth, min_depth and depths are not allowed"
     )
     speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal speed-ups; 1 is always included")
     prompts: list[Literal["full", "first"]] = Field(

@@ -1,4 +1,4 @@
-"""Reads and checks answer formats in job files and rows: labels, JSON Schema, regex or grammar. Needs no tokenizer."""
+"""Reads and checks the answer formats of job files and rows: labels, JSON Schema, regex or grammar."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _text_of(file: str) -> str:
 
 
 def labels_given(value: Any) -> Any:
-    """Return the labels of a key `choices` as a tuple. value: labels, or the name of a .json file with a list of them.
+    """Return the labels of a key `choices` as a tuple. value: labels, or the name of a .json file that lists them.
 
-    Raises UserError if a label is not text, or the file cannot be read or does not hold a list.
+    Raises UserError if a label is not text, if the file cannot be read, or if it does not hold a list.
     """
     if isinstance(value, str) and value.endswith(".json"):
         file, text = value, _text_of(value)
@@ -54,12 +54,12 @@ def labels_given(value: Any) -> Any:
 
 
 def normalized(label: str) -> str:
-    """Strip and lower-case a label for exact match."""
+    """Strip and lower-case a label, so that labels can be compared."""
     return label.strip().lower()
 
 
 def check_labels(labels: Sequence[str | None], least: int = 1) -> None:
-    """Raise UserError if there are fewer than `least` labels, or a label is null, empty or repeated."""
+    """Raise UserError if there are fewer than `least` labels, or if a label is null, empty or repeated."""
     if not labels:
         raise UserError("choices is empty")
     if len(labels) < least:
@@ -74,7 +74,7 @@ def check_labels(labels: Sequence[str | None], least: int = 1) -> None:
 
 
 def _form(value: Any) -> Any:
-    """Check {json_schema: …}, {regex: …} or {grammar: …}, and return an OutputFormat. Read a .json or .lark file."""
+    """Check {json_schema: …}, {regex: …} or {grammar: …}, and return an OutputFormat. `…` may name a file."""
     if not isinstance(value, dict):
         return value
     read = dict(value)

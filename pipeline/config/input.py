@@ -12,7 +12,7 @@ from actors.engine.types import SamplingParams
 from pipeline.config.base import Place, Section
 from pipeline.config.forms import FormColumn
 
-LONGEST_RECORD = 2**27  # maximum bytes of one row in a text file
+LONGEST_RECORD = 2**27  # maximum bytes of a row in a text file
 TableFormat = Literal["iceberg", "delta"]
 InputFormat = Literal["parquet", "jsonl", "csv", "openai_batch", TableFormat]
 
@@ -110,7 +110,7 @@ class InputConfig(Section):
     )
     tools: str | None = Field(
         None,
-        description="column with tools for the chat template. A row holds a list or JSON text: [{type: function, "
+        description="column with tools for the chat template, as a list or as JSON text: [{type: function, "
         "function: {name, description, parameters}}]; null: no tools. The model's tool calls go to a column tool_calls",
     )
     continue_final: bool = Field(
@@ -118,7 +118,7 @@ class InputConfig(Section):
     )
     special_tokens: Literal["text", "parse"] | None = Field(
         None,
-        description="what control tokens such as <|im_end|> in the input become. text: plain text; parse: tokens. "
+        description="how to read control tokens such as <|im_end|> in the input. text: as text; parse: as tokens. "
         "Default: parse in a prompt column; text in the contents of chats and in columns that a template inserts",
     )
     too_long: Literal["error", "truncate_left"] = Field(
@@ -133,7 +133,7 @@ class InputConfig(Section):
     duplicate_ids: Literal["warn", "error"] = Field(
         "warn",
         description="what happens if values of the id column repeat. warn: they are counted at the end. error: the "
-        "job fails, for Parquet input before it starts, for other input at its end and without _SUCCESS",
+        "job fails: with Parquet input before it starts, with other input at its end, without _SUCCESS",
     )
     changed: Literal["error", "reprocess", "ignore"] = Field(
         "error",
@@ -202,7 +202,7 @@ class InputConfig(Section):
 
     @property
     def chat_texts(self) -> list[str]:
-        """The system message and the texts in `examples`, which may be Jinja2 templates over a row's columns."""
+        """The system message and the texts in `examples`. They may be Jinja2 templates over a row's columns."""
         return [self.system or "", *(text for one in self.examples for text in (one.user, one.assistant))]
 
     @property

@@ -1,4 +1,4 @@
-"""Defines job files: every key, its unit and its default. Reads no input and loads no model."""
+"""Defines job files: every key, its unit and its default."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.config.input import InputConfig, TableFormat, one_or_many
 
 
 class BudgetConfig(Section):
-    """Limits for all runs of a job together; the job stops when it reaches one of them."""
+    """Limits on what all runs of a job use together. The job stops when it reaches one of them."""
 
     hours: float | None = Field(None, gt=0, description="maximum device-hours: hours × GPUs, or hours × actors on CPUs")
     money: float | None = Field(None, gt=0, description="maximum money: device-hours × price_per_hour")
@@ -38,11 +38,11 @@ class CatalogConfig(Section):
     )
     warehouse: Place | None = Field(
         None,
-        description="where new tables are stored: a local or s3:// folder, or the name of a warehouse in the catalog",
+        description="storage of new tables: a local or s3:// folder, or the name of a warehouse in the catalog",
     )
 
     def properties(self) -> dict[str, str]:
-        """Return the keys that the job file sets, under pyiceberg's names."""
+        """Return the keys that the job file sets, with pyiceberg's names."""
         return self.model_dump(exclude={"name"}, exclude_none=True)
 
 
@@ -99,7 +99,7 @@ class OutputConfig(Section):
 
 class ModelConfig(Section):
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "products": ("measured", "this package's kernels run, or torch's if faster (AMX); leave it out"),
+        "products": ("measured", "the faster kernels are used: this package's, or torch's with AMX; leave it out"),
         "cuda_graphs": (False, "vLLM captures them; leave it out"),
         "kv_cache": (None, "for an 8-bit cache, set `engine: vllm` and `vllm: {kv_cache_dtype: fp8}`"),
         "compile": (False, "this package has its own kernels for CPUs; leave it out"),
@@ -123,14 +123,14 @@ class ModelConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if the actor has a GPU, else cpu")
     engine: EngineName = Field(
         "auto",
-        description="what runs the model. library: transformers' layers, with this package's kernels if on a CPU. "
+        description="what runs the model. library: transformers' layers; on a CPU with this package's kernels. "
         "vllm: vLLM with this package's add-on; its answers may differ from run to run. auto: vllm on a GPU if vLLM is "
         "installed (pip install 'skipdecode[vllm]'), else library",
     )
     vllm: dict[str, Any] | None = Field(
         None,
-        description="arguments for vLLM's engine, with their Python names, such as max_model_len, quantization, or "
-        "tensor_parallel_size: 4 (then each actor asks for 4 GPUs); implies engine: vllm",
+        description="arguments of vLLM's engine, with their Python names, such as max_model_len, quantization, or "
+        "tensor_parallel_size: 4 (each actor then asks for 4 GPUs); implies engine: vllm",
     )
 
     @model_validator(mode="before")
@@ -138,9 +138,9 @@ class ModelConfig(Section):
     def _removed_values(cls, values: Any) -> Any:
         given = values if isinstance(values, dict) else {}
         if given.get("engine") == "paged":
-            raise UserError("engine: paged was removed; leave engine out, and GPUs use vllm if it is installed")
+            raise UserError("engine: paged was removed; leave engine out: GPUs then use vllm if it is installed")
         if given.get("weights") == "fp8":
-            raise UserError("weights: fp8 was removed with the engine that ran it; write vllm: {quantization: fp8}")
+            raise UserError("weights: fp8 was removed; for 8-bit weights on GPUs, set vllm: {quantization: fp8}")
         return values
 
     def check_actors(self, gpus: float, section: str) -> None:
@@ -162,11 +162,11 @@ class ModelConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """Which layers run for each token. Defaults are from the checkpoint's skipdecode.json, or from `ScheduleSpec`."""
+    """The layers that run for each token. Defaults: those in the checkpoint's skipdecode.json, or in `ScheduleSpec`."""
 
     speedup: float | None = Field(None, description="nominal speed-up: layers ÷ mean layers per token over the horizon")
     max_depth: int | None = Field(None, description="number of layers for generated token 0")
-    min_depth: int | None = Field(None, description="number of layers for each generated token from the horizon on")
+    min_depth: int | None = Field(None, description="number of layers for generated tokens from the horizon's end on")
     depths: list[int] | None = Field(
         None, description="number of layers for generated tokens 0, 1, ...; the last number applies to all later tokens"
     )
@@ -176,20 +176,20 @@ class ScheduleConfig(Section):
     steps: int | None = Field(None, description="number of steps of the curve if decay is step")
     warmup: int | None = Field(None, description="number of lowest layers that always run")
     keep_order: KeepOrder | list[int] | None = Field(
-        None, description="layers, the most needed first; measured: adapt, tune and evaluate measure the order"
+        None, description="order of layers, the most needed first; measured: adapt, tune and evaluate measure it"
     )
     prompt: Literal["full", "first"] | None = Field(
         None, description="layers that process the prompt. full: all layers; first: the layers of generated token 0"
     )
 
     def changes(self) -> dict[str, Any]:
-        """Return the keys that the file sets and that select layers (`ScheduleConfig`), with lists as tuples."""
+        """Return those keys of `ScheduleConfig` that the file sets, with lists as tuples."""
         given = self.model_dump(exclude_none=True, include=set(ScheduleConfig.model_fields))
         return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
 
 class RunScheduleConfig(ScheduleConfig):
-    """The schedule of a job, or of those requests to a server that do not name a `speed`."""
+    """The schedule of a job, or of a server's requests that name no `speed`."""
 
     unadapted: bool = Field(
         False, description="allow a schedule that the checkpoint was not trained for; the answers may be ruined"
@@ -215,7 +215,7 @@ class JobScheduleConfig(RunScheduleConfig):
 
 
 class SamplingConfig(Section):
-    """How tokens are chosen. Names and defaults are as in `SamplingParams`; `input.sampling` overrides them per row."""
+    """Sampling parameters, with the names and defaults of `SamplingParams`. `input.sampling` overrides them per row."""
 
     max_new_tokens: int = Field(64, ge=1, lt=2**31, description="maximum tokens of an answer, with its stop token")
     min_new_tokens: int = Field(0, ge=0, lt=2**31, description="minimum tokens before an answer may end")
@@ -225,13 +225,13 @@ class SamplingConfig(Section):
     min_p: float = Field(0.0, ge=0, le=1, description="sample tokens with at least this share of the top probability")
     repetition_penalty: float = Field(1.0, gt=0, description="penalty factor for tokens in prompt or answer; 1: none")
     presence_penalty: float = Field(
-        0.0, ge=-2, le=2, description="subtracted from the logits of tokens that occur in the answer; 0: none"
+        0.0, ge=-2, le=2, description="amount subtracted from the logits of tokens that occur in the answer"
     )
     frequency_penalty: float = Field(
-        0.0, ge=-2, le=2, description="subtracted from a token's logit for each occurrence in the answer; 0: none"
+        0.0, ge=-2, le=2, description="amount subtracted from a token's logit for each occurrence in the answer"
     )
     stop: Annotated[tuple[str, ...], BeforeValidator(_many)] = Field(
-        (), description="string or list of strings; the answer ends before the first of them that occurs"
+        (), description="string or list of strings; an answer ends before the first one that occurs in it"
     )
     stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_many)] = Field(
         (), description="token ids that end an answer"
@@ -355,19 +355,18 @@ class JobConfig(Section):
     shard_rows: int | None = Field(
         None,
         ge=1,
-        description="rows per shard, the unit of commit and progress. The default is a quarter of an actor's rows, "
-        "at most 256 or, if more, the rows in flight; with more than 8,192 rows per actor it is 1/32 of an actor's "
-        "rows, at most 4,096",
+        description="rows per shard, the unit of commit and progress. Default: a quarter of the rows per actor, but at "
+        "most 256 (or max_batch, if this is larger); above 8,192 rows per actor, 1/32 of them, but at most 4,096",
     )
     shard_bytes: int = Field(64 * 2**20, ge=1, description="uncompressed input bytes per shard")
     max_error_rate: float = Field(
         0.01, ge=0, le=1, description="largest share of rows with an error; above it `run` ends with exit status 3"
     )
     grace_seconds: float = Field(
-        20, ge=0, description="seconds for running shards to finish after a signal; 0: the shards are dropped at once"
+        20, ge=0, description="seconds that running shards have to finish after a signal; 0: stop them at once"
     )
     attempts: int = Field(
-        3, ge=1, description="worker deaths after which a row that runs alone gets an error, or model loading fails"
+        3, ge=1, description="process deaths until a row that ran alone gets an error, or the job fails if no row ran"
     )
     price_per_hour: float | None = Field(
         None,
@@ -381,7 +380,7 @@ class JobConfig(Section):
 
     @property
     def result_format(self) -> OutputFormat:
-        """Format of the files that the job writes besides its Parquet files; parquet if it writes no others."""
+        """Format of the files that the job writes besides its Parquet files; parquet if there are no such files."""
         return self.output.format or ("openai_batch" if self.input.is_batch else "parquet")
 
     @property
@@ -401,7 +400,7 @@ class JobConfig(Section):
             raise UserError("budget.money needs price_per_hour, the price of one device for an hour")
         for key, again in (("retry", self.input.retry), ("changed: reprocess", self.input.changed == "reprocess")):
             if again and self.output.is_table:
-                raise UserError(f"input.{key} would add rows that output.table already holds; leave one of the two out")
+                raise UserError(f"input.{key} would add rows that output.table already holds; leave out one of the two")
         self.model.check_actors(self.actors.gpus, "actors")
         if self.output.format == "openai_batch" and not self.input.is_batch:
             raise UserError("output.format: openai_batch needs requests as input; set input.format: openai_batch")

@@ -1,4 +1,4 @@
-"""Reads a YAML 1.2 file, with changes by `--set`, into a pydantic model. Every error message is one line."""
+"""Reads a YAML 1.2 file into a pydantic model, and applies changes by `--set`. Every error message is one line."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def parse_yaml(text: str) -> Any:
 def dump_yaml(values: dict[str, Any]) -> str:
     """Return a YAML document that `parse_yaml` reads back as the same values."""
     text = ""
-    for readable in (True, False):  # escape characters only if the plain text does not read back as `values`
+    for readable in (True, False):  # escape non-ASCII characters only if the first text does not read back as `values`
         stream, yaml = io.StringIO(), _yaml()
         yaml.allow_unicode = readable
-        yaml.width = 120 if readable else 2**31  # the library may add a space where it breaks a text with escapes
+        yaml.width = 120 if readable else 2**31  # the library may add a space where it wraps an escaped text
         yaml.dump(values, stream)
         text = stream.getvalue()
         if _yaml().load(io.StringIO(text)) == values:
@@ -56,7 +56,7 @@ def dump_yaml(values: dict[str, Any]) -> str:
     return text
 
 
-def _yaml() -> Any:  # the library's annotations are wrong
+def _yaml() -> Any:  # not `YAML`, because the library's annotations are wrong
     yaml: Any = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
@@ -71,7 +71,7 @@ def _place(error: MarkedYAMLError) -> str:
 def load_config(kind: type[ConfigT], path: str | Path, changes: Sequence[str] = ()) -> ConfigT:
     """Read a YAML file, apply ``a.b=value`` changes, and return the validated model.
 
-    Raises UserError that names the file, the key and the remedy.
+    Raises a UserError that names the file, the key and the remedy.
     """
     return validated(kind, load_values(path, changes), str(path))
 
@@ -132,22 +132,22 @@ def changed(values: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
 def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
     problems = error.errors()
     problem = next((entry for entry in problems if entry["type"] == "extra_forbidden"), problems[0])
-    inner = ("function-", "list[", "literal[")  # starts of pydantic's names for types in a union, which are not keys
+    inner = ("function-", "list[", "literal[")  # pydantic adds names of a union's types to the keys
     where = [str(part) for part in problem["loc"] if not str(part).startswith(inner)]
     where = [part for part in where[:-1] if not part.endswith("Config")] + where[-1:]
     key = ".".join(part if part.isprintable() else repr(part) for part in where)
     more = f" (and {counted(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
     if problem["type"] == "extra_forbidden":
         section = kind
-        for name in where[:-1]:  # `name` may be an index in a list of sections, which has no section
+        for name in where[:-1]:  # for an index in a list of sections, the section stays the same
             section = section_of(getattr(section.model_fields.get(name), "annotation", None)) or section
         return f"unknown key {key}; {suggestion(where[-1], list(section.model_fields))}{more}"
     if problem["type"] == "missing":
         return f"{key} is missing; give it a value{more}"
     if problem["type"] == "model_type":
         either = ""
-        for entry in problems:
-            if entry["loc"][:-1] == problem["loc"][:-1] and str(entry["loc"][-1]).startswith("literal["):  # a union
+        for entry in problems:  # for a union with a Literal, also name the literal's value
+            if entry["loc"][:-1] == problem["loc"][:-1] and str(entry["loc"][-1]).startswith("literal["):
                 key, either, more = ".".join(where[:-1]), f"{entry['ctx']['expected']} or ", ""
         return f"{key} must be {either}a section with keys of its own; see `skipdecode keys {where[0]}`{more}"
     message = problem["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")

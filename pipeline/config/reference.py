@@ -22,7 +22,7 @@ FILES: dict[str, type[Section]] = {
     "Evaluation files: `evaluate`": EvalConfig,
     "Serving files: `serve`": ServeConfig,
 }
-WORDS = {
+WORDS = {  # name of a type -> the words that describe it
     "str": "text", "int": "whole number", "float": "number", "bool": "true or false",
     "Any": "any value", "dict": "keys", "OutputFormat": "keys and values"
 }  # fmt: skip
@@ -30,12 +30,12 @@ WORDS = {
 
 def described(section: str | None = None) -> str:
     """Describe all keys, the keys of one section such as `input`, or one key. Raise UserError for an unknown name."""
-    found: dict[str, str] = {}  # key -> description; a key of several kinds of files is listed once
+    found: dict[str, str] = {}  # key -> description; a key that several kinds of files have is listed once
     for model in FILES.values():
         for key, field in leaves(model):
             if section is None or key == section or key.startswith((f"{section}.", f"{section}[].")):
                 default = default_of(field)
-                given = "" if default == "-" else f"  {default}" if default == "required" else f"  default {default}"
+                given = {"-": "", "required": "  required"}.get(default, f"  default {default}")
                 meaning = textwrap.indent(textwrap.fill(field.description or "", 100), "    ")
                 found.setdefault(key, f"{key}  ({kind_of(field.annotation)}){given}\n{meaning}")
     if not found:
@@ -47,9 +47,9 @@ def described(section: str | None = None) -> str:
 def leaves(model: type[Section], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield the dotted name and the field of each key in a model and in its nested sections."""
     for name, field in model.model_fields.items():
-        section = section_of(field.annotation)
         if name in model.removed:
             continue
+        section = section_of(field.annotation)
         if section is None:
             yield f"{path}{name}", field
         else:
@@ -62,14 +62,14 @@ def in_list(field: FieldInfo) -> bool:
 
 
 def parts(annotation: Any) -> tuple[Any, ...]:
-    """Return the types in a union, without None. Return any other type in a tuple of one."""
+    """Return the types in a union, without None; for any other type, return a tuple with this type."""
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(entry for entry in get_args(annotation) if entry is not type(None))
     return (annotation,)
 
 
 def kind_of(annotation: Any) -> str:
-    """Return a type in words."""
+    """Return a type in words, such as `list of text`."""
     names = []
     for part in parts(annotation):
         origin = get_origin(part)

@@ -29,17 +29,17 @@ class TuneDataConfig(Section):
     dev: Paths = Field(description="files, folders or globs (see input.path) with the dev set's prompts and responses")
     prompt: str = Field("prompt", description="column with the prompts")
     train_reference: str = Field(
-        "reference", description="column of data.train whose values are a response, or a list of responses"
+        "reference", description="column of data.train with the responses: a string, or a list of strings"
     )
     dev_reference: str = Field(
         "references", description="column of data.dev with the responses: a string, or a list of strings"
     )
     ended: str | None = Field(
-        None, description="boolean column; false: the row's response was cut off, so training does not learn its end"
+        None, description="boolean column; false: the row's response was cut off, so the model does not learn its end"
     )
     collapse_whitespace: bool = Field(False, description="replace each run of white space in a response by one space")
     choices: Labels | None = Field(None, description="labels as a list or .json file; every response is one of them")
-    dev_rows: int = Field(256, ge=2, description="number of pairs in the dev set, taken evenly from data.dev")
+    dev_rows: int = Field(256, ge=2, description="pairs (prompt and response) to take evenly from data.dev")
     max_tokens: int = Field(256, ge=4, description="maximum tokens of prompt plus response; longer pairs are left out")
 
 
@@ -61,12 +61,12 @@ class TuneScheduleConfig(Section):
     )
     decay: Decay = Field("linear", description="curve along which depth falls; default: as in the start checkpoint")
     warmup: int = Field(
-        1, ge=0, description="lowest layers that always run; default: from start checkpoint, or measured with the order"
+        1, ge=0, description="number of lowest layers that always run; default: as in the start checkpoint, or measured"
     )
     keep_order: KeepOrder | list[int] = Field(
         "paper",
-        description="order in which layers are kept, the most needed first. measured: the order is measured with the "
-        "start weights on training pairs. Default: as in the start checkpoint",
+        description="order of layers, the most needed first. measured: the order is measured with the start weights "
+        "on training pairs. Default: as in the start checkpoint",
     )
     prompt: Literal["full", "first"] = Field(
         "full",
@@ -76,19 +76,19 @@ class TuneScheduleConfig(Section):
 
 
 class LossConfig(Section):
-    """The training objective: a weighted sum of loss terms, added up over all response tokens."""
+    """The training objective: a weighted sum of loss terms, summed over all response tokens."""
 
     references: float = Field(1.0, ge=0, description="weight of the cross-entropy loss on the responses in the data")
     distillation: float = Field(0.0, ge=0, description="weight of the KL divergence from the teacher at full depth")
     temperature: float = Field(1.0, gt=0, description="temperature of teacher and student in the KL divergence")
     teacher: Place | None = Field(None, description="checkpoint with the same tokenizer; default: the start weights")
-    teacher_top_k: int = Field(64, ge=1, description="likeliest teacher tokens to keep; all others count as one token")
+    teacher_top_k: int = Field(64, ge=1, description="number of likeliest teacher tokens; all others count as one")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of probability to spread evenly over all tokens")
 
     @model_validator(mode="after")
     def _some(self) -> LossConfig:
         if self.references == self.distillation == 0:
-            raise UserError("references and distillation are both 0: there is nothing to learn from; raise one")
+            raise UserError("references and distillation are both 0: the loss has no terms; raise one")
         if self.references == 0 and self.label_smoothing > 0:
             raise UserError("label_smoothing has no effect while references is 0: leave label_smoothing out")
         if self.teacher is not None and self.distillation == 0:
@@ -106,8 +106,8 @@ class AdapterConfig(Section):
     targets: list[str] | None = Field(
         None,
         min_length=1,
-        description="linear layers that get an adapter, given by the end of their names, such as q_proj; default: all "
-        "linear layers inside decoder layers",
+        description="ends of the names of linear layers that get an adapter, such as q_proj; default: all linear "
+        "layers inside decoder layers",
     )
 
     @model_validator(mode="after")
@@ -125,7 +125,7 @@ class TrainingConfig(Section):
     max_steps: int = Field(-1, description="number of optimizer steps; -1: as many as the epochs need")
     batch_size: int = Field(64, ge=1, description="training pairs per optimizer step, in all workers together")
     speeds_per_step: int = Field(
-        1, ge=1, description="number of schedules drawn for each step; all share one forward pass over the prompts"
+        1, ge=1, description="number of schedules drawn for each step; they share one forward pass over the prompts"
     )
     prompt_gradient: bool = Field(
         True,
@@ -143,8 +143,8 @@ class TrainingConfig(Section):
     weight_decay: float = Field(0.01, ge=0, description="weight decay of AdamW, applied to matrices only")
     bf16: bool = Field(
         True,
-        description="save weights in bfloat16, and also compute in bfloat16 (autocast) if the device has instructions "
-        "for it; false: save and compute in float32",
+        description="save weights in bfloat16, and compute in it (autocast) if the device has instructions for it; "
+        "false: save and compute in float32",
     )
     seed: int = Field(0, ge=0, description="seed for initial weights, the order of pairs, and the drawn speeds")
     eval_steps: int = Field(200, ge=1, description="steps between dev-set loss measurements, at most 1/10 of all steps")
@@ -174,7 +174,7 @@ class TuneConfig(Section):
 
     model: TuneModelConfig
     data: TuneDataConfig
-    output: Place = Field(description="folder for the checkpoint or speed adapter; subfolder _training allows resuming")
+    output: Place = Field(description="folder for the checkpoint or speed adapter; subfolder _training is for resuming")
     schedule: TuneScheduleConfig = Field(default_factory=TuneScheduleConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     adapter: AdapterConfig | None = Field(None, description="train a speed adapter instead of all weights")

@@ -66,7 +66,7 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(input={"template": ""}), r"input\.template: string should have at least 1 character, not ''$"),
         (
             merged(output={"path": "${NO_SUCH}/a"}),
-            r"output\.path: \$\{NO_SUCH\} is no environment variable; set it, not ",
+            r"output\.path: the environment variable \$\{NO_SUCH\} is not set; set it, not ",
         ),
         (merged(output={"path": " "}), r"output\.path: is empty, not ' '$"),
         (merged(sampling={"stop": 5}), r"sampling\.stop: input should be a valid list, not 5$"),
@@ -364,4 +364,4 @@ def test_it_says_where(
     assert "\n" not in said
     with pytest.raises(UserError) as absolute:
         look("/none/a", checkpoint)
-    assert f"{host}; give a place that every node reaches, or a path below the folder" in str(absolute.value)
+    assert f"{host}; give a path that every node can reach, or one below the folder" in str(absolute.value)
