@@ -1,4 +1,4 @@
-"""Everything that runs on one accelerator. `Generator` answers batches of rows, e.g. in Ray Data's `map_batches`."""
+"""Runs a model on one device. `Generator` answers batches of prompts, e.g. in Ray Data's `map_batches`."""
 
 from __future__ import annotations
 

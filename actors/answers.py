@@ -1,4 +1,4 @@
-"""The prompts and answers of a `Generator`, and the conversion of answers to columns."""
+"""Defines prompts and answers of a `Generator`. Converts answers to columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from actors.engine.types import FinishReason
 from actors.tool_calls import ToolCall
 
 Column = NDArray[Any]
-# answer column -> its type, in a job's output and in Ray Data
+# name -> type of the columns that every job's output has, and every batch that `Generator` answers in Ray Data
 ANSWER_TYPES = {
     "sample_index": pa.int32(),
     "generated_text": pa.string(),
@@ -27,7 +27,7 @@ ANSWER_TYPES = {
 }
 _TOKEN_LOGPROB = [("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float64())]
 _TOKEN_LOGPROBS = pa.struct([*_TOKEN_LOGPROB, ("top", pa.list_(pa.struct(_TOKEN_LOGPROB)))])
-OPTIONAL_TYPES = {
+OPTIONAL_TYPES = {  # name -> type of the columns that only some jobs ask for
     "token_ids": pa.list_(pa.int32()),
     "cumulative_logprob": pa.float64(),
     "logprobs": pa.list_(_TOKEN_LOGPROBS),
@@ -64,11 +64,11 @@ class Answer:
     mean_depth: float | None  # mean number of layers per decode step; None if there was no decode step
     error: str | None  # why there is no text, or why the text does not complete the requested format
     token_ids: list[int] | None
-    cumulative_logprob: float | None
+    cumulative_logprob: float | None  # sum of the log-probabilities of all tokens, in nats
     logprobs: list[dict[str, Any]] | None  # one entry per token, see `TokenLogprob.to_dict`
-    choice_probability: float | None
+    choice_probability: float | None  # probability of the chosen label among all labels; None without choices
     reasoning: str | None = None  # the model's thinking, which came before the text
-    # tool calls, which have been removed from the text; None if no tools are offered or the calls cannot be read
+    # tool calls in the answer; the text omits them. None if no tools are offered, or if the calls cannot be read
     tool_calls: list[ToolCall] | None = None
 
 
@@ -95,11 +95,11 @@ def object_column(values: Sequence[Any]) -> Column:
 
 
 def answer_types(optional: Sequence[str]) -> dict[str, pa.DataType]:
-    """Return name -> type of the answer columns. optional: optional columns to include, see `OPTIONAL_TYPES`."""
+    """Return name -> type of the answer columns. optional: names from `OPTIONAL_TYPES` to include."""
     return {**ANSWER_TYPES, **{name: OPTIONAL_TYPES[name] for name in optional}}
 
 
 def answer_columns(answers: Sequence[Answer], optional: Sequence[str]) -> dict[str, pa.Array]:
     """Convert answers to columns: name -> values. optional: see `answer_types`."""
-    given = answer_types(optional)
-    return {name: pa.array([getattr(answer, name) for answer in answers], kind) for name, kind in given.items()}
+    types = answer_types(optional)
+    return {name: pa.array([getattr(answer, name) for answer in answers], kind) for name, kind in types.items()}

@@ -1,9 +1,9 @@
-"""Encodes control tokens such as `<|im_end|>`: as plain text if a user wrote them, as tokens if the template did.
+"""Encodes control tokens such as `<|im_end|>`: as tokens if the template wrote them, as plain text if a user did.
 
-A template is rendered twice: without markers, which gives the prompt's text, and with markers around the user's control
-tokens, which shows who wrote a control token. Rendering with markers alone is not enough, because some templates write
+A template is rendered twice. The first rendering, without markers, is the prompt. The second one has markers around the
+user's control tokens, which show who wrote each control token. It cannot be the prompt, because some templates write
 other text if a value holds markers. Markers and the encoding of marked text are those of transformers 5.23
-(`apply_chat_template` with `sanitize_control_tokens`). With an earlier version, rows with control tokens are refused.
+(`apply_chat_template` with `sanitize_control_tokens`). Earlier versions refuse rows whose text has control tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ UNCLEAR = (
     "it is unclear whether the template or the row's text wrote a control token: remove control tokens from the text, "
     "or set input.special_tokens: parse"
 )
-START, END = "\U000f0000", "\U000f0001"  # transformers' markers
+START, END = "\U000f0000", "\U000f0001"  # transformers' markers before and after a control token
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return text -> id of all special tokens, named ones (e.g. EOS) and others. These tokens decode to no text."""
+    """Return text -> id of all special tokens, with or without a role such as EOS. They decode to no text."""
     named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     return named | {one.content: token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
 
@@ -51,9 +51,9 @@ class ControlTokens:
 
         Args:
             render: Fills the template with `values`: messages, tools or columns.
-            source: The template's source text. None if the template may write control tokens that do not occur in it.
-            parse: Whether to encode control tokens from `values` as tokens, like those of the template. If so, the text
-                has no marks.
+            source: Source of the template. Control tokens that do not occur in it come from `values`. None: the
+                template may write control tokens that its source does not contain.
+            parse: Whether control tokens from `values` become tokens too. If so, the text has no markers.
         """
         text = render(values)
         if self.pattern.search(text) is None:
@@ -100,20 +100,19 @@ class ControlTokens:
         return self.pattern.sub(lambda one: _mark(one[0]), _unmarked(value)) if isinstance(value, str) else value
 
     def _written(self, marked: str) -> list[bool]:
-        """Return for each control token in `marked` whether the template wrote it. Only other tokens have markers."""
+        """Return, for each control token in `marked`, whether the template wrote it: then it has no markers."""
         written = []
         for found in self._marked.finditer(marked):
             written.append(not found[0].startswith(START))
             start, end = found.span()
-            if written[-1] and (marked.endswith(START, 0, start) or marked.startswith(END, end)):
+            if written[-1] and (marked.endswith(START, 0, start) or marked.startswith(END, end)):  # only one marker
                 raise UserError(UNCLEAR)
         return written
 
     def _aligned(self, text: str, marked: str, written: list[bool]) -> str:
-        """Copy the markers of `marked` to `text`, which the template wrote from values without markers.
+        """Return `text`, which was rendered without markers, with markers around the control tokens of `values`.
 
-        The texts may differ, so they are aligned. written: for each control token in `marked`, whether the template
-        wrote it.
+        `text` and `marked` may differ, so they are aligned. written: the result of `_written(marked)`.
         """
         ours, theirs = self.pattern.split(text), self.pattern.split(_unmarked(marked))
         if len(written) != len(theirs) // 2:
@@ -137,7 +136,7 @@ def _unmarked(text: str) -> str:
 
 
 def one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Return `ids` with at most one BOS at the start. The tokenizer adds a BOS even if the text begins with one."""
+    """Drop all but one BOS at the start of `ids`: the tokenizer adds a BOS even if the text begins with one."""
     first = next((at for at, token in enumerate(ids) if token != tokenizer.bos_token_id), len(ids))
     return ids[max(0, first - 1) :]
 

@@ -1,9 +1,9 @@
-"""`Generator`, a callable class that answers batches of rows. It adds columns of answers to a batch.
+"""Defines `Generator`, a callable class that answers the prompts in a batch of rows. It adds columns of answers.
 
     ds.map_batches(Generator, fn_constructor_kwargs={"checkpoint": "…"}, compute=ActorPoolStrategy(size=2), num_cpus=0)
 
-This module does not import ray. The rows of a call run in smaller batches of rows with similar length. A batch has
-as many rows as fit the budget of cache bytes. These batches depend on the rows and the settings alone.
+This module does not import ray. A call splits its rows into batches of similar prompt lengths. A batch has as many rows
+as fit into `cache_bytes`. The split depends only on the rows and the settings.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-ROWS_SECONDS = 20.0  # time without rows after which an actor of Ray Data may log a warning
+ROWS_SECONDS = 20.0  # an actor of Ray Data may log a warning if it gets no rows for this time
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class Generator:
             the answer's `reasoning`; choices or output_format apply only after it. None: the text includes thinking.
         strip: Remove white space from both ends of an answer that is free text.
         dtype: Data type of weights, activations and cache: float32, bfloat16 or float16.
-        weights: "int8" rounds linear layers and head to 8 bits, on a CPU with bfloat16. None: the checkpoint's weights.
+        weights: "int8" rounds linear layers and head to 8 bits (needs a CPU and bfloat16). None: no rounding.
         device: auto, cpu, cuda or cuda:N; auto is cuda if torch sees a GPU.
-        threads: torch threads on a CPU. None keeps the process's setting, but at most one thread for each usable CPU.
+        threads: torch threads on a CPU. None: the process's setting, but at most one thread for each usable CPU.
         cache_bytes: Bytes of KV cache for the rows in flight. 0 (only with vLLM): as many as vLLM's settings allow.
         max_batch: Maximum number of rows in flight.
         scheduler: lock_step (a batch runs until its last row ends) or refill (waiting rows take slots of ended rows).
         vllm: vLLM's engine arguments, see `actors.vllm.engine`; vLLM then runs the model. None: vLLM is not used.
-        cumulative_logprob: Add a column with the sum of each answer's log-probabilities in nats; this takes time.
-        row_logprobs: Whether single rows may ask for log-probabilities if `sampling` does not. `answer` returns them.
-        seed: Random seed. A row's random numbers follow from this seed and the row's prompt.
+        cumulative_logprob: Add a column with the sum of each answer's log-probabilities in nats, which takes time.
+        row_logprobs: Whether a row may ask for log-probabilities if `sampling` does not. Only `answer` returns them.
+        seed: Random seed. A row's random numbers depend only on this seed and the row's prompt.
         share_prefixes: Compute a prefix only once if several prompts of a call share it.
         prompt_column: Column of a batch that holds the prompts.
 
@@ -186,8 +186,8 @@ class Generator:
         ray = sys.modules["ray"]
         if not self._rows_came.wait(ROWS_SECONDS) and (free := ray.available_resources().get("CPU", 0.0)) < 1:
             log.warning(
-                "no rows came in %g s, and %g CPUs of the cluster are free: the actor pool may hold the CPUs that "
-                "reading needs; pass num_cpus=0 to map_batches, or use a smaller pool",
+                "no rows came in %g s, and %g CPUs of the cluster are free: the actor pool may hold the CPUs that Ray "
+                "Data's read tasks need; pass num_cpus=0 to map_batches, or use a smaller pool",
                 ROWS_SECONDS,
                 free,
             )
@@ -244,10 +244,10 @@ class Generator:
     def __call__(self, batch: Any) -> Any:
         """Answer the prompts in a batch's column `prompt_column`. Return the batch with answer columns added.
 
-        A prompt is text, a list of token ids, or a list of messages for the checkpoint's chat template. Seed and prompt
-        determine a row's random numbers, so answers do not depend on how rows are batched, and equal prompts have
-        equal answers. With n above 1, each row is repeated n times. A missing number is None, e.g. `mean_depth` if
-        an answer has one token. Chat templates run in transformers' sandbox, which limits neither time nor memory.
+        A prompt is text, a list of token ids, or a list of messages for the checkpoint's chat template. Equal prompts
+        have equal answers, and answers do not depend on how rows are batched. With n above 1, each row is repeated n
+        times. A missing number is None, e.g. `mean_depth` if an answer has one token. Chat templates run in
+        transformers' sandbox, which limits neither time nor memory.
 
         batch: A dict of arrays [rows], a pyarrow Table or a pandas DataFrame. The result is a dict if `batch` is one,
         else a Table. In Ray Data, answer columns are pyarrow arrays, so that all blocks have the same types.
@@ -343,7 +343,7 @@ class Generator:
         completions, prompts, errors = work.call.result(), work.prompts, dict(work.errors)
         if work.call.on_batch is not None:
             work.call.on_batch(())
-        # if one sample fails because memory is too small, its row gets a single answer: the error
+        # if a sample has no token because of an error (e.g. out of memory), its row gets one answer, with the error
         for row, done in zip(work.owners, completions, strict=True):
             if done.error is not None and not done.token_ids:
                 errors[row] = done.error
@@ -357,7 +357,7 @@ class Generator:
         return sorted(answers, key=lambda answer: (answer.row, answer.sample_index))
 
     def completed(self, prompt: Prompt, row: int, sample: int, request: Request, completion: Completion) -> Answer:
-        """Convert a completion to an Answer. The completion must have tokens. request: the request that it answers."""
+        """Convert the completion of `request`, which must have tokens, to an Answer."""
         count = len(completion.token_ids)
         text, reasoning = self.builder.text(request, completion)
         answer = Answer(

@@ -30,10 +30,10 @@ def completion_body(
         url: the endpoint, one of `ENDPOINTS`.
         answers: at least one answer, with the fields of `Answer`. Thinking becomes `reasoning_content`, the name that
             the servers of DeepSeek and vLLM use.
-        key: text from which the ids in the body are made.
+        key: text that the ids in the body contain.
         created: seconds since 1970.
         model: name of the model.
-        job: fingerprint of everything that determines the answers, apart from the request.
+        job: fingerprint of what determines the answers besides the request: model, settings, versions.
         prompt_tokens: number of tokens of all prompts; needed if there are several prompts.
     """
     is_chat = url == CHAT
@@ -87,7 +87,7 @@ def shown_logprobs(url: str, tokens: Sequence[Mapping[str, Any]] | None, offset:
 
 
 def _entry(token: Mapping[str, Any]) -> dict[str, Any]:
-    # U+FFFD means that the token is only a part of a character: report no bytes, because they are unknown
+    # U+FFFD means that the token is only a part of a character, so its bytes are unknown
     spelled = None if REPLACEMENT in token["token"] else list(token["token"].encode())
     return {"token": token["token"], "logprob": token["logprob"], "bytes": spelled}
 
@@ -99,7 +99,7 @@ def error_body(message: str, *, is_request: bool) -> dict[str, Any]:
 
 
 def shown_calls(calls: Sequence[Mapping[str, str]], key: str) -> list[dict[str, Any]]:
-    """Convert tool calls to OpenAI's format. key: text from which the ids of the calls are made."""
+    """Convert tool calls to OpenAI's format. key: text that the ids of the calls contain."""
     return [
         {"id": f"call_{key}-{number}", "type": "function", "function": {**call}} for number, call in enumerate(calls)
     ]

@@ -16,7 +16,7 @@ from actors.tool_calls import forced_call, form_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDPOINTS = (CHAT, TEXT)
-_SAME = (
+_SAME = (  # keys of sampling parameters that have the same name in `SamplingParams`
     *("temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty"),
     *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"),  # keys of vLLM's server
 )
@@ -32,11 +32,11 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "best_of": (1,),
 }
-_OF_CHAT = (
+_OF_CHAT = (  # keys that only a chat may have
     *("messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice"),
     *("parallel_tool_calls", "modalities"),
 )
-_OF_TEXT = ("prompt", "echo", "suffix", "best_of")
+_OF_TEXT = ("prompt", "echo", "suffix", "best_of")  # keys that only a completion may have
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class CompletionRequest:
 def read_request(url: str, body: Mapping[str, Any], others: Iterable[str] = ()) -> CompletionRequest:
     """Parse a request body. A key with the value null counts as missing. others: further keys to suggest in an error.
 
-    Raises a UserError that names the key if a key is unknown, unsupported or wrong.
+    Raises a UserError that names the unknown, unsupported or wrong key.
     """
     if url not in ENDPOINTS:
         raise UserError(f"url {url!r} is not supported; known: {', '.join(ENDPOINTS)}")
@@ -96,7 +96,7 @@ def read_request(url: str, body: Mapping[str, Any], others: Iterable[str] = ()) 
         return CompletionRequest(None, _prompt(given.get("prompt")), sampling)
     if "messages" not in given:
         raise UserError("body: messages is missing")
-    form, choice = _form(given.get("response_format")), given.get("tool_choice", "auto")
+    form, choice = _form(given.get("response_format", {})), given.get("tool_choice", "auto")
     tools = None if choice == "none" else given.get("tools")
     forced = None if choice in ("none", "auto") else choice
     if forced is not None and not tools:
@@ -107,7 +107,7 @@ def read_request(url: str, body: Mapping[str, Any], others: Iterable[str] = ()) 
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> Any:
-    """Return how many likeliest tokens to report at each position; None if no log-probabilities are asked for."""
+    """Return how many of the likeliest tokens to report at each position; None: report no log-probabilities."""
     wanted = body.get("logprobs", False)
     if not isinstance(wanted, bool):
         raise UserError(f"body: logprobs = {wanted!r}: must be true or false in a chat")
@@ -117,8 +117,8 @@ def _chat_logprobs(body: Mapping[str, Any]) -> Any:
 
 
 def _form(given: Any) -> OutputFormat | None:
-    """Return the output format that `response_format` asks for; None for plain text."""
-    kind = given.get("type", "text") if isinstance(given, Mapping) else None if given is not None else "text"
+    """Return the output format that a `response_format` asks for; None for plain text."""
+    kind = given.get("type", "text") if isinstance(given, Mapping) else None
     if kind == "text":
         return None
     if kind == "json_object":

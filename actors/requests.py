@@ -29,9 +29,9 @@ KEPT_CHARACTERS = 2**20  # maximum number of characters of the formats and label
 
 
 class RequestBuilder:
-    """Builds engine requests for one model. `Generator` explains the arguments that are not explained here.
+    """Builds engine requests for one model. For the other arguments see `Generator`.
 
-    `sampling`, `choices`, `output_format` and `seed` apply to rows that do not set their own. Raises UserError if
+    `sampling`, `choices`, `output_format` and `seed` are defaults for rows that do not set these. Raises UserError if
     labels cannot be distinguished, output_format is wrong or unsupported, or both choices and output_format are given.
 
     Args:
@@ -80,7 +80,7 @@ class RequestBuilder:
     def prompt(self, value: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
         """Convert `value` (a text, token ids or messages) to a `Prompt`.
 
-        tools: the result of `checked_tools`; used only if `value` is messages.
+        tools: the result of `checked_tools`; without effect unless `value` is messages.
         """
         ids: list[int] = []
         error = None
@@ -100,7 +100,7 @@ class RequestBuilder:
                 error = "prompt holds values that are not token ids"
         except UserError as problem:
             error = str(problem)
-        # chat templates and values of unexpected types raise these errors, which become the row's error
+        # chat templates and values of unexpected types raise these errors
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
             error = f"prompt cannot be read: {' '.join(str(problem).split())}"
         return Prompt(ids, f"prompt:{ids}", 0, error, tools=bool(tools))
@@ -159,7 +159,7 @@ class RequestBuilder:
         return params
 
     def _form(self, prompt: Prompt) -> tuple[str, ...] | OutputFormat | None:
-        """Return the labels or output format of the row; if it sets none, those that apply to all rows."""
+        """Return the row's labels or output format; if it sets neither, the default of all rows."""
         if prompt.choices is not None:
             return tuple(prompt.choices)
         if prompt.output_format is not None:
@@ -192,8 +192,7 @@ class RequestBuilder:
         ids = [self.tokenizer(label, add_special_tokens=False)["input_ids"] for label in labels]
         for label, tokens in zip(labels, ids, strict=True):
             if tokens and max(tokens) >= self.vocab_size:
-                outside = f"outside the model's vocabulary of {self.vocab_size}"
-                raise UserError(f"choices: {label!r} holds a token {outside}")
+                raise UserError(f"choices: {label!r} holds a token outside the model's vocabulary of {self.vocab_size}")
         eos = self.tokenizer.eos_token_id
         try:
             return ChoiceTrie(ids, eos if eos in self.stop_ids else min(self.stop_ids, default=None), labels)
@@ -211,15 +210,15 @@ class RequestBuilder:
         return partial(self.reasoning.answer_start, begun=self.reasoning.begun_by(self._end(prompt_ids)))
 
     def begins_thinking(self, request: Request) -> bool:
-        """Return whether generation begins inside thinking: the prompt opens thinking, or a constraint expects it."""
-        if self.reasoning is None or isinstance(request.constraint, AfterReasoning):
-            return self.reasoning is not None
-        return self.reasoning.begun_by(self._end(request.prompt_ids))
+        """Return whether the answer begins inside thinking: the prompt opens it, or the constraint expects it."""
+        if self.reasoning is None:
+            return False
+        return isinstance(request.constraint, AfterReasoning) or self.reasoning.begun_by(self._end(request.prompt_ids))
 
     def _end(self, prompt_ids: Sequence[int]) -> str:
-        """Return the text after a prompt's last special token. Special tokens at the very end do not count.
+        """Return the text after a prompt's last special token, not counting special tokens at the prompt's end.
 
-        In a chat, this text comes from the template, not from the user.
+        In a chat, the template wrote this text, not the user.
         """
         special, kept = set(self.special_ids.values()), list[int]()
         for token in reversed(prompt_ids):
@@ -230,9 +229,9 @@ class RequestBuilder:
         return self.decode(kept[::-1])
 
     def text(self, request: Request, completion: Completion) -> tuple[str, str | None]:
-        """Return the answer's text, and the thinking or None. The text ends before the stop token or stop string.
+        """Return the answer's text, without a stop token or stop string at its end, and the thinking or None.
 
-        `strip` applies to free text and to thinking, not to text in an output format.
+        `strip` applies to thinking and to free text, not to text in an output format.
         """
         tokens, stop_ids = list(completion.token_ids), request.sampling.all_stop_ids(self.stop_ids)
         if completion.finish_reason != FinishReason.LENGTH and tokens[-1] in stop_ids:
@@ -264,9 +263,9 @@ class RequestBuilder:
         return error
 
     def with_calls(self, answer: Answer) -> Answer:
-        """Move tool calls from an answer's text to `tool_calls`. If they cannot be read, keep the text; set an error.
+        """Move tool calls from an answer's text to `tool_calls`. If they cannot be read, set `error` instead.
 
-        Call `requests` for the row first. It checks that the format of the tool calls is supported.
+        Before, `requests` must have been called for the row: it checks that the format of tool calls is supported.
         """
         try:
             text, calls = split_calls(answer.generated_text or "", form_of(self.tokenizer))

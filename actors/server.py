@@ -1,4 +1,4 @@
-"""Ray Serve deployment of the HTTP interface; a replica holds one engine. Only this module of `actors` imports ray.
+"""Defines the Ray Serve deployment of the HTTP interface. Only this module of `actors` imports ray.
 
 serve.run(Server.bind(load, Limits()))
 """
@@ -17,10 +17,10 @@ from actors.serving.model import ServedModel
 @serve.deployment
 @serve.ingress()
 class Server:
-    """One replica of the server.
+    """One replica of the server, with one engine.
 
     Args:
-        load: Function that loads the model. It is called on the replica's node and may fetch the checkpoint.
+        load: Loads the model, and may fetch the checkpoint first. Called on the replica's node.
         limits: Limits on requests.
     """
 

@@ -16,8 +16,8 @@ from actors.engine.errors import UserError, flat
 
 ToolFormat = Literal["hermes", "llama3_json"]
 BEGIN, END = "<tool_call>", "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"  # Llama may write this tag before tool calls
-# text in a chat template -> unsupported format of tool calls that the text indicates; the first match counts
+PYTHON_TAG = "<|python_tag|>"  # a Llama model may write this tag before tool calls
+# text in a chat template -> the unsupported format of tool calls that the template then has; the first match counts
 _OTHERS = {
     "<function=": "Qwen3-Coder's <function=…>",
     "<arg_key>": "GLM's <arg_key>",
@@ -101,14 +101,13 @@ def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any, form: ToolForma
 def split_calls(text: str, form: ToolFormat) -> tuple[str, list[ToolCall]]:
     """Split an answer into its text without tool calls, and the tool calls.
 
-    In format llama3_json, which has no delimiters, an answer that cannot be read as calls counts as text. Raises a
-    ValueError with the call's number (counted from 1) if a call between hermes delimiters cannot be read.
+    Format llama3_json has no delimiters: an answer that cannot be read as calls is text. In format hermes, a call that
+    cannot be read raises a ValueError with the call's number, counted from 1.
     """
-    calls: list[ToolCall] = []
     if form == "llama3_json":
         calls = _listed_calls(text)
         return ("", calls) if calls else (text, [])
-    kept: list[str] = []
+    calls, kept = list[ToolCall](), list[str]()
     rest = text
     while BEGIN in rest:
         before, _, behind = rest.partition(BEGIN)
@@ -151,10 +150,10 @@ def _call(value: Any, key: str) -> ToolCall:
 
 
 def checked_tools(value: Any) -> list[dict[str, Any]]:
-    """Check a row's tools. Return them as a list of {"type": "function", "function": {"name": …}}.
+    """Check a row's tools. Return them as a list of {"type": "function", "function": {"name": …, …}}.
 
-    value: a list of tools, the list as JSON text, or None for no tools. Null fields are dropped from a list, but kept
-    in JSON text. Raises a UserError that gives the number of a wrong tool, counted from 1.
+    value: a list of tools, or its JSON text, or None for no tools. Null fields are dropped from a list, but kept in
+    JSON text. Raises a UserError with the number of the wrong tool, counted from 1.
     """
     if value is None:
         return []

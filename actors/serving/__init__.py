@@ -1,1 +1,1 @@
-"""OpenAI's HTTP interface to one engine. Read `loop` first, then `model` and `http`."""
+"""Serves one engine over OpenAI's HTTP interface. Read `loop` first, then `model` and `http`."""

@@ -1,4 +1,4 @@
-"""OpenAI's HTTP interface to one engine: routes, the API key, limits on requests, answers and server-sent events.
+"""Implements OpenAI's HTTP interface: routes, the API key, limits on requests, answers and server-sent events.
 
 Source: https://platform.openai.com/docs/api-reference. This package imports neither ray nor `pipeline`.
 """
@@ -77,7 +77,7 @@ class ApiError(Exception):
 def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
     """Return an ASGI application that serves `model`. Its lifespan starts and closes the model's loop."""
     metrics = Metrics(model.loop)
-    # one thread outside the event loop: parsing a body may take long, and `ServedModel.call` allows no second thread
+    # a thread beside the event loop, since `ServedModel.call` may take long; one thread, since `call` allows only one
     preparing = ThreadPoolExecutor(1, "prepare")
     shown = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "skipdecode"}
 
@@ -135,7 +135,7 @@ def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
 
 
 def _has_key(scope: Scope, key_sha256: str) -> bool:
-    """Return whether a request has the API key. The comparison takes constant time, so its timing reveals nothing."""
+    """Return whether a request has the API key. Compares in constant time, against timing attacks."""
     kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
     digest = hashlib.sha256(key.strip()).hexdigest()
     return hmac.compare_digest(digest, key_sha256) and kind.lower() == b"bearer"
@@ -224,7 +224,7 @@ class Completions:
             await send_body(chunks.usage())
 
     def _refusal(self, error: Exception) -> ApiError:
-        """Convert an exception to an `ApiError`. Log exceptions that are not expected."""
+        """Convert an exception to an `ApiError`. Log an unexpected exception."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, TimeoutError):
@@ -243,11 +243,11 @@ class Completions:
 
 
 def finished(model: ServedModel, call: Call, index: int, completion: Completion) -> dict[str, Any]:
-    """Return the answer of row `index`, which has ended. Raises ApiError if an error ended the row."""
+    """Convert the completion of row `index` to an answer. Raises ApiError if the row has no answer."""
     error = str(completion.error)
     if completion.finish_reason == FinishReason.ERROR:
         is_failure = error == NOT_NUMBERS or error.startswith("the server failed")
-        # an error after the first token, other than NaN, is of the format that the request asks for
+        # 400: the row has tokens, so the error concerns the requested format. 503: out of memory, or the server stops
         raise ApiError(500 if is_failure else 400 if completion.token_ids else 503, error)
     return model.answer(call, index, completion)
 
@@ -266,12 +266,12 @@ class Chunks:
             **({"usage": None} if call.usage else {}),
         }
         self._texts = [model.answer_stream(call, index) for index in range(len(call.rows))]
-        # row -> number of characters of the tokens whose log-probabilities have been sent
+        # for each row that has sent an event: number of characters in the tokens that had log-probabilities
         self._sent: dict[int, int] = {}
         self._tokens = 0  # number of tokens of all answers that have ended
 
     def of(self, event: Event) -> Iterator[bytes]:
-        """Convert a row's new output to server-sent events. Raises ApiError if the row ended without an answer."""
+        """Convert a row's new output to server-sent events. Raises ApiError if the row has ended without an answer."""
         index, done, finish = event.index, None, None
         text, thinking = self._texts[index].push(event.tokens)
         if event.completion is not None:
@@ -309,7 +309,7 @@ class Chunks:
 
 
 class Metrics(Collector):
-    """Prometheus metrics of the requests and of the loop. Each replica has its own counts."""
+    """Prometheus metrics of a replica's requests and loop."""
 
     def __init__(self, loop: OnlineLoop) -> None:
         self._loop, self.registry = loop, CollectorRegistry()
@@ -322,10 +322,10 @@ class Metrics(Collector):
         """Yield the loop's counts as Prometheus metrics."""
         loop, stats = self._loop, self._loop.engine.stats
         for kind, name, text, value in (
-            (GaugeMetricFamily, "rows_waiting", "Answers that wait to begin.", loop.waiting),
-            (GaugeMetricFamily, "rows_in_flight", "Answers being generated.", loop.in_flight),
-            (GaugeMetricFamily, "cache_bytes", "Bytes of the key/value cache.", loop.engine.executor.used_bytes()),
-            (GaugeMetricFamily, "cache_bytes_limit", "Maximum bytes of the key/value cache.", loop.cache_bytes),
+            (GaugeMetricFamily, "rows_waiting", "Rows that wait to begin.", loop.waiting),
+            (GaugeMetricFamily, "rows_in_flight", "Rows being answered.", loop.in_flight),
+            (GaugeMetricFamily, "cache_bytes", "Bytes of the KV cache.", loop.engine.executor.used_bytes()),
+            (GaugeMetricFamily, "cache_bytes_limit", "Maximum bytes of the KV cache.", loop.cache_bytes),
             (CounterMetricFamily, "ended", "Rows answered.", loop.ended),
             (CounterMetricFamily, "cancelled", "Rows cancelled.", loop.cancelled),
             (CounterMetricFamily, "failed", "Rows that could not be answered.", loop.failed),
@@ -333,7 +333,7 @@ class Metrics(Collector):
             (CounterMetricFamily, "generated_tokens", "Tokens generated for ended rows.", stats.generated_tokens),
             (CounterMetricFamily, "layer_steps", "Layers run, summed over decode steps.", stats.layer_steps),
             (CounterMetricFamily, "full_layer_steps", "Layers that full depth would run.", stats.full_layer_steps),
-            (CounterMetricFamily, "out_of_memory", "Times that memory ran out.", stats.out_of_memory),
+            (CounterMetricFamily, "out_of_memory", "How often memory ran out.", stats.out_of_memory),
         ):
             yield kind(f"skipdecode_{name}", text, value=value)
 

@@ -1,9 +1,9 @@
 """Answers requests of many clients with the engine's loop, in a separate thread. New tokens are sent after each step.
 
-    submit(requests)    called in any thread: adds rows to a queue of limited length
+    submit(requests)    called in any thread: adds rows (one per answer) to a queue of limited length
     turn()              called in the loop's thread: drops cancelled rows, adds waiting rows to the engine, runs a step
 
-A row's tokens do not depend on which other rows run, or on when the row was admitted.
+A row's tokens do not depend on other rows, or on when the row was admitted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from actors.engine.loop import REFILL_SHARE, Call, Loop
 from actors.engine.types import Completion, FinishReason, Request, TokenLogprob
 
 PASS_TOKENS = 2048  # maximum number of prompt tokens in one prefill; rows in flight wait during a prefill
-PATIENCE = 4  # waiting rows are held back for at most this many decode steps, so that more rows share a prefill
+PATIENCE = 4  # maximum number of decode steps for which waiting rows are held back, so that more rows share a prefill
 SWITCH_SECONDS = 1e-4  # Python's switch interval between threads, see `OnlineLoop.start`
-MAX_FAILURES = 3  # the loop is unhealthy after this many failed steps without an answered row between them
+MAX_FAILURES = 3  # the loop is unhealthy after this many failed steps since a row was last answered
 log = logging.getLogger(__name__)
 
 
@@ -42,10 +42,10 @@ class ClientGone(Exception):
 class Event:
     """New output of one row. Without streaming, there is one event with all tokens."""
 
-    index: int  # number of the request in its submission
+    index: int  # index of the row in its submission
     tokens: Sequence[int]  # tokens sampled since the row's previous event
     logprobs: Sequence[TokenLogprob]  # log-probabilities of `tokens`, if the request asks for them
-    # the answer, in the row's last event only. A completion with an error and no tokens is no answer
+    # set only in the row's last event. A completion with an error and without tokens means that there is no answer
     completion: Completion | None
 
 
@@ -82,8 +82,8 @@ class ServedRow:
 class Submission:
     """Requests that a client has submitted together."""
 
-    streams: bool  # whether tokens are sent as they are sampled. If not, they are sent when an answer has ended
-    cancelled: bool = False  # whether the rows are no longer wanted
+    streams: bool  # whether tokens are sent as they are sampled. If not, they are sent when their row has ended
+    cancelled: bool = False  # whether to drop the rows
     rows: list[ServedRow] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     _client_gone: bool = False
@@ -114,18 +114,18 @@ def wake(submissions: Iterable[Submission]) -> None:
 
 
 class OnlineLoop:
-    """Answers requests as they come.
+    """Queues requests and answers them with one engine.
 
     Args:
         engine: An engine without rows in flight; nothing else may use the engine.
-        cache_bytes: Bytes of key/value cache for the rows in flight.
+        cache_bytes: Bytes of KV cache for the rows in flight.
         max_rows: Maximum number of rows in flight.
         max_waiting: Maximum number of rows in the queue.
     """
 
     def __init__(self, engine: Engine, *, cache_bytes: int, max_rows: int, max_waiting: int) -> None:
         self.engine, self.max_rows, self.max_waiting, self.cache_bytes = engine, max_rows, max_waiting, cache_bytes
-        self.ended = self.cancelled = self.failed = 0  # numbers of rows so far
+        self.ended = self.cancelled = self.failed = 0  # number of rows with this outcome so far
         self.failures = 0  # failed steps since a row was last answered
         self._loop = Loop(
             engine, budget_bytes=cache_bytes, max_rows=max_rows, share_prefixes=False, scheduler="refill", online=True
@@ -135,7 +135,7 @@ class OnlineLoop:
         self._rows: dict[tuple[Call, int], ServedRow] = {}  # (call, index in the call) -> row, for the rows in `_loop`
         self._changed = threading.Condition()  # guards _waiting, _closed and the submissions' `cancelled`
         self._closed = self._has_cancelled = False
-        self._step_first = False  # whether a decode step must come before the next prefill
+        self._step_first = False  # whether a decode step must run before the next prefill
         self._waited = 0  # steps for which waiting rows have been held back
         self._thread: threading.Thread | None = None
 
@@ -188,18 +188,17 @@ class OnlineLoop:
 
     @property
     def healthy(self) -> bool:
-        """False after `MAX_FAILURES` failed steps without an answered row between them, or if the thread has ended."""
+        """False if `MAX_FAILURES` steps have failed since a row was last answered, or if the thread has ended."""
         return self.failures < MAX_FAILURES and (self._thread is None or self._thread.is_alive())
 
     def start(self, wake: Callable[[set[Submission]], object]) -> None:
         """Answer requests in a new thread until `close`.
 
-        Shorten Python's switch interval too. The new thread releases the GIL in each kernel. With the default interval,
-        it would wait 5 ms to get the GIL back from the threads that serve clients.
+        Shorten Python's switch interval too: the new thread releases the GIL in each kernel, and with the default
+        interval it would wait up to 5 ms to get the GIL back from the threads that serve clients.
 
         Args:
-            wake: Called in the new thread when there is output. It must make the readers' thread call this module's
-                `wake`.
+            wake: Called in the new thread when there is output. Must call this module's `wake` in the readers' thread.
         """
         sys.setswitchinterval(SWITCH_SECONDS)
         self._wake = wake
@@ -239,7 +238,7 @@ class OnlineLoop:
             log.exception("a step of the engine failed")
             self.failures += 1
             failed = [row for row in self._rows if row[0].error is not None]
-            # send only the error's type to clients, because the error's text may hold secrets
+            # clients get only the type of the error, because its message may hold secrets
             self._fail([self._rows.pop(row) for row in failed], f"the server failed: {type(error).__name__}")
         else:
             self._send(ended)
@@ -260,10 +259,9 @@ class OnlineLoop:
     def _add(self) -> None:
         """Move the oldest waiting rows with equal schedules to the engine's loop, up to `PASS_TOKENS` prompt tokens.
 
-        A prefill of one row takes as long as a prefill of a few rows. While many rows are in flight, a few waiting rows
-        are therefore held back until more come, for at most `PATIENCE` steps.
-
-        While rows are in flight, there is at least one decode step between two prefills.
+        Rows in flight get at least one decode step between two prefills. A prefill of one row takes as long as a
+        prefill of a few rows. So while many rows are in flight, a few waiting rows are held back until more rows come,
+        for at most `PATIENCE` steps.
         """
         busy = len(self.engine.rows)
         if not self._waiting or self._loop.has_waiting:
@@ -288,7 +286,7 @@ class OnlineLoop:
         self._step_first, self._waited = True, 0
 
     def _send(self, ended: Sequence[tuple[Call, int, Completion]]) -> None:
-        """Give readers the answers of rows that have ended, and the new tokens of streamed rows in flight."""
+        """Pass the completions of ended rows and the new tokens of streamed rows to the readers."""
         news: set[Submission] = set()
         for call, number, completion in ended:
             row = self._rows.pop((call, number))

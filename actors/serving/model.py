@@ -25,7 +25,7 @@ from actors.serving.texts import AnswerStream
 from actors.tool_calls import checked_tools, form_of
 
 MAX_PROMPTS = 256  # maximum number of prompts in one request
-# takes a tokenizer, a body's messages and checked tools; returns the result of `ControlTokens.prompt`
+# (tokenizer, messages of a body, checked tools) -> result of `ControlTokens.prompt`
 Render = Callable[[Any, Any, Sequence[Mapping[str, Any]]], tuple[str, int]]
 
 
@@ -61,9 +61,9 @@ class _ServerKeys(BaseModel):
         return given[0] if given else None
 
     def form(self) -> OutputFormat | None:
-        """Return the output format in `structured_outputs`; None if there is none, or if the key gives labels.
+        """Return the output format in `structured_outputs`; None if the key is missing or gives labels.
 
-        Raises UserError unless `structured_outputs` is missing or holds exactly one key.
+        Raises UserError if `structured_outputs` does not hold exactly one key.
         """
         given = {} if self.structured_outputs is None else self.structured_outputs.model_dump(exclude_none=True)
         if self.structured_outputs is not None and len(given) != 1:
@@ -73,7 +73,7 @@ class _ServerKeys(BaseModel):
 
 @dataclass(frozen=True)
 class Call:
-    """A request body as rows of the engine, one row for each answer."""
+    """A parsed request body. Each answer that it asks for is one row of the engine."""
 
     model: str | None  # the model's name in the body
     stream: bool  # whether tokens are sent as they are sampled
@@ -89,7 +89,7 @@ class ServedModel:
     Args:
         name: The model's name in requests.
         generator: Arguments of `Generator`. Its `sampling` holds defaults for keys that a body leaves out.
-        max_waiting: Maximum number of answers in the queue; further requests are refused with status 429.
+        max_waiting: Maximum number of rows in the queue; further requests get status 429.
         render: Renders a chat as a prompt, or raises UserError. None: transformers renders the chat template.
 
     Raises:
@@ -151,7 +151,7 @@ class ServedModel:
         return Call(rest.get("model"), keys.stream, keys.stream_options.include_usage, rows, owners, tokens)
 
     def _prompt(self, number: int, request: CompletionRequest, labels: list[str] | None) -> Prompt:
-        # pass JSON text: nulls in a body are values, e.g. {"const": null}, but `checked_tools` drops them from a list
+        # as JSON text, in which `checked_tools` keeps nulls, e.g. {"const": null}; it drops them from a list
         tools = () if request.tools is None else checked_tools(json.dumps(request.tools))
         form = request.checked_form(tools, self.tokenizer)
         if labels is not None and (form is not None or tools):
@@ -167,12 +167,12 @@ class ServedModel:
             prompt = self._builder.prompt(request.messages, tools=tools)
         else:
             prompt = self._builder.prompt(value)
-        # with a seed, equal requests have equal answers; without a seed, each request has its own random numbers
+        # with a seed, equal requests get equal answers; without a seed, each request gets other random numbers
         source = "seed" if "seed" in request.sampling else f"{uuid.uuid4()}-{secrets.randbits(64)}"
         return replace(prompt, source=source, row=number, sampling=request.sampling, output_format=form, choices=labels)
 
     def answer_stream(self, call: Call, index: int) -> AnswerStream:
-        """Return the object that streams the answer of row `index`."""
+        """Return the `AnswerStream` of row `index`."""
         row, builder, prompt = call.rows[index], self._builder, call.prompts[index]
         thinks_first, constraint = isinstance(row.constraint, AfterReasoning), row.constraint
         has_label = prompt.choices is not None or (builder.choices is not None and prompt.output_format is None)

@@ -12,11 +12,11 @@ from actors.tool_calls import BEGIN, PYTHON_TAG, ToolFormat
 
 @dataclass(eq=False)
 class AnswerStream:
-    """Cuts a growing answer into parts (text, thinking). Joined, they give the whole text and the whole thinking.
+    """Cuts a growing answer into parts (text, thinking). The parts add up to the whole text and the whole thinking.
 
     Output that may still change is held back: bytes of an incomplete character, and text that may become a stop string
     or a delimiter. Text that may be a tool call is held back until the answer ends, except white space around it.
-    Thinking without a start delimiter is sent as text, because only the end delimiter shows that it is thinking.
+    Thinking without a start delimiter is sent as text, because only the later end delimiter shows that it is thinking.
     """
 
     decode: Callable[[list[int]], str]  # token ids -> text
@@ -26,21 +26,21 @@ class AnswerStream:
     _: KW_ONLY
     marks: Reasoning | None = None  # delimiters of thinking; None: thinking is not separated from the text
     begun: bool = False  # whether the prompt ends inside thinking
-    # whether to send no text before the answer has ended. This is needed for labels, and if one token may contain both
-    # the end of the thinking and the beginning of the answer
+    # whether to send the text only when the answer has ended. Needed for labels, and if one token may hold both the end
+    # of the thinking and the beginning of the answer
     text_at_end: bool = False
     calls: ToolFormat | None = None  # format of tool calls; None: no tools are offered
     _ids: list[int] = field(default_factory=list, init=False)
-    # tokens before index `_read` are decoded; the next decoding begins at `_first`
+    # `_decoded` is the text of the tokens before index `_read`; the next decoding begins at index `_first`
     _first: int = field(default=0, init=False)
     _read: int = field(default=0, init=False)
     _decoded: str = field(default="", init=False)
     _sent_text: str = field(default="", init=False)
     _sent_thinking: str = field(default="", init=False)
-    _is_plain: bool = field(default=False, init=False)  # whether the text so far begins without thinking
+    _is_plain: bool = field(default=False, init=False)  # whether the output so far does not begin with thinking
 
     def push(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Add tokens. Return the new text and the new thinking, without a part that may still change."""
+        """Add tokens. Return the new text and the new thinking, without any part that may still change."""
         self._ids += [token for token in tokens if token not in self.stop_ids]
         known, text = self.decode(self._ids[self._first : self._read]), self.decode(self._ids[self._first :])
         if len(text) > len(known) and not text.endswith(REPLACEMENT):
@@ -73,14 +73,14 @@ class AnswerStream:
         return part
 
     def _certain(self) -> int:
-        """Return how many characters can be sent: all before a stop string, or before a suffix that may become one."""
+        """Return how many characters can be sent: those before a stop string, or a suffix that may become one."""
         text, answer = self._decoded, self.answer_start(self._decoded)
         found = [] if answer is None else [text.find(string, answer) for string in self.stop]
         found = [place for place in found if place >= 0]
         return min(found) if found else len(text) - max((_overlap(text, string) for string in self.stop), default=0)
 
     def _split(self, raw: str, marks: Reasoning) -> tuple[str, str]:
-        """Split raw text into (text, thinking). If the end of the raw text may become a delimiter, leave it out."""
+        """Split raw text into (text, thinking). Leave out a suffix that may become a delimiter."""
         head = raw.lstrip()
         begins = head.startswith(marks.start)
         if not begins and marks.start.startswith(head):
@@ -102,6 +102,6 @@ def _before_calls(text: str, form: ToolFormat) -> int:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of `text` with which `mark` begins, but which is not all of `mark`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `mark`, but not all of `mark`."""
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((length for length in lengths if mark.startswith(text[-length:])), 0)
