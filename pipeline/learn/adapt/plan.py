@@ -27,12 +27,14 @@ from pipeline.learn.adapt import configs
 from pipeline.learn.adapt.configs import Task
 from pipeline.learn.adapt.rows import layout
 from pipeline.learn.tune.adapters import check_targets, started
+from pipeline.learn.tune.plan import check_teacher
 from pipeline.learn.tune.workers import check_machine
 from pipeline.messages import install_command
 from pipeline.plan.columns import check_columns, needed_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import ANSWERS_VERSION, difference, pinned_snapshot, with_snapshot
 from pipeline.prepare.prompt_spec import check_spec, prompt_spec
+from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.propose import first_rows, true_answers
 from pipeline.run.ray_session import on_cluster
 from pipeline.runtime.announce import announce
@@ -86,7 +88,8 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
         others[START] = [start]
     check_apart("adapt.output", folder, others)
     record.folder.check([*configs.STAGE_FILES, configs.JOB_FILE])
-    check_spec(prompt_spec(config, resolved, 0.0))
+    spec = prompt_spec(config, resolved, 0.0)
+    check_spec(spec)
     stored_spec = (resolved.checkpoint if start is None else started(resolved.checkpoint, start)).spec
     shape = configs.schedule_shape(config, stored_spec)
     inputs = hashlib.sha256(repr(sorted(listed.items())).encode()).hexdigest()
@@ -94,11 +97,13 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
     recipe = configs.tune_config(task, ".", 4, task.prompt_policies(1.0))  # checks the options of the training
     if "tune" not in record.done:
         check_machine(recipe.workers)
-        if recipe.adapter is not None:
-            try:
+        try:
+            if recipe.adapter is not None:
                 check_targets(recipe.adapter, resolved.checkpoint.config)
-            except UserError as error:
-                raise UserError(f"adapt.{error}") from None
+            if recipe.loss.teacher is not None:
+                check_teacher(recipe.loss.teacher, tokenizer_of(spec.checkpoint))
+        except UserError as error:
+            raise UserError(f"adapt.{error}") from None
     for speedup in options.speedups:
         order = "paper" if shape["keep_order"] == MEASURED else shape["keep_order"]
         resolved.checkpoint.schedule({"horizon": 2, **shape, "keep_order": order, "speedup": speedup})
@@ -143,7 +148,7 @@ def _check_job(config: JobConfig, options: AdaptConfig) -> None:
 
 
 def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]:
-    """Return stage -> settings that decide the stage's result, without settings that an earlier stage lists."""
+    """Return stage -> the settings that decide its result, except those listed for an earlier stage."""
     config, values = task.config, task.options.model_dump()
 
     def chosen(*names: str) -> dict[str, Any]:
@@ -203,7 +208,7 @@ class StageRecord:
             raise UserError(f"{folder}/{RECORD}: cannot be read: {flat(error)}; remove the folder") from None
 
     def check(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise UserError if a finished stage had settings other than `settings`. The error names them."""
+        """Raise UserError if a finished stage had other settings than `settings`. The error names the keys."""
         self.settings = settings
         names = [
             name

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from actors.engine.errors import UserError
-from actors.engine.model.loading import inspect, load_tokenizer
+from actors.engine.model.loading import inspect
 from actors.engine.schedule.file import Trained
 from actors.engine.schedule.schedule import MEASURED, Schedule, ScheduleSpec
 from pipeline.config.job import StorageConfig
@@ -21,6 +21,7 @@ from pipeline.config.tune import TrainingConfig, TuneConfig, TuneDataConfig
 from pipeline.input.rows import read_columns
 from pipeline.learn.rows import Text, is_text, token_ids
 from pipeline.learn.tune.adapters import check_targets, started
+from pipeline.prepare.tokenizer import tokenizer_of
 
 log = logging.getLogger(__name__)
 Pair = tuple[Text, Text, bool]  # prompt, response, and whether an end-of-sequence token is added to the response
@@ -61,7 +62,7 @@ def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> li
 def encode(
     tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair], max_tokens: int, vocab_size: int
 ) -> list[dict[str, Any]]:
-    """Return `input_ids` and `prompt_tokens` of each pair. Leave out pairs longer than `max_tokens` and warn of them.
+    """Return `input_ids` and `prompt_tokens` of each pair. Leave out pairs longer than `max_tokens`, with a warning.
 
     Raises UserError for a token outside the vocabulary, or if a pair needs an end token and the tokenizer has none.
     """
@@ -112,12 +113,11 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
     architecture, stored = start.config, start.spec
     if config.adapter is not None and config.adapter.start is not None:
         stored = started(start, config.adapter.start).spec
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = tokenizer_of(config.model.path)
     contexts = [data.max_tokens, start.context_length]
     if config.loss.teacher is not None:
+        check_teacher(config.loss.teacher, tokenizer)
         contexts.append(inspect(config.loss.teacher).context_length)
-        if load_tokenizer(config.loss.teacher).get_vocab() != tokenizer.get_vocab():
-            raise UserError(f"loss.teacher: {config.loss.teacher} has another tokenizer than the model to train")
     if config.adapter is not None:
         check_targets(config.adapter, architecture)
     longest = min(contexts)
@@ -134,6 +134,17 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
     if not Trained.on(default, schedules.values()).covers(default):
         raise UserError(f"schedule.default: {spec.speedup:g}x would not be trained: add it to schedule.speedups")
     return TrainingPlan(tokenizer, start.num_layers, train, dev, spec, schedules)
+
+
+def check_teacher(teacher: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if the checkpoint `teacher` cannot be read, or its vocabulary is not that of `tokenizer`."""
+    try:
+        inspect(teacher)
+        vocabulary = tokenizer_of(teacher).get_vocab()
+    except UserError as error:
+        raise UserError(f"loss.teacher: {error}") from None
+    if vocabulary != tokenizer.get_vocab():
+        raise UserError(f"loss.teacher: {teacher} has another tokenizer than the model to train")
 
 
 def training_steps(settings: TrainingConfig, rows: int) -> int:
@@ -171,8 +182,8 @@ def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str,
     """Return name -> schedule to train for. Equal schedules appear once; an adapter is not trained at full depth."""
     section = config.schedule
     named: dict[str, dict[str, Any]] = {f"{speed:g}x": {"speedup": speed} for speed in section.speedups}
-    further = [one.changes() for one in section.also]
-    named |= {" ".join(f"{key}={value}" for key, value in changes.items()): changes for changes in further}
+    for changes in (one.changes() for one in section.also):
+        named[" ".join(f"{key}={value}" for key, value in changes.items())] = changes
     schedules = {name: spec.overridden(changes).build(layers) for name, changes in named.items()}
     unique = {json.dumps(schedule.to_dict()): name for name, schedule in reversed(schedules.items())}
     drawn = {name: schedule for name, schedule in schedules.items() if name in unique.values()}

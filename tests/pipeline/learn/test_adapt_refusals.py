@@ -111,6 +111,7 @@ def test_new_input_files_are_logged_and_not_sampled(
         ({"training": {"epoch": 1.0}}, {}, "adapt: unknown key training.epoch; did you mean epochs?"),
         ({"adapter": {"rank": 0}}, {}, "adapt: adapter.rank"),
         ({"adapter": {"targets": ["no_proj"]}}, {}, "adapt.adapter.targets: the model has no layer 'no_proj'; it has"),
+        ({"loss": {"teacher": "/nowhere"}}, {}, "adapt.loss.teacher: /nowhere: no such checkpoint folder"),
         ({"workers": {"count": 3}}, {}, "batch_size = 16 cannot be cut into 3 equal parts"),
         ({"lora": {"targets": ["q_proj"]}}, {}, "lora is now adapter, which is trained unless weights: full is set"),
         ({"weights": "full", "adapter": {"rank": 2}}, {}, "adapter has no effect with weights: full"),
