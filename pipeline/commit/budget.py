@@ -1,7 +1,7 @@
 """Adds up the device time and tokens that all runs of a job have used. Stops the job at a limit of its budget.
 
-The commit records hold the tokens. The file `_job/spent.json` holds the device time: wall-clock time times the number
-of devices. If a driver was killed before it wrote this file, the actor times in the commit records are used instead.
+The commit records hold the tokens. The file `_job/spent.json` holds the device time: wall-clock time multiplied by the
+number of devices. If the driver was killed before it wrote this file, the actor times in the commit records count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BudgetSpent(Interrupted):
 
 
 class Budget:
-    """A job's budget. device_seconds: device time of the job's earlier runs. tokens: tokens that they generated."""
+    """A job's budget. device_seconds, tokens: device time and number of generated tokens of the job's earlier runs."""
 
     def __init__(self, config: JobConfig, folder: Folder, device_seconds: float, tokens: int) -> None:
         self.config, self.folder = config, folder
@@ -43,7 +43,7 @@ class Budget:
         return {"hours": hours, "money": hours * (self.config.price_per_hour or 0.0), "tokens": self.tokens + tokens}
 
     def spent(self, seconds: float = 0.0, tokens: int = 0) -> str | None:
-        """Return one line that names a reached limit; None if there is none. For the arguments see `used`."""
+        """Return one line that names a limit that is used up, else None. For the arguments see `used`."""
         limits, used = self.config.budget, self.used(seconds, tokens)
         if limits is None:
             return None
@@ -62,22 +62,22 @@ class Budget:
     def spending(self, coordinator: Coordinator, shards: int) -> Iterator[None]:
         """Check the budget repeatedly while the `with` block runs. At a limit, interrupt the run and raise BudgetSpent.
 
-        If all shards have begun, do not interrupt the run. shards: number of shards that this run must answer.
-        Record the time used even if the job has no budget, because a later run may have one.
+        Do not interrupt the run if all of its shards have begun. shards: number of shards that this run must answer.
+        Record the device time even if the job has no budget, because a later run of the job may have one.
         """
         began = time.monotonic()
-        ask, reached = interrupter(with_grace=True), list[str]()
+        interrupt, reached = interrupter(with_grace=True), list[str]()
 
         def watch() -> None:
             try:
                 run = coordinator.read()
-            except Exception as error:  # an error of Ray, which the run reports
+            except Exception as error:  # an error of Ray; the run reports it
                 log.debug("the budget was not checked: %s", error)
                 return
             found = self.spent(time.monotonic() - began, run.tokens)
             if found is not None and not reached and run.shards + run.at_work < shards:
                 reached.append(found)
-                ask()
+                interrupt()
 
         try:
             with nullcontext() if self.config.budget is None else repeating(watch, POLL_SECONDS, "budget"):
@@ -87,10 +87,10 @@ class Budget:
                 raise BudgetSpent(reached[0]) from None
             raise
         finally:
-            # if the job has no budget, ignore a failed write: only a later run may need the record
+            # if the job has no budget, ignore a failed write: at most a later run needs the record
             with shielded(), suppress(*(STORE_ERRORS if self.config.budget is None else ())):
                 used = self.device_seconds + (time.monotonic() - began) * self.config.devices
-                if _recorded_seconds(self.folder) <= self.device_seconds:  # if not, another run has taken over
+                if _recorded_seconds(self.folder) <= self.device_seconds:  # else another run has taken over
                     write_json(self.folder, SPENT, {"device_seconds": used})
 
 
@@ -104,5 +104,5 @@ def open_budget(config: JobConfig, folder: Folder, fingerprint: str) -> Budget:
 
 
 def _recorded_seconds(folder: Folder) -> float:
-    """Return the device time in the file `SPENT`; 0 without a valid file."""
+    """Return the device time in the file `SPENT`; 0 if the file is missing or damaged."""
     return (read_json(folder, SPENT, dict[str, float]) or {}).get("device_seconds", 0.0)

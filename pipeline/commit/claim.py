@@ -27,7 +27,7 @@ def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
     """Return the plan (manifest) of the job in the folder; None if there is no job, or if `overwrite` is set.
 
     Raises UserError if the folder holds incremental runs, or another program's file that the new job would replace.
-    Without `overwrite`, also refuses Parquet files without a job. With `overwrite`, also refuses files of a table.
+    Without `overwrite`, also if it holds Parquet files but no job. With `overwrite`, also if a table uses its parts.
     """
     if folder.names(LEDGER):
         raise UserError(
@@ -51,27 +51,27 @@ def _check_success(folder: Folder) -> None:
     """Raise UserError if another program wrote the file `_SUCCESS`: then the file holds no fingerprint."""
     with suppress(FileNotFoundError):
         if b'"fingerprint"' not in folder.read(SUCCESS):
-            raise _strange(folder, SUCCESS)
+            raise _foreign(folder, SUCCESS)
 
 
 def _check_replaceable(folder: Folder) -> None:
     """Raise UserError if --overwrite would remove a file that no job of this program wrote.
 
-    A job wrote an output file (part) if the file has the size in its commit record, or a fingerprint in its footer.
+    A job wrote an output file (part) if its commit record names its size, or its footer holds a fingerprint.
     """
     _check_success(folder)
     for name in folder.names():
         if name.endswith(".parquet") and not PART.fullmatch(name):
-            raise _strange(folder, name)
+            raise _foreign(folder, name)
     sizes: dict[int, int] = {}
     try:
         stored = plan_files.load(folder)
         if stored is not None:
             records, _ = read_all(folder, stored.fingerprint)
             sizes = dict(zip(records["shard"].to_pylist(), records["bytes"].to_pylist(), strict=True))
-    except UserError:  # the plan is damaged or another program's file; --overwrite replaces only the former
+    except UserError:  # another program wrote the plan, or it is damaged; --overwrite replaces a damaged one
         if not plan_files.is_own(folder.read(plan_files.JOB)):
-            raise _strange(folder, plan_files.JOB) from None
+            raise _foreign(folder, plan_files.JOB) from None
     parts = sorted(part_files(folder, ()).items())
     unknown = [part_name(shard) for shard, info in parts if sizes.get(shard) != info.size]
     for name, data in zip(unknown, in_parallel(folder.read, unknown, PARTS_AT_ONCE), strict=True):
@@ -79,10 +79,10 @@ def _check_replaceable(folder: Folder) -> None:
         with suppress(OSError, pa.ArrowException):
             metadata = pq.read_schema(io.BytesIO(data)).metadata or {}
         if b"skipdecode.fingerprint" not in metadata:
-            raise _strange(folder, name)
+            raise _foreign(folder, name)
 
 
-def _strange(folder: Folder, name: str) -> UserError:
+def _foreign(folder: Folder, name: str) -> UserError:
     return UserError(
         f"{folder.url}/{name}: skipdecode did not write this file and does not replace it; move it away, or choose "
         "another folder"
@@ -111,7 +111,7 @@ def claim(folder: Folder, stored: Manifest | None, planned: Manifest, *, overwri
         clear(folder)
     elif (now and now.fingerprint) != (stored and stored.fingerprint):
         if now and now.fingerprint == planned.fingerprint:
-            raise LeaseHeld("that run began, and perhaps finished, this job while this run was planned")
+            raise LeaseHeld("it began this job while this run was being planned, and may have finished it")
         raise UserError(f"{folder.url}: another run has just begun another job here; choose another folder")
     if stored is None:
         plan_files.save(folder, planned)

@@ -1,7 +1,7 @@
 """Counts rows with repeated ids in a job, because a join on a repeated id would duplicate rows.
 
 For each row, 16 bytes are written to one of several temporary files: a 64-bit hash of the id, and the row's position.
-The hash selects the file, so that equal hashes are in the same file. Then the files are sorted in memory, one by one.
+The hash selects the file, so that equal hashes are in one file. Then each file is sorted by hash, in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXAMPLES = 3
 
 @dataclass(frozen=True)
 class Duplicates:
-    """The content of the file `DUPLICATES`: rows that have the id of an earlier row, and lines with examples."""
+    """Content of the file `DUPLICATES`: number of rows that have the id of an earlier row, and lines with examples."""
 
     rows: int
     examples: list[str]
@@ -41,7 +41,7 @@ def count_repeated(
 ) -> tuple[int, list[str]]:
     """Return the number of rows that have the id of an earlier row, and up to `EXAMPLES` lines with examples.
 
-    columns: the ids of each shard, in the order of `shards`. ids_of: function that reads one shard's ids again.
+    columns: the ids of each shard, in the order of `shards`. ids_of: function that reads the ids of one shard again.
     """
     rows = sum(shard.rows for shard in shards)
     found, places = 0, list[tuple[int, int]]()
@@ -52,9 +52,9 @@ def count_repeated(
             known = np.flatnonzero(column.is_valid())  # skip rows without an id, e.g. unreadable rows
             pairs = np.stack([_hashes(column.drop_null()), first + known], axis=1)
             first += len(column)
-            which = pairs[:, 0].view(np.uint64) % np.uint64(len(files))
-            order = np.argsort(which, kind="stable")
-            ends = np.searchsorted(which[order], np.arange(1, len(files)))
+            file_of = pairs[:, 0].view(np.uint64) % np.uint64(len(files))
+            order = np.argsort(file_of, kind="stable")
+            ends = np.searchsorted(file_of[order], np.arange(1, len(files)))
             try:
                 for file, some in zip(files, np.split(pairs[order], ends), strict=True):
                     file.write(some.tobytes())
@@ -79,9 +79,9 @@ def count_repeated(
 
     examples = []
     for pair in places:
-        (shard, offset), _ = rows_of_pair = [row(place) for place in pair]
+        shard, offset = row(pair[0])
         text = str(id_value(ids_of(shard)[offset]))
-        where = " and ".join(f"row {shard.first_row + offset} of {shard.url}" for shard, offset in rows_of_pair)
+        where = " and ".join(f"row {shard.first_row + offset} of {shard.url}" for shard, offset in map(row, pair))
         examples.append(f"{text[:80]!r}: {where}")
     return found, examples
 
@@ -110,7 +110,7 @@ def repeated_error(found: int, examples: Sequence[str]) -> UserError:
 
 
 def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
-    """Return a hash of each of N ids, [N]. In one process, equal ids have equal hashes. An integer is its own hash."""
+    """Return the hashes of N ids, [N]. Equal ids have equal hashes within one process. An integer is its own hash."""
     if pa.types.is_timestamp(ids.type):  # drop the time zone, which this machine may not know
         ids = ids.cast(pa.timestamp(ids.type.unit)).cast(pa.int64())
     if pa.types.is_integer(ids.type):
@@ -124,7 +124,7 @@ def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
 
 
 def _ids(folder: Folder, name: str) -> pa.ChunkedArray:
-    """Return the id of each input row in a part (output file of one shard). Read only the necessary columns."""
+    """Return the id of each input row, from a part (output file of one shard)."""
     with folder.open(name) as opened:
         file = pq.ParquetFile(opened)
         names = [one for one in ("id", "sample_index") if one in file.schema_arrow.names]

@@ -30,8 +30,8 @@ def finalize(folder: Folder, manifest: Manifest, section: InputConfig | None = N
 
     section: the job's section `input`; None if repeated ids need not be counted.
 
-    If the check fails, remove `_SUCCESS` and raise RowsMissing, which says what to do next. Also remove the records of
-    missing output files, so that the next run answers the shards of these files.
+    If the check fails, remove `_SUCCESS` and the records of missing output files, so that the next run answers their
+    shards. Then raise RowsMissing, whose message says what to do next.
     """
     records, parts = load_records(folder, manifest.shards, manifest.fingerprint)
     try:
@@ -59,7 +59,7 @@ def finished_totals(
 ) -> Totals | None:
     """Return a finished job's totals. Return None if `_SUCCESS`, a record or an output file is missing or damaged.
 
-    section: the job's section `input`. Raises UserError if ids repeat, and `input.duplicate_ids` is now error.
+    section: the job's section `input`. Raises UserError if ids repeat and `input.duplicate_ids` is now error.
     """
     if not folder.exists(SUCCESS):
         return None
@@ -103,7 +103,7 @@ def check_rows(records: pa.Table, parts: Mapping[int, FileInfo], shards: Sequenc
 
 
 def write_statistics(folder: Folder, manifest: Manifest, records: pa.Table) -> Totals:
-    """Write statistics and summary files from `records`, and return the totals. The job may be unfinished."""
+    """Write the files `STATS` and `SUMMARY` from `records`, and return the totals. The job may be unfinished."""
     totals = with_duplicates(folder, totals_of(records))
     folder.replace(STATS, parquet_bytes(records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA)))
     write_json(folder, SUMMARY, summary(folder, manifest, totals), indent=2)

@@ -1,12 +1,12 @@
 """Implements a lease: only one run at a time works on an output folder. Each holder creates a numbered file (epoch).
 
     _job/lease/000001.json  released                         ──> next run creates 000002.json: the highest number counts
-    _job/lease/000002.json  no heartbeat for 60 s, or dead   ──> next run creates 000003.json
+    _job/lease/000002.json  dead, or no heartbeat for 60 s   ──> next run creates 000003.json
     _job/lease/000003.json  heartbeat every 10 s             ──> if this holder sees a higher number, it loses the lease
 
 A holder writes only its own file, and the file with the highest number is never removed. So a holder that was suspended
 does not disturb the run that took over. The lease only avoids duplicate work: even without a lease, each output file
-(part) is created only once. A waiting run uses its monotonic clock, so the clocks of hosts may differ.
+(part) is created only once. The clocks of hosts may differ, because a waiting run measures time by its own clock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LeaseLost(Exception):
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lease."""
+    """The process that holds a lease, as written to its lease file."""
 
     host: str = "unknown"  # host name, used only in messages
     namespace: str = ""  # host name, boot id and pid namespace, which make `pid` unique; "" if unknown
@@ -78,7 +78,7 @@ def _seconds_after_boot(process: psutil.Process) -> float:
 
 
 def is_dead(holder: Holder, here: Holder) -> bool:
-    """Return whether the holder has surely ended; False if it ran outside the namespace of `here` (this process)."""
+    """Return whether the holder has certainly ended; False if its namespace is not that of `here` (this process)."""
     if not holder.namespace or holder.namespace != here.namespace:
         return False
     try:
@@ -87,14 +87,14 @@ def is_dead(holder: Holder, here: Holder) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE or _seconds_after_boot(process) != holder.started
     except (ProcessLookupError, psutil.ZombieProcess):
         return True
-    except (PermissionError, psutil.Error):  # alive, but another user's process, perhaps hidden in /proc
+    except (PermissionError, psutil.Error):  # alive, but another user's process, which /proc may hide
         return False
 
 
 class Lease:
     """The lease of an output folder, held from `acquire` to `release`.
 
-    beat: seconds between heartbeats. watch: number of seconds without a heartbeat after which a holder counts as dead.
+    beat: seconds between heartbeats. watch: seconds without a heartbeat after which a holder counts as dead.
     """
 
     def __init__(self, folder: Folder, *, beat: float, watch: float) -> None:
@@ -105,7 +105,7 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def acquire(self, lost: Callable[[], None]) -> None:
-        """Claim the lease, and renew it in a thread. lost: is called if another run takes over. Raises LeaseHeld."""
+        """Claim the lease, and renew it in a thread, which calls `lost` if another run takes over. Raises LeaseHeld."""
         self.claim()
         self._thread = threading.Thread(target=self._keep, args=(lost,), name="lease", daemon=True)
         self._thread.start()
@@ -120,7 +120,7 @@ class Lease:
         self.give_back()
 
     def claim(self) -> None:
-        """Wait until the current holder has ended, and create the next lease file. Raises LeaseHeld if it is alive."""
+        """Wait until the current holder has ended, then create the next lease file. Raises LeaseHeld if it is alive."""
         while True:
             last = max(self._epochs(), default=0)
             if last and not self._wait_for_end(_name(last)):
@@ -146,7 +146,7 @@ class Lease:
         return True
 
     def _create(self, epoch: int) -> bool:
-        """Create a lease file. Return True if the file then names this holder and no file has a higher number."""
+        """Create a lease file. Return whether it names this holder afterwards, and no file has a higher number."""
         self.folder.create(_name(epoch), _encode(self.holder))
         if not self._holds(epoch):
             return False
@@ -181,9 +181,7 @@ class Lease:
         holder = now = self._read(name)
         end = time.monotonic()
         if holder is not None and not holder.released and not is_dead(holder, self.holder):
-            log.warning(
-                "the lease is held by %s: waiting %.0f s to see whether it is alive", holder.describe(), self.watch
-            )
+            log.warning("the lease is held by %s: waiting %.0f s for its heartbeat", holder.describe(), self.watch)
             end += self.watch
         while now is not None and not now.released and time.monotonic() < end:
             time.sleep(min(self.beat / 5, 1.0))
@@ -203,7 +201,7 @@ class Lease:
         try:
             values = json.loads(self.folder.read(name))  # may hold unknown keys of a later version
             holder = Holder(**{key: values[key] for key in Holder.__dataclass_fields__ if key in values})
-            holder.describe()
+            holder.describe()  # raises an error if `since` is no valid time
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, OverflowError, RecursionError):
@@ -232,12 +230,12 @@ def leased(folder: Folder) -> Iterator[None]:
             raise LeaseLost(f"{folder.url}: another run has taken over") from None
         raise
     finally:
-        with suppress(Interrupted), shielded():  # the block has ended, so an interrupt is ignored
+        with suppress(Interrupted), shielded():  # ignore an interrupt, because the block has ended
             try:
                 lease.release()
             except STORE_ERRORS as error:  # e.g. a full disk; the job itself reports this
                 taken = f"the next run takes over at once on this machine, or after {WATCH_SECONDS:g} s on another"
-                log.warning("the lease could not be given back: %s; %s", error, taken)
+                log.warning("the lease could not be released: %s; %s", error, taken)
 
 
 def _name(epoch: int) -> str:

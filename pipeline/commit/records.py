@@ -1,7 +1,7 @@
 """Stores commit records: one small file per shard. While the job runs, they are merged into segments (compaction).
 
     _job/commits/000123.json          the record of one shard, written by the actor that committed the shard
-    _job/segments/<sha256>.parquet    a file with many records (segment), named by its digest; replaces small files
+    _job/segments/<sha256>.parquet    a segment: many records in one file, named by its digest; replaces small files
 
 A record may be in both a small file and a segment, or in two segments, for example after a crash during compaction.
 Such copies are harmless. A lost record is rebuilt from the shard's output file (part). Without segments, it would take
@@ -31,11 +31,11 @@ from pipeline.storage.parquet import parquet_bytes, read_parquet
 
 log = logging.getLogger(__name__)
 COMMITS, SEGMENTS = "_job/commits", "_job/segments"
-COMPACT_AT = 1000  # records are compacted if there are at least this many separate record files
+COMPACT_AT = 1000  # minimum number of small record files at which they are compacted
 COMPACT_SECONDS = 30.0  # time between two compactions
 SEGMENT_ROWS = 10_000  # maximum number of records in a segment
 RECORD, DIGEST = re.compile(r"(\d{6,})\.json"), re.compile(r"[0-9a-f]{64}")
-Record = dict[str, Any]  # a row of `RECORDS_SCHEMA`: a shard's statistics; digest, size and tag of the output file
+Record = dict[str, Any]  # a row of `RECORDS_SCHEMA`: a shard's statistics, and its output file's digest, size and tag
 RECORDS_SCHEMA = pa.schema([*STATS_SCHEMA, ("sha256", pa.string()), ("bytes", pa.int64()), ("tag", pa.string())])
 
 
@@ -80,7 +80,7 @@ def decode_record(text: bytes, shard: int, fingerprint: str) -> Record | None:
 
 
 def _check(values: Mapping[str, object]) -> str:
-    """Return a digest of the record's values. The digest reveals a damaged record, even if one digit has changed."""
+    """Return a digest of a record's values. It reveals a damaged record, even if only one digit has changed."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -90,12 +90,12 @@ def records_table(records: Sequence[Record]) -> pa.Table:
 
 
 def loose_shards(folder: Folder) -> list[int]:
-    """Return the sorted indices of all shards that have a separate record file."""
+    """Return the sorted indices of all shards that have a small record file."""
     return sorted(int(match[1]) for name in folder.names(COMMITS) if (match := RECORD.fullmatch(name)))
 
 
 def _read_loose(folder: Folder, shards: Sequence[int], fingerprint: str) -> tuple[list[Record], list[str]]:
-    """Read the separate record files of `shards`, as far as they exist. Return records, and names of damaged files."""
+    """Read the small record files of `shards` that still exist. Return the records, and the names of damaged files."""
 
     def read(shard: int) -> Record | str | None:
         try:
@@ -113,7 +113,7 @@ def _read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table
     def read(name: str) -> pa.Table | None:
         try:
             data = folder.read(name)
-        except FileNotFoundError:  # since the listing, another segment has replaced this one
+        except FileNotFoundError:  # another segment has replaced this one since the listing
             return RECORDS_SCHEMA.empty_table()
         if name != _segment_name(data):
             return None
@@ -121,7 +121,7 @@ def _read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table
         if table.schema.metadata.get(b"skipdecode.fingerprint") != fingerprint.encode():
             return None
         for field in RECORDS_SCHEMA:
-            if field.name in {*LATER, "tag"} - set(table.column_names):  # add a column that old versions did not write
+            if field.name in {*LATER, "tag"} - set(table.column_names):  # old versions did not write this column
                 value = pa.scalar(LATER.get(field.name, ""), field.type)
                 table = table.append_column(field.name, pa.repeat(value, table.num_rows))
         known = set(RECORDS_SCHEMA.names) <= set(table.column_names)
@@ -139,14 +139,14 @@ def _segment_name(data: bytes) -> str:
 
 def read_all(folder: Folder, fingerprint: str) -> tuple[pa.Table, list[str]]:
     """Return all valid records (one row per shard, sorted by shard), and names of damaged files. Change no files."""
-    # read separate files before segments: a compaction moves records into segments, and never back
+    # read small files before segments, because a compaction moves records from small files into segments
     loose, damaged = _read_loose(folder, loose_shards(folder), fingerprint)
     segments, damaged_segments = _read_segments(folder, fingerprint)
     return merge([records_table(loose), *segments.values()]), damaged + damaged_segments
 
 
 def merge(tables: Sequence[pa.Table]) -> pa.Table:
-    """Merge tables of records: keep one row per shard, sorted by shard. Prefer original records to rebuilt ones."""
+    """Merge tables of records into one row per shard, sorted by shard. Prefer original records to rebuilt ones."""
     table = pa.concat_tables(tables).sort_by([("shard", "ascending"), ("rebuilt", "ascending")])
     shards = table["shard"].to_numpy()
     return table.filter(pa.array(np.append(True, shards[1:] != shards[:-1])[: len(shards)]))
@@ -171,9 +171,9 @@ def write_segment(folder: Folder, table: pa.Table, fingerprint: str) -> None:
 
 
 def compact(folder: Folder, fingerprint: str, least: int = COMPACT_AT) -> None:
-    """Move separate record files into segments if there are at least `least` files.
+    """Move the records in small files into segments if there are at least `least` small files.
 
-    Damaged record files stay where they are. At the end of the job, the damaged records are rebuilt.
+    Damaged files stay where they are. Their records are rebuilt at the end of the job.
     """
     shards = loose_shards(folder)
     for first in range(0, len(shards) if len(shards) >= least else 0, SEGMENT_ROWS):
@@ -201,7 +201,7 @@ def compacting(folder: Folder, fingerprint: str) -> Iterator[None]:
     def work() -> None:
         try:
             compact(folder, fingerprint)
-        except STORE_ERRORS as error:  # go on, as no record is lost, and the store may recover
+        except STORE_ERRORS as error:  # go on: no record is lost, and the store may recover
             log.warning("commit records could not be compacted; trying again later: %s", flat(error))
 
     with repeating(work, COMPACT_SECONDS, "compaction"):

@@ -1,10 +1,10 @@
-"""Writes the answers as JSON Lines files when all rows are committed, if `output.format` asks for such files.
+"""Writes the answers as JSON Lines files (result files) if `output.format` asks for them, after all rows are committed.
 
 The files depend only on the plan and the committed parts (one output file per shard). If a run is killed between two
 files, the next run writes the missing ones. A file is created whole, and never replaces another program's file. Before
 a file is written, its digest is saved in `_job/results.json`. --overwrite removes only files with a saved digest.
 
-Source of batch files: https://platform.openai.com/docs/guides/batch
+Format of batch files: https://platform.openai.com/docs/guides/batch
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, read_json, write_json
 from pipeline.storage.parquet import read_parquet
 
-Line = tuple[str, bytes]  # kind of file (`ANSWERS`, `RESULTS` or `ERRORS`), and a line with its line end
+Line = tuple[str, bytes]  # kind of file (`ANSWERS`, `RESULTS` or `ERRORS`), and a line that ends with a newline
 ANSWERS, RESULTS, ERRORS = RESULT_NAMES
 RECORD = "_job/results.json"
-FILE_BYTES = 256 * 2**20  # maximum bytes of a file; a file is written in one put request
+FILE_BYTES = 256 * 2**20  # maximum size of a file, because a file is written in one put request
 KINDS: dict[str, tuple[str, ...]] = {"jsonl": (ANSWERS,), "openai_batch": (RESULTS, ERRORS)}  # format -> kinds of files
-NAME = re.compile(rf"({ANSWERS}|{RESULTS}|{ERRORS})(-\d{{4,}})?\.jsonl")  # names of files to write or remove
+NAME = re.compile(rf"({ANSWERS}|{RESULTS}|{ERRORS})(-\d{{4,}})?\.jsonl")  # names of result files
 
 
 def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
     """Write the result files that `output.format` requires. All rows of the job must be committed.
 
-    Raises UserError if another program's file already has the name of a result file.
+    Raises UserError if another program's file has the name of a result file.
     """
     kinds = KINDS.get(config.result_format, ())
     if not kinds:
@@ -65,7 +65,7 @@ def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None
                 if found != digest and found not in known.get(name, []):
                     _record(folder, known, done=False)
                     raise _taken(folder, name)
-                if found != digest:  # replace an old file: parts were lost, and written again with other bytes
+                if found != digest:  # parts were lost and written again with other bytes: replace the old file
                     folder.replace(name, data)
             known[name] = [digest]
             written.add(name)
@@ -118,12 +118,12 @@ def _lines(folder: Folder, manifest: Manifest, to_lines: Callable[[bytes, Shard]
         return to_lines(folder.read(part_name(shard.index)), shard)
 
     for first in range(0, len(manifest.shards), PARTS_AT_ONCE):
-        for of_part in in_parallel(lines, manifest.shards[first : first + PARTS_AT_ONCE], PARTS_AT_ONCE):
-            yield from of_part
+        for lines_of_part in in_parallel(lines, manifest.shards[first : first + PARTS_AT_ONCE], PARTS_AT_ONCE):
+            yield from lines_of_part
 
 
 def _read(folder: Folder) -> tuple[dict[str, list[str]], bool]:
-    """Return result file name -> digests, and whether all files were written. Without a valid record: ({}, False)."""
+    """Return file name -> digests, and whether all files were written; ({}, False) if there is no valid record."""
     try:
         values = read_json(folder, RECORD, dict[str, Any]) or {}
         files = {str(name): [str(digest) for digest in digests] for name, digests in values["files"].items()}
@@ -163,7 +163,7 @@ def answer_lines(part: bytes, _: Shard) -> list[Line]:
 def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model: str) -> list[Line]:
     """Return one OpenAI batch result line per request. The samples of a request become the choices of the response.
 
-    fingerprint: the job's fingerprint, from which response ids are made. created: Unix time.
+    fingerprint: the job's fingerprint; each response id is a hash of it and the row's place. created: Unix time.
     """
     requests: list[list[dict[str, Any]]] = []
     for row in _rows(part):
@@ -174,14 +174,14 @@ def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model
     for row_number, samples in enumerate(requests, shard.first_row):
         first, key = samples[0], hashlib.sha256(f"{fingerprint}\0{shard.url}\0{row_number}".encode()).hexdigest()[:24]
         body: Mapping[str, Any]
-        if first["generated_text"] is not None:  # a result, even with an error: a cut-off answer has both
+        if first["generated_text"] is not None:  # a result, even if it has an error too, as a cut-off answer has
             name, status, job = RESULTS, 200, f"fp_{fingerprint[:10]}"
             body = completion_body(first["url"], samples, key=key, created=created, model=model, job=job)
         else:
             is_request = not first["prompt_tokens"]  # an invalid request has no prompt tokens
             name, status = ERRORS, 400 if is_request else 500
-            is_placed = first["id"] is not None or first["error"].endswith(", counted from 0)")
-            where = "" if is_placed else f"row {row_number} of {shard.url}: "
+            names_row = first["id"] is not None or first["error"].endswith(", counted from 0)")  # see text_files.py
+            where = "" if names_row else f"row {row_number} of {shard.url}: "
             body = error_body(f"{where}{first['error']}", is_request=is_request)
         response = {"status_code": status, "request_id": f"req_{key}", "body": body}
         line = {"id": f"batch_req_{key}", "custom_id": first["id"], "response": response, "error": None}
@@ -197,7 +197,7 @@ def _rows(part: bytes) -> list[dict[str, Any]]:
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
-    """Replace times and decimals in a type by string, at any depth, because Python cannot represent all of them."""
+    """Replace types of times and decimals by string, at any depth, because Python cannot represent all their values."""
     if types.is_decimal(kind) or (types.is_temporal(kind) and not types.is_interval(kind)):
         return pa.string()
     return rebuilt(kind, _as_text)
@@ -208,7 +208,7 @@ def _line(values: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON can hold: bytes become base64, NaN and infinity become null, other types become text."""
+    """Return a value that JSON can hold: bytes become base64, NaN and infinity null, values of other types text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -221,7 +221,7 @@ def _plain(value: Any) -> Any:
 
 
 def cut(lines: Iterator[Line], size: int) -> Iterator[tuple[str, bytes]]:
-    """Cut lines into files of at most `size` bytes, or one longer line. Yield the name and bytes of each file."""
+    """Cut lines into files of at most `size` bytes (a longer line is one file). Yield name and bytes of each file."""
     files, counts = dict[str, bytearray](), Counter[str]()
 
     def finish_file(kind: str) -> tuple[str, bytes]:

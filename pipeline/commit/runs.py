@@ -1,6 +1,6 @@
 """Records the runs that answer shards, in `_job/runs.json`: start, end, settings, and versions.
 
-Only reports read this file; a job is complete without the file. Only the run that holds the lease writes the file.
+Only reports read the file, and only the run that holds the lease writes it. A job is complete without the file.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ PACKAGES = ("skipdecode", "ray", "torch", "transformers", "tokenizers", "pyarrow
 
 @dataclass(frozen=True)
 class JobRun:
-    """A run of a job."""
+    """A run of a job, as recorded in `_job/runs.json`."""
 
     began: float  # start of the run, in s since 1970
-    answering: float  # end of planning, in s since 1970
+    answering: float  # end of planning and start of answering, in s since 1970
     rows: int  # number of unanswered rows at the start of the run
     devices: float  # maximum number of GPUs in use; on CPUs, maximum number of actors
     ended: float | None = None  # end of the run, in s since 1970; None if the run has not ended, or was killed
@@ -58,9 +58,9 @@ def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> 
     try:
         yield
     finally:
-        with shielded(), suppress(*STORE_ERRORS):  # ignore errors, as a job needs no such record
+        with shielded(), suppress(*STORE_ERRORS):  # ignore errors, because only reports need the record
             runs = read_runs(folder)
-            if runs[-1:] == [run]:  # if not, another run has taken over
+            if runs[-1:] == [run]:  # else another run has taken over
                 _write(folder, [*runs[:-1], replace(run, ended=time.time())])
 
 
@@ -70,7 +70,7 @@ def read_runs(folder: Folder) -> list[JobRun]:
 
 
 def versions() -> dict[str, str]:
-    """Return name -> version, for Python, the C++ compiler, the system, and the packages that affect answers."""
+    """Return name -> version of Python, the C++ compiler, the system, and the packages that affect answers."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):  # skip a missing package, e.g. skipdecode if `ray job submit` uploaded it
@@ -89,8 +89,8 @@ def _compiler() -> str:
 
 
 def _warn_of_other_versions(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Log one line if the job's last run had other package versions, because answers may differ slightly."""
-    known = (*PACKAGES, "python", *([COMPILER] if COMPILER in before else ()))  # old records do not name it
+    """Log a warning if the job's last run had other versions, because answers may differ slightly."""
+    known = (*PACKAGES, "python", *([COMPILER] if COMPILER in before else ()))  # old records lack it
     names = [name for name in known if before.get(name) != now.get(name)]
     changed = [f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names]
     if before and changed:
@@ -98,5 +98,5 @@ def _warn_of_other_versions(before: Mapping[str, str], now: Mapping[str, str]) -
 
 
 def _write(folder: Folder, runs: Sequence[JobRun]) -> None:
-    with suppress(*STORE_ERRORS):  # ignore errors, as a job needs no such record
+    with suppress(*STORE_ERRORS):  # ignore errors, because only reports need the record
         write_json(folder, RUNS, [asdict(run) for run in runs])

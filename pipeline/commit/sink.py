@@ -3,7 +3,7 @@
 A part is created whole, and never twice: if a shard is answered again, the later part is discarded. If a process dies
 before it writes the record, the record is rebuilt from the part. The glob ``*.parquet`` matches only committed parts.
 
-    committed_shards (start of a run, checks earlier parts) ──> commit ──> load_records (end of a run) ──> finalize.py
+    committed_shards (start of a run: checks earlier parts) ──> commit ──> load_records (end of a run) ──> finalize.py
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
 SUCCESS = "_SUCCESS"
-DAMAGED = "_job/damaged"  # folder to which --repair moves damaged parts
+DAMAGED = "_job/damaged"  # folder into which --repair moves damaged parts
 REPAIR = "run again with --repair, which keeps the file in _job/damaged and answers its shard again"
-# How to check output files of earlier runs. quick: compare digests of local files, and sizes and tags of other files.
-# digests: compare the digests of all files. repair: compare the digests of all files, and set damaged files aside.
+# How to check the parts of earlier runs. quick: compare the digests of local parts, and the sizes and tags of parts in
+# a store. digests: compare the digests of all parts. repair: like digests, and move damaged parts to `DAMAGED`.
 Check = Literal["quick", "digests", "repair"]
 PARTS_AT_ONCE = 8  # maximum number of parts (output files) in memory at the same time
 PART = re.compile(r"part-\d{6,}\.parquet")
@@ -68,9 +68,9 @@ def part_name(shard: int) -> str:
 
 
 def commit(folder: Folder, shard: Shard, part: bytes, stats: ShardStats, fingerprint: str) -> bool:
-    """Commit a shard: create its output file from the bytes `part`, then its record. If the file exists, return False.
+    """Commit a shard: create its output file with the bytes `part`, then its record. Return False if the file exists.
 
-    Raises UserError if an existing file is damaged or belongs to another job.
+    Raises UserError if the existing file is damaged or belongs to another job.
     """
     began = time.perf_counter()
     if not folder.create(part_name(shard.index), part):
@@ -96,7 +96,7 @@ def commit_shard(
 
 
 def _rebuild_record(folder: Folder, shard: Shard, fingerprint: str) -> Record:
-    """Validate a shard's output file, and return a commit record made from it. Save the record unless one exists."""
+    """Validate a shard's output file, and return a commit record made from it. Save the record if none exists."""
     tag, part = folder.tag(part_name(shard.index)), folder.read(part_name(shard.index))
     record = commit_record(part, check_part(folder, shard, part, fingerprint), tag)
     folder.create(record_name(shard.index), encode_record(record, fingerprint))
@@ -106,7 +106,7 @@ def _rebuild_record(folder: Folder, shard: Shard, fingerprint: str) -> Record:
 def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> ShardStats:
     """Validate the bytes of a shard's output file (`part`), and return the shard's statistics.
 
-    Statistics that the file does not hold (times, memory, device) are 0 or empty. folder: only for error messages.
+    Statistics that the file does not hold (times, memory, device) are 0 or empty. folder: used only in error messages.
     Raises UserError if the file is damaged, belongs to another job, or does not hold the rows of `shard`.
     """
     name = f"{folder.url}/{part_name(shard.index)}"
@@ -134,7 +134,7 @@ def committed_shards(folder: Folder, shards: Sequence[Shard], fingerprint: str, 
     """Check the output files (parts) at the start of a run, and return the indices of all committed shards.
 
     Rebuild missing records from the parts, and remove the records of missing parts. Raises UserError if a part is
-    damaged or belongs to another job. With check = "repair", set a damaged part aside and raise no error.
+    damaged or belongs to another job. With check = "repair", move damaged parts to `DAMAGED` instead.
     """
     records, parts = load_records(folder, shards, fingerprint, check)
     recorded = set(records["shard"].to_pylist()) & {shard.index for shard in shards}
@@ -157,10 +157,10 @@ def load_records(
     """Return all commit records as a table, and shard -> size and tag of its output file (part).
 
     Rebuild damaged and missing records from the parts. Raises UserError if a part belongs to another job, or if a part
-    without a record is damaged. With check = "repair", set such a damaged part aside and raise no error.
+    without a record is damaged. With check = "repair", move such damaged parts to `DAMAGED` instead.
     """
     planned = {shard.index: shard for shard in shards}
-    records, damaged = read_all(folder, fingerprint)  # read before listing parts, because a part precedes its record
+    records, damaged = read_all(folder, fingerprint)  # before the parts are listed, because a part precedes its record
     for name in damaged:
         log.warning("%s/%s: removed, because it is damaged or another job's; its records are rebuilt", folder.url, name)
     folder.remove_all(damaged)
@@ -198,10 +198,10 @@ def damaged_parts(
 ) -> dict[int, str]:
     """Return shard -> difference, for each output file in `parts` that differs from its record.
 
-    Compare sizes and digests. With check = "quick", a digest of a file in a store is compared only if the store's
-    checksum (tag) of the file differs from the tag in its record, for example because the file was copied.
+    Compare sizes and digests. With check = "quick", compare the digest of a file in a store only if the store's tag
+    (ETag) of the file differs from the tag in its record, for example because the file was copied.
     """
-    damaged, same, retagged, untagged = dict[int, str](), dict[int, str](), dict[int, str](), 0
+    damaged, same_tag, other_tag, untagged = dict[int, str](), dict[int, str](), dict[int, str](), 0
     for record in records.select(["shard", "bytes", "sha256", "tag"]).to_pylist():
         shard, size, tag = record["shard"], record["bytes"], record["tag"]
         found = parts.get(shard)
@@ -210,24 +210,24 @@ def damaged_parts(
         if found.size != size:
             damaged[shard] = f"damaged ({found.size:,} bytes, {size:,} were committed)"
         elif tag and found.tag and tag != found.tag:
-            retagged[shard] = record["sha256"]
+            other_tag[shard] = record["sha256"]
         else:
-            same[shard] = record["sha256"]
+            same_tag[shard] = record["sha256"]
             untagged += not tag
     if check == "quick" and not isinstance(folder, LocalFolder):
         if untagged:
             log.warning(
-                "%d parts were checked by size alone, for lack of checksums; --verify checks all parts", untagged
+                "%d parts were checked by size alone: their records hold no tag; --verify checks all parts", untagged
             )
-        same = retagged
+        digests = other_tag
     else:
-        same |= retagged
+        digests = same_tag | other_tag
 
     def differs(shard: int) -> bool:
-        return hashlib.sha256(folder.read(part_name(shard))).hexdigest() != same[shard]
+        return hashlib.sha256(folder.read(part_name(shard))).hexdigest() != digests[shard]
 
-    with announced(f"checking the digests of {len(same):,} parts"):
-        for shard, wrong in zip(same, in_parallel(differs, same, PARTS_AT_ONCE), strict=True):
+    with announced(f"checking the digests of {len(digests):,} parts"):
+        for shard, wrong in zip(digests, in_parallel(differs, digests, PARTS_AT_ONCE), strict=True):
             if wrong:
                 damaged[shard] = "damaged (sha256 differs from the commit's)"
     return damaged
@@ -239,7 +239,7 @@ def set_aside(folder: Folder, name: str) -> None:
     copy = f"{DAMAGED}/{name.removesuffix('.parquet')}-{hashlib.sha256(data).hexdigest()[:16]}.parquet"
     folder.create(copy, data)
     if folder.read(copy) != data:
-        raise OSError(f"{folder.url}/{copy} is not a true copy of {name}, so {name} was not removed")
+        raise OSError(f"{folder.url}/{copy}: the copy differs from {name}, so {name} was not removed")
     folder.remove(name)
     log.warning("%s/%s was damaged: kept as %s; its shard is answered again", folder.url, name, copy)
 
@@ -257,7 +257,7 @@ def clear(folder: Folder) -> None:
 
 
 def clear_temporaries(folder: Folder) -> None:
-    """Remove half-written files that killed processes left behind."""
+    """Remove the temporary files of killed processes."""
     folder.remove_all([f"_job/tmp/{name}" for name in folder.names("_job/tmp")])
 
 

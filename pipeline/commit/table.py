@@ -1,8 +1,8 @@
 """Adds a finished job's output files (parts) to an Iceberg or Delta table as one snapshot (see `output.format`).
 
 The files are not copied: the table refers to them. The snapshot holds the job's fingerprint. If a run is killed after
-the commit to the table, the next run finds the snapshot and adds nothing. Before and after this commit, the
-file `_job/tables.json` is written. It lists tables that may refer to the parts. --overwrite keeps such parts.
+the commit to the table, the next run finds the snapshot and adds nothing. The file `_job/tables.json`, written before
+and after this commit, lists the tables that may refer to the parts. --overwrite refuses to remove such parts.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class TableRecord:
     """An entry in `_job/tables.json`: a table that may hold the job's output files (parts)."""
 
     table: str  # the table's name or folder
-    parts: str  # one digest of all parts that were added to the table
-    snapshot: int | None = None  # the snapshot with the parts; None until the commit to the table has surely succeeded
+    parts: str  # digest of all parts that were added to the table
+    snapshot: int | None = None  # the snapshot with the parts; None until the commit to the table has succeeded
 
 
 def check_table(config: JobConfig, schema: pa.Schema) -> None:
@@ -60,7 +60,7 @@ def check_table(config: JobConfig, schema: pa.Schema) -> None:
 
 
 def commit_table(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
-    """Add a complete job's output files (parts) to its output table. Do nothing if the table holds them already.
+    """Add a complete job's output files (parts) to its output table, unless the table holds them already.
 
     Raises UserError if the table cannot hold the parts, or holds earlier versions of the job's parts.
     """
@@ -107,7 +107,7 @@ def has_table(folder: Folder, config: JobConfig) -> bool:
 
 
 def recorded(folder: Folder) -> dict[str, TableRecord]:
-    """Return key -> table, for tables that may hold the folder's parts. Raises UserError if `RECORD` is damaged."""
+    """Return the tables that may hold the folder's parts, by key (`_key`). Raises UserError if `RECORD` is damaged."""
     try:
         return TypeAdapter(dict[str, TableRecord]).validate_json(folder.read(RECORD))
     except FileNotFoundError:
@@ -128,7 +128,7 @@ def check_no_table(folder: Folder) -> None:
 
 
 def _append(table: OutputTable, folder: Folder, manifest: Manifest, records: pa.Table) -> int:
-    """Append the job's output files to `table`, and return the snapshot. Retry if another writer commits first."""
+    """Append the job's parts to `table`, and return the new snapshot. Retry if another writer commits first."""
     columns = (records[name].to_pylist() for name in ("shard", "bytes", "answers"))
     rows, root = zip(*columns, strict=True), real_url(folder.url)
     parts = [PartFile(f"{root}/{part_name(shard)}", size, answers) for shard, size, answers in rows]

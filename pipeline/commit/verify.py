@@ -58,7 +58,7 @@ def verify(folder: Folder, manifest: Manifest, storage: StorageConfig) -> Iterat
 def plan_problems(manifest: Manifest, storage: StorageConfig) -> list[str]:
     """Return one line per problem: shards that overlap or leave a gap, and input files whose rows are not as planned.
 
-    Skip input files that are gone or have changed since planning, because the answers belong to the old content.
+    Skip input files that were removed or changed after planning, because the answers belong to the old content.
     """
 
     def problem(file: InputFile) -> str | None:

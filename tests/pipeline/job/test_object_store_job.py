@@ -88,7 +88,7 @@ def test_credentials_that_expire_end_a_job_with_one_line_and_a_rerun_finishes_it
     code, out, err = Command(tmp_path, job).end()
     assert code == 1 and out == "", err
     lease, line = [line for line in err.splitlines() if "refused" in line]
-    assert lease.startswith("the lease could not be given back: ") and lease.endswith(
+    assert lease.startswith("the lease could not be released: ") and lease.endswith(
         "; the next run takes over at once on this machine, or after 60 s on another"
     )
     assert line.startswith("skipdecode: failed: ") and f"{root}/" in line and "access refused (ExpiredToken)" in line
