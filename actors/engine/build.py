@@ -36,7 +36,7 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        device = torch.device("meta")
+        device = torch.device("meta")  # an unknown name, refused below
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device = {name!r}: must be auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (count := torch.cuda.device_count()) <= (device.index or 0):
@@ -94,7 +94,7 @@ def build_engine(
 
 
 def current_device(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which a GPU is this thread's current CUDA device, and which does nothing for a CPU."""
+    """Return a context manager that makes a GPU this thread's current CUDA device, and does nothing for a CPU."""
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -95,7 +95,7 @@ class SkipCache:
         self._sources = self._rows  # [B], for each row of `_rows`, the index of its prompt in the prefill
         self._prefix: PrefixKeys | None = None
         self._positions: Tensor | None = None  # [B, 1], position of each row's token in a decode step; None in prefill
-        # number of slots that the shortest row of this decode step attends to, in layers without a sliding window
+        # number of slots that this decode step's shortest row attends to in a layer without a sliding window
         self._shortest = 0
         # sliding window -> cached result of `_step_mask` for this decode step
         self._masks: dict[int | None, tuple[int, Tensor | None]] = {}

@@ -76,7 +76,7 @@ class Decoder:
         self.context_length = context_length(config)
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.head = _head_of(model, self.vocab_size)
-        self._adds_masks = config._attn_implementation == "eager"
+        self._adds_masks = config._attn_implementation == "eager"  # eager attention adds the mask to the scores
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
 
@@ -118,9 +118,9 @@ class Decoder:
         return output
 
     def _added_mask(self, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
-        """Convert a mask to numbers that are added to attention scores. A masked key gets the lowest number.
+        """Convert a bool mask to an additive mask: 0 for visible keys, the dtype's lowest number for masked keys.
 
-        mask: bool; None for causal attention. The result is None if a single token attends causally: to all keys.
+        mask: None means causal attention. For a single token this is attention to all keys, and the result is None.
         """
         if mask is None:
             if hidden.shape[1] == 1:
@@ -129,7 +129,7 @@ class Decoder:
         return torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply final norm, vocabulary head and, if the config sets it, a soft cap: [N, E] -> logits [N, V]."""
+        """Apply the final norm, the vocabulary head and, if the config sets one, a soft cap: [N, E] -> [N, V]."""
         output: Tensor = self.head(self.finish(hidden))
         if self.logit_cap is not None:
             output = torch.tanh(output / self.logit_cap) * self.logit_cap

@@ -80,7 +80,7 @@ class Engine:
         return self._row_bytes[lengths]
 
     def at(self, schedule: Schedule) -> Engine:
-        """Return a new engine with the same decoder and another schedule. Only one of both may have rows in flight.
+        """Return an engine with the same decoder and another schedule. Only one of the two may have rows in flight.
 
         Raises UserError if the schedule is for another number of layers.
         """
@@ -96,7 +96,7 @@ class Engine:
         """Allocate slots for `rows` rows in flight, each with at most `prompt_tokens` and `max_new_tokens` tokens.
 
         While rows are in flight, slots that are large enough are kept. Otherwise the rows in flight are copied to the
-        first of the new slots. Old and new cache exist during the copy.
+        first of the new slots. Both caches are in memory during the copy.
 
         schedule: must run every layer that a row's own schedule runs at the same position; None: the engine's schedule.
         """
@@ -156,7 +156,7 @@ class Engine:
         return row
 
     def close(self) -> None:
-        """Remove all rows in flight, drop all slots, and subtract the removed rows' decode steps from the counts."""
+        """Drop all rows in flight and all slots. Subtract the dropped rows' decode steps from the counts."""
         for row in self.rows:
             self.stats.add_steps(row.schedule, -max(len(row.tokens) - 1, 0))
         self.rows = []

@@ -6,8 +6,8 @@ import difflib
 import gc
 from collections.abc import Iterable
 
-# a plain RuntimeError (not torch.OutOfMemoryError) with one of these texts means that memory has run out. Sources:
-# the CPU allocator, cuBLAS's workspace, and the CUDA runtime
+# torch reports some out-of-memory errors as a plain RuntimeError whose message contains one of these texts. The texts
+# come from the CPU allocator, from cuBLAS, and from the CUDA runtime
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 
 
@@ -41,7 +41,7 @@ def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
 
 
 def free_memory() -> None:
-    """Free unused GPU memory. Drop any out-of-memory error first, because its traceback keeps tensors alive."""
+    """Return unused GPU memory to the driver. First drop any out-of-memory error: its traceback keeps tensors alive."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -52,6 +52,6 @@ def free_memory() -> None:
 def alone_error(prompt_tokens: int, max_new_tokens: int) -> str:
     """Return the error message for a row that runs out of memory even if no other row is in flight."""
     return (
-        f"out of memory: a row of {prompt_tokens} prompt tokens and up to {max_new_tokens} new ones does not fit "
+        f"out of memory: a row of {prompt_tokens} prompt tokens and up to {max_new_tokens} new tokens does not fit "
         "alone: lower max_new_tokens or actors.cache_bytes, or shorten the prompt"
     )

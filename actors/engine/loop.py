@@ -12,7 +12,7 @@ The scheduler decides which rows (requests) are in flight together:
     refill     When enough rows have ended, waiting rows take their slots: continuous batching with mixed depths.
 
 In a job, the batches depend only on a call's requests and their answers, so a retry or a resumed job runs the same
-batches. In a server, rows of the next call take the slots that the last rows of a call leave free.
+batches. In a server, rows of the next call may take free slots before all rows of the current call have ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from actors.engine.schedule.schedule import Schedule, envelope
 from actors.engine.scheduler import Prompt, Run, merge, plan_batches, shared_prefixes, smaller
 from actors.engine.types import SCHEDULERS, Completion, EngineStats, FinishReason, Request
 
-REFILL_SHARE = 8  # wait until 1/8 of the slots are free: prefill of one row takes as long as prefill of a few rows
+REFILL_SHARE = 8  # refill when 1/8 of the slots are free, because prefill of one row takes as long as of a few rows
 OnBatch = Callable[[Sequence[int]], None]
 
 
@@ -53,7 +53,7 @@ class Call:
     stats: EngineStats = field(default_factory=EngineStats)  # counts of this call, complete once `done` is set
     error: BaseException | None = None  # error that ended the call early
     done: threading.Event = field(default_factory=threading.Event)
-    too_large: float = math.inf  # bytes of the smallest cache that ran out of memory; retries allocate less
+    too_large: float = math.inf  # bytes of the smallest cache for which memory ran out; retries allocate less
 
     @property
     def schedule(self) -> Schedule | None:
@@ -155,7 +155,7 @@ class Loop:
         """Queue requests; return the call that holds their answers. Any thread may call this.
 
         Raises:
-            UserError: A request cannot be run.
+            UserError: A prompt is empty or too long, or a row needs more cache than the budget.
         """
         lengths = [len(request.prompt_ids) for request in requests]
         limits = [request.new_tokens_limit(self.engine.decoder.context_length) for request in requests]
@@ -183,7 +183,7 @@ class Loop:
         return call
 
     def finish(self, call: Call) -> list[Completion]:
-        """Step until `call` has ended; return its completions. Only one thread at a time may call this."""
+        """Call `step` until `call` has ended; return its completions. Only one thread at a time may call this."""
         while not call.done.is_set():
             self.step()
         return call.result()
@@ -226,7 +226,7 @@ class Loop:
             run = call.runs.pop()
             shape = call.shape(run.rows)
             if run.capacity == 1 or run.capacity * self.engine.row_bytes(*shape, call.schedule) < call.too_large:
-                break
+                break  # else memory has run out with a cache of this size
             call.runs += smaller(run)[::-1]
         capacity = run.capacity
         if self.online and not run.apart and call.too_large == math.inf:
@@ -291,11 +291,11 @@ class Loop:
         return bool(self._queue) or any(call.runs for call in self._begun) or bool(flight and flight.waiting)
 
     def running(self) -> list[tuple[Call, int, Row]]:
-        """Return the rows in flight."""
+        """Return the rows in flight, each with its call and the index of its request in the call."""
         return [(*self._flight.tickets[row.ticket], row) for row in self.engine.rows] if self._flight else []
 
     def cancel(self, rows: Collection[tuple[Call, int]]) -> None:
-        """Drop those of `rows` that have not ended; each gets a completion without tokens. Call this between steps."""
+        """Cancel the `rows` that have not ended: each gets a completion without tokens. Call this between steps."""
         for call, row in rows:
             call.completions.setdefault(row, Completion((), FinishReason.ERROR, None, error="cancelled"))
             call.runs = [replace(run, rows=left) for run in call.runs if (left := call.left(run))]
@@ -339,7 +339,7 @@ class Loop:
     def _decode(self, flight: _Flight) -> Ended:
         before = self.engine.stats.decode_seconds
         ended = self.engine.step()
-        self._begun[0].stats.decode_seconds += self.engine.stats.decode_seconds - before  # oldest call only
+        self._begun[0].stats.decode_seconds += self.engine.stats.decode_seconds - before  # only for the oldest call
         return ended
 
     def _run_again(self) -> list[tuple[Call, int, Completion]]:
@@ -370,7 +370,7 @@ class Loop:
         return ended
 
     def _abandon(self, error: BaseException) -> None:
-        """End all calls that have begun, because of `error`."""
+        """Set `error` on all calls that have begun, and end them."""
         self._flight = None
         self.engine.close()
         for call in self._begun:

@@ -24,7 +24,7 @@ def process_cpus(groups: Path = GROUPS, own: Path = OWN) -> int:
 
 
 def process_memory(groups: Path = GROUPS, own: Path = OWN) -> int:
-    """Return the bytes of memory that this process may use: all, or less if a control group sets a lower limit."""
+    """Return how many bytes of memory this process may use: the machine's, or a control group's lower limit."""
     limits = [int(psutil.virtual_memory().total)]
     for folder in _control_groups("memory", groups, own):
         texts = (_text(folder / name) for name in ("memory.max", "memory.limit_in_bytes"))  # versions 2 and 1

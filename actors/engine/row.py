@@ -14,7 +14,7 @@ from actors.engine.types import NOT_NUMBERS, Completion, FinishReason, Request, 
 
 @dataclass
 class Row:
-    """A request in flight, and what has been generated for it so far."""
+    """A request in flight, and its tokens and log-probabilities so far."""
 
     request: Request
     ticket: int  # number by which the engine's caller identifies the row
@@ -25,8 +25,8 @@ class Row:
     progress: AllowedTokens | None = None  # state of the answer format (constraint) after the tokens so far
     position: int = -1  # index t of the generated token that is the next decode step's input; -1: no token yet
     tokens: list[int] = field(default_factory=list)
-    logprob: float = 0.0
-    choice_logprob: float = 0.0
+    logprob: float = 0.0  # sum of the tokens' log-probabilities in nats
+    choice_logprob: float = 0.0  # the same sum, but of log-probabilities among the allowed tokens
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None  # why the row has ended; None while it runs
     slot: int = -1  # index of the row's cache slot
@@ -75,7 +75,7 @@ class Row:
         return FinishReason.LENGTH if count >= self.limit else None
 
     def _advance_constraint(self, progress: AllowedTokens) -> FinishReason | None:
-        """Do the work of `advance` for a row with a constraint. Only the constraint or the limit ends the row."""
+        """Do the work of `advance` for a row with a constraint, which only the constraint or the limit ends."""
         if progress.advance(self.tokens[-1]):
             finish = FinishReason.STOP
         elif progress.error is not None:
@@ -98,7 +98,7 @@ def begin_row(
         stop_ids: The model's end tokens.
         schedule: Used if the request sets no schedule.
     """
-    have_logits = (token for token in request.prompt_ids if token < vocab_size)  # read only if a penalty counts them
+    have_logits = (token for token in request.prompt_ids if token < vocab_size)  # read only with a repetition penalty
     sampling = RowSampling.begin(request.sampling, request.key, have_logits)
     ends = request.sampling.all_stop_ids(stop_ids)
     limit = request.new_tokens_limit(context_length)
@@ -111,7 +111,7 @@ def begin_row(
 
 
 def record(rows: Sequence[Row], sampled: Drawn) -> None:
-    """Append each row's sampled token to the row. If the token ends the row, set the row's `finish`."""
+    """Append each row's sampled token to the row. Set `finish` if the token ends the row."""
     for index, row in enumerate(rows):
         row.position += 1
         if row.finish is not None:  # the row has ended, but has not been removed yet

@@ -15,10 +15,10 @@ from actors.engine.errors import UserError
 SPREAD = 2  # maximum ratio of longest to shortest prompt in a run, because every slot is as long as the longest prompt
 SHORTEST_PREFIX = 16  # minimum tokens in a prefix of all prompts; sharing a shorter prefix costs more than it saves
 LEAST_TOKENS = 32  # a prefix of only some prompts must be this many tokens longer than the prefix that all share
-LEAST_SAVED = 512  # minimum tokens that a prefix of some prompts must save, because its separate prefill costs time
+LEAST_SAVED = 512  # minimum prompt tokens that a prefix of some prompts must save: its separate prefill takes time
 MOST_NESTED = 50  # maximum recursion depth of the search for shared prefixes
 Prompt = tuple[int, ...]
-# number of prompt tokens saved; list of (shared prefix, prompts that begin with it)
+# number of prompt tokens saved, and a list of (shared prefix, prompts that begin with it)
 Saved = tuple[int, list[tuple[Prompt, Sequence[Prompt]]]]
 
 
@@ -87,7 +87,7 @@ def merge(
     """Join successive batches with prompts of similar length into longer runs, whose slots are refilled.
 
     `runs` are ordered by prompt length, longest first. Every slot of a run has room for the run's longest prompt and
-    largest number of new tokens. Batches are not joined if the budget holds fewer than half as many of these slots.
+    largest number of new tokens. Batches are not joined if that would more than halve the rows in flight.
     """
     merged: list[Run] = []
     most_new = 0
@@ -109,7 +109,7 @@ def merge(
 
 
 def smaller(run: Run) -> list[Run]:
-    """Divide a run into runs with at most half as many rows in flight. A run of only one batch is cut into halves."""
+    """Divide a run into runs with at most half as many rows in flight, or into single rows if only one is in flight."""
     if run.capacity == 1:
         return [replace(run, rows=[row]) for row in run.rows]
     if run.capacity >= len(run.rows):
@@ -174,13 +174,13 @@ def _whole(members: Sequence[Prompt], length: int, before: int) -> Saved:
     return saved, [(members[0][:length], members)]
 
 
-def _best(ordered: Sequence[Prompt], before: int, nested: int) -> Saved:
+def _best(ordered: Sequence[Prompt], before: int, level: int) -> Saved:
     """Return the shared prefixes that save the most tokens.
 
     Args:
         ordered: Distinct prompts, sorted. Their first `before` tokens are equal.
         before: Number of first tokens that are already shared.
-        nested: Depth of this recursive call.
+        level: Depth of this recursive call.
     """
     if len(ordered) < 2:
         return 0, []
@@ -188,10 +188,10 @@ def _best(ordered: Sequence[Prompt], before: int, nested: int) -> Saved:
     whole = _whole(ordered, min(equal, len(ordered[0]) - 1), before)
     if len(ordered[0]) == equal:  # the first prompt is a prefix of the others, which may share more tokens without it
         whole = max(whole, _whole(ordered[1:], equal, before), key=itemgetter(0))
-    if nested == MOST_NESTED:
+    if level == MOST_NESTED:
         return whole
     parts = [
-        _best(list(part), before, nested + 1) for _, part in itertools.groupby(ordered, lambda one: one[: equal + 1])
+        _best(list(part), before, level + 1) for _, part in itertools.groupby(ordered, lambda one: one[: equal + 1])
     ]
     divided = sum(part[0] for part in parts), [found for part in parts for found in part[1]]
     return whole if whole[0] >= divided[0] else divided

@@ -1,4 +1,4 @@
-"""Input and output types of the engine. They are plain values; this module imports neither torch nor models."""
+"""Input and output types of the engine. This module imports no torch and no model code."""
 
 from __future__ import annotations
 
@@ -40,24 +40,25 @@ class SamplingParams:
     min_new_tokens: int = 0  # minimum number of tokens in an answer
     temperature: float = 0.0  # sampling temperature; 0: greedy decoding
     top_k: int = 0  # top-k: sample only from this many likeliest tokens; 0: from all tokens
-    top_p: float = 1.0  # top-p: sample only from the likeliest tokens that together have this probability
-    min_p: float = 0.0  # min-p: least probability of a sampled token, relative to the likeliest token's probability
-    repetition_penalty: float = 1.0  # repetition penalty for tokens of prompt and answer; 1: no penalty
-    presence_penalty: float = 0.0  # presence penalty, once for each distinct token of the answer; 0: no penalty
-    frequency_penalty: float = 0.0  # frequency penalty, for every occurrence of a token in the answer; 0: no penalty
-    stop: tuple[str, ...] = ()  # stop strings; the text ends before the first stop string that is found
+    top_p: float = 1.0  # top-p: sample only from the fewest likeliest tokens with this total probability
+    min_p: float = 0.0  # min-p: sample only tokens with at least this fraction of the likeliest token's probability
+    repetition_penalty: float = 1.0  # repetition penalty for tokens of the prompt and the answer; 1: none
+    presence_penalty: float = 0.0  # penalty for each token that occurs in the answer; 0: none
+    frequency_penalty: float = 0.0  # penalty for each occurrence of a token in the answer; 0: none
+    stop: tuple[str, ...] = ()  # stop strings; the text is cut before the first one that occurs
     stop_token_ids: tuple[int, ...] = ()  # tokens that end the row, in addition to the model's own stop tokens
     ignore_eos: bool = False  # whether to continue when the model generates one of its own stop tokens
     n: int = 1  # number of answers to the prompt
-    # return log-probabilities of every token and of this many likeliest tokens at its position; None: return none
+    # for each position, return log-probabilities of the sampled token and this many likeliest tokens; None: return none
     logprobs: int | None = None
     seed: int | None = None  # random seed of this row; None: use the job's seed
 
     def __post_init__(self) -> None:
+        temperature_fits = self.temperature == 0 or LEAST <= self.temperature <= MOST
         for name, fits, rule in (
             ("max_new_tokens", self.max_new_tokens >= 1, "must be at least 1"),
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "must be 0 to max_new_tokens"),
-            ("temperature", self._temperature_fits(), f"must be 0 (greedy), or {LEAST} to {MOST}"),
+            ("temperature", temperature_fits, f"must be 0 (greedy), or {LEAST} to {MOST}"),
             ("top_k", 0 <= self.top_k < 2**31, "must be 0 (all) to 2147483647"),
             ("top_p", 0 < self.top_p <= 1, "must lie in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "must lie in [0, 1]"),
@@ -74,11 +75,8 @@ class SamplingParams:
             if not fits:
                 raise UserError(f"{name} = {getattr(self, name)!r}: {rule}")
 
-    def _temperature_fits(self) -> bool:
-        return self.temperature == 0 or LEAST <= self.temperature <= MOST
-
     def merged(self, changes: Mapping[str, Any]) -> SamplingParams:
-        """Return a copy with a row's `changes`. None values change nothing. Raise ValueError for a wrong value."""
+        """Return a copy with a row's `changes`; values of None are ignored. Raise ValueError for a wrong value."""
         return replace(self, **{name: _checked(name, value) for name, value in changes.items() if value is not None})
 
     def all_stop_ids(self, model_stop_ids: frozenset[int]) -> frozenset[int]:
@@ -88,7 +86,7 @@ class SamplingParams:
 
 
 def check_compatible(name: str, params: SamplingParams) -> None:
-    """Raise UserError if a sampling parameter would end a constrained answer too early, or keep it from ending.
+    """Raise UserError if a parameter would end a constrained answer before it is complete, or prevent its end.
 
     name: the key that sets the answer's format: `choices` or `output_format`.
     """
@@ -148,12 +146,12 @@ class Request:
     key: int = 0  # 64-bit key that alone determines the row's random numbers
     ending: StopStrings | None = None  # the row's stop strings
     constraint: Constraint | None = None  # required format of the answer: a list of labels, or a grammar
-    schedule: Schedule | None = None  # the row's schedule, in the engine's layer order; None: the engine's schedule
+    schedule: Schedule | None = None  # None: the engine's schedule; else its keep_order must be the engine's
 
     def new_tokens_limit(self, context_length: int) -> int:
         """Return the maximum number of new tokens: `max_new_tokens`, or the room left in the context if that is less.
 
-        With choices, return the number of tokens in the longest label.
+        For a constraint with a maximum length (labels), return that length.
 
         Raises:
             UserError: The prompt is empty, the prompt fills the context, or the context has no room for the choices.
@@ -196,7 +194,7 @@ NOT_NUMBERS = "logits are not numbers (NaN or infinite): the weights are damaged
 class Completion:
     """One row's answer."""
 
-    token_ids: tuple[int, ...]  # generated tokens with the stop token; after an error, only those before the error
+    token_ids: tuple[int, ...]  # generated tokens, including the stop token; after an error, those before the error
     finish_reason: FinishReason
     # sum of the tokens' log-probabilities in nats, before penalties, temperature, top-k and top-p; None: not computed
     cumulative_logprob: float | None
@@ -224,17 +222,17 @@ class EngineStats:
     out_of_memory: int = field(default=0, metadata={"unit": "times that memory ran out"})
 
     def plus(self, other: EngineStats) -> EngineStats:
-        """Return the sums of both objects' counts. For `cache_bytes`, return the larger value."""
+        """Return the sums of two objects' counts, but the maximum of `cache_bytes`."""
         sums = {item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)}
         return EngineStats(**{**sums, "cache_bytes": max(self.cache_bytes, other.cache_bytes)})
 
     def add_prompts(self, now: EngineStats, before: EngineStats) -> None:
-        """Add the prefill counts of one engine between two states of its statistics: `now` minus `before`."""
+        """Add the prefill counts of `now` minus those of `before`, two snapshots of one engine's statistics."""
         for name in ("prompt_tokens", "shared_prompt_tokens", "padded_prompt_tokens", "prefill_seconds"):
             setattr(self, name, getattr(self, name) + getattr(now, name) - getattr(before, name))
 
     def add_steps(self, schedule: Schedule, count: int) -> None:
-        """Add the first `count` decode steps of a row with `schedule`. If `count` is negative, subtract steps."""
+        """Add a row's first `count` decode steps with `schedule`; for a negative count, subtract that many steps."""
         layers = schedule.layer_steps(abs(count))
         self.decode_steps += count
         self.layer_steps += layers if count > 0 else -layers

@@ -232,9 +232,9 @@ def test_a_tokenizer_of_words_and_bytes() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({}, "0 forms; give one of json_schema, regex, grammar"),
-        ({"regex": "a", "grammar": "b"}, "2 forms"),
-        ({"json": {}}, "unknown form json;"),
+        ({}, "0 formats; give one of json_schema, regex, grammar"),
+        ({"regex": "a", "grammar": "b"}, "2 formats"),
+        ({"json": {}}, "unknown key json;"),
         ({"regex": 7}, "regex is a int; it must be text"),
         ({"regex": " "}, "regex: is empty"),
         ({"json_schema": {"$ref": "#"}}, "json_schema: no answer can begin; "),

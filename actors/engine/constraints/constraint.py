@@ -1,7 +1,7 @@
 """The interface between an answer format (a list of labels, or a grammar) and the sampling of tokens.
 
 A constraint is compiled once and shared by rows. Each row has its own `AllowedTokens`, which tracks the row's progress.
-Sampling asks the `AllowedTokens` which tokens may come next, and excludes all other tokens.
+Sampling excludes all tokens that the `AllowedTokens` does not allow as the next token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AllowedTokens(Protocol):
     """The progress of one row's answer through its constraint (answer format).
 
     scored: whether log-probabilities among the allowed tokens are needed. label: index of the label that the row has
-    chosen; None for a grammar, or while the choice is open. error: why the row cannot continue; None if it can.
+    chosen; None for a grammar, or before the choice is final. error: why the row cannot continue; None if it can.
     """
 
     @property
@@ -44,7 +44,7 @@ class AllowedTokens(Protocol):
         """Set the bits of all tokens that may come next, and clear all other bits."""
 
     def advance(self, token: int) -> bool:
-        """Record an allowed token. Return whether the row ends here, because nothing else can follow."""
+        """Record an allowed token. Return whether it ends the row, because no token can follow."""
 
     def is_complete(self) -> bool:
         """Return whether the tokens so far are a complete answer."""

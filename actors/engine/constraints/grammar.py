@@ -1,8 +1,8 @@
 """Restricts answers to a JSON Schema, a regular expression or a grammar, with the library llguidance.
 
 https://github.com/guidance-ai/llguidance computes the allowed tokens. A format is compiled once to a matcher, and each
-row gets a copy of the matcher. A row ends when nothing can follow. If an answer may either end or continue, the end
-tokens are allowed too.
+row gets a copy of the matcher. A row ends when no token can follow. Where an answer may end or continue, the end tokens
+are allowed too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GrammarCompiler:
         stop_ids: One or more tokens that end an answer.
 
     Raises:
-        UserError: The bytes of the tokenizer's tokens cannot be read, or the model has no end token.
+        UserError: The tokenizer does not give the bytes of its tokens, or the model has no end token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: Collection[int]) -> None:
@@ -53,7 +53,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         form.check()
-        limits = LLParserLimits(verbose_errors=False)  # not verbose: such messages contain the parser's state
+        limits = LLParserLimits(verbose_errors=False)  # verbose messages contain the parser's state
         matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(form.lark()), log_level=0, limits=limits)
         if matcher.is_error():
             raise UserError(f"{form.kind}: {flat(matcher.get_error())}")
@@ -71,7 +71,6 @@ class Grammar:
         self._tokenizer, self._matcher = compiler.tokenizer, matcher
 
     def begin(self) -> GrammarProgress:
-        """Return the state of a row before its first token."""
         return GrammarProgress(self._matcher.deep_copy(), self.stop_ids)
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:

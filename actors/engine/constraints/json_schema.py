@@ -18,7 +18,8 @@ NOT_IN_GRAMMARS = (
     *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "not", "if", "then", "else"),
     *("$dynamicRef", "$recursiveRef"),
 )
-OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # objects name -> schema
+# keywords whose value is a mapping from names to schemas, a list of schemas, or a single schema
+OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SCHEMAS = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
 TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
@@ -36,10 +37,10 @@ def for_grammar(schema: Schema, *, after: bool) -> Schema:
         UserError: the branches of a `oneOf` do not exclude each other. The message gives the place of the `oneOf`.
     """
     no_patterns = after and overlap(schema) is not None
-    held: Schema = _mapped(
-        schema, lambda one, place: _held(one, schema, place, after=after, no_patterns=no_patterns), ""
+    converted: Schema = _mapped(
+        schema, lambda one, place: _converted(one, schema, place, after=after, no_patterns=no_patterns), ""
     )
-    return held
+    return converted
 
 
 def _mapped(schema: Any, change: Callable[[Schema, str], Schema], place: str) -> Any:
@@ -58,8 +59,8 @@ def _mapped(schema: Any, change: Callable[[Schema, str], Schema], place: str) ->
     return change(found, place)
 
 
-def _held(schema: Schema, root: Schema, place: str, *, after: bool, no_patterns: bool) -> Schema:
-    """Return `schema` in a form that llguidance supports. Schemas inside it have been converted already."""
+def _converted(schema: Schema, root: Schema, place: str, *, after: bool, no_patterns: bool) -> Schema:
+    """Convert `schema` to a schema that llguidance supports. The schemas inside it are converted already."""
     branches = schema.get("oneOf")
     if isinstance(branches, list):
         tag = _tag(branches, root)
@@ -69,25 +70,24 @@ def _held(schema: Schema, root: Schema, place: str, *, after: bool, no_patterns:
                 f"give all a property with different const or enum values; or write anyOf, or {CHECKED}"
             )
         if tag is not None:
-            branches = [{**one, "required": [*dict.fromkeys([*_required(one, root), tag])]} for one in branches]
-        among = [{"anyOf": schema[key]} for key in ("anyOf",) if key in schema]
+            branches = [
+                {**one, "required": [*dict.fromkeys([*_resolved(one, root).get("required", ()), tag])]}
+                for one in branches
+            ]
+        among = [{"anyOf": schema["anyOf"]}] if "anyOf" in schema else []
         schema = {key: value for key, value in schema.items() if key not in ("oneOf", "anyOf")}
         schema |= {"anyOf": branches, **({"allOf": [*schema.get("allOf", ()), *among]} if among else {})}
     if not after:
         return schema
     left_out = {*NOT_IN_GRAMMARS, *(["patternProperties"] if no_patterns else [])}
-    # leave out minProperties and maxProperties, for which llguidance would count only required properties
+    # llguidance would count only required properties for minProperties and maxProperties
     if not set(schema.get("properties", {})) <= set(schema.get("required", ())):
         left_out |= {"minProperties", "maxProperties"}
     return {key: value for key, value in schema.items() if key not in left_out}
 
 
-def _required(schema: Any, root: Schema) -> list[str]:
-    return list(_resolved(schema, root).get("required", ()))
-
-
 def _tag(branches: list[Any], root: Schema) -> str | None:
-    """Return a property (discriminator) whose allowed values differ from branch to branch; None if there is none."""
+    """Return a property (discriminator) of which no two branches allow the same value; None if there is none."""
     values = [
         {
             name: {json.dumps(value) for value in (one["enum"] if "enum" in one else [one["const"]])}
@@ -120,7 +120,7 @@ def _types_differ(branches: list[Any], root: Schema) -> bool:
 
 
 def _resolved(schema: Any, root: Schema) -> Schema:
-    """Replace a schema's `$ref` by the schema in `root` to which it points. Keep the schema's other keys.
+    """Replace a schema's `$ref` by the schema in `root` that it refers to. Keep the schema's other keys.
 
     Return {} if `schema` is not an object or the `$ref` cannot be resolved.
     """
@@ -150,9 +150,8 @@ def overlap(schema: Schema) -> str | None:
         for more in ({}, *one.get("anyOf", ()), *one.get("oneOf", ())):
             parts = [*whole, _resolved(more, schema)]
             properties = [item for part in parts for item in (part.get("properties") or {}).items()]
-            for pattern, of_pattern in (
-                item for part in parts for item in (part.get("patternProperties") or {}).items()
-            ):
+            patterns = [item for part in parts for item in (part.get("patternProperties") or {}).items()]
+            for pattern, of_pattern in patterns:
                 names = matching(pattern, [name for name, other in properties if other != of_pattern])
                 found.extend(
                     f"patternProperties {pattern!r} at #{place} matches the property {name!r}, whose schema differs: "
@@ -166,9 +165,9 @@ def overlap(schema: Schema) -> str | None:
 
 
 def matching(pattern: str, names: list[str]) -> list[str]:
-    """Return the names that `pattern` matches; [] if it is not a valid pattern (another check reports that).
+    """Return the names that `pattern` matches; [] if the pattern is not valid, which another check reports.
 
-    The matching is done by llguidance, because Python's `re` may backtrack for hours.
+    llguidance does the matching, because Python's `re` may backtrack for hours.
     """
     from llguidance import LLMatcher, LLTokenizer
 

@@ -1,7 +1,7 @@
 """Restricts answers to a list of labels, with a trie (prefix tree) of the labels' tokens.
 
-A row ends as soon as only one label is possible; the label's remaining tokens are certain and are not computed. If a
-label is a prefix of another label, the model's end token chooses the shorter label.
+A row ends as soon as only one label is possible, because the label's remaining tokens are certain. If a label is a
+prefix of another label, the model's end token chooses the shorter label.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from actors.engine.errors import UserError
 
 @dataclass
 class Node:
-    """A node of the trie."""
-
     children: dict[int, Node] = field(default_factory=dict)  # next token -> its node
     label: int | None = None  # index of the label whose last token leads to this node
-    only: int | None = None  # index of the label if only one can be reached from this node; None if several can
+    only: int | None = None  # index of the only label that can be reached from this node; None if several can
 
 
 class ChoiceTrie:
-    """A trie of the labels that may be a row's answer.
+    """A trie of the labels that may be a row's answer; see `Constraint` for the methods.
 
     Args:
         labels: Token ids of each label. There must be at least one label.
@@ -57,7 +55,7 @@ class ChoiceTrie:
     def _settle(self) -> int:
         """Set `only` of every node, and return the maximum number of tokens in an answer."""
         order = [self.root]
-        for node in order:  # parents before children; not recursive, because a long label could make recursion too deep
+        for node in order:  # parents before children; a loop, because a long label could make recursion too deep
             order += node.children.values()
         deepest: dict[int, int] = {}
         for node in reversed(order):
@@ -72,7 +70,6 @@ class ChoiceTrie:
         return deepest[id(self.root)]
 
     def begin(self) -> LabelProgress:
-        """Return the state of a row before its first token."""
         return LabelProgress(self)
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:

@@ -13,8 +13,8 @@ from actors.engine.errors import UserError, flat
 
 KINDS = ("json_schema", "regex", "grammar")
 KEPT_CHARACTERS = 2**16  # formats with more characters are not cached, because a server's clients may send many
-CHECK, AFTER = "check", "after"  # optional key next to json_schema, and the only value of this key
-# JSON answers have white space as Python writes it. With free white space, a model might write nothing but white space
+CHECK, AFTER = "check", "after"  # optional key next to json_schema, and its only value
+# white space in JSON answers is that of Python's json.dumps; with free white space, a model may write it without end
 ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -24,7 +24,7 @@ class OutputFormat:
 
     kind: str  # one of KINDS
     text: str  # a JSON Schema, a regular expression, or a grammar in llguidance's dialect of Lark
-    after: bool = False  # whether `problem` also checks finished answers, for schema keys that no grammar can express
+    after: bool = False  # whether `problem` checks finished answers, since no grammar can express all schema keys
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> OutputFormat:
@@ -32,12 +32,12 @@ class OutputFormat:
         given = [kind for kind in KINDS if value.get(kind) is not None]
         unknown = [name for name in value if name not in (*KINDS, CHECK)]
         if unknown or len(given) != 1:
-            wrong = f"unknown form {unknown[0]}" if unknown else f"{len(given)} forms"
+            wrong = f"unknown key {unknown[0]}" if unknown else f"{len(given)} formats"
             raise UserError(f"{wrong}; give one of {', '.join(KINDS)}")
         kind, text = given[0], value[given[0]]
         if kind == "json_schema" and not isinstance(text, str):
             try:
-                # keys are not sorted, because answers have their properties in this order
+                # not sorted, because an answer has its properties in the schema's order
                 text = json.dumps(text, ensure_ascii=False, allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
                 raise UserError(f"json_schema cannot be written as JSON: {flat(error)}") from None
@@ -46,8 +46,8 @@ class OutputFormat:
         check = value.get(CHECK)
         if check not in (None, AFTER) or (check is not None and kind != "json_schema"):
             raise UserError(
-                f"{CHECK} = {check!r}: must be '{AFTER}', and only next to json_schema: the finished answer is "
-                f"then checked for what no grammar can express"
+                f"{CHECK} = {check!r}: must be '{AFTER}', and only next to json_schema: finished answers are then "
+                "checked for schema keys that no grammar can express"
             )
         return cls(kind, text, check == AFTER)
 
@@ -56,7 +56,7 @@ class OutputFormat:
         return {self.kind: self.text, **({CHECK: AFTER} if self.after else {})}
 
     def problem(self, text: str) -> str | None:
-        """Return how a finished answer violates the JSON Schema; None if it does not, or if `after` is false."""
+        """Return how a finished answer violates the JSON Schema; None if it is valid, or if `after` is false."""
         if not self.after or (found := problem(text, self.text)) is None:
             return None
         return f"{self.kind}: {found}"
@@ -75,8 +75,8 @@ class OutputFormat:
     def lark(self) -> str:
         """Return the format in llguidance's dialect of Lark. Raises ValueError if a schema is not a JSON object.
 
-        If only one text can follow, llguidance by default forces the tokens into which the tokenizer splits this text.
-        Tokenizers that put a space before words would add a wrong space. `no_forcing` turns this off.
+        By default, if only one text can follow, llguidance forces the tokens that the tokenizer makes of this text. A
+        tokenizer that puts a space before words would add a wrong space, so `no_forcing` turns this off.
         """
         lark = self.text
         if self.kind == "json_schema":
@@ -126,7 +126,7 @@ _kept_grammar = lru_cache(1024)(_grammar)
 
 @cache
 def _byte_tokenizer() -> Any:
-    """Return a tokenizer whose tokens are single bytes. Kept, as it takes longer to make than a small grammar."""
+    """Return a tokenizer whose tokens are single bytes. It is cached: making it takes longer than a small grammar."""
     from llguidance import LLTokenizer
 
     return LLTokenizer("byte")
@@ -145,7 +145,7 @@ def _validated(kind: str, text: str) -> tuple[str, str | None]:
             grammar = LLMatcher.grammar_from_lark(text)
     except ValueError as error:
         return "", flat(error)
-    # warnings are errors here, because each reports a part of the grammar that would be ignored
+    # treat warnings as errors, because each reports a part of the grammar that would be ignored
     _, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     matcher = LLMatcher(_byte_tokenizer(), grammar, log_level=0)
     if not messages and not matcher.is_error():

@@ -27,7 +27,7 @@ _KNOWN = (
 class Reasoning:
     """The delimiters around a model's thinking."""
 
-    start: str = "<think>"  # delimiter before the thinking; the chat template may have put it into the prompt
+    start: str = "<think>"  # delimiter before the thinking; some chat templates end the prompt with it
     end: str = "</think>"  # delimiter after the thinking
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class Reasoning:
         return next((cls(start, end) for start, end in _KNOWN if end in template), None)
 
     def check(self, special_tokens: Collection[str]) -> None:
-        """Raise UserError if a delimiter is a special token, since a decoded text does not contain special tokens."""
+        """Raise UserError if a delimiter is a special token, because a decoded text contains no special tokens."""
         for mark in (self.start, self.end):
             if mark in special_tokens:
                 raise UserError(f"reasoning: {mark!r} is a special token, which has no text: leave reasoning out")
@@ -49,7 +49,7 @@ class Reasoning:
     def split(self, text: str, *, begun: bool) -> tuple[str | None, str]:
         """Split a text into the thinking without delimiters (None if there is none) and the answer.
 
-        The answer is empty if the thinking does not end. begun: Whether the prompt ends inside thinking.
+        The answer is empty if the thinking does not end. begun: whether the prompt ends inside thinking.
         """
         begins = text.lstrip().startswith(self.start)
         thinking, end, answer = text.partition(self.end)
@@ -60,9 +60,9 @@ class Reasoning:
         return thinking, answer
 
     def answer_start(self, text: str, *, begun: bool) -> int | None:
-        """Return the index at which the answer begins in an unfinished text; None as long as the text may be thinking.
+        """Return the index at which the answer begins in an unfinished text; None if the text may still be thinking.
 
-        begun: Whether the prompt ends inside thinking.
+        begun: whether the prompt ends inside thinking.
         """
         head = text.lstrip()
         if head and self.start.startswith(head):
@@ -77,19 +77,19 @@ class Reasoning:
         return prompt.rfind(self.start) > prompt.rfind(self.end)
 
     def is_over(self, prompt: str) -> bool:
-        """Return whether a prompt ends with the end delimiter, which chat templates write to turn thinking off."""
+        """Return whether a prompt ends with the end delimiter. Chat templates write it there to turn thinking off."""
         return prompt.rstrip().endswith(self.end)
 
 
 @dataclass(eq=False)
 class AfterReasoning:
-    """Constrains the answer after the thinking. During the thinking, all tokens except stop tokens are allowed."""
+    """Constrains the answer after the thinking; see `Constraint`. In the thinking, only stop tokens are forbidden."""
 
     inner: Constraint  # constraint on the answer
     reasoning: Reasoning
     decode: Callable[[list[int]], str]  # token ids -> text
     stop_ids: Collection[int]  # tokens that end an answer
-    special_ids: Collection[int] = ()  # tokens that decode to no text
+    special_ids: Collection[int] = ()  # tokens that decode to an empty text
     most_tokens: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -100,7 +100,6 @@ class AfterReasoning:
         return self.inner.name
 
     def begin(self) -> ReasoningProgress:
-        """Return the state of a row before its first token."""
         return ReasoningProgress(self)
 
     def split(self, tokens: Sequence[int], label: int | None) -> tuple[str, str]:
@@ -111,7 +110,6 @@ class AfterReasoning:
         return thinking or "", self.inner.text(answer, label) if answer or label is not None else ""
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:
-        """Return the text of the answer after the thinking."""
         return self.split(tokens, label)[1]
 
 

@@ -1,1 +1,1 @@
-"""Code that runs transformers' layers: the library engine, and passes over known tokens for training and evaluation."""
+"""Runs transformers' layers: the executor of the library engine, and passes for training and evaluation."""

@@ -1,7 +1,7 @@
 """Measures how much a schedule's predictions and answers differ from those of the model at full depth.
 
-KL divergence and top-1 agreement compare predictions of the tokens of given responses. Regret scores the schedule's
-own answers with the model at full depth.
+KL divergence and top-1 agreement compare predictions of the tokens of given responses. Regret measures how likely the
+schedule's own answers are for the model at full depth.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Model:
 
 @dataclass(frozen=True)
 class ForcedScores:
-    """Scores of a line (a model compared with full depth), [N] each: for each row, sums over its response tokens.
+    """Scores of a model that is compared with full depth, [N] each: for each row, sums over its response tokens.
 
-    kl: KL(full depth || line) in nats. nll: -log p of the response tokens under the line, in nats. agreed: number of
-    positions where line and full depth have the same most likely token. tokens: number of response tokens.
+    kl: KL(full depth || model) in nats. nll: the model's -log p of the response tokens, in nats. agreed: number of
+    positions where both have the same likeliest token. tokens: number of response tokens that count.
     """
 
     kl: Array
@@ -54,28 +54,28 @@ class ForcedScores:
 @torch.inference_mode()
 def teacher_forced(
     full: Model,
-    lines: Sequence[Model],
+    others: Sequence[Model],
     pairs: Sequence[Pair],
     *,
-    # index of the first response token that counts; 1 leaves out the token that is predicted from the prompt alone
+    # index of the first response token that counts; 1 leaves out the token that the prompt alone predicts
     first: int = 0,
     report: Report = lambda rows: None,  # called before each pass and at the end, with the number of rows done
 ) -> list[ForcedScores]:
-    """Compare each of `lines` with `full` on `pairs` of (prompt ids, response ids); return each line's scores.
+    """Compare each of `others` with `full` on `pairs` of (prompt ids, response ids); return the scores of each.
 
-    Prompts and responses must not be empty. For each response token, the distribution [V] that the line has at
+    Prompts and responses must not be empty. For each response token, the distribution [V] that a model has at
     inference is compared with that of `full`. All models must have the same vocabulary; different padding at the end of
-    the vocabulary is ignored. Lines with the same weights and prompt layers share the pass over the prompts.
+    the vocabulary is ignored. Models with the same weights and prompt layers share the pass over the prompts.
     """
-    sums = np.zeros((len(lines), 3, len(pairs)))
+    sums = np.zeros((len(others), 3, len(pairs)))
     tokens = np.array([max(len(response) - first, 0) for _, response in pairs], dtype=np.float64)
-    models = [full, *lines]
+    models = [full, *others]
     for batch in _batches(pairs, len(models), report):
         states = _states(models, batch.rows)
         for chunk in batch.chunks(full.decoder.vocab_size, first):
             expected, labels = full.decoder.logits(states[0][chunk]), batch.labels[chunk]
-            for number, line in enumerate(lines):
-                logits = line.decoder.logits(states[number + 1][chunk])
+            for number, other in enumerate(others):
+                logits = other.decoder.logits(states[number + 1][chunk])
                 batch.add(sums[number], chunk, _divergence(expected, logits, labels.to(logits.device)))
     return [ForcedScores(kl, nll, agreed, tokens) for kl, nll, agreed in sums]
 
@@ -103,7 +103,7 @@ def answer_regret(full: Model, pairs: Sequence[Pair], report: Report = lambda ro
 class _Batch:
     """Rows of one forward pass, and their M response tokens, row by row.
 
-    labels: [M], the response tokens. owners: [M], number of each token's row among all pairs, not only this pass.
+    labels: [M], the response tokens. owners: [M], index of each token's row among the pairs of all passes.
     places: [M], index of each token in its response.
     """
 
@@ -113,7 +113,7 @@ class _Batch:
     places: npt.NDArray[np.int64]
 
     def chunks(self, vocabulary: int, first: int) -> Iterator[Any]:
-        """Yield indices of response tokens in chunks, for each of which at most `LOGITS_AT_ONCE` logits are computed.
+        """Yield indices of response tokens in chunks that need at most `LOGITS_AT_ONCE` logits each.
 
         vocabulary: number of logits of a token. first: number of tokens at the start of each response to leave out.
         """
@@ -123,7 +123,7 @@ class _Batch:
             yield torch.from_numpy(counted[start : start + size])
 
     def add(self, sums: Array, chunk: Tensor, values: Tensor) -> None:
-        """Add a chunk's `values` [K, tokens] to `sums` [K, N]: each token's K values to the sums of the token's row."""
+        """Add each token's K `values` [K, tokens of the chunk] to the K `sums` [K, N] of the token's row."""
         for total, each in zip(sums, values.double().cpu().numpy(), strict=True):
             np.add.at(total, self.owners[chunk.numpy()], each)
 

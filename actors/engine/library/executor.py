@@ -32,7 +32,7 @@ class LibraryExecutor:
         """Replace all slots by new slots, or drop all slots.
 
         Args:
-            shape: Shape of the new slots. None: drop all slots (the CPU executor keeps their memory for reuse).
+            shape: Shape of the new slots; None: drop all slots (the CPU executor keeps their memory for reuse).
             held: Slots of the rows in flight. They are copied to the new slots 0, 1, …
         """
         earlier, before = (self._cache if held else None), self._rows
@@ -45,7 +45,7 @@ class LibraryExecutor:
             self._cache.copy_rows(earlier, [before.index(slot) for slot in held])
 
     def _allocated(self, shape: SlotShape, *, fresh: bool) -> Any:
-        """Return a new cache. fresh: whether it must not reuse the old cache's memory, from which rows are copied."""
+        """Return a new cache. fresh: whether it must not reuse the old cache's memory: rows are copied from it."""
         decoder = self.decoder
         return SkipCache(
             shape,
@@ -93,7 +93,7 @@ class LibraryExecutor:
         return logits[torch.tensor(sources, device=logits.device)], len(prompts) * columns, new
 
     def _shared(self, prefix: tuple[int, ...], layers: tuple[int, ...]) -> tuple[Any, int]:
-        """Return the keys and values of a prefix in `layers`, and how many tokens were computed (0: they were kept)."""
+        """Return the keys and values of a prefix in `layers`, and the number of tokens computed: 0 if it was kept."""
         if not prefix:
             return None, 0
         if self._prefix is not None and self._prefix[0] == (prefix, layers):
@@ -121,7 +121,7 @@ class LibraryExecutor:
     ) -> Tensor:
         """Run one token of each row in flight; return logits [B, V], or the likeliest tokens [B] if `greedy`.
 
-        tokens, positions, slots: [B]. rows_per_layer: for each layer, how many rows (the last ones) run the layer.
+        tokens, positions, slots: [B]. rows_per_layer: for each layer, how many of the last rows run the layer.
         """
         order = {slot: row for row, slot in enumerate(self._rows)}
         self._cache.arrange([order[slot] for slot in slots])

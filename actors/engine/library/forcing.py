@@ -21,7 +21,7 @@ from actors.engine.schedule.schedule import Schedule
 from actors.engine.scheduler import common_length
 
 Pair = Mapping[str, Any]  # a prompt with its response: `input_ids` (tokens of both), `prompt_tokens` (prompt length)
-LEAST_SAVED = 16  # if sharing a prefix saves fewer tokens than this, the separate pass over the prefix costs more
+LEAST_SAVED = 16  # minimum tokens saved by sharing a prefix; fewer are not worth a separate pass over the prefix
 
 
 def predicting_states(
@@ -69,8 +69,8 @@ def micro_batches(pairs: Sequence[Pair], schedules: int, tokens: int) -> Iterato
         pair["prompt_tokens"] - 1 - shared + schedules * (len(pair["input_ids"]) - pair["prompt_tokens"])
         for pair in pairs
     ]
-    room = max(tokens - shared, tokens // 4, 1)
-    each = sum(costs) / -(-sum(costs) // room)
+    room = max(tokens - shared, tokens // 4, 1)  # tokens of a batch without the shared prefix
+    each = sum(costs) / -(-sum(costs) // room)  # tokens of a batch if all batches have equal size
     first, cost = 0, 0
     for number, more in enumerate(costs):
         if number > first and (cost + more > room or cost + more / 2 > each):
@@ -81,7 +81,7 @@ def micro_batches(pairs: Sequence[Pair], schedules: int, tokens: int) -> Iterato
 
 
 def _responses(pairs: Sequence[Pair], schedules: Sequence[Schedule]) -> Tokens:
-    """Return the inputs that predict the responses: last prompt token, then all response tokens but the last one."""
+    """Return the tokens that predict the responses: the last prompt token, and all response tokens but the last."""
     fields = []
     for branch, schedule in enumerate(schedules):
         for group, pair in enumerate(pairs):

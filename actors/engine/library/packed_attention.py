@@ -22,14 +22,14 @@ NAME = "skipdecode_packed"
 
 @dataclass
 class Attendance:
-    """Defines which keys each of N tokens attends to. It is passed in place of transformers' attention mask.
+    """Defines which keys each of N tokens attends to. Layers get it in place of transformers' attention mask.
 
     The tokens form G groups, each padded to Q places.
 
     tokens: [G * Q], index of the token at each place. places: [N], place of each token.
     visible: bool [G, 1, Q, C + Q], whether a token attends to a key.
-    earlier: list of keys and values [G or 1, H, K, D]; C is the sum of all K.
-    states: keys and values [G, H, Q, D] that the last pass computed.
+    earlier: keys and values [G or 1, H, K, D] of each earlier pass; C is the sum of all K.
+    states: keys and values [G, H, Q, D] that the latest layer computed.
     """
 
     tokens: Tensor
@@ -63,7 +63,7 @@ def attend(
     """Compute attention [1, N, A, D] from query [1, A, N, D], key and value [1, H, N, D], with an `Attendance`."""
     attendance = cast(Attendance, attention_mask)
     device = query.device.type
-    if torch.is_autocast_enabled(device):  # cast before copying, because the rotary embedding has returned float32
+    if torch.is_autocast_enabled(device):  # cast, because the rotary embedding returns float32; cast before the copy
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
     queries, keys, values = (attendance.padded(states) for states in (query, key, value))
     attendance.states = keys, values

@@ -25,7 +25,7 @@ Places = tuple[Tensor, Tensor]  # positions and branches of keys, [G, K] each
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of one tree level: each one's id, position, group, branch in the group, number of layers to run."""
+    """The tokens of one tree level: each token's id, position, group, branch in the group, and number of layers."""
 
     ids: Tensor
     positions: Tensor
@@ -41,21 +41,21 @@ class Tokens:
 
 @dataclass
 class Level:
-    """The result of running one tree level: for each layer, keys and values [G, H, K, D], and the keys' places."""
+    """The result of running one tree level: for each layer that ran, keys and values [G, H, K, D] and their places."""
 
     states: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     places: dict[int, Places] = field(default_factory=dict)
 
 
 def prompt_tokens(rows: Sequence[Sequence[int]], start: int) -> Tokens:
-    """Return a level with one group per prompt in `rows`. Positions begin at `start`. Run it with `prompt_ranks`."""
+    """Return tokens with one group per prompt in `rows`. Positions begin at `start`. Run them with `prompt_ranks`."""
     return Tokens.of(
         (token, start + place, group, SHARED, 1) for group, row in enumerate(rows) for place, token in enumerate(row)
     )
 
 
 def prompt_ranks(layers: int, running: Iterable[int]) -> Tensor:
-    """Return ranks [1, layers] for `run_level`, with which tokens of depth 1 run only the layers in `running`."""
+    """Return ranks [1, layers] for `run_level`: 0 for the layers in `running`, else 1. At depth 1, only rank 0 runs."""
     ranks = torch.ones(1, layers, dtype=torch.long)
     ranks[:, list(running)] = 0
     return ranks
@@ -112,8 +112,8 @@ def run_level(
 def _layout(
     tokens: Tokens, runs: Tensor, groups: int, above: Sequence[Places], window: int | None, device: torch.device
 ) -> tuple[Tensor | None, Attendance, Places]:
-    """Return the indices of the tokens that run a layer (None: all tokens), their `Attendance` (`earlier` is not set),
-    and the positions and branches of their keys in the padded groups."""
+    """Return the indices of the tokens that run a layer (None: all tokens), their `Attendance` (without `earlier`), and
+    the positions and branches of their keys in the padded groups."""
     index = runs.nonzero()[:, 0]
     group, branch, position = (values[index] for values in (tokens.groups, tokens.branches, tokens.positions))
     counts = torch.bincount(group, minlength=groups)

@@ -1,4 +1,4 @@
-"""Samples as `sampler.sample` does, but with a CPU kernel (`cpu/sampling.h`) that reads each logit only once.
+"""Samples tokens like `sampler.sample_by_torch`, but with a CPU kernel (`cpu/sampling.h`) that reads each logit once.
 
 At a temperature above 0, 64 rows of 49,152 logits take 41 to 116 ms. torch takes 309 to 1,035 ms (float32, AVX2, one
 thread). Shapes: B rows, N rows of one call, C changed logits of all rows, K likeliest tokens, V vocabulary size.
@@ -32,7 +32,7 @@ _Sampling = structure(  # the layout of `Sampling` in sampling.h
 
 
 def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool) -> Drawn:
-    """Sample as `sampler.sample` does. logits: [B, V], bfloat16 or float32, contiguous, on the CPU."""
+    """Sample like `sampler.sample_by_torch`. logits: [B, V], bfloat16 or float32, contiguous, on the CPU."""
     changes = _changes(logits, rows)
     # a mask costs more than sampling, so a greedy row gets a mask only if its likeliest token is not allowed
     masked = [row.needs_mask for row in rows]
@@ -62,10 +62,10 @@ def _call(
     members: Sequence[int],
     masked: Sequence[bool],
     changes: Changes,
-    most: int,
+    most: int,  # number of likeliest tokens to return for each row
     logprobs: bool,
 ) -> Results:
-    """Sample the rows with indices `members`. masked: for each of `rows`, whether to mask forbidden tokens."""
+    """Sample the rows with indices `members`. masked: for each of `rows`, whether to exclude forbidden tokens."""
     assert logits.device.type == "cpu" and logits.is_contiguous()
     count, width, own = len(members), logits.shape[1], [rows[index] for index in members]
     places, (bounds, tokens, values) = np.array(members, np.int64), changes

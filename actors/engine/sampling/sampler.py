@@ -19,7 +19,7 @@ from actors.engine.sampling import kernel as kernel_sampling
 from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling, allowed_bits, changed_logits
 from actors.engine.types import TokenLogprob
 
-DRAWN_NUMBERS = 2**23  # maximum number of logits, over all rows, that torch samples from at once
+DRAWN_NUMBERS = 2**23  # maximum number of logits (rows * vocabulary) that torch samples from at once
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 
 
@@ -62,7 +62,7 @@ def greedy(tokens: list[int]) -> Drawn:
 
 
 def sample_by_torch(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
-    """Sample with torch. This is the reference, and the only way on GPUs and on machines without a compiler."""
+    """Sample with torch: the reference for the CPU kernel, used on GPUs and on machines without a compiler."""
     chunk = max(1, DRAWN_NUMBERS // logits.shape[1])
     parts = [
         _sample(logits[first : first + chunk], rows[first : first + chunk], logprobs)
@@ -81,9 +81,9 @@ def sample_by_torch(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bo
 def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Drawn:
     """Sample rows that are few enough for their temporary tensors to fit into memory."""
     logits = logits.float()
-    numbers = logits.amax(dim=-1).isfinite()  # for amax, NaN is greater than any number
-    if not numbers.all():
-        logits = logits.masked_fill(~numbers[:, None], 0)
+    finite = logits.amax(dim=-1).isfinite()  # for amax, NaN is greater than any number
+    if not finite.all():
+        logits = logits.masked_fill(~finite[:, None], 0)
     missing = torch.full_like(logits[:, 0], torch.nan)
     asked = logprobs or any(row.params.logprobs is not None for row in rows)
     normalizer = logits.logsumexp(dim=-1) if asked else missing
@@ -117,7 +117,7 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
             tokens[at] = torch.where(outside, excluded.int().argmin(dim=-1), tokens[at])
     picked = logits.gather(1, tokens[:, None])[:, 0]
     return Drawn(
-        tokens.masked_fill(~numbers, NO_TOKEN).tolist(),
+        tokens.masked_fill(~finite, NO_TOKEN).tolist(),
         (picked - normalizer).tolist(),
         (picked - choice_normalizer).tolist(),
         _top(logits, normalizer, tokens, rows),
@@ -125,7 +125,7 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Return each row's likeliest token [B], the first of equally likely ones, or `NO_TOKEN` as `sample` does."""
+    """Return each row's likeliest token [B] (of equally likely ones, the first), or `NO_TOKEN`; see `sample`."""
     if logits.device.type == "cpu":  # numpy's argmax takes a tenth of the time of torch's
         values = logits.float().numpy()
         tokens = values.argmax(axis=-1)  # for argmax, NaN is greater than any number
@@ -158,8 +158,8 @@ def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor
 def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
     """Draw a token for each row: the first token at which the cumulated probability exceeds the row's random number.
 
-    probabilities: [N, V] in the order of token ids. Do not sort them: the sums could be rounded differently, and so
-    give another token. numbers: random numbers [N] from `uniforms`.
+    probabilities: [N, V] in the order of token ids. Do not sort them: sums in another order round differently, which
+    can give another token. numbers: random numbers [N] from `uniforms`.
     """
     cumulative = probabilities.cumsum(dim=-1)
     choice = torch.searchsorted(cumulative, numbers[:, None] * cumulative[:, -1:], right=True)

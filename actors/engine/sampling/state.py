@@ -1,4 +1,4 @@
-"""The part of a row's state that sampling reads, and the result of sampling a batch of rows."""
+"""The state of a row that sampling reads, and the result of sampling a batch of rows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RowSampling:
     drawn: int = 0  # number of tokens sampled so far
     # how often each token has occurred so far; counted only if a penalty is set
     counts: TokenCounts = field(default_factory=lambda: TokenCounts(()))
-    allowed: AllowedTokens | None = None  # which tokens may come next; sampling does not change it; None: all tokens
+    allowed: AllowedTokens | None = None  # which tokens may come next (sampling only reads it); None: all tokens
     barred: Collection[int] = ()  # tokens that must not be sampled
     penalized: bool = field(init=False)  # whether a penalty is set
     packed: bytes = field(init=False, repr=False)  # `params` and `key` in the layout of the CPU kernel
@@ -147,8 +147,8 @@ class Drawn:
     """The tokens sampled for a batch of rows."""
 
     tokens: list[int]  # one token id per row, or `NO_TOKEN`
-    # log-probability of each drawn token, normalized over the whole vocabulary, before penalties and temperature, in
-    # nats; NaN: not computed
+    # log-probability of each sampled token in nats, over the whole vocabulary, before penalties and temperature; NaN:
+    # not computed
     logprobs: list[float]
     # log-probability of each token among the allowed tokens, in nats; valid only for rows with a `scored` constraint
     choice_logprobs: list[float]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-SLACK_TOKENS = 4  # a character of four bytes may be four tokens
+SLACK_TOKENS = 4  # extra tokens of the searched window, which may begin inside a character of up to four tokens
 
 
 @dataclass(eq=False)
@@ -14,15 +14,15 @@ class StopStrings:
 
     strings: Sequence[str]
     decode: Callable[[list[int]], str]  # token ids -> text
-    special_ids: Collection[int] = ()  # tokens that decode to no text
+    special_ids: Collection[int] = ()  # tokens that decode to an empty text
     min_new_tokens: int = 0  # a stop string that is complete after this many tokens or fewer is ignored
-    # text -> index at which the answer begins, after thinking, which may contain stop strings; None: it has not begun
+    # text -> index at which the answer begins; None: not begun. Stop strings in the thinking before it are ignored
     answer_start: Callable[[str], int | None] = lambda text: 0
     _may_end: dict[int, bool] = field(default_factory=dict, init=False)  # token -> result of `_may_end_in`
 
     def __post_init__(self) -> None:
         self.special_ids = frozenset(self.special_ids)
-        # each token outside `special_ids` gives at least one byte, so a string has at most one token per byte
+        # each token outside `special_ids` decodes to at least one byte, so a string has at most one token per byte
         self.window = max(len(string.encode()) for string in self.strings) + SLACK_TOKENS
         self._ends = {string[-1] for string in self.strings}
 

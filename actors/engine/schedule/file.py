@@ -1,6 +1,6 @@
 """Reads, checks and writes a checkpoint's ``skipdecode.json``: a schedule, and which schedules training has covered.
 
-With a schedule that training has not covered, a checkpoint may write ruined text.
+With a schedule that training has not covered, a model may generate garbage.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Trained:
     All these schedules have the same layer order (keep order) and the same number of warm-up layers.
     """
 
-    depths: tuple[int, ...]  # for each position, the lowest depth in training; later positions have the last depth
+    depths: tuple[int, ...]  # for each position, the lowest depth in training; the last depth holds for all later ones
     prompt: tuple[str, ...]  # prompt policies that occurred in training
-    keep_order: tuple[int, ...]  # layer order, most needed layer first
+    keep_order: tuple[int, ...]  # layer order; depth d ran the first d layers in it
     warmup: int  # the first `warmup` layers in `keep_order` always ran
 
     @classmethod
     def on(cls, stored: Schedule, sampled: Iterable[Schedule]) -> Trained:
         """Return the training record of a training run.
 
-        stored: schedule of the checkpoint. sampled: schedules that training has sampled. Sampled schedules whose keep
-        order or warm-up differs from that of `stored` are ignored.
+        stored: schedule of the checkpoint. sampled: schedules used in training; those whose keep order or warm-up
+        differs from that of `stored` are ignored.
         """
         kept = [one for one in sampled if (one.keep_order, one.warmup) == (stored.keep_order, stored.warmup)]
         return cls(
@@ -83,13 +83,13 @@ def fewest(schedules: Collection[Schedule]) -> tuple[int, ...]:
 def of_older_record(spec: ScheduleSpec, num_layers: int, least: int) -> tuple[int, ...]:
     """Return `Trained.depths` for an old training record, which holds only `least`, the lowest depth at any position.
 
-    Each speed (a multiple of 1/4) at which the stored schedule never falls below `least` counts as trained.
+    Every speed that is a multiple of 1/4, and at which no depth is below `least`, counts as covered by training.
     """
-    drawn = [spec.build(num_layers)]
+    built = [spec.build(num_layers)]
     with suppress(UserError):  # raised if the spec has no horizon
         speeds = (quarters / 4 for quarters in range(5, 4 * num_layers + 1))
-        drawn += [spec.overridden({"speedup": speed}).build(num_layers) for speed in speeds]
-    return (*fewest([one for one in drawn if one.depths[-1] >= least])[:-1], least)
+        built += [spec.overridden({"speedup": speed}).build(num_layers) for speed in speeds]
+    return (*fewest([one for one in built if one.depths[-1] >= least])[:-1], least)
 
 
 def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> ScheduleSpec:

@@ -18,9 +18,9 @@ from typing import Any
 from actors.engine.errors import UserError
 
 DECAYS = ("linear", "cosine", "power", "step", "constant")
-MEASURED = "measured"  # value of keep_order that `pipeline.learn.keep_order` replaces with a list of layers
+MEASURED = "measured"  # value of keep_order; `pipeline.learn.keep_order` replaces it with a list of layers
 PROMPT_POLICIES = ("full", "first")
-MAX_HORIZON = 2**17  # maximum horizon in tokens; a longer depth curve is surely a mistake, and takes seconds to build
+MAX_HORIZON = 2**17  # maximum horizon in tokens; a longer one is surely a mistake, and its curve takes seconds to build
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ScheduleSpec:
 
     Depth is set by `depths` (an explicit list), by `max_depth` and `min_depth`, or by `speedup`. If none of these is
     set, every layer runs. `horizon` is the number of generated tokens over which depth falls. `power` is the exponent
-    of the decay ``power``, and `steps` is the number of stairs of the decay ``step``.
+    of the decay ``power``, and `steps` is the number of depths of the decay ``step``.
     """
 
     speedup: float | None = None
@@ -226,7 +226,7 @@ def envelope(schedules: Collection[Schedule]) -> Schedule:
     """
     first = next(iter(schedules))
     for one in schedules:
-        if len(schedules) == 1 or all(one.covers(other) for other in schedules):
+        if all(one.covers(other) for other in schedules):
             return one
     if any((one.keep_order, one.warmup) != (first.keep_order, first.warmup) for one in schedules):
         raise UserError("requests whose schedules have different keep orders cannot share a cache: use one keep order")
@@ -263,9 +263,9 @@ def curve(
 
 
 def fall(decay: str, done: Fraction, *, power: float = 2.0, steps: int = 4) -> float | Fraction:
-    """Return how far depth has fallen, from 0 (max depth) to 1 (min depth), at fraction `done` of the horizon.
+    """Return how far depth has fallen, from 0 (max depth) to 1 (min depth), at fraction `done` (0 to 1) of the horizon.
 
-    done: 0 to 1, called u in the paper. Raises UserError if `power` or `steps` is out of range.
+    Raises UserError if `power` or `steps` is out of range.
     """
     if decay == "power" and not 0 < power < math.inf:
         raise UserError(f"power = {power}: must be above 0")
@@ -289,7 +289,7 @@ def paper_order(num_layers: int, warmup: int) -> tuple[int, ...]:
 def even_order(num_layers: int, warmup: int) -> tuple[int, ...]:
     """Return an order that begins with the lowest `warmup` layers and the top layer.
 
-    The next layer is always the layer whose nearest layer in the order so far is farthest away.
+    Each further layer is the one with the largest distance to its nearest layer in the order so far.
     """
     order = list(range(warmup))
     if num_layers > warmup:
