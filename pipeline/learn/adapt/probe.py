@@ -33,8 +33,8 @@ from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.runtime.announce import announce
 from pipeline.runtime.wide_console import wide
 
-SHARES, SPEEDS = (0.9, 0.75, 0.5), (1.5, 2.0, 3.0)
-HEAD_CALLS = 20
+SHARES, SPEEDS = (0.9, 0.75, 0.5), (1.5, 2.0, 3.0)  # shares of the layers and speed-ups that are probed
+HEAD_CALLS = 20  # timed calls of the vocabulary head
 
 
 def probe(config: JobConfig, source: str) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def print_probe(console: Console, found: Mapping[str, Any]) -> None:
             f"nats per token, {kept['agreed']:.0%} of the tokens as at full depth"
         )
     table = Table(box=None, pad_edge=False)
-    for name in ("speed", "clock at most", "pays from rows", "saves here"):
+    for name in ("speed", "maximum speed-up", "pays from rows", "saves for this job"):
         table.add_column(name, justify="right")
     for one in found["speeds"]:
         pays = "never" if one["at_rows"] is None else f"{one['at_rows']:,}"

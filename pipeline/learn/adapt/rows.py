@@ -120,7 +120,7 @@ def write_pairs(
             response, text = answers[row]["token_ids"], answers[row]["generated_text"]
             ended = response[-1:] == [tokenizer.eos_token_id]
             response = response[:-1] if ended else response  # the training adds an end token if `ended`
-        else:  # a row to train on, whose answer is in the column `responses`
+        else:  # a training row, whose answer is in the column `responses`
             text, ended = sample[responses][row].as_py() or "", True
             response = tokenizer(text, add_special_tokens=False)["input_ids"]
         usable = _usable_references(values[row], labels)

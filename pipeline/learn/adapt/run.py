@@ -172,9 +172,9 @@ def _sample(task: Task) -> dict[str, Any]:
 
 
 def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
-    """Answer the sample at full depth in a separate job, and write the files that tune and evaluate read."""
+    """Answer the sample in a separate job at full depth, and write the files that tune and evaluate read."""
     asked = configs.SAMPLE
-    if task.options.responses is not None:  # the rows to train on have their answers
+    if task.options.responses is not None:  # answer only the held-out rows: `responses` answers the others
         asked = configs.ASKED
         with replacing(task.folder / asked) as temporary:
             pq.write_table(pq.read_table(task.folder / configs.SAMPLE).slice(0, held_out), temporary)

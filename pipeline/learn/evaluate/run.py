@@ -51,7 +51,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
         lines[variant.name] = (full if schedule.is_full_depth else fast), schedule
     for name, model in others.items():
         line = {name: (model, model.schedule)}
-        is_reference = name == REFERENCE
+        is_reference = name == REFERENCE  # the reference model becomes the first line, baselines the last ones
         other = [Variant(name, "reference" if is_reference else "model", ScheduleSpec(), None)]
         variants, lines = (other + variants, line | lines) if is_reference else (variants + other, lines | line)
     full_depth = variants[0].name

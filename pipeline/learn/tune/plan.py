@@ -137,7 +137,7 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
 
 
 def check_teacher(teacher: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if the checkpoint `teacher` cannot be read, or its vocabulary is not that of `tokenizer`."""
+    """Raise UserError if the checkpoint `teacher` cannot be read, or if `tokenizer` has another vocabulary."""
     try:
         inspect(teacher)
         vocabulary = tokenizer_of(teacher).get_vocab()
@@ -179,7 +179,7 @@ def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mappin
 
 
 def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str, Schedule]:
-    """Return name -> schedule to train for. Equal schedules appear once; an adapter is not trained at full depth."""
+    """Return name -> schedule to train for. Of equal schedules the first stays; an adapter is not trained at 1x."""
     section = config.schedule
     named: dict[str, dict[str, Any]] = {f"{speed:g}x": {"speedup": speed} for speed in section.speedups}
     for changes in (one.changes() for one in section.also):
