@@ -31,16 +31,16 @@ from pipeline.runtime.signals import Interrupted, graceful
 
 Result = TypeVar("Result")
 ISOLATED_SECONDS = 300.0  # time limit of an isolated call during planning
-TASK_CPUS = 0  # CPUs that a read or prepare task asks for: none, because actors or another dataset may hold all CPUs
-TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # maximum running tasks of a stage per actor; each process imports libraries
+TASK_CPUS = 0  # CPUs that a read or prepare task requests: none, because actors or another dataset may hold all CPUs
+TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # maximum running tasks of a stage per actor; each one is a process
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # limits of a read task, see `ShardSource`
-SHARDS_OF_ACTOR = 2  # maximum shards at an actor: the second shard waits, or begins before the first one ends
+SHARDS_OF_ACTOR = 2  # maximum shards sent to an actor: the second shard waits, or begins before the first one ends
 CALL_RETRIES = 1  # retries of a call whose process died, e.g. with its node
 READ_RETRIES = 20  # retries of a read task whose process died, or whose result was lost with its node
 
 
 class RayData(Backend):
-    """Backend on Ray. Uses the caller's connection, else the cluster in RAY_ADDRESS, else starts a local Ray.
+    """Runs jobs on Ray: over the caller's connection, else on the cluster in RAY_ADDRESS, else on a local Ray.
 
     metrics_port: port on which a local Ray serves metrics; None: a free port. Raises UserError if the port is taken.
     """
@@ -102,7 +102,7 @@ class RaySession:
         with (
             metrics.installed(ray_sink(self.output)),
             shown_progress(self.coordinator, workload),
-            graceful(grace_seconds, _shards(self.coordinator.stop), _shards(self.coordinator.working)) as grace,
+            graceful(grace_seconds, _or_empty(self.coordinator.stop), _or_empty(self.coordinator.working)) as grace,
         ):
             try:
                 for _ in batches.iter_internal_ref_bundles():
@@ -110,14 +110,14 @@ class RaySession:
             except ray.exceptions.RayError:
                 if grace.signal is None:
                     raise
-                # report the signal instead: it went to the whole process group, and stopped Ray's processes too
+                # report the signal instead: it reached the whole process group, so it stopped Ray's processes too
                 raise Interrupted(grace.signal) from None
         if grace.signal is not None:  # some shards are left for the next run
             raise Interrupted(grace.signal)
 
 
-def _shards(method: Callable[[], set[int]]) -> Callable[[], set[int]]:
-    """Wrap a method of the coordinator. The wrapper returns no shards if the coordinator does not answer."""
+def _or_empty(method: Callable[[], set[int]]) -> Callable[[], set[int]]:
+    """Wrap a method of the coordinator so that it returns an empty set if the coordinator does not answer."""
 
     def call() -> set[int]:
         try:
@@ -129,7 +129,7 @@ def _shards(method: Callable[[], set[int]]) -> Callable[[], set[int]]:
 
 
 def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
-    """Build the lazy dataset that runs all stages. output: output folder, which labels the metrics of workers."""
+    """Return the lazy dataset that runs all stages. output: the job's output folder, which labels metrics."""
     source = ShardSource(stages.read, READ_TASK_ROWS, READ_TASK_BYTES, output)
     actors, place = stages.actors, _place()
     most = max(2, actors.most * TASKS_OF_ACTOR["gpu" if actors.gpus else "cpu"])  # maximum running tasks of one stage
@@ -144,15 +144,15 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
             ray_remote_args={"max_retries": READ_RETRIES, **place},
         )
         context = batches.context  # a copy of the caller's context, which the datasets below inherit
-        # size 1 makes each shard a separate block; override_num_blocks=1 above keeps blocks whole. Do not use
-        # `repartition`: it needs a whole CPU, and another dataset of the cluster may hold all CPUs
+        # size 1 makes each shard a separate block; override_num_blocks=1 above keeps blocks whole. `repartition` would
+        # need a whole CPU, and another dataset of the cluster may hold all CPUs
         context.target_max_block_size = 1
         context.enable_progress_bars = context.print_on_execution_start = verbose
-        # Ray divides an actor's calls by `calls` to get its load, but two calls are a full load: one may wait
+        # Ray divides an actor's load by `calls`, so divide the thresholds too: one of the two calls may only wait
         context.autoscaling_config.actor_pool_util_upscaling_threshold /= stages.calls
         context.autoscaling_config.actor_pool_util_downscaling_threshold /= stages.calls
         context.execution_no_progress_timeout_s = -1  # never fail because a shard is slow
-        context.raise_original_map_exception = True  # makes the last line of an error the cause, not "UDF failed"
+        context.raise_original_map_exception = True  # else the last line of an error is "UDF failed"
         batches = batches.map_batches(
             exporting(stages.prepare, output),
             batch_size=1,
@@ -173,13 +173,13 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
             batch_format="numpy",
             num_cpus=actor_cpus(actors),
             num_gpus=actors.gpus or None,
-            max_restarts=-1,  # no limit here: the coordinator limits deaths of actors during loading
+            max_restarts=-1,  # no limit here: the coordinator limits how often actors die during loading
             max_task_retries=QUARANTINED_RETRIES,
         )
 
 
 class ShardSource(Datasource):
-    """Ray Data source that reads shards. Each block is one shard (see `read_blocks`).
+    """Ray Data source whose blocks are shards (see `read_blocks`).
 
     A read task reads consecutive shards of one file: at most `task_rows` rows and `task_bytes` bytes, or more if a
     single shard, row group or gzip file is larger.
@@ -199,7 +199,7 @@ class ShardSource(Datasource):
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
         return [
-            ReadTask(  # no reference to self, which would be pickled into every task
+            ReadTask(  # does not refer to self, which would be pickled into every task
                 partial(_read, task, self.output),
                 BlockMetadata(len(task.shards), size_bytes=None, input_files=(task.files[0].url,), exec_stats=None),
             )
@@ -214,6 +214,6 @@ def _read(task: Read, output: str) -> Iterator[pa.Table]:
 
 
 def _place() -> dict[str, Any]:
-    """Return Ray options that keep tasks, which ask for no CPUs, off nodes without CPUs (e.g. a head node)."""
+    """Return Ray options that keep tasks off nodes without CPUs (e.g. a head node), although tasks request no CPUs."""
     without = [node["NodeID"] for node in ray.nodes() if node["Alive"] and not node["Resources"].get("CPU")]
     return {"label_selector": {"ray.io/node-id": f"!in({','.join(without)})"}} if without else {}

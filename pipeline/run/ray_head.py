@@ -1,10 +1,10 @@
-"""Runs a one-node Ray in a session of its own, so that signals to the job's process group do not reach Ray.
+"""Runs a one-node Ray in a process session of its own, so that signals to the job's process group do not reach Ray.
 
-    python ray_head.py SETTINGS    # SETTINGS: arguments of ray.init as JSON; must be started as a session's leader
+    python ray_head.py SETTINGS    # SETTINGS: arguments of ray.init as JSON; must be started as a session leader
 
 Writes one line of JSON to standard output: Ray's address, or why Ray did not start. When the parent process ends for
 any reason, or closes this process's standard input, Ray is shut down, and then all other processes of the session are
-killed. To start fast, this file imports nothing of this package.
+killed. This file imports nothing from this package, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 POLL_SECONDS = 0.5
 SHUTDOWN_SECONDS = 5.0  # time for Ray to delete objects that it spilled to disk; then Ray's processes are killed
-KILL_SECONDS = 20.0
+KILL_SECONDS = 20.0  # maximum time to kill the processes of the session
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
         time.sleep(0.02)
     kill_session()
     _, status = os.waitpid(ray_process, 0)
-    sys.exit(int(died and status != 0))  # status 0 is no failure: SIGTERM ended Ray's process
+    sys.exit(int(died and status != 0))  # status 0: SIGTERM ended Ray's process, which is no failure
 
 
 def run_ray(settings: dict[str, Any]) -> NoReturn:
@@ -74,7 +74,7 @@ def run_ray(settings: dict[str, Any]) -> NoReturn:
 
 
 def start(settings: dict[str, Any]) -> None:
-    """Start Ray. On a busy machine, this may take longer than Ray's fixed limit of 30 s; then try once more."""
+    """Start Ray. Try once more if Ray exceeds its fixed start-up limit of 30 s, as on a busy machine."""
     import psutil
     import ray
 
@@ -97,7 +97,7 @@ def ended(child: int) -> bool:
 
 
 def kill_session() -> None:
-    """Kill all other processes of this session. Repeat this until none is left, but at most for `KILL_SECONDS`."""
+    """Kill the other processes of this session, repeatedly until none is left or `KILL_SECONDS` have passed."""
     deadline = time.monotonic() + KILL_SECONDS
     while (others := processes_of_session()) and time.monotonic() < deadline:
         for process in others:
@@ -107,7 +107,7 @@ def kill_session() -> None:
 
 
 def processes_of_session() -> list[int]:
-    """Return the ids of all living processes of this session except this process."""
+    """Return the ids of the other living processes of this session."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:

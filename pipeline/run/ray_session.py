@@ -43,8 +43,8 @@ ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 class _Connection:
     """The only connection of this process to Ray. Jobs in several threads share it.
 
-    The first job connects, unless the process is connected already, and the last job disconnects. head: process of the
-    local Ray; None if there is no local Ray.
+    The first job connects, unless the process is connected already. The last job disconnects. Attribute `head`: process
+    that runs the local Ray; None if there is no local Ray.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class _Connection:
         self.undo = ExitStack()
 
     def open(self, verbose: bool, metrics_port: int | None) -> None:
-        levels: dict[logging.Logger | logging.Handler, int] = {}  # log levels that `close` restores
+        levels: dict[logging.Logger | logging.Handler, int] = {}  # previous log levels, which `close` restores
         self.undo.callback(lambda: [one.setLevel(level) for one, level in levels.items()])
         _set_levels(levels, verbose)
         if not ray.is_initialized():
@@ -80,7 +80,7 @@ class _Connection:
 
 
 def _set_levels(levels: dict[logging.Logger | logging.Handler, int], verbose: bool) -> None:
-    """Make Ray quiet, because the job reports errors itself. Store the previous levels in `levels`."""
+    """Lower the output of Ray, because the job reports errors itself. Store the previous levels in `levels`."""
     quiet: dict[logging.Logger | logging.Handler, int] = {logging.getLogger("ray"): logging.ERROR}
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray."):
@@ -94,7 +94,7 @@ _connection = _Connection()
 
 
 def is_own_ray() -> bool:
-    """Return whether jobs run on a local Ray that this process starts or has started."""
+    """Return whether jobs run on a local Ray that this process has started or would start."""
     return _connection.head is not None or not (ray.is_initialized() or os.environ.get("RAY_ADDRESS"))
 
 
@@ -105,7 +105,7 @@ def on_cluster() -> bool:
 
 
 def actor_cpus(actors: ActorsConfig) -> float:
-    """Return an actor's logical CPUs: `actors.cpus`, else `actors.threads` (on a local Ray, at most an equal share)."""
+    """Return the CPUs that an actor requests: `actors.cpus`, else `actors.threads` (at most a local Ray's share)."""
     if actors.cpus is not None:
         return actors.cpus
     cpus = float(actors.threads or 1)
@@ -115,7 +115,7 @@ def actor_cpus(actors: ActorsConfig) -> float:
 
 
 def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:
-    """Wait for nodes. Return the lowest CPU count and memory (bytes) of a CPU node, and the number of CPU nodes."""
+    """Wait until the actors fit. Return the lowest CPU count and memory (bytes) of a CPU node, and their number."""
     with ray_session(actors, verbose=False):
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
     return int(min(one["CPU"] for one in nodes)), int(min(one["memory"] for one in nodes)), len(nodes)
@@ -133,9 +133,9 @@ def check_metrics_port(port: int) -> None:
 
 @contextmanager
 def connected(verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
-    """Connect to Ray within the block: keep the caller's connection, else use RAY_ADDRESS, else start a local Ray.
+    """Connect to Ray during the `with` block: over the caller's connection, else to RAY_ADDRESS, else to a local Ray.
 
-    Log levels and signal handlers are restored afterwards.
+    Restore log levels and signal handlers afterwards.
     """
     with _connection.lock:
         if _connection.users == 0:
@@ -156,7 +156,7 @@ def connected(verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def ray_session(actors: ActorsConfig, verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
-    """Connect like `connected`, and wait until the actors fit. Raises UserError if they can never be placed."""
+    """Connect as `connected` does, and wait until the actors fit. Raises UserError if they can never be placed."""
     with connected(verbose, metrics_port):
         wait_for_nodes(actors)
         yield
@@ -175,7 +175,7 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
         raise UserError(f"actors: {problem}")
     log.warning("waiting for the cluster to grow: %s", problem)
     bundle = {"CPU": actor_cpus(actors), **({"GPU": actors.gpus} if actors.gpus else {})}
-    # make an autoscaler add nodes, but not by `request_resources`, which would replace other jobs' requests
+    # the group makes an autoscaler add nodes; `request_resources` would replace the requests of other jobs
     group = placement_group([bundle] * (actors.min or actors.most))
     try:
         while problem:
@@ -186,8 +186,8 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
                 )
             if time.monotonic() - said >= WAIT_LINE_SECONDS:
                 said = time.monotonic()
-                limit = f"{waited:.0f} of {actors.wait_seconds:g} s"
-                announce(f"waiting for the cluster to grow, {limit}: {problem}", "waiting")
+                seconds = f"{waited:.0f} of {actors.wait_seconds:g} s"
+                announce(f"waiting for the cluster to grow, {seconds}: {problem}", "waiting")
             time.sleep(WAIT_POLL_SECONDS)
             problem = placement_problem(actors, ray.cluster_resources())
     finally:
@@ -196,7 +196,7 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
 
 
 def placement_problem(actors: ActorsConfig, resources: dict[str, float]) -> str:
-    """Return why the minimum number of actors does not fit `resources`; "" if they fit. Other tasks need no CPUs."""
+    """Return why the minimum number of actors does not fit `resources`; "" if it fits. Tasks request no CPUs."""
     least = actors.min or actors.most
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     if least * actor_cpus(actors) > cpus:
@@ -220,12 +220,12 @@ def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str
     settings = {
         "address": "local",
         "include_dashboard": False,
-        "log_to_driver": False,  # this process does not print the workers' output; `_connect` lets the job print it
+        "log_to_driver": False,  # `_connect` sets whether the job prints the output of workers
         "num_cpus": process_cpus(),
         "object_store_memory": min(OBJECT_STORE_BYTES, process_memory() // 4),
         "_node_ip_address": LOOPBACK,
         "_metrics_export_port": metrics_port,
-        # by default, Ray ends a worker after 1 s without work: too soon, because a new worker takes 2 s of CPU time
+        # Ray's default of 1 s is too short, because starting a worker takes 2 s of CPU time
         "_system_config": {"idle_worker_killing_time_threshold_ms": IDLE_SECONDS * 1000},
     }
     return subprocess.Popen(
@@ -239,7 +239,7 @@ def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str
 
 
 def _address(head: subprocess.Popen[str]) -> str:
-    """Wait for the address of a local Ray. Raises RaySystemError if Ray does not start."""
+    """Wait until a local Ray has started, and return its address. Raises RaySystemError if Ray does not start."""
     assert head.stdout is not None
     line = head.stdout.readline()
     values = json.loads(line) if line else {"error": "its process was killed"}
@@ -249,7 +249,7 @@ def _address(head: subprocess.Popen[str]) -> str:
 
 
 def _announce_death(head: subprocess.Popen[str]) -> None:
-    """Wait for the local Ray to end. If it dies, print a message before Ray's C++ code silently ends this process."""
+    """Wait until the local Ray ends. If it died, print a message before Ray's C++ code silently ends this process."""
     if head.wait() != 0:
         announce(
             "the job's Ray has died: check this machine's memory and kernel log; run the same command again to resume"
@@ -268,7 +268,6 @@ def _end(head: subprocess.Popen[str]) -> None:
 
 
 def _connect(address: str, verbose: bool) -> None:
-    """Connect to Ray at an address."""
     command: Any = sys.modules.get("skipdecode")  # None if another program has imported this package
     on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init replaces this handler
     try:
@@ -289,14 +288,14 @@ def _connect(address: str, verbose: bool) -> None:
 
 
 def _start_error(error: Exception, address: str) -> Exception:
-    """Return the error to raise instead of `error`, which `ray.init` has raised."""
+    """Return the error to raise instead of `error`, an error of `ray.init`."""
     no_token = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
     if isinstance(error, ray.exceptions.AuthenticationError) or (no_token and _accepts(address)):
         return ConnectionError(
             f"Ray at {address} runs but refuses this client: if the cluster uses tokens, set RAY_AUTH_MODE=token, and "
             "RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node"
         )
-    if type(error) in (Exception, RuntimeError):  # Ray raises these two types when its processes do not answer
+    if type(error) in (Exception, RuntimeError):  # Ray raises these types if its processes do not answer
         return ray.exceptions.RaySystemError(f"Ray did not start: {flat(error)}")
     return error
 

@@ -1,4 +1,4 @@
-"""Connects worker processes to Ray: calls of the run's coordinator, ids of actor and node, export of metrics."""
+"""Gives worker processes access to Ray: calls of the coordinator, ids of the actor and node, export of metrics."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RemoteCoordinator:
         self.handle = handle
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a method of the actor. Calls may raise RayError. Calls by the driver raise TimeoutError after 5 s."""
+        """Return a method of the actor. It may raise RayError. A method that the driver calls times out after 5 s."""
         if name not in vars(Coordinator):
             raise AttributeError(name)
         seconds = ANSWER_SECONDS if name in ("stop", "working", "read") else None
@@ -54,7 +54,7 @@ class RemoteCoordinator:
 
 
 class RayWorker(Worker):
-    """A worker process of Ray. output: the job's output folder, which labels the metrics of the process."""
+    """A worker process of Ray. output: the job's output folder, which labels the process's metrics."""
 
     owns_process = True
 
@@ -65,11 +65,11 @@ class RayWorker(Worker):
         return ray.get_runtime_context().get_actor_id()
 
     def node(self) -> str:
-        """Return the host's name and the start of the Ray node's id. Several nodes may have the same host name."""
+        """Return the host name and the start of the Ray node's id, because nodes may share a host name."""
         return f"{socket.gethostname()} {ray.get_runtime_context().get_node_id()[:8]}"
 
     def attempt(self) -> int:
-        """Return 1 for a first start, and 2 after any number of restarts, because Ray does not count restarts."""
+        """Return 1 before a restart of the actor, and 2 after one or more restarts, because Ray does not count them."""
         return 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)
 
     def export_metrics(self) -> None:

@@ -1,6 +1,6 @@
 """Describes a job's stages and the backends that can run them. Does not import ray.
 
-read ──> prepare ──> generate        each stage passes batches of one shard to the next
+read ──> prepare ──> generate        each batch that a stage passes to the next one holds one shard
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pipeline.prepare.stage import prepare
 from pipeline.runtime.quarantine import STAGE_NAMES, Quarantine
 from pipeline.storage.folder import Folder
 
-QUARANTINED_RETRIES = 1000  # retries of a prepare task or an actor call; many, because `Quarantine` limits deaths
+QUARANTINED_RETRIES = 1000  # retries of a prepare task or an actor call; high, because `Quarantine` limits deaths
 
 
 @dataclass(frozen=True)
 class Read:
-    """The input of read tasks: shards, the files of the shards, and the job's schema and storage settings."""
+    """Input of read tasks: shards, the files that hold them, and the job's schema and storage settings."""
 
     shards: Sequence[Shard]
     files: Sequence[InputFile]
@@ -42,24 +42,24 @@ class Read:
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a run, with the arguments of each stage."""
+    """The stages of a run, and their arguments."""
 
     read: Read  # the shards to answer
     prepare: partial[Any]  # function that prepares a batch
-    generator: Callable[..., Callable[[Any], Any]]  # class; each actor calls one instance of it for each batch
+    generator: Callable[..., Callable[[Any], Any]]  # class; each actor calls an instance of it for each batch
     arguments: Mapping[str, Any]  # arguments of `generator`
     actors: ActorsConfig
     calls: int  # number of batches that an actor works on at the same time, each in its own thread
 
 
 class Session(Protocol):
-    """A started backend, with the objects that stages need while they are built and run."""
+    """A started backend, with the objects that stages need."""
 
     coordinator: Coordinator
     worker: Worker
 
     def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
-        """Run the stages to their end. After a signal, give running shards `grace_seconds`, then raise Interrupted."""
+        """Run the stages to their end. After a signal, wait `grace_seconds` for running shards; raise Interrupted."""
 
 
 class Backend(Hardware):
@@ -68,7 +68,7 @@ class Backend(Hardware):
     starts_workers = False
 
     def ready(self, actors: ActorsConfig) -> AbstractContextManager[None]:
-        """Start the backend, so that `call_as_actors` and `session` within the block need not do it again."""
+        """Keep the backend started during the `with` block, so that calls in the block do not start it again."""
         return nullcontext()
 
     def session(self, actors: ActorsConfig, output: str) -> AbstractContextManager[Session]:
@@ -79,9 +79,9 @@ class Backend(Hardware):
 def job_stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Session) -> Stages:
     """Return the stages of a run that answers `shards`."""
     config, manifest, coordinator, run = job.config, job.manifest, session.coordinator, uuid.uuid4().hex
-    # `may_join`: an actor may begin a shard while the last rows of its previous shard run; the generator decides when
-    promises_bytes = config.model.dtype == "float32" and config.model.engine != "vllm"
-    may_join = manifest.batching.scheduler == "refill" and not promises_bytes
+    # `may_overlap`: an actor may begin a shard before its previous one ends, unless answers must be reproducible
+    is_reproducible = config.model.dtype == "float32" and config.model.engine != "vllm"
+    may_overlap = manifest.batching.scheduler == "refill" and not is_reproducible
     preparing, generating = (Quarantine(folder, run, config.attempts, stage) for stage in STAGE_NAMES)
     spec = prompt_spec(config, job.checkpoint, manifest.batching.planned)
     generate = {
@@ -102,5 +102,5 @@ def job_stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Se
         ShardGenerator,
         generate,
         config.actors,
-        calls=2 if may_join else 1,
+        calls=2 if may_overlap else 1,
     )
