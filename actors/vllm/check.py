@@ -1,9 +1,9 @@
-"""Self-check at the start of a worker: compares the attention layers with plain attention (no cache or batch).
+"""Checks a worker at its start: compares the attention layers with plain attention (no cache or batch).
 
 Some prompts are answered alone and then together. The check stores the keys and values that each attention layer gets.
 In every forward pass, torch computes attention from these keys and values in float32, and the check compares the result
-with the layer's output. Both use the layer's own inputs, so rounding in earlier layers does not matter. Each layer must
-also run for exactly the tokens that the schedule assigns to the layer.
+with the layer's output. Both get the same inputs, so rounding in earlier layers does not matter. The check also fails
+if a layer does not run for exactly the tokens that the schedule assigns to it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,19 @@ from actors.engine.errors import UserError
 from actors.vllm.layers import LayerSkipper
 
 LONGEST_PROMPT, NEW_TOKENS = 200, 24
-# largest allowed error of an attention output, as a fraction of the mean norm of the values that attention averages;
-# rounding causes 0.000001 in float32 and 0.01 in 16 bits, and a wrong key causes about 1
+# largest allowed error of an attention output, as a fraction of the mean norm of the values that attention averages.
+# Rounding causes errors of 0.000001 in float32 and 0.01 in 16 bits; a wrong key causes an error of about 1
 LIMITS = {torch.float32: 0.001, torch.bfloat16: 0.05, torch.float16: 0.05}
 LIMIT_OF_8_BITS = 0.5  # largest allowed error with a KV cache of 8 bits
 log = logging.getLogger(__name__)
 
-# prompt length -> position -> key and value; the length identifies a sequence, as no two prompts are equally long
+# prompt length -> position -> key and value. No two prompts are equally long, so the length identifies a sequence
 Seen = dict[int, dict[int, tuple[Tensor, Tensor]]]
 
 
 @torch.inference_mode()
 def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None:
-    """Answer up to three prompts, each alone and then all together. Raises UserError if an attention layer's output
-    differs from plain attention, or if a layer does not run for exactly the tokens that the schedule assigns to it.
-    """
+    """Answer up to three prompts, each alone and then all together. Raises UserError if the check fails."""
     config = worker.vllm_config
     longest = min(LONGEST_PROMPT, config.model_config.max_model_len - NEW_TOKENS)
     if longest < 1:
@@ -54,7 +52,7 @@ def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None
     prompts = [[chance.randrange(vocabulary) for _ in range(length)] for length in lengths]
     attention = [(index, layer) for index, layers in skipper.attention.items() for layer in layers.values()]
     depths = skipper.depths
-    # the depth curve, compressed to the length of the check's answers
+    # compress the depth curve to the length of the check's answers
     skipper.depths = depths[np.linspace(0, len(depths) - 1, NEW_TOKENS - 1).round().astype(int)]
     errors, problem = [0.0], None
     try:
@@ -116,14 +114,11 @@ def _answer(worker: Any, cache_config: Any, prompts: Sequence[Sequence[int]]) ->
         if hasattr(output, "get_output"):  # async scheduling
             output = output.get_output()
         scheduler.update_from_output(scheduled, output)
-    worker.execute_model(scheduler.schedule())  # tells the runner which requests have ended
+    worker.execute_model(scheduler.schedule())  # tells the runner that the requests have ended
 
 
 def _watched(layer: Any, index: int, skipper: LayerSkipper, seen: Seen, errors: list[float]) -> Callable[..., Tensor]:
-    """Return a `forward` for `layer` that adds keys and values to `seen`, and each pass's largest error to `errors`.
-
-    A sequence is identified by the length of its prompt, because no two prompts have the same length.
-    """
+    """Return a `forward` for `layer` that adds keys and values to `seen`, and each pass's largest error to `errors`."""
     impl = layer.impl
     if getattr(impl, "sinks", None) is not None or getattr(impl, "alibi_slopes", None) is not None:
         raise UserError(
@@ -157,7 +152,7 @@ def _watched(layer: Any, index: int, skipper: LayerSkipper, seen: Seen, errors: 
             wanted = torch.einsum("hgqk,khd->qhgd", weights, values)
             size = torch.einsum("hgqk,kh->qhg", weights, values.norm(dim=-1))
             got = out.view(len(out), -1)[own].float().view(wanted.shape)
-            # skip outputs that are not finite, because damaged weights cause them, and rows with them get errors
+            # leave out NaN and infinity in `wanted`: damaged weights cause them, and such rows get an error anyway
             error = ((got - wanted).norm(dim=-1) / size)[wanted.isfinite().all(-1)]
             errors.append(float(error.max()) if len(error) else 0.0)
         return out

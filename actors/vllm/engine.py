@@ -1,7 +1,7 @@
-"""Runs vLLM as an engine of `Generator`: `add` takes calls, `step` returns completions.
+"""Runs vLLM as an engine of `Generator`: `add` queues requests, `step` returns completions.
 
-vLLM schedules and samples. As in the library engine, `Row` decides where an answer ends and which error it has, so stop
-strings, labels and formats work alike in both engines. When `Row` ends an answer, its request in vLLM is aborted.
+vLLM schedules and samples. As in the other engines, `Row` decides where an answer ends and which error it has, so stop
+strings, labels and formats work alike in all engines. When `Row` ends an answer, the request in vLLM is aborted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a separate engine process would outlive a killed actor
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # an engine process would outlive a killed actor
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # Ray decides which CPUs an actor has
@@ -52,14 +52,14 @@ SET_BY_KEYS = {  # engine argument of vLLM -> key of a job file that sets it
     "seed": "sampling.seed",
     **dict.fromkeys(("worker_cls", "scheduler_cls", "additional_config"), "schedule"),
 }
-SAME_NAMES = (
+SAME_NAMES = (  # sampling parameters that vLLM names alike
     *("temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise UserError for engine arguments that vLLM does not know, or that have a key of their own in a job file."""
+    """Raise UserError if vLLM does not know an engine argument, or if another key of the job file sets it."""
     known = {item.name for item in dataclasses.fields(EngineArgs)}
     for name in options:
         if name in SET_BY_KEYS:
@@ -74,7 +74,7 @@ class VllmEngine:
     Statistics count only rows that have ended. vLLM mixes prefill and decode steps, so decode_seconds includes both.
 
     Args:
-        cache_bytes: total bytes of KV cache of all workers; 0: as many as `gpu_memory_utilization` allows.
+        cache_bytes: bytes of KV cache of all workers together; 0: as many as `gpu_memory_utilization` allows.
         options: further engine arguments of vLLM.
         The other arguments are those of `Generator`.
     """
@@ -102,7 +102,7 @@ class VllmEngine:
         self.stop_ids = frozenset(end_tokens(checkpoint.path, tokenizer, self.vocab_size))
         self.cumulative_logprob = cumulative_logprob
         settings = {key: value for key, value in schedule.to_dict().items() if key != "num_layers"}
-        settings["unadapted"] = True  # the worker need not check the schedule, because the caller has done so
+        settings["unadapted"] = True  # skips the worker's check of the schedule, because the caller has checked it
         if checkpoint.adapter is not None and not schedule.is_full_depth:
             settings["speed_adapter"] = str(checkpoint.adapter.path)
         workers = options.get("tensor_parallel_size", 1)
@@ -131,24 +131,24 @@ class VllmEngine:
             raise UserError(f"vLLM cannot run {folder}: {flat(error)}") from None
         self._core: Any = self.vllm.engine_core
         self._take_output, self._core.get_output = self._core.get_output, self._noting_output
-        self._has_nans: set[int] = set()  # tickets (keys of `rows`) whose logits held NaN in the last step
+        self._has_nans: set[int] = set()  # tickets of rows whose logits held NaN in the last step
         config = self.vllm.vllm_config
         self.context_length = int(config.model_config.max_model_len)
         self.max_rows, self.cache_bytes = int(config.scheduler_config.max_num_seqs), cache_bytes
-        self._running = [schedule]  # the workers' schedule, in a list that the engines returned by `at` share
-        self._tickets = itertools.count()
+        self._running = [schedule]  # the workers' schedule; the list is shared with the engines that `at` returns
+        self._tickets = itertools.count()  # numbers that identify rows; as text, the ids of vLLM's requests
         self._begin_at(schedule)
 
     def _begin_at(self, schedule: Schedule) -> None:
         self.schedule, self.stats = schedule, EngineStats()
         # ticket -> row in flight, its call, and the index of its request in the call
         self.rows: dict[int, tuple[Row, Call, int]] = {}
-        self._queue: deque[Call] = deque()  # calls that `add` has queued and that have not begun
+        self._queue: deque[Call] = deque()  # calls that have not begun
 
     def at(self, schedule: Schedule) -> VllmEngine:
         """Return an engine with the same weights and another schedule. Only one of the two may have rows in flight.
 
-        Neither schedule may be full depth: at full depth vLLM captures graphs of the whole model.
+        Neither schedule may be full depth, at which vLLM captures CUDA graphs of the whole model.
         """
         other = copy.copy(self)
         other._begin_at(schedule)
@@ -156,7 +156,7 @@ class VllmEngine:
 
     @property
     def decoder(self) -> VllmEngine:
-        """The engine itself. Callers read device and context length from an engine's decoder."""
+        """This engine: callers read device and context length from an engine's decoder."""
         return self
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
@@ -186,7 +186,7 @@ class VllmEngine:
         return call
 
     def finish(self, call: Call) -> None:
-        """Step until `call` has ended. Rows of calls that are added meanwhile run in the same steps."""
+        """Step until `call` has ended. Calls that are added meanwhile share the steps."""
         while len(call.completions) < len(call.requests) and call.error is None:
             try:
                 self.step()
@@ -201,14 +201,14 @@ class VllmEngine:
                 call.on_drain = None
 
     def step(self) -> list[tuple[Call, int, Completion]]:
-        """Begin the queued calls and run one step of vLLM. Return rows that have ended as (call, index, completion)."""
+        """Begin the queued calls and run one step of vLLM. Return (call, index, completion) of each ended row."""
         began, ended, aborted = time.perf_counter(), [], []
         while self._queue:
             self._begin(self._queue.popleft())
         oldest = next(iter(self.rows.values()), None)
         for output in self.vllm.step():
             ticket = int(output.request_id)
-            if ticket not in self.rows:  # the row has ended, but vLLM had already begun its next step
+            if ticket not in self.rows:  # the row ended when vLLM had already begun its next step
                 continue
             row, call, number = self.rows[ticket]
             [sample] = output.outputs
@@ -232,9 +232,9 @@ class VllmEngine:
         return ended
 
     def _noting_output(self) -> Any:
-        """Return the next output of vLLM's core. Record rows with NaN logits, because `RequestOutput` omits them."""
+        """Return the next output of vLLM's core. Record rows with NaN logits: `RequestOutput` does not tell."""
         outputs = self._take_output()
-        # the ticket is the first part of a request's id, to which vLLM appends a random part
+        # vLLM has appended a hyphen and a random part to the ticket
         self._has_nans |= {int(one.request_id.partition("-")[0]) for one in outputs.outputs if one.num_nans_in_logits}
         return outputs
 
@@ -248,7 +248,7 @@ class VllmEngine:
             call.on_batch(range(len(call.requests)))
         for number, request in enumerate(call.requests):
             ticket = next(self._tickets)
-            # vLLM masks and samples tokens; `Row` gets a greedy request, so that it does not compute a mask too
+            # vLLM masks and samples tokens; a greedy request keeps `Row` from computing a mask too
             greedy = replace(request, sampling=replace(request.sampling, temperature=0.0, n=1))
             try:
                 row = begin_row(
@@ -305,7 +305,7 @@ class VllmEngine:
         if logprobs:
             own = logprobs[token].logprob
             row.logprob += own
-            row.choice_logprob += own  # other labels' tokens were masked, so this is the probability among labels
+            row.choice_logprob += own  # vLLM masks all other tokens, so this is a probability among labels
             count = row.request.sampling.logprobs
             if count is not None:
                 ranked = sorted(logprobs.items(), key=lambda item: item[1].rank)[:count]
@@ -313,7 +313,7 @@ class VllmEngine:
         row.finish = row.advance()
 
     def _end(self, row: Row, call: Call, cached: int) -> Completion:
-        """Return a row's answer, and add the row to the statistics. cached: prompt tokens found in the prefix cache."""
+        """Return a row's completion. Add the row to the statistics. cached: prompt tokens found in the prefix cache."""
         for stats in (self.stats, call.stats):
             stats.prompt_tokens += len(row.request.prompt_ids) - cached
             stats.padded_prompt_tokens += len(row.request.prompt_ids) - cached
@@ -327,7 +327,7 @@ class VllmEngine:
 
 
 def grammar(constraint: Constraint) -> str:
-    """Convert a constraint to an llguidance grammar for vLLM. Raises UserError for a constraint after thinking."""
+    """Convert a constraint to a grammar of llguidance. Raises UserError if the constraint applies after thinking."""
     if isinstance(constraint, ChoiceTrie):
         return trie_grammar(constraint)
     if isinstance(constraint, Grammar):
@@ -338,7 +338,7 @@ def grammar(constraint: Constraint) -> str:
 
 
 def trie_grammar(trie: ChoiceTrie) -> str:
-    """Return a grammar of the labels' tokens. A label ends at its first token that rules out all other labels."""
+    """Return a grammar of the labels' tokens. An answer ends as soon as only one label is possible."""
     rules, nodes = [], [trie.root]
     for number, node in enumerate(nodes):  # the list grows in the loop
         ways = []

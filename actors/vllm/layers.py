@@ -1,8 +1,8 @@
 """Runs each decoder layer of a model in vLLM only for the tokens that the schedule assigns to the layer.
 
 `forward` is replaced on the layer objects. The module tree stays as it is, so quantization and loading work as before.
-The first layer of a forward pass plans which tokens run which layer. It also puts attention metadata for each layer's
-tokens into the forward context, under the layer's name. vLLM's attention layers read the metadata there.
+The first layer of a forward pass plans which tokens run which layer. For each layer that some tokens skip, it also puts
+attention metadata of the other tokens into the forward context, where vLLM's attention layers read it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from actors.engine.schedule.schedule import Schedule
 from actors.vllm.plan import PassPlan, cut_metadata
 
 CONTEXT_KEY = "skipdecode_plan"
-# POISON: debugging value in cache slots that no layer may read; POISONED: a layer with a larger output has read one
+# for debugging: value in cache slots that no layer may read, and the output above which a layer has read one
 POISON, POISONED = 1e36, 1e18
-# arguments that have one value per token, in vLLM's own layers or in transformers' layers
+# arguments of vLLM's own layers or of transformers' layers that have one value per token
 TOKEN_ARGUMENTS = ("hidden_states", "residual", "positions", "position_ids", "position_embeddings")
 
 
@@ -36,7 +36,7 @@ class LayerSkipper:
     Args:
         attention: index of decoder layer -> name of attention layer -> attention layer.
         prompt_lengths: function that returns the prompt lengths of all requests in a CommonAttentionMetadata.
-        poison: write huge values into the cache slots of tokens that skip a layer, and fail if the layer reads one.
+        poison: for debugging: write huge values into cache slots that a layer may not read, and fail if it does.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LayerSkipper:
         self.set_schedule(schedule)
         self._prompt_lengths = prompt_lengths
         self._common: Any = None  # CommonAttentionMetadata of the latest build
-        self._built: dict[str, tuple[Any, Any]] = {}  # in this pass: attention layer -> its builder and metadata
+        self._built: dict[str, tuple[Any, Any]] = {}  # name of attention layer -> its builder and common metadata
         self._spare: dict[int, list[Any]] = {}  # id of vLLM's builder -> its copies, for subsets of tokens
 
     def set_schedule(self, schedule: Schedule) -> None:
@@ -63,7 +63,7 @@ class LayerSkipper:
         self.counts: Counter[str] = Counter()
 
     def watch(self, builder: Any) -> None:
-        """Make a builder of attention metadata store the CommonAttentionMetadata that it gets from vLLM's runner."""
+        """Make a builder of attention metadata note the CommonAttentionMetadata that vLLM's runner passes to it."""
         if builder.requires_block_table_width:
             raise UserError(
                 f"skipdecode: attention by {type(builder).__name__} is not supported: choose another attention backend"
@@ -78,7 +78,7 @@ class LayerSkipper:
             note(common_attn_metadata)
             return build(common_prefix_len, common_attn_metadata, *args, **options)
 
-        # vLLM calls this instead of `build` for a cache group if only these two arguments differ from the last build
+        # for a further cache group with an equal KV cache spec, vLLM calls this instead of `build`
         def noting_update(metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
             note(replace(self._common, block_table_tensor=blk_table, slot_mapping=slot_mapping))
             return update(metadata, blk_table, slot_mapping)
@@ -119,7 +119,7 @@ class LayerSkipper:
                 return hidden.index_copy(axis, subset.tokens, out)
             if out[1] is None:
                 return hidden.index_copy(axis, subset.tokens, out[0]), residual
-            if residual is None:  # lowest layer: the residual begins as `hidden`, which skipping tokens keep
+            if residual is None:  # lowest layer: for tokens that skip it, `hidden` becomes the residual
                 residual, hidden = hidden.clone(), torch.zeros_like(hidden)
             hidden.index_copy_(axis, subset.tokens, out[0])
             residual.index_copy_(axis, subset.tokens, out[1])
@@ -135,7 +135,7 @@ class LayerSkipper:
         return checked if self.poison else run
 
     def plan(self) -> PassPlan | None:
-        """Return the plan of this pass. None: the pass has no attention (profiling). The first layer makes the plan."""
+        """Return the plan of this pass, which the first layer makes. None: a pass without attention (profiling)."""
         context = get_forward_context()
         if CONTEXT_KEY not in context.additional_kwargs:
             context.additional_kwargs[CONTEXT_KEY] = self._prepare(context) if context.attn_metadata else None
@@ -143,10 +143,10 @@ class LayerSkipper:
         return plan
 
     def _prepare(self, context: Any) -> PassPlan:
-        """Make the plan of a pass. If some tokens skip a layer, build attention metadata of the tokens that run it."""
+        """Make the plan of a pass. For each layer that some tokens skip, build attention metadata of the others."""
         common, built, self._built = self._common, self._built, {}
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy().astype(np.int64)
-        # these are exact lengths, not only upper bounds, because speculative decoding is refused
+        # the upper bounds are the exact lengths, because speculative decoding is refused
         ends = common.seq_lens_cpu_upper_bound[: common.num_reqs].numpy().astype(np.int64)
         device = common.seq_lens.device
         plan = PassPlan(self.depths, self.prompt_depth, starts, ends, self._prompt_lengths(common), device)
@@ -175,7 +175,7 @@ class LayerSkipper:
         return plan
 
     def _spare_builder(self, builder: Any, number: int) -> Any:
-        """Return copy `number` of a builder. Each subset in a pass needs a separate copy: builders may keep results."""
+        """Return copy `number` of a builder. Each subset in a pass needs another copy, because builders keep state."""
         spare = self._spare.setdefault(id(builder), [])
         if len(spare) == number:
             with set_current_vllm_config(builder.vllm_config):
@@ -187,7 +187,7 @@ class LayerSkipper:
 
 
 def _cut(name: str, value: Any, tokens: Tensor, axis: int) -> Any:
-    """Return the part of a layer's argument `name` for some tokens. tokens: indices. axis: dimension of the tokens."""
+    """Return the part of a layer's argument `name` that belongs to `tokens` (indices along dimension `axis`)."""
     if isinstance(value, tuple):  # cosines and sines
         return tuple(_cut(name, part, tokens, axis) for part in value)
     if not isinstance(value, Tensor):
@@ -200,7 +200,7 @@ def _cut(name: str, value: Any, tokens: Tensor, axis: int) -> Any:
 def _poison(layer: Any, slots: Tensor) -> None:
     """Write zero keys and huge values into some slots of an attention layer's cache.
 
-    The values are not NaN, because kernels multiply the values of masked slots by 0, and NaN * 0 is NaN.
+    NaN would not work: kernels multiply the values of masked slots by 0, and NaN * 0 is NaN.
     """
     shape = len(slots), layer.num_kv_heads
     key = torch.zeros((*shape, layer.head_size), dtype=layer.dtype, device=slots.device)

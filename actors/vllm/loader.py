@@ -1,4 +1,4 @@
-"""A model loader that merges a speed adapter into the weights while vLLM reads them, before they are sharded."""
+"""Merges a speed adapter into the weights while vLLM loads them, before vLLM shards them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def use_adapter(load_config: Any, folder: str) -> None:
 
 @register_model_loader(LOAD_FORMAT)
 class AdapterLoader(DefaultModelLoader):  # type: ignore[misc]
-    """Reads safetensors. If the speed adapter has an update for a weight, the update is added."""
+    """Reads safetensors, and adds the speed adapter's updates to the weights."""
 
     def __init__(self, load_config: Any) -> None:
         extra = dict(load_config.model_loader_extra_config)
@@ -43,7 +43,7 @@ class AdapterLoader(DefaultModelLoader):  # type: ignore[misc]
         super().__init__(base)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield base weights plus the adapter. As in `merge`, sums are float32, then rounded to the model's dtype."""
+        """Yield the merged weights. As in `merge`, sums are float32, and then rounded to the model's dtype."""
         path, dtype = self.adapter.path / WEIGHTS, model_config.dtype
         with safe_open(path, framework="pt") as file:
             left = set(layers_in(file.keys()))
@@ -52,9 +52,9 @@ class AdapterLoader(DefaultModelLoader):  # type: ignore[misc]
                     left.remove(layer)
                     change = update(file, layer, self.adapter.scale, weight.device)
                     if change.shape != weight.shape:
-                        shapes = f"{tuple(change.shape)}, not {tuple(weight.shape)} as in the checkpoint"
                         raise UserError(
-                            f"{path}: the adapter of {layer} has the shape {shapes}: use the adapter's base"
+                            f"{path}: the adapter of {layer} has the shape {tuple(change.shape)}, not "
+                            f"{tuple(weight.shape)} as in the checkpoint: use the adapter's base"
                         )
                     weight = (weight.to(dtype).float() + change).to(dtype)
                 yield name, weight

@@ -1,8 +1,8 @@
 """Finds which tokens of a forward pass run a layer, and makes attention metadata of these tokens. Imports no vLLM.
 
-Depth never rises along a row. So among the tokens of one request in a pass, those that run a layer come first. This is
-true for decode steps, for chunks of a prompt, and for generated tokens that are recomputed after preemption. A prompt
-token runs `prompt_depth` layers, and generated token t runs ``depths[t]`` layers.
+A prompt token runs `prompt_depth` layers, and generated token t runs ``depths[t]`` layers. Depth never rises along a
+row. So among a request's tokens in a pass, those that run a layer come first. This is true for decode steps, for chunks
+of a prompt, and for generated tokens that are recomputed after preemption.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# fields of CommonAttentionMetadata: the first two sets hold one value for each request, the third one for each token
-PER_REQUEST = {"block_table_tensor", "is_prefilling", "rswa_prefix_lens", "req_idx"}
-LENGTHS = {"seq_lens", "seq_lens_cpu_upper_bound"}  # fields that hold the length of each request's sequence
-PER_TOKEN = {"slot_mapping", "positions"}
+# fields of CommonAttentionMetadata
+PER_REQUEST = {"block_table_tensor", "is_prefilling", "rswa_prefix_lens", "req_idx"}  # one value for each request
+LENGTHS = {"seq_lens", "seq_lens_cpu_upper_bound"}  # length of each request's sequence after the pass
+PER_TOKEN = {"slot_mapping", "positions"}  # one value for each token
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Subset:
         tokens: indices of these tokens in the pass, ascending; a tensor on the device.
         requests: indices of the requests that have such tokens.
         on_device: `requests` as a tensor on the device.
-        counts: for each of `requests`, how many tokens run the layer: the request's first tokens in the pass.
+        counts: for each of `requests`, how many of its tokens in the pass run the layer. These tokens come first.
         dropped: for each of `requests`, how many of its tokens in the pass skip the layer.
     """
 
@@ -40,12 +40,12 @@ class Subset:
 
 
 class PassPlan:
-    """Finds which tokens of a forward pass run a layer. `rank`: the layer's place in the keep order; 0: skipped last.
+    """Finds which tokens of a forward pass run a layer. `rank`: place of the layer in the keep order; 0: never skipped.
 
     Args:
         depths: d(0), d(1), ...: number of layers that each generated token runs.
         prompt_depth: number of layers that a prompt token runs.
-        starts: index of each request's first token, followed by the number of all tokens; vLLM's ``query_start_loc``.
+        starts: index of each request's first token, and then the number of all tokens (vLLM's ``query_start_loc``).
         ends: length of each request's sequence after the pass.
         prompts: length of each request's prompt.
     """
@@ -64,7 +64,7 @@ class PassPlan:
         self.positions = np.arange(starts[-1]) - (starts[1:] - ends)[self.owners]
         generated = self.positions - prompts[self.owners]
         self.depths = np.where(generated < 0, prompt_depth, depths[np.clip(generated, 0, len(depths) - 1)])
-        self.levels = np.unique(self.depths)
+        self.levels = np.unique(self.depths)  # the different depths, ascending
         self._subsets: dict[int, Subset] = {}
 
     def runs_all(self, rank: int) -> bool:
@@ -87,7 +87,7 @@ class PassPlan:
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to a device. For a GPU, pin the memory first: else the copy would wait until the GPU is idle."""
+    """Copy an array to a device. Pin its memory first for a GPU: else the copy would wait until the GPU is idle."""
     tensor = torch.from_numpy(values)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
@@ -116,7 +116,7 @@ def cut_metadata(common: Any, subset: Subset, ends: np.ndarray) -> Any:
     }
     for name in [field.name for field in fields(common) if field.name not in cut]:
         value = getattr(common, name)
-        if value is None or name.startswith("_"):  # private fields are caches, which vLLM fills again when needed
+        if value is None or name.startswith("_"):  # private fields are caches, which vLLM fills when needed
             cut[name] = None
         elif name in PER_TOKEN:
             cut[name] = value[subset.tokens]

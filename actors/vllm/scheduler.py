@@ -1,4 +1,4 @@
-"""Schedulers for vLLM that keep only prompts in the prefix cache: generated tokens have no keys in skipped layers."""
+"""Defines schedulers for vLLM that cache only prompts, because generated tokens have no keys in skipped layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PromptCache:
         manager.coordinator.cache_blocks, manager.get_computed_blocks = cache_blocks, get_computed_blocks
 
     def add_request(self, request: Any) -> None:
-        """Queue a request. Raises UserError if its input is a stream: answers would become part of the prompt."""
+        """Queue a request. Raises UserError for a request with streamed input: answers would join its prompt."""
         if request.resumable:
             raise UserError("skipdecode: input that streams into a request is not supported")
         super().add_request(request)  # type: ignore[misc]

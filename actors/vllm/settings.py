@@ -1,4 +1,4 @@
-"""The add-on's settings: key ``skipdecode`` in vLLM's `additional_config`. They override ``skipdecode.json``."""
+"""Reads the add-on's settings from key ``skipdecode`` of vLLM's `additional_config`, and from ``skipdecode.json``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWN: dict[str, Any] = {  # keys in addition to those of a schedule, with their t
     "speed_adapter": str | None,  # folder of an adapter to merge
     "unadapted": bool,  # whether to run a schedule that the model was not trained for
     "self_check": bool,  # whether to compare attention with a slow reference before the first request
-    # for debugging: whether to write huge values into slots of tokens that skip a layer, and fail if it reads one
+    # for debugging: whether to write huge values into cache slots that a layer may not read, and fail if it does
     "poison": bool,
 }
 
@@ -25,7 +25,7 @@ class Settings:
     """Settings of the add-on; see `OWN`."""
 
     schedule: Schedule
-    speed_adapter: str | None = None  # always None at full depth, at which the base model runs unchanged
+    speed_adapter: str | None = None  # None at full depth, because the base model then runs unchanged
     self_check: bool = True
     poison: bool = False
 
@@ -33,7 +33,7 @@ class Settings:
 def read_settings(additional_config: Any, model: str, num_layers: int) -> Settings:
     """Return the add-on's settings for the model in the folder `model`.
 
-    Known keys are those of `OWN` and of a job's `schedule` section. Schedule keys that are not set come from
+    Known keys are those of `OWN` and of a job's `schedule` section. Schedule keys that are not given are taken from
     ``skipdecode.json`` in the folder of the speed adapter, or of the model if there is no adapter.
 
     Raises UserError if a key is unknown, a value is wrong, or the model was not trained for the schedule.

@@ -1,4 +1,4 @@
-"""Worker class for vLLM: the platform's worker, but each decoder layer runs only for the tokens of the schedule."""
+"""Defines a worker for vLLM whose decoder layers run only for the tokens that the schedule assigns to them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
-TESTED = "0.32"  # the only minor version of vLLM that is accepted: the add-on uses attributes that may change
+TESTED = "0.32"  # the only accepted version of vLLM, because the add-on uses internals that may change
 FULL_DEPTH = "run this model without SkipDecode (speedup: 1)"
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
         self.skipper.set_schedule(schedule)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Allocate the KV cache, and make the builders of attention metadata store what the layers' plans need."""
+        """Allocate the KV cache, and watch the builders of attention metadata (see `LayerSkipper.watch`)."""
         super().initialize_from_config(kv_cache_config)
         self._cache_config = kv_cache_config
         if self.skipper is None:
@@ -103,7 +103,7 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
                 self.skipper.watch(builder)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm up. Then compare attention with a simple reference, unless `self_check` is false."""
+        """Warm up. Then check the attention layers (see `check_answers`), unless `self_check` is false."""
         times = super().compile_or_warm_up_model()
         if self.skipper is not None and self.skip_settings.self_check:
             check_answers(self, self.skipper, self._cache_config)
@@ -130,15 +130,15 @@ def refuse_unsupported(config: Any) -> None:
     serves_prompts = issubclass(config.scheduler_config.get_scheduler_cls(), PromptCache)
     reasons = {
         "speculative decoding": config.speculative_config is not None,
-        "LoRA of requests": config.lora_config is not None,
+        "LoRA adapters": config.lora_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "expert parallelism": parallel.enable_expert_parallel,
         "data parallel experts": parallel.data_parallel_size > 1 and model.is_moe,
         "dual batch overlap": parallel.use_ubatching,
         "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
-        "transfer of keys and values": config.kv_transfer_config is not None,
-        "fast prefill over shared keys and values": cache.kv_sharing_fast_prefill,
-        "positions of several axes (M-RoPE)": model.uses_mrope,
+        "KV cache transfer": config.kv_transfer_config is not None,
+        "fast prefill with a shared KV cache": cache.kv_sharing_fast_prefill,
+        "M-RoPE positions": model.uses_mrope,
         "encoders": model.is_encoder_decoder,
         "pooling": model.runner_type != "generate",
         "compilation and CUDA graphs: pass enforce_eager": not model.enforce_eager,
@@ -161,7 +161,7 @@ def decoder_layers(model: Any, count: int) -> ModuleList:
 
 
 def attention_layers(by_name: Mapping[str, Any]) -> dict[int, dict[str, Attention]]:
-    """Return decoder layer index -> name -> attention layer. by_name: all layers that vLLM has registered."""
+    """Return index of decoder layer -> name -> attention layer. by_name: all layers that vLLM has registered."""
     found: dict[int, dict[str, Attention]] = {}
     for name, layer in by_name.items():
         if not isinstance(layer, AttentionLayerBase):

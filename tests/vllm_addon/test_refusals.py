@@ -38,14 +38,14 @@ def config(folder: Path) -> Any:
     ("part", "changes", "reason"),
     [
         ("", {"speculative_config": object()}, "speculative decoding"),
-        ("", {"lora_config": object()}, "LoRA of requests"),
-        ("", {"kv_transfer_config": object()}, "transfer of keys and values"),
+        ("", {"lora_config": object()}, "LoRA adapters"),
+        ("", {"kv_transfer_config": object()}, "KV cache transfer"),
         ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ("parallel_config", {"enable_expert_parallel": True}, "expert parallelism"),
         ("parallel_config", {"decode_context_parallel_size": 2}, "context parallelism"),
         ("model_config", {"enforce_eager": False}, "compilation and CUDA graphs: pass enforce_eager"),
         ("model_config", {"runner_type": "pooling"}, "pooling"),
-        ("cache_config", {"kv_sharing_fast_prefill": True}, "fast prefill over shared keys and values"),
+        ("cache_config", {"kv_sharing_fast_prefill": True}, "fast prefill with a shared KV cache"),
         ("scheduler_config", {"scheduler_cls": None}, "pass scheduler_cls=actors.vllm.scheduler.SkipAsyncScheduler"),
     ],
 )
