@@ -1,4 +1,4 @@
-"""Fast decoder layers for CPUs: C++ kernels, which are built at first use, and the executor that calls them.
+"""Fast decoder layers for CPUs: C++ kernels, which are compiled at first use, and the executor that calls them.
 
-Of the modules in this package, only `executor` imports the engine's modules `cache` and `decoder`.
+In this package, only module `executor` imports the modules `cache` and `decoder` of the engine.
 """

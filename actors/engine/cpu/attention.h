@@ -1,4 +1,4 @@
-// Attention: in a decode step (one token per row, over the used slots of a strided KV cache), and over whole prompts.
+// Attention in a decode step (one token per row, over the used slots of a strided KV cache) and over whole prompts.
 
 #pragma once
 
@@ -8,45 +8,45 @@ namespace {
 
 inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Keys and values of a prefix that all prompts share, packed head by head.
+// Keys and values of a prefix that all prompts share. Each head is packed separately.
 template <class T>
 struct Prefix {
     const T *keys, *values;  // keys [heads, size, width], values [heads, size rounded up, width], from pack_prefix
     int64_t tokens;
 };
 
-// Layout: `_Layer` in stack.py. Weights are packed for products. `qkv` joins queries, keys and values; `up` joins gate and up.
+// A decoder layer with packed weights. Layout: `_Layer` in stack.py. qkv: queries, keys, values. up: gate, up.
 template <class T>
 struct Layer {
     const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias;  // null: no norm; null bias: RMSNorm
-    const float *query_norm, *key_norm;        // RMSNorm of queries and keys; null: none
-    const float *attention_after, *mlp_after;  // RMSNorm of the blocks' outputs; null: none
+    const float *query_norm, *key_norm;        // RMSNorm of queries and keys; null: no norm
+    const float *attention_after, *mlp_after;  // RMSNorm of the blocks' outputs; null: no norm
     const T *qkv, *qkv_bias, *output, *output_bias, *up, *up_bias, *down, *down_bias;
     int64_t hidden, heads, group, size, intermediate;
-    int64_t gated;         // 1: silu(gate) * up; 2: gelu(gate) * up; 0: relu(up)
-    int64_t norms_residual;  // whether attention_norm and mlp_norm come after the residual connections, not before the blocks
-    int64_t joined_heads;  // whether query_norm and key_norm apply to all heads together, not to each head
-    int64_t rope;          // number of the rotary table for queries and keys, from 1; 0: no rotation
-    int64_t window;        // maximum number of slots that a token attends to; 0: no maximum
-    int64_t quantized;     // whether the weights of the products are int8
+    int64_t gated;           // 1: silu(gate) * up; 2: gelu(gate) * up; 0: relu(up)
+    int64_t norms_residual;  // whether attention_norm and mlp_norm come after the residuals, not before the blocks
+    int64_t joined_heads;    // whether query_norm and key_norm apply to all heads together, not to each head
+    int64_t rope;            // number of the rotary table for queries and keys, counted from 1; 0: no rotation
+    int64_t window;          // maximum number of slots that a token attends to; 0: no maximum
+    int64_t quantized;       // whether the packed weights are int8
     float attention_epsilon, mlp_epsilon, head_epsilon, scale;
 };
 
-// Keys and values of a layer, [places, heads, held, size] each, with equal strides; keys are null if the layer has no slots.
+// KV cache of a layer: keys and values, [places, heads, held, size] each. `row` and `head` are strides. null: no slots.
 template <class T>
 struct Buffers {
     T *keys, *values;
     int64_t places, held, row, head;
 };
 
-// A decode step: one new token per row. Layout: `_Step` in stack.py.
+// A decode step. Each row has one new token. Layout: `_Step` in stack.py.
 template <class T>
 struct Step {
     T* hidden;                 // [rows, hidden], output
     const T* rotations;        // for each table, cosines [rows, rotary], then sines [rows, rotary]; set by `run_step`
     const int64_t* tokens;     // [rows]
     const int64_t* places;     // [rows], index of each row in keys and values
-    const int64_t* slots;      // [rows], slot of the new token: its position, and the last slot that it attends to
+    const int64_t* slots;      // [rows], slot (= position) of the new token, and last slot that it attends to
     int64_t rotary, rows;
 };
 
@@ -56,7 +56,7 @@ struct Inputs {
     const T *embeddings, *learned;  // [embedded, hidden]; position embeddings [positions, hidden], or null
     const T* rotations;             // cosines and sines [tables, 2, positions, rotary], or null
     int64_t embedded, positions, rotary, tables;
-    float scale;                    // factor of an embedding
+    float scale;                    // factor for `embeddings`
 };
 
 // Concatenated prompts: prompt p has the tokens starts[p] ... starts[p + 1] - 1. Layout: `_Prompts` in stack.py.
@@ -68,20 +68,20 @@ struct Prompts {
     const int64_t* starts;     // [prompts + 1]
     const int64_t* places;     // [rows], index of each row in keys and values
     const int64_t* sources;    // [rows], index of each row's prompt
-    Prefix<T> prefix;          // prefix of all prompts, or null and 0; the slots before `keys` and `values` hold it already
+    Prefix<T> prefix;          // 0 tokens: no prefix. `keys` and `values` begin after the stored prefix
     int64_t rotary, prompts, rows, buffer_row, buffer_head;
 };
 
-constexpr int64_t TOKENS = 256;  // tokens run together if prompts allow, so that intermediate results stay in the L2 cache
+constexpr int64_t TOKENS = 256;  // tokens that run together where possible: their intermediate results fit the L2 cache
 
-// Memory for intermediate results between products. If `memory` is null, only the total size is computed.
+// Memory for the intermediate results of a layer. If `memory` is null, computes only the total size.
 template <class T>
 struct Workspace {
     T *normed, *between, *qkv, *attended, *up, *gated;
     char* codes;                    // 8-bit codes of the largest input of a product with int8 weights
     float* scratch;                 // for attention: `scratch_each` numbers per thread
-    int64_t queries, states, wide;  // how many numbers a token has in attended, qkv and up
-    int64_t together;               // maximum number of tokens in the feed-forward block at once
+    int64_t queries, states, wide;  // numbers per token in attended, qkv and up
+    int64_t together;               // maximum number of tokens that run through the feed-forward block at once
     int64_t scratch_each, bytes;
 
     Workspace(const Layer<T>& l, int64_t tokens, int64_t scratch_each, int64_t threads, char* memory)
@@ -95,14 +95,14 @@ struct Workspace {
         take(normed, tokens * l.hidden), take(between, tokens * l.hidden), take(qkv, tokens * states);
         take(attended, tokens * queries), take(up, together * wide), take(gated, together * l.intermediate);
         take(scratch, threads * scratch_each);
-#if CAN_QUANTIZE  // also without codes in this layer, because other layers may have some, and unused memory costs nothing
+#if CAN_QUANTIZE  // for all layers, because some layers may have int8 weights, and unused memory costs nothing
         take(codes, std::max(bytes_of_codes(tokens, std::max(l.hidden, queries)), bytes_of_codes(together, l.intermediate)));
 #endif
         bytes = at - memory;
     }
 };
 
-// Inputs and output of one key/value head of one row, which attends to slots first ... last - 1.
+// Inputs and output of attention for one key/value head of one row. The row attends to slots first ... last - 1.
 template <class T>
 struct Head {
     const T *query, *keys, *values;
@@ -110,20 +110,20 @@ struct Head {
     int64_t first, last;
 };
 
-// Attention of the queries [group, size] of a head over its slots, 16 slots at a time. PAIRS: number of vectors of 32 numbers
-// that hold `size` numbers. TAIL: whether the last vector is partly filled.
+// Computes attention of a head's queries [group, size] over its slots, 16 slots at a time. Prefetches `next_keys`.
+// PAIRS: number of vectors of 32 numbers that hold `size` numbers. TAIL: whether the last vector is partly filled.
 template <class T, int PAIRS, bool TAIL>
 void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, int64_t group, int64_t size, float scale,
                  float* workspace) {
     const int64_t count = head.last - head.first, blocks = (count + LANES - 1) / LANES, tail = size % PAIR;
     const int whole = TAIL ? PAIRS - 1 : PAIRS;
-    constexpr int CHAINS = PAIRS == 1 ? 4 : PAIRS <= 3 ? 2 : 1;  // independent sums, which the processor adds in parallel
+    constexpr int CHAINS = PAIRS == 1 ? 4 : PAIRS <= 3 ? 2 : 1;  // independent sums, which run in parallel
     Factor<T>* queries = (Factor<T>*)workspace;                   // [group, PAIRS]
     Pair* sums = (Pair*)(workspace + 2 * LANES * group * PAIRS);  // [group, PAIRS]
-    float* scores = (float*)(sums + group * PAIRS);          // [group, blocks * 16]
-    float* totals = scores + group * blocks * LANES;         // [group]
+    float* scores = (float*)(sums + group * PAIRS);               // [group, blocks * 16]
+    float* totals = scores + group * blocks * LANES;              // [group]
     auto read = [&](const T* x, int p) { return p < whole ? load_pair(x + p * PAIR) : load_some(x + p * PAIR, tail); };
-    auto prefetch_slots = [=](const T* from) {  // 16 slots, some of which may lie after the last one
+    auto prefetch_slots = [=](const T* from) {  // 16 slots; some may lie after the last slot, which does no harm
 #pragma GCC unroll 16
         for (int64_t k = 0; k < LANES; k++)
             for (int64_t at = 0; at < PAIRS * PAIR; at += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + k * size + at, 0, 2);
@@ -197,13 +197,13 @@ void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, in
         }
 }
 
-// Returns how many float32 numbers a thread needs for rows with up to `width` slots.
+// Returns the number of float32 numbers of `workspace` in attend_head, for rows with up to `width` slots.
 inline int64_t step_scratch(int64_t group, int64_t size, int64_t width) {
     return group * (4 * ((size + PAIR - 1) / PAIR) + (width + LANES - 1) / LANES + 1) * LANES;
 }
 
-// Attention of a decode step's rows from `first` on (the youngest): w.qkv -> w.attended. The threads of the calling parallel
-// region share the work. `before(row, head)` is called before a head is read.
+// Computes attention for a decode step's rows from `first` on: w.qkv -> w.attended. The threads of the calling parallel
+// region share the work. Calls `before(row, head)` before a head is read.
 template <class T, class Before>
 void attend(const Layer<T>& l, const Buffers<T>& b, const Workspace<T>& w, const Step<T>& all, int64_t first, Before before) {
     static constexpr decltype(&attend_head<T, 1, false>) forms[][2] = {
@@ -228,12 +228,12 @@ void attend(const Layer<T>& l, const Buffers<T>& b, const Workspace<T>& w, const
     }
 }
 
-// Causal attention of prompts, computed like products: a head's keys and values are packed once. Then blocks of the head's
-// queries are multiplied with them, up to the last key that a block attends to. Scores and sums are float32.
+// Causal attention of prompts uses the panel products of products.h. A head's keys and values are packed once. Then
+// each block of queries is multiplied with them, up to the last key that it attends to. Scores and sums are float32.
 
 constexpr int64_t QUERIES = 32;  // queries in a block
 
-// Packs keys [tokens, size] -> [tokens / 48 rounded up, size / FACTORS, 48, FACTORS]. Nothing is written after the last token.
+// Packs keys [tokens, size] -> [tokens / 48 rounded up, size / FACTORS, 48, FACTORS]. Writes nothing beyond `tokens`.
 template <class T>
 inline void pack_keys(const T* keys, int64_t key_token, int64_t tokens, int64_t size, T* packed) {
     for (int64_t token = 0; token < tokens; token++) {
@@ -242,7 +242,7 @@ inline void pack_keys(const T* keys, int64_t key_token, int64_t tokens, int64_t 
     }
 }
 
-// Packs values [tokens, size] -> [size / 48 rounded up, even / FACTORS, 48, FACTORS], with zeros after the last of `tokens`.
+// Packs values [tokens, size] -> [size / 48 rounded up, even / FACTORS, 48, FACTORS], with zeros beyond `tokens`.
 template <class T>
 inline void pack_values(const T* values, int64_t value_token, int64_t tokens, int64_t size, int64_t even, T* packed) {
     constexpr int64_t FEW = FACTORS<T>;
@@ -256,7 +256,7 @@ inline void pack_values(const T* values, int64_t value_token, int64_t tokens, in
         }
 }
 
-// Packs keys and values [heads, tokens, size] (contiguous) of a shared prefix into memory that holds zeros.
+// Packs contiguous keys and values [heads, tokens, size] of a shared prefix. The output memory must hold zeros.
 template <class T>
 inline void pack_prefix(const T* keys, const T* values, int64_t tokens, int64_t heads, int64_t size, T* packed_keys,
                         T* packed_values) {
@@ -267,7 +267,7 @@ inline void pack_prefix(const T* keys, const T* values, int64_t tokens, int64_t 
     }
 }
 
-// Returns the attention weights in `scores` as numbers of type T: `scores` itself if T is float, else a copy in `memory`.
+// Returns the attention weights in `scores` as type T: `scores` itself if T is float, else a copy in `memory`.
 template <class T>
 inline const T* weights_of(const float* scores, T* memory, int64_t width) {
     if constexpr (std::is_same_v<T, float>) {
@@ -278,7 +278,7 @@ inline const T* weights_of(const float* scores, T* memory, int64_t width) {
     }
 }
 
-// Writes (sums + before) / total for `count` numbers. before: null for 0.
+// Writes (sums + before) / total for `count` numbers. If `before` is null, it counts as 0.
 template <class T>
 inline void write_mean(const float* sums, const float* before, float total, int64_t count, T* out) {
     for (int64_t d = 0; d < count; d += LANES) {
@@ -294,7 +294,7 @@ int64_t longest_of(const Prompts<T>& p, int64_t first, int64_t last) {
     return longest;
 }
 
-// A thread's memory for prompts of up to `longest` tokens. If `memory` is null, only the total size is computed.
+// A thread's memory for attention in prompts of up to `longest` tokens. If `memory` is null, computes only the size.
 template <class T>
 struct PromptScratch {
     T *keys, *values, *weights;
@@ -312,7 +312,7 @@ struct PromptScratch {
     }
 };
 
-// Attention of prompts first ... last - 1: w.qkv -> w.attended. The threads of the calling parallel region share the work.
+// Computes attention of prompts first ... last - 1: w.qkv -> w.attended. The calling threads share the work.
 template <class T>
 inline void attend_prompts(const Layer<T>& l, const Prompts<T>& p, const Workspace<T>& w, int64_t first, int64_t last) {
     const int64_t *starts = p.starts + first, size = l.size, longest = longest_of(p, first, last);

@@ -1,4 +1,4 @@
-"""Decoder and executor that use the CPU kernels. A decode step is one native call. Prompts run without padding.
+"""Decoder and executor for the CPU kernels. A decode step is one native call. Prompts run without padding.
 
 Shapes: R rows of a prefill, P prompts, B rows of a decode step, N tokens or hidden states, H key/value heads, K slots,
 D head size, E hidden size, V vocabulary size.
@@ -35,8 +35,8 @@ from actors.engine.model.families import Rotary, context_length, family_of, has_
 from actors.engine.model.layer_weights import NormWeights
 from actors.engine.sampling.sampler import argmax
 
-PANELS_AT_ONCE = 64  # how many of the head's panels (48 outputs each) are converted to float64 at a time
-UNDECIDED = 8  # if more than 1/8 of all tokens could be a row's likeliest token, all logits of the row are computed
+PANELS_AT_ONCE = 64  # number of the head's panels (48 outputs each) that are converted to float64 at a time
+UNDECIDED = 8  # a row with more than V / 8 candidates for its likeliest token is undecided: it needs all logits
 
 _Screen = structure("norm norm_bias weight packed norms", "inputs outputs most", "epsilon")
 
@@ -45,16 +45,16 @@ def fastest_decoder(model: PreTrainedModel, tokens: int | None = None, *, int8: 
     """Return the fastest decoder for a model on the model's device, for inference only.
 
     Args:
-        model: The model. The decoder owns it afterwards, and may have replaced layers and head.
-        tokens: Number of token ids for which logits are computed, from id 0 on; None: all.
+        model: The model. Do not use it afterwards, because its layers and head may be replaced.
+        tokens: Compute logits only for token ids below this number; None: for all ids.
         int8: Whether to round linear layers and head to 8 bits (see `cpu.products`), which needs bfloat16 on a CPU.
             Layers stored as 8-bit codes (`compressed.scales_of`) need bfloat16 on a CPU too, and always use 8 bits.
     """
     weight = next(model.parameters())
     assert not int8 or (weight.device.type == "cpu" and weight.dtype == torch.bfloat16)
-    blocks, describe = family_of(model.config).layers(model), functools.partial(layer_weights, model.config)
-    kind = weight.dtype, weight.device
-    if has_weights(model.config) and all(can_stack(describe(block), *kind, int8=int8) for block in blocks):
+    config, kind = model.config, (weight.dtype, weight.device)
+    blocks = family_of(config).layers(model)
+    if has_weights(config) and all(can_stack(layer_weights(config, block), *kind, int8=int8) for block in blocks):
         return StackDecoder(model, tokens, int8=int8)
     if kind != (torch.bfloat16, torch.device("cpu")):
         return Decoder(model, tokens)
@@ -67,7 +67,7 @@ def fastest_decoder(model: PreTrainedModel, tokens: int | None = None, *, int8: 
 
 
 def _pack_head(decoder: Decoder, int8: bool) -> Tensor:
-    """Pack a decoder's head. Return the old weight [V, E], which the model drops unless the input embedding uses it."""
+    """Pack a decoder's head. Return the old weight [V, E]; the model keeps it only if the input embedding uses it."""
     weight: Tensor = decoder.head.weight.detach()  # type: ignore[operator]
     shared = decoder.head.weight is decoder.model.get_input_embeddings().weight
     decoder.head = packed_linear(decoder.head, int8=int8)
@@ -79,13 +79,13 @@ def _pack_head(decoder: Decoder, int8: bool) -> Tensor:
 class Screen:
     """Finds the likeliest token for each hidden state without computing all logits; see screen.h.
 
-    An 8-bit product gives bounds for all logits, in half the time of the bfloat16 product. Only logits that may be the
-    highest are then computed in bfloat16. Their bits are the same as in the full product. For 64 rows of SmolLM2-135M,
-    this takes 3.2 ms instead of 5.3 ms on two Zen 5 cores. A greedy job takes 4% less time at 1x, and 10% less at 3x.
+    An 8-bit product gives bounds for all logits, in half the time of the bfloat16 product. Then only logits that may be
+    the highest are computed in bfloat16, with the same bits as in the full product. For 64 rows of SmolLM2-135M, this
+    takes 3.2 ms instead of 5.3 ms on two Zen 5 cores. A greedy job takes 4% less time at 1x, and 10% less at 3x.
     """
 
     def __init__(self, weight: Tensor, norm: NormWeights) -> None:
-        """Prepare a screen for a head's `weight` [V, E] (not copied, see `can_screen`). norm: norm before the head."""
+        """Quantize a head's `weight` [V, E], see `can_screen`; keep `weight` too. norm: the norm before the head."""
         weight = weight.detach()
         packed, norms = zip(*map(_bounded, weight.split(PANEL * PANELS_AT_ONCE)), strict=True)
         panels = [torch.cat(packed)]
@@ -106,7 +106,7 @@ class Screen:
 
 
 def _bounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weight [v, E] packed in 8 bits, and bounds [panels, 2, 48] of |w| and |w - rounded w| for each row w."""
+    """Return weight [v, E] packed in 8 bits, and [panels, 2, 48]: |w| and |w - rounded w| of each row w, rounded up."""
     codes, scales = quantize_weight(weight)
     whole = weight.double()
     rounded = codes[:, : weight.shape[1]].double() * scales.double()[:, None]
@@ -129,23 +129,23 @@ class StackDecoder(Decoder):
     """A decoder whose layers and final norm run as CPU kernels."""
 
     def __init__(self, model: PreTrainedModel, tokens: int | None = None, *, int8: bool = False) -> None:
-        family, describe = family_of(model.config), functools.partial(layer_weights, model.config)
+        family = family_of(model.config)
         tokens_table, learned, scale = family.embeddings(model)
         learned = None if learned is None else learned.detach()
         context = context_length(model.config)
         embedding = Embedding(tokens_table.detach(), learned, scale, self._rotary_tables, context)
-        self.stack = Stack(family.layers(model), describe, embedding, int8=int8)
+        self.stack = Stack(family.layers(model), functools.partial(layer_weights, model.config), embedding, int8=int8)
         super().__init__(model, tokens)
         self._last_norm = family.last_norm(model)
         plain = self.logit_cap is None and self.head.bias is None
         weight = _pack_head(self, int8)
-        # screen only if the kernel of `PanelProduct` computes the logits, because the bounds are valid only for them
+        # the bounds are valid only for logits that the kernel of `PanelProduct` computes
         own = isinstance(self.head, PackedLinear) and type(self.head.product) is PanelProduct
         self._screened = weight if plain and own and self._last_norm is not None and can_screen(weight) else None
 
     @functools.cached_property
     def screen(self) -> Screen | None:
-        """The `Screen` of the head, made when it is first used; None if the model or the CPU does not support it."""
+        """The head's `Screen`, created at first use; None if the model or the CPU does not support one."""
         if self._screened is None or self._last_norm is None:
             return None
         return Screen(self._screened, self._last_norm)
@@ -158,7 +158,7 @@ class StackDecoder(Decoder):
         rotary = super().rotary(hidden, positions)
         if rotary[0] is None or rotary[0][0].dtype == hidden.dtype:
             return rotary
-        # cast, because OLMo 2 and 3 compute rotary tables in float32, but a stack uses the same dtype for everything
+        # cast: OLMo 2 and 3 compute rotary tables in float32, but all tensors of a stack have the same dtype
         tables = {id(both): both for both in rotary if both is not None}
         cast = {key: (both[0].to(hidden.dtype), both[1].to(hidden.dtype)) for key, both in tables.items()}
         return [cast[id(both)] for both in rotary]
@@ -178,12 +178,11 @@ class StackDecoder(Decoder):
 
 
 class _Slots:
-    """Holds all layers' keys and values in `memory`. Old content does no harm: kernels read only written slots."""
+    """Holds all layers' keys and values in `memory`, which need not be cleared: kernels read only written slots."""
 
     def __init__(self, shape: SlotShape, decoder: Decoder, memory: Tensor) -> None:
         sizes = [(2, shape.rows, decoder.kv_heads, slots, decoder.head_dim) for slots in shape.slots]
-        counts = [math.prod(size) for size in sizes]
-        parts = memory.split(counts)
+        parts = memory.split([math.prod(size) for size in sizes])
         self.layers = [part.view(size) if len(part) else None for part, size in zip(parts, sizes, strict=True)]
         self.table = buffer_table(self.layers)
 
@@ -198,8 +197,8 @@ class _Slots:
 class CpuExecutor(LibraryExecutor):
     """Runs the CPU kernels of a `StackDecoder`. All slots of the KV cache are in one allocation.
 
-    A new cache reuses the allocation if it is large enough, but less than twice as large as needed. The system clears a
-    new allocation page by page. This would take 5% of the time of a job with the demo's model.
+    A new cache reuses the allocation if it is large enough, but less than twice as large as needed. With a new
+    allocation for each cache, a job with the demo's model takes 5% longer: the system clears new memory page by page.
     """
 
     decoder: StackDecoder
@@ -237,7 +236,7 @@ class CpuExecutor(LibraryExecutor):
     def _prompts(
         self,
         prompts: Sequence[tuple[int, ...]],
-        begins: int,  # position of each prompt's first token after the prefix
+        begins: int,  # position of each prompt's first token; `prompts` do not contain the prefix
         sources: Sequence[int],  # for each row, the index of its prompt
         slots: Sequence[int],  # for each row, its index in the buffers
         layers: Sequence[int],

@@ -1,4 +1,4 @@
-// The CPU kernels, with a C interface. Arrays are row-major; strides count numbers, not bytes.
+// C interface of the CPU kernels. Arrays are row-major; strides count numbers, not bytes.
 // A row's result depends only on that row, not on the batch or on the number of threads.
 
 #include "layer.h"
@@ -7,9 +7,9 @@
 
 namespace {
 
-enum Status : int64_t { DONE = 0, OUTSIDE = 1, NO_MEMORY = 2 };  // see `_checked` in library.py
+enum Status : int64_t { DONE = 0, OUTSIDE = 1, NO_MEMORY = 2 };  // OUTSIDE: an index is out of range; see library.py
 
-// Calls `run`, which returns whether its arguments are inside their bounds. No exception may leave a function called from C.
+// Calls `run`, which returns false if an index is out of range. Catches exceptions, because C cannot handle them.
 template <class Run>
 int64_t status_of(Run run) {
     try {

@@ -1,4 +1,4 @@
-// Whole decoder layers, in a decode step (one new token per row) or over prompts. One parallel region runs all operations.
+// Decoder layers, in a decode step (one new token per row) or over prompts. One parallel region runs all operations.
 
 #pragma once
 
@@ -9,9 +9,9 @@
 
 namespace {
 
-constexpr int64_t FEWEST = 64;   // with fewer tokens per thread, threads do not run groups alone: each would read all weights
+constexpr int64_t FEWEST = 64;  // minimum tokens per thread for separate groups; each thread then reads all weights
 
-// A thread's memory, aligned to 64 bytes, which is kept from call to call.
+// Memory of one thread, aligned to 64 bytes. It is kept between calls.
 class Kept {
   public:
     char* at_least(size_t bytes) {
@@ -23,7 +23,7 @@ class Kept {
     }
 
     void trim() {
-        if (size > (size_t(1) << 28)) held.reset(), size = 0;
+        if (size > (size_t(1) << 28)) held.reset(), size = 0;  // keep at most 256 MiB
     }
 
   private:
@@ -31,7 +31,7 @@ class Kept {
     size_t size = 0;
 };
 
-// All threads of a parallel region call the following functions.
+// In a parallel region, all threads must call each of the following functions.
 
 template <class T>
 inline void norm(const Layer<T>& l, const T* from, T* to, int64_t tokens, bool of_attention) {
@@ -41,7 +41,7 @@ inline void norm(const Layer<T>& l, const T* from, T* to, int64_t tokens, bool o
         normalize(from, l.mlp_norm, l.mlp_norm_bias, to, tokens, l.hidden, l.mlp_epsilon);
 }
 
-// Computes a product of a layer. If the layer's weights are quantized, the inputs are quantized first.
+// Computes one of a layer's matrix products. If the layer's weights are quantized, quantizes the inputs first.
 template <class T>
 inline void multiply(const Layer<T>& l, const Workspace<T>& w, const Product<T>& p, int64_t rows) {
 #if CAN_QUANTIZE
@@ -94,7 +94,7 @@ inline void finish(const Layer<T>& l, const Workspace<T>& w, T* hidden, int64_t 
     add(w.between, w.normed, hidden, tokens * l.hidden);
 }
 
-// Runs one layer over the `rows` youngest rows of a decode step.
+// Runs one layer over the last `rows` rows of a decode step.
 template <class T>
 inline void step_layer(const Layer<T>& l, const Buffers<T>& b, const Workspace<T>& w, const Step<T>& all, int64_t rows) {
     const int64_t first = all.rows - rows, *places = all.places + first, *slots = all.slots + first;
@@ -118,8 +118,8 @@ inline void step_layer(const Layer<T>& l, const Buffers<T>& b, const Workspace<T
     finish(l, w, hidden, rows);
 }
 
-// Writes the embedding of each row, and writes its cosines and sines to `to_tables` [tables, 2, rows, rotary]. Returns whether
-// all tokens and positions are inside the tables; if not, nothing is written.
+// Writes each row's embedding to `s.hidden`, and its cosines and sines to `to_tables` [tables, 2, rows, rotary]. If a
+// token or position is out of range, writes nothing and returns false.
 template <class T>
 bool embed(const Inputs<T>& e, int64_t size, const Step<T>& s, T* to_tables) {
     if (!inside(s.tokens, s.rows, e.embedded) || !inside(s.slots, s.rows, e.positions)) return false;
@@ -137,8 +137,8 @@ bool embed(const Inputs<T>& e, int64_t size, const Step<T>& s, T* to_tables) {
     return true;
 }
 
-// Runs each layer i over the counts[i] youngest rows. All layers have the same shape; some may have quantized weights. Returns
-// whether all tokens, places and slots exist; if not, nothing is done.
+// Runs each layer i over the last counts[i] rows. All layers have the same shape; some may have quantized weights. If a
+// token, place or slot is out of range, does nothing and returns false.
 template <class T>
 bool run_step(const Layer<T>* layers, const Buffers<T>* buffers, const int64_t* counts, int64_t count, Step<T> s,
               const Inputs<T>& inputs) {
@@ -163,14 +163,14 @@ bool run_step(const Layer<T>* layers, const Buffers<T>* buffers, const int64_t* 
     return true;
 }
 
-// Groups of prompts that run together: group g has the prompts firsts[g] ... firsts[g + 1] - 1.
+// Groups of prompts that run together. Group g has the prompts firsts[g] ... firsts[g + 1] - 1.
 struct Groups {
     std::vector<int64_t> firsts;
     int64_t most = 0;     // maximum number of tokens in a group
-    int64_t threads = 1;  // number of groups that run at the same time, each by one thread; 1: all threads run each group
+    int64_t threads = 1;  // number of groups that run in parallel, in one thread each; 1: all threads share each group
 
-    // A group has about TOKENS tokens or is one longer prompt, and each thread gets equally many groups. If there are too few
-    // tokens for that, or a prompt is too long, all threads together run one group after the other.
+    // A group has about TOKENS tokens or is one longer prompt, and each thread gets the same number of groups. If there
+    // are too few tokens for that, or a prompt is too long, groups run one after the other, each in all threads.
     template <class T>
     explicit Groups(const Prompts<T>& p) {
         const int64_t all = p.starts[p.prompts], available = omp_get_max_threads();
@@ -252,8 +252,8 @@ void run_prompts(const Layer<T>& l, const Prompts<T>& p) {
     kept.trim();
 }
 
-// Runs the part of a layer before attention: hidden -> rotated queries, keys and values [tokens, states]. Or, with `attended`
-// [tokens, queries], runs the part after attention, and overwrites hidden with the layer's output.
+// If `attended` is null, runs the part of a layer before attention: hidden -> rotated queries, keys and values in `qkv`
+// [tokens, states]. Else runs the part after attention: `attended` [tokens, queries] and hidden -> hidden.
 template <class T>
 void run_half(const Layer<T>& l, T* hidden, const T* cosines, const T* sines, T* qkv, T* attended, int64_t tokens,
               int64_t rotary) {

@@ -1,8 +1,8 @@
-"""Builds `kernels.cpp` once with the machine's C++ compiler, and loads the resulting shared library.
+"""Compiles `kernels.cpp` once with the machine's C++ compiler, and loads the resulting shared library.
 
 The library file is in the cache folder ($SKIPDECODE_CACHE, else ~/.cache/skipdecode). Its name is a digest of source,
-compiler and processor. The kernels use torch's threads, because g++ links the OpenMP library that torch has loaded.
-Without a compiler, the engine runs transformers' layers instead. Their results are rounded differently.
+compiler and processor. The kernels run in torch's threads, because they use the OpenMP library that torch has loaded.
+Without a compiler, the engine runs transformers' layers instead, which round their results differently.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BUILD_SECONDS = 900
 PANEL = 48  # number of outputs whose weights are stored together in a packed weight
 LARGEST_HEAD = 256  # largest head size that the kernels support
 _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-# kernel -> how many pointers, 64-bit integers and floats it takes as arguments, in this order
+# kernel -> its number of pointer, 64-bit integer and float arguments; the arguments come in this order
 _SIGNATURES = {
     "sample": (1, 0, 0),
     "step": (5, 1, 0),
@@ -47,11 +47,11 @@ _SIGNATURES = {
     "multiply_int8": (5, 4, 0),
     "likeliest": (3, 1, 0),
 }
-_OUTSIDE, _NO_MEMORY = 1, 2  # `Status` of kernels.cpp
+_OUTSIDE, _NO_MEMORY = 1, 2  # must equal `Status` in kernels.cpp
 
 
 def structure(pointers: str, integers: str, floats: str = "") -> Any:
-    """Return a ctypes structure of pointers, then 64-bit integers, then floats. Spaces separate the fields' names."""
+    """Return a ctypes structure of pointers, then 64-bit integers, then floats. Arguments: field names with spaces."""
     fields: list[tuple[str, Any]] = [(name, ctypes.c_void_p) for name in pointers.split()]
     fields += [(name, ctypes.c_int64) for name in integers.split()]
     fields += [(name, ctypes.c_float) for name in floats.split()]
@@ -60,33 +60,33 @@ def structure(pointers: str, integers: str, floats: str = "") -> Any:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the kernel library, built if necessary. If it cannot be built or used, warn once and return None."""
+    """Return the kernel library; compile it if necessary. If this fails, log a warning once and return None."""
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     try:
         loaded = ctypes.CDLL(str(_built(compiler)))
-        if torch.get_num_threads() == loaded.threads():  # call torch first, because this sets the number of threads
+        if torch.get_num_threads() == loaded.threads():  # torch's call comes first: it sets the number of threads
             return loaded
         problem = f"{' '.join(compiler)} does not link torch's OpenMP library"
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.splitlines() if "error" in line] or [f"status {error.returncode}"]
         problem = f"{' '.join(compiler)}: {lines[0]}"
-    # there is no compiler, the home folder is missing or read-only, or the library file lacks an expected function
+    # no compiler, a missing or read-only home folder, or a library file without an expected function
     except (OSError, RuntimeError, AttributeError, subprocess.TimeoutExpired) as error:
         problem = f"{' '.join(compiler)}: {flat(error)}"
     log.warning(
-        "no working C++ compiler (g++ or $CXX): %s; with such a compiler, this CPU generates two to six times as fast",
+        "no CPU kernels, so generation takes two to six times as long: %s; install g++, or name a C++ compiler in $CXX",
         problem,
     )
     return None
 
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernel `sample` exists for `dtype`. The first call may take seconds to build the kernels."""
+    """Return whether the kernel `sample` exists for `dtype`. The first call may compile the kernels, for seconds."""
     return device.type == "cpu" and dtype in _NAMES and library() is not None
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernels for products and layers exist for `dtype`.
+    """Return whether the kernels for matrix products and layers exist for `dtype`.
 
     They exist for float32 on all CPUs, and for bfloat16 on CPUs without AMX. With AMX, torch's products are faster.
     """
@@ -101,7 +101,7 @@ def quantizes(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _built(compiler: Sequence[str]) -> Path:
-    """Return the library's file. Build it first if it does not exist."""
+    """Return the path of the library file; compile the file if it does not exist."""
     run = functools.partial(
         subprocess.run, capture_output=True, text=True, errors="replace", check=True, timeout=BUILD_SECONDS
     )
@@ -121,7 +121,7 @@ def _built(compiler: Sequence[str]) -> Path:
 
 @functools.cache
 def _processor() -> str:
-    """Return what -march=native depends on, as text: the processor's model and its instructions."""
+    """Return the processor's model and instruction sets as text. -march=native depends on both."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor()
@@ -131,7 +131,7 @@ def _processor() -> str:
 
 @functools.cache
 def kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a kernel as a function. The function raises MemoryError if it gets no memory for intermediate results.
+    """Return a kernel as a function. It raises MemoryError if there is no memory for its intermediate results.
 
     Check first that the kernel exists: with `available` for `sample`, with `quantizes` for `multiply_int8` and
     `likeliest`, and with `multiplies` for all other kernels.
@@ -147,5 +147,5 @@ def kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
 
 def _checked(status: int, function: Any, arguments: Any) -> None:
     if status == _NO_MEMORY:
-        raise MemoryError(f"the system has no memory for the intermediate results of {function.__name__}")
-    assert status != _OUTSIDE, "a token, a row or a slot lies outside the tables and buffers, or there are no buffers"
+        raise MemoryError(f"the system has no memory for the intermediate results of kernel {function.__name__}")
+    assert status != _OUTSIDE, "the index of a token, row or slot is out of range, or a layer has no buffers"

@@ -1,5 +1,5 @@
-// Vectors of bfloat16 or float32 numbers, and the operations between products: norms, rope and gates. All computations are
-// in float32.
+// Vectors of bfloat16 or float32 numbers, and a layer's operations between matrix products: norms, rotary embeddings
+// and gates. All computations are in float32.
 
 #pragma once
 
@@ -36,13 +36,13 @@ inline void store(BFloat16* place, float value) {  // to the nearest, ties to ev
     place->bits = uint16_t(value == value ? rounded : 0x7fc0);
 }
 
-// Vectors of 16 numbers, which GCC and Clang compile to the processor's vectors.
+// Vectors of 16 numbers. GCC and Clang compile them to the processor's vectors.
 typedef float Floats __attribute__((vector_size(64)));
 typedef uint32_t Bits __attribute__((vector_size(64)));
 typedef int32_t Places __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
-// Vectors of 32-bit and 16-bit integers, with as many integers as BYTES bytes hold float32 numbers.
+// Vectors of BYTES / 4 integers, of 32 bits (Whole) or 16 bits (Half) each.
 template <size_t BYTES>
 struct Ints;
 
@@ -59,7 +59,7 @@ INTS(16)
 
 constexpr int64_t LANES = 16, PAIR = 2 * LANES;
 
-// Loads the first `n` numbers of x, at most as many as a vector V holds. If n is smaller, the last numbers of V are 0.
+// Loads the first `n` numbers of x. Ignores numbers beyond the vector's size; sets missing ones to 0.
 template <class V = Floats>
 inline V load_vector(const float* x, int64_t n) {
     V y = {};
@@ -81,7 +81,7 @@ inline V load_vector(const BFloat16* x, int64_t n) {
     return (V)(__builtin_convertvector(y, typename Ints<sizeof(V)>::Whole) << 16);
 }
 
-// Stores the first `n` numbers of vector x, at most all, in memory.
+// Stores the first `n` numbers of vector x, or all if n is larger than the vector.
 template <class V>
 inline void store_vector(float* to, V x, int64_t n) {
     if (n >= int64_t(sizeof x / sizeof *to))
@@ -116,7 +116,7 @@ inline void store_vector(BFloat16* to, Floats x, int64_t n) {
 }
 #endif
 
-// For each i in `index`: number i of x, or number i - 16 of y if i is at least 16.
+// Returns, for each i in `index`, number i of x if i < 16, else number i - 16 of y.
 inline Floats permuted(Floats x, Floats y, Places index) {
 #ifdef __clang__
     Floats z;
@@ -127,7 +127,7 @@ inline Floats permuted(Floats x, Floats y, Places index) {
 #endif
 }
 
-// Reduces x to one number with `both`, a function that joins two numbers or two vectors.
+// Reduces x to one number with `both`, a function of two numbers or two vectors.
 template <class Both>
 inline float joined(Floats x, Both both) {
     typedef float Four __attribute__((vector_size(16)));
@@ -145,7 +145,7 @@ inline float highest_of(Floats x) {
     return joined(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// Returns the highest of `vectors` * 16 numbers, `vectors` >= 1. Compilers would not vectorize a loop with max.
+// Returns the highest of `vectors` * 16 numbers, `vectors` >= 1. Uses vectors, because compilers do not vectorize max.
 inline float highest(const float* x, int64_t vectors) {
     Floats most = load_vector(x, LANES);
     for (int64_t i = 1; i < vectors; i++) {
@@ -155,7 +155,7 @@ inline float highest(const float* x, int64_t vectors) {
     return highest_of(most);
 }
 
-// Returns exp(given), as expf in Cephes, with a relative error below 2e-7; 0 below -87, so that a masked key has weight 0.
+// Returns exp(given) with a relative error below 2e-7, like Cephes' expf. Returns 0 below -87, for masked keys.
 inline Floats exponential(Floats given) {
     Floats x = given > 88.0f ? Floats() + 88.0f : given;  // NaN stays NaN
     x = x < -87.0f ? Floats() - 87.0f : x;
@@ -182,8 +182,8 @@ inline float exponentials(float* x, int64_t vectors, float scale) {
     return sum_of(total);
 }
 
-// 32 numbers, in the same order for queries, keys and values. For bfloat16, `a` has the even numbers and `b` the odd ones,
-// each of which takes one instruction.
+// 32 numbers. For bfloat16, `a` has the even indices and `b` the odd ones: loading either takes one instruction.
+// Queries, keys and values have the same order, so dot products and sums stay right.
 struct Pair {
     Floats a, b;
 };
@@ -209,7 +209,7 @@ inline void store_pair(BFloat16* x, Pair pair) {
     }
 }
 
-// Loads the last `n` < 32 numbers of a row, and fills the pair up with zeros.
+// Loads the last `n` < 32 numbers of a row; the others are 0.
 template <class T>
 inline Pair load_some(const T* x, int64_t n) {
     T padded[PAIR] = {};
@@ -217,7 +217,7 @@ inline Pair load_some(const T* x, int64_t n) {
     return load_pair(padded);
 }
 
-// 32 factors of a dot product. They stay bfloat16 if the processor has an instruction for dot products of bfloat16.
+// 32 factors of a dot product: bfloat16 if the processor has an instruction for dot products of bfloat16, else float32.
 #ifdef __AVX512BF16__
 template <class T>
 using Factor = std::conditional_t<std::is_same_v<T, BFloat16>, __m512bh, Pair>;
@@ -249,7 +249,7 @@ inline Factor<T> load_some_factor(const T* x, int64_t n) {
     return load_factor(padded);
 }
 
-// Returns the sum of each of 16 vectors, in order. Processors have instructions for all of these permutations.
+// Returns the sums of 16 vectors: number i is the sum of x[i]. Processors have instructions for all these permutations.
 inline Floats sums_of(const Floats* x) {
     const Places ones = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
     const Places twos = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
@@ -272,9 +272,9 @@ inline bool inside(const int64_t* numbers, int64_t count, int64_t end) {
     return std::all_of(numbers, numbers + count, [=](int64_t number) { return number >= 0 && number < end; });
 }
 
-// In the following operations, the threads of the calling parallel region share the rows.
+// In the functions below with `omp for`, the threads of the calling parallel region share the rows.
 
-// Rotates the first `size` numbers of a head in place with cosines and sines [size], like apply_rotary_pos_emb in transformers.
+// Rotates the first `size` numbers of a head in place, with cosines and sines [size], as transformers does.
 template <class T>
 inline void rotate_head(T* x, const T* c, const T* s, int64_t size) {
     const int64_t half = size / 2;
@@ -286,7 +286,7 @@ inline void rotate_head(T* x, const T* c, const T* s, int64_t size) {
     }
 }
 
-// Rotates the first `rotary` numbers of the first `heads` heads [size] of each row, with cosines and sines [rows, rotary].
+// Rotates the first `rotary` numbers of the first `heads` heads [size] of each row. cosines, sines: [rows, rotary].
 template <class T>
 void rotate(T* states, const T* cosines, const T* sines, int64_t rows, int64_t heads, int64_t size, int64_t rotary,
             int64_t row_stride) {
@@ -296,7 +296,7 @@ void rotate(T* states, const T* cosines, const T* sines, int64_t rows, int64_t h
             rotate_head(states + row * row_stride + head * size, cosines + row * rotary, sines + row * rotary, rotary);
 }
 
-// Applies LayerNorm if there is a bias, else RMSNorm. `to` may be `from`.
+// Applies LayerNorm if there is a bias, else RMSNorm. `to` may equal `from`.
 template <class T>
 inline void normalize_row(const T* from, const float* weight, const float* bias, T* to, int64_t size, float epsilon) {
     float mean = 0, square = 0;
@@ -337,14 +337,14 @@ void normalize_groups(T* x, const float* weight, int64_t rows, int64_t groups, i
         }
 }
 
-// Adds `count` numbers: out = x + y. `out` may be x or y.
+// Computes out = x + y for `count` numbers. `out` may equal x or y.
 template <class T>
 void add(const T* x, const T* y, T* out, int64_t count) {
 #pragma omp for simd schedule(static)
     for (int64_t i = 0; i < count; i++) store(out + i, load(x[i]) + load(y[i]));
 }
 
-// Computes silu(gate) * up, or gelu(gate) * up with the tanh formula: silu with another exponent. A row of x is [gate, up].
+// Computes silu(gate) * up, or gelu(gate) * up: tanh gelu is silu with another exponent. A row of x is [gate, up].
 template <class T>
 void gate(const T* x, T* out, int64_t rows, int64_t size, bool gelu) {
 #pragma omp for schedule(static)

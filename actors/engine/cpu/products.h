@@ -1,6 +1,6 @@
-// Products with packed weights, y = activation(x W^T + b) + residual, optimized for few rows: each weight is fetched from
-// memory once, before its use, and multiplied with all rows. Sums are float32. A row's result depends only on that row, not on
-// the batch or the number of threads. Numbers are float32 or bfloat16, or int8 if the processor has the instructions.
+// Matrix products with packed weights, y = activation(x W^T + b) + residual, optimized for few rows: each weight is
+// prefetched once and multiplied with all rows. Sums are float32. A row's result depends only on that row, not on the
+// batch or number of threads. Weights are float32 or bfloat16, or int8 if the processor has the instructions.
 
 #pragma once
 
@@ -25,7 +25,7 @@
 
 namespace {
 
-// WIDTH: float32 numbers in a register. TILE: number of rows whose sums in a panel all fit the registers.
+// WIDTH: float32 numbers in a register. TILE: number of rows for which the sums of a panel fit the registers.
 #ifdef __AVX512F__
 constexpr int64_t WIDTH = 16, TILE = 8;  // 8 x 3 sums, 3 weights and a number of x take 28 of 32 registers
 #elif defined(__AVX__)
@@ -39,11 +39,11 @@ constexpr int64_t PANEL = 48;               // number of outputs whose weights a
 constexpr int64_t VECTORS = PANEL / WIDTH;  // vectors of sums in a panel
 constexpr int64_t MOST_ROWS = 64;           // maximum number of rows that are multiplied with a panel in one pass
 
-// Numbers of x that one instruction multiplies and sums for each output.
+// Number of products that one instruction computes and sums for each output.
 template <class T>
 constexpr int64_t FACTORS = sizeof(float) / sizeof(T);
 
-// Number of inputs that are summed for all rows before the next inputs follow. Their weights in a panel fit the L1 cache.
+// Number of inputs that are summed for all rows before the next inputs. Their weights in a panel fit the L1 cache.
 template <class T>
 constexpr int64_t DEPTH = 192 * FACTORS<T>;
 
@@ -76,7 +76,7 @@ inline void add_factors(Vector (&sums)[ROWS][VECTORS], const BFloat16* x, int64_
         const __m512bh both = repeated(x + m * x_row);
         for (int n = 0; n < VECTORS; n++) sums[m][n] = (Vector)add_product((Floats)sums[m][n], both, weight[n]);
     }
-#else  // 32 bits hold two bfloat16 numbers; each becomes a float32
+#else  // 32 bits hold two bfloat16 numbers; convert each to float32
     typedef uint32_t Pairs __attribute__((vector_size(WIDTH * 4), may_alias));
     Vector low[ROWS], high[ROWS];
     for (int m = 0; m < ROWS; m++) {
@@ -94,9 +94,9 @@ inline void add_factors(Vector (&sums)[ROWS][VECTORS], const BFloat16* x, int64_
 #endif
 }
 
-// Adds the products of `steps` * FACTORS inputs to sums [ROWS, PANEL], and passes the new sums to `end`. The old sums are in
-// `before`; if it is null, they are 0. weights: [steps, PANEL, FACTORS]. `weights` and `before` are aligned to 64 bytes.
-// Prefetches `lines` cache lines from `next` on.
+// Adds the products of `steps` * FACTORS inputs to the sums in `before` [ROWS, PANEL] (null: 0), and passes the new
+// sums to `end`, with row numbers from `row` on. weights: [steps, PANEL, FACTORS]. `weights` and `before` are aligned
+// to 64 bytes. Prefetches `lines` cache lines from `next` on.
 template <int ROWS, class T, class End>
 void add_products(const T* x, int64_t x_row, const T* weights, int64_t steps, const float* before, int64_t before_row,
                   const char* next, int64_t lines, const End& end, int64_t row) {
@@ -135,8 +135,8 @@ struct Keep {
     void operator()(int64_t m, int64_t n, Vector sum) const { *(Vector*)(sums + m * row + n * WIDTH) = sum; }
 };
 
-// Multiplies rows of x with one panel, one part of the inputs after the other. `sums` [rows, PANEL] holds the sums between
-// the parts; `end` gets the final sums. Prefetches the weights after the panel.
+// Multiplies rows of x with one panel, DEPTH inputs at a time. `sums` [rows, PANEL] stores intermediate sums; `end`
+// gets the final sums. Prefetches the weights after the panel.
 template <class T, class End>
 inline void sum_panel(const T* x, int64_t x_row, const T* weights, int64_t inputs, int64_t rows, const Keep& sums,
                       const End& end) {
@@ -198,7 +198,7 @@ inline void multiply_panel(const Product<T>& p, int64_t panel, int64_t first, in
 template <class Any>
 inline void multiply(const Any& p, int64_t rows) {
     const int64_t panels = (p.outputs + PANEL - 1) / PANEL, threads = omp_get_num_threads();
-    // if there are more threads than panels, blocks of rows are smaller
+    // if there are more threads than panels, use smaller blocks of rows
     const int64_t block = std::min(MOST_ROWS, std::max<int64_t>(8, rows * panels / threads / 8 * 8));
     const int64_t blocks = (rows + block - 1) / block;
 #pragma omp for schedule(static)
@@ -210,30 +210,30 @@ inline void multiply(const Any& p, int64_t rows) {
 
 #if CAN_QUANTIZE
 
-// Products with packed int8 weights need half the bytes, and one instruction computes twice as many products. Weights have one
-// scale per output. x is rounded to 8 bits with one scale for each GROUP numbers of a row (as in ZeroQuant, Yao et al., 2022).
-// Within a group, products of int8 numbers are summed exactly; the groups' sums are added in float32.
+// int8 weights take half the bytes of bfloat16, and one instruction computes twice as many products. Weights have one
+// scale per output. x is rounded to 8 bits with one scale for each GROUP numbers of a row (as in ZeroQuant, Yao et al.,
+// 2022). Within a group, integers are summed exactly; the groups' sums are added in float32.
 
-constexpr int64_t GROUP = 64;         // numbers of x with one scale; the inputs are padded to a multiple of GROUP
-constexpr int64_t QUADS = GROUP / 4;  // quads in a group; one instruction sums the 4 products of a quad
-constexpr int64_t GROUPS_AT_ONCE = 6;  // groups summed for all rows before the next groups follow: their weights fit the L1 cache
-constexpr int64_t QUANTIZED_TILE = 4;     // rows held in registers; with more rows, adding the groups' sums takes longer
+constexpr int64_t GROUP = 64;          // numbers of x with one scale; the inputs are padded to a multiple of GROUP
+constexpr int64_t QUADS = GROUP / 4;   // quads in a group; one instruction sums the 4 products of a quad
+constexpr int64_t GROUPS_AT_ONCE = 6;  // groups summed for all rows before the next: their weights fit the L1 cache
+constexpr int64_t QUANTIZED_TILE = 4;  // rows with sums in registers; with more, adding the groups' sums takes longer
 constexpr int64_t GROUP_BYTES = PANEL * (GROUP + 4);  // bytes of a group in a panel: corrections, then weights
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
 
-// Returns the bytes of a packed panel, which holds 48 scales and then its groups.
+// Returns the bytes of a packed panel: 48 scales, then the groups.
 inline int64_t panel_bytes(int64_t inputs) { return PANEL * 4 + groups_of(inputs) * GROUP_BYTES; }
 
-// Rows of numbers in 8 bits. A code [rows, groups * 64] is the number divided by its group's scale, plus 128.
+// Rows of numbers in 8 bits. codes [rows, groups * 64]: each number divided by its group's scale, plus 128.
 struct Codes {
     uint8_t* codes;
     float* scales;  // [rows, groups]; NaN for a group with a number that is not finite
 };
 
 #ifndef EMULATED  // tests emulate the instructions on other processors
-// Adds codes * weights to sums, four products for each sum. Written in assembly, because for the intrinsic GCC 12 copies the
-// sums and reads the weights from memory once for each row.
+// Adds codes * weights to sums, four products for each sum. This is assembly, because with the intrinsic GCC 12 copies
+// the sums and reads the weights from memory once for each row.
 inline void add_quads(__m512i& sums, __m512i codes, __m512i weights) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(weights));
 }
@@ -246,7 +246,7 @@ inline void load_sums(__m512i& sums, const int8_t* from) {
 // Returns the bytes for the codes and scales of `rows` rows.
 inline int64_t bytes_of_codes(int64_t rows, int64_t inputs) { return rows * groups_of(inputs) * (GROUP + 4); }
 
-// Returns the places of codes and scales in `memory`, which is aligned to 64 bytes.
+// Divides `memory`, which must be aligned to 64 bytes, into codes and scales.
 inline Codes codes_in(char* memory, int64_t rows, int64_t inputs) {
     return {(uint8_t*)memory, (float*)(memory + rows * groups_of(inputs) * GROUP)};
 }
@@ -282,8 +282,8 @@ inline void quantize(const BFloat16* x, int64_t rows, int64_t inputs, Codes to) 
                            to.codes + (row * groups + g) * GROUP, to.scales + row * groups + g);
 }
 
-// Adds the products of `count` groups to sums [ROWS, PANEL], or initializes the sums if `first`. groups: number of groups in a
-// row of codes and scales. Prefetches `lines` cache lines from `next` on.
+// Adds the products of `count` groups to sums [ROWS, PANEL]; if `first`, overwrites the sums. groups: number of groups
+// in a row of codes and scales. Prefetches `lines` cache lines from `next` on.
 template <int ROWS>
 void add_groups(const uint8_t* codes, const float* scales, int64_t groups, const int8_t* weights, int64_t count,
                 float* sums, bool first, const char* next, int64_t lines) {
@@ -326,7 +326,7 @@ void add_groups(const uint8_t* codes, const float* scales, int64_t groups, const
 constexpr decltype(&add_groups<1>) QUANTIZED_TILES[QUANTIZED_TILE + 1] = {
     nullptr, add_groups<1>, add_groups<2>, add_groups<3>, add_groups<4>};
 
-// Multiplies rows `from` ... `to` - 1 with one packed panel: writes sums [rows, PANEL], without the weights' scales.
+// Multiplies rows `from` ... `to` - 1 with one packed panel. Writes sums [rows, PANEL] without the weights' scales.
 inline void sum_quantized_panel(const Codes& x, int64_t from, int64_t to, int64_t inputs, const char* panel, float* sums) {
     const int64_t groups = groups_of(inputs), rows = to - from, tiles = (rows + QUANTIZED_TILE - 1) / QUANTIZED_TILE;
     const char* weights = panel + PANEL * 4;
@@ -343,7 +343,7 @@ inline void sum_quantized_panel(const Codes& x, int64_t from, int64_t to, int64_
     }
 }
 
-// A product of `codes`, which are the codes of `x`. `weight` has [outputs / 48 rounded up] packed panels of int8.
+// A product with int8 weights. `codes` are the codes of `x`; `weight` holds [outputs / 48 rounded up] packed panels.
 struct QuantizedProduct : Product<BFloat16> {
     Codes codes;
 };

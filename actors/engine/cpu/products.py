@@ -3,8 +3,8 @@
 torch's linear layer reorders the weight in every call. In bfloat16, this takes a quarter of the layer's time for 32
 rows, and nearly half for 8 rows. Here a weight is reordered only once. 8-bit weights have one scale per output. The
 inputs are also rounded to 8 bits, with one scale for every `GROUP` numbers of a token (as in ZeroQuant, Yao et al.,
-2022, https://arxiv.org/abs/2206.01861). One scale per token would cause three times the error.
-Shapes: N rows, I inputs, G groups of inputs (the last group is filled with zeros), O outputs.
+2022, https://arxiv.org/abs/2206.01861). With one scale per token, the error would be three times as large.
+Shapes: N rows, I inputs, G groups of inputs (the last one is padded with zeros), O outputs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from transformers.pytorch_utils import Conv1D
 from actors.engine.cpu.library import PANEL, kernel, multiplies, quantizes
 from actors.engine.model.compressed import LIMIT, largest_scales, scales_of
 
-ROWS = 32  # oneDNN optimizes a weight's layout for this number of rows; with other numbers of rows it is about as fast
+ROWS = 32  # number of rows for which oneDNN optimizes a weight's layout; other numbers of rows are about as fast
 GROUP = 64  # number of inputs that share a scale; must equal GROUP in products.h
-PAGE = 2**21  # size of a huge page in bytes; a system whose pages have another size only wastes some memory
-ALIGNED = 64  # the kernels need weights aligned to this many bytes
-GIVEN_BACK = 2**24  # each time this many bytes have been freed, the C library must return memory to the system
+PAGE = 2**21  # bytes of a huge page; where huge pages have another size, some memory is wasted
+ALIGNED = 64  # alignment of weights in bytes, which the kernels need
+GIVEN_BACK = 2**24  # number of freed bytes after which `to_huge_pages` returns freed memory to the system
 
 
 class PanelProduct:
@@ -53,7 +53,7 @@ class PanelProduct:
         hidden = hidden.contiguous()
         output = torch.empty(*hidden.shape[:-1], self.outputs, dtype=hidden.dtype)
         assert hidden.shape[-1] == self.inputs and (self.bias is None or self.bias.dtype == hidden.dtype)
-        assert self.packed.dtype in (hidden.dtype, torch.uint8) and self.packed.data_ptr() % 64 == 0
+        assert self.packed.dtype in (hidden.dtype, torch.uint8) and self.packed.data_ptr() % ALIGNED == 0
         kernel(self.kernel, hidden.dtype)(
             hidden.data_ptr(),
             self.packed.data_ptr(),
@@ -94,7 +94,7 @@ class QuantizedProduct(PanelProduct):
 
 
 class LibraryProduct:
-    """A product in bfloat16 by oneDNN. It serves CPUs on which the kernel of `PanelProduct` is slower or missing."""
+    """Computes x W^T + b in bfloat16 with oneDNN, on CPUs where the kernel of `PanelProduct` is slower or missing."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Pack a copy of `weight` [O, I]; the caller may free the original."""
@@ -111,12 +111,12 @@ Product = PanelProduct | LibraryProduct
 
 
 def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False, scales: Tensor | None = None) -> Product | None:
-    """Return the fastest function x [..., I] -> x W^T + b [..., O]; None if torch's linear layer is the fastest.
+    """Return the fastest function x [..., I] -> x W^T + b [..., O]; None if torch's linear layer is fastest.
 
     Args:
         weight, bias: W [O, I] and b [O].
         int8: Whether to round W and x to 8 bits.
-        scales: Scales of the int8 codes from which W was expanded. With them, x is rounded to 8 bits.
+        scales: Scales of the int8 codes from which W was expanded. If given, x is rounded to 8 bits too.
     """
     if int8 or scales is not None:
         return QuantizedProduct(weight, bias, scales)
@@ -136,7 +136,7 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with a packed weight: x [..., I] -> x W^T + b [..., O]."""
+    """A linear layer whose weight is packed: x [..., I] -> x W^T + b [..., O]."""
 
     def __init__(self, product: Product, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class PackedLinear(nn.Module):
 
 
 def packed_linear(module: nn.Module, *, int8: bool = False) -> nn.Module:
-    """Return a packed copy of a linear layer; return `module` itself if it is not linear or would not be faster."""
+    """Return a packed copy of a linear layer; return `module` itself if it is not linear or packing is not faster."""
     if type(module) is nn.Linear:
         weight = module.weight.detach()
     elif type(module) is Conv1D:
@@ -167,7 +167,7 @@ def pack_linears(module: nn.Module, *, int8: bool = False) -> None:
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the system: the heap cannot reuse it, because packed weights do not fit into the gaps."""
+    """Return freed heap memory to the system. Packed weights are too large for the gaps that the old weights leave."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has malloc_trim
     if trim is not None:
         trim(0)
@@ -176,15 +176,15 @@ def give_memory_back() -> None:
 def to_huge_pages(tensors: list[Tensor]) -> None:
     """Replace `tensors` by copies in one region of memory, with huge pages if the system has them.
 
-    A decode step reads every weight once. With pages of 4 KiB the processor must look up thousands of addresses, and a
-    decode step of one row takes a fifth to a third longer. Each tensor is freed as soon as it is copied, so that there
-    are never two copies of all weights.
+    A decode step reads every weight once. With pages of 4 KiB, the processor must translate thousands of page
+    addresses, and a decode step of one row takes a fifth to a third longer. Each tensor is freed as soon as it is
+    copied, so that memory never holds all weights twice.
 
     Raises:
         MemoryError: The system has no memory for the copies.
     """
     sizes = [-(-one.nbytes // ALIGNED) * ALIGNED for one in tensors]
-    size = sum(sizes) + 2 * PAGE  # a spare page at each end; the parts not used take no memory
+    size = sum(sizes) + 2 * PAGE  # room for alignment; pages that are never written take no memory
     try:
         region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -207,9 +207,8 @@ def to_huge_pages(tensors: list[Tensor]) -> None:
 def quantize_weight(weight: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Round weight [O, I] to 8 bits: return int8 codes [O, G * 64] and float32 scales [O]; weight ≈ codes * scales.
 
-    scales: scales of the int8 codes from which the weight was expanded. Exactly these codes are returned, because
-    bfloat16 rounds the weight by at most a quarter of a scale. None: choose scales so that each output's largest code
-    is 127.
+    scales: scales of the int8 codes from which the weight was expanded. The same codes are returned, because bfloat16
+    rounds the weight by at most a quarter of a scale. None: choose scales so that each output's largest code is 127.
     """
     weight = weight.detach().float()
     if scales is None:
@@ -222,7 +221,7 @@ def rounded(hidden: Tensor) -> Tensor:
     """Round hidden states [N, I] to 8 bits, as float32 [N, G * 64]. A group that contains inf or NaN becomes NaN."""
     groups = nn.functional.pad(hidden.float(), (0, -hidden.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     highest = groups.abs().amax(dim=2, keepdim=True)
-    # a tensor, because `LIMIT / highest` would be rounded twice
+    # LIMIT is a tensor here: torch computes number / tensor as number * reciprocal, which rounds twice
     inverse = torch.where(highest > 0, torch.tensor(float(LIMIT)) / highest, 0.0)
     scales = torch.where(highest.isfinite(), highest / LIMIT, torch.nan)
     found: Tensor = ((groups * inverse).round() * scales).flatten(1)
@@ -232,9 +231,9 @@ def rounded(hidden: Tensor) -> Tensor:
 def pack_codes(codes: Tensor, scales: Tensor) -> Tensor:
     """Pack codes [O, G * 64] and scales [O] into panels of 48 outputs for products.h: uint8 [O / 48 rounded up, bytes].
 
-    A panel holds 48 scales, then for each group 48 corrections and the codes [16, 48, 4]. The kernel adds 128 to
-    the codes of x, because it multiplies unsigned by signed bytes. The corrections cancel this: each is -128 times the
-    sum of an output's codes in a group.
+    A panel holds 48 scales, then for each group 48 corrections and the codes [16, 48, 4]. The kernel adds 128 to the
+    codes of x, because it multiplies unsigned by signed bytes. A correction, -128 times the sum of an output's codes in
+    a group, cancels this.
     """
     outputs, columns = codes.shape
     panels, groups = -(-outputs // PANEL), columns // GROUP
@@ -244,5 +243,5 @@ def pack_codes(codes: Tensor, scales: Tensor) -> Tensor:
     quads = codes.view(panels, PANEL, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4).flatten(2)
     by_group = torch.cat([corrections.contiguous().view(torch.uint8), quads.contiguous().view(torch.uint8)], dim=2)
     packed = torch.cat([scales.contiguous().view(torch.uint8), by_group.flatten(1)], dim=1)
-    assert packed.data_ptr() % 64 == 0 and packed.shape[1] % 64 == 0
+    assert packed.data_ptr() % ALIGNED == 0 and packed.shape[1] % ALIGNED == 0
     return packed

@@ -1,7 +1,8 @@
-// Samples each row's next token from its logits, with excluded and penalized tokens, temperature, top-k, top-p and min-p, and
-// computes log-probabilities if asked for. The token is -1 if a row's logits are not numbers. A row's logits are read from
-// memory once; all further work is in the processor's cache. As in `sampling/sampler.py`, the sampled token is the first one, in
-// order of token ids, at which the cumulated probability exceeds the row's random number. Weights are float32, sums double.
+// Samples each row's next token from its logits, with excluded and penalized tokens, temperature, top-k, top-p and
+// min-p. Computes log-probabilities on request. The token is -1 if a logit is NaN or +infinity, or all are -infinity.
+// Logits are read from memory once; all further work is in the processor's cache. As in `sampling/sampler.py`, the
+// sampled token is the first one, by token id, at which the cumulative probability exceeds the row's random number.
+// Weights are unnormalized probabilities in float32; their sums are double.
 
 #pragma once
 
@@ -16,8 +17,8 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 256;      // numbers in a block, for which the highest number and the sum are kept
-constexpr int64_t FEW = 64;         // if at most this many tokens are left, they are sorted
+constexpr int64_t BLOCK = 256;      // logits in a block; each block's highest logit and sum of weights are stored
+constexpr int64_t FEW = 64;         // at most this many tokens are sorted; more are bisected first
 constexpr float UNLIKELY = -87.0f;  // weights with a lower logarithm count as 0
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
@@ -26,10 +27,10 @@ struct SamplingParameters {  // layout: `RowSampling.packed`
     double temperature, top_p, min_p;
 };
 
-// Arguments for `rows` rows. logits: [*, width]. places [rows]: index of each row in `logits`. drawn [rows]: tokens drawn so
-// far. change_tokens and change_values: penalized and barred tokens, and their new logits. change_bounds [rows, 2]: where each
-// row's changes begin and end. masks [*, words]: bits of allowed tokens. mask_rows [rows]: index of each row in `masks`, or -1.
-// Results: tokens, their log-probabilities among all tokens and among allowed ones, and the likeliest tokens [rows, most].
+// Arguments for `rows` rows. logits: [*, width]. places: index of each row in `logits`. drawn: number of tokens drawn
+// so far. change_tokens, change_values: tokens with changed logits, and these logits. change_bounds [rows, 2]: begin
+// and end of each row's changes. masks [*, words]: bits of allowed tokens. mask_rows: index of each row in `masks`, or
+// -1. Results: tokens, their log-probabilities among all tokens and among allowed ones, likeliest tokens [rows, most].
 template <class T>
 struct Sampling {
     const T* logits;
@@ -56,7 +57,7 @@ inline double uniform(int64_t key, int64_t position) {  // SplitMix64, see `unif
     return double((bits ^ (bits >> 31)) >> 11) * 0x1p-53;
 }
 
-// Logits of one row, padded to whole blocks with numbers that are never drawn, and the highest number and sum of each block.
+// Logits `x` (padded to whole blocks with -infinity) and weights of one row, with each block's highest logit and sum.
 class Vocabulary {
   public:
     struct Place {
@@ -69,7 +70,7 @@ class Vocabulary {
         : width(width), blocks((width + BLOCK - 1) / BLOCK), x(blocks * BLOCK, NEVER), weights(blocks * BLOCK),
           highest_of(blocks), sums(blocks) {}
 
-    // Reads logits; returns whether none is NaN or +infinity, and not all are -infinity.
+    // Reads logits. Returns false if one is NaN or +infinity, or if all are -infinity.
     template <class T>
     bool read(const T* logits) {
         int32_t wrong = 0;
@@ -97,7 +98,7 @@ class Vocabulary {
         find_highest();
     }
 
-    // Computes weights = exp(x - highest), and the sum of each block.
+    // Computes weights = exp(x - highest x), and the sum of each block.
     void weigh() {
         for (int64_t b = 0; b < blocks; b++) {
             const float* from = x.data() + b * BLOCK;
@@ -133,7 +134,7 @@ class Vocabulary {
         return 0;  // there is no highest number
     }
 
-    // Returns the first token at which the cumulated weight exceeds `share` of the total.
+    // Returns the first token at which the cumulative weight exceeds `share` times the total.
     int64_t at(double share) const {
         const double wanted = share * total();
         double before = 0;
@@ -147,7 +148,7 @@ class Vocabulary {
             }
             before += sums[b];
         }
-        for (int64_t i = width - 1; i >= 0; i--)  // because of rounding, none was found: take the last possible token
+        for (int64_t i = width - 1; i >= 0; i--)  // none was found, because of rounding: take the last possible token
             if (weights[i] > 0) return i;
         return likeliest();
     }
@@ -175,9 +176,9 @@ class Vocabulary {
         }
     }
 
-    // Returns the `count` tokens with the highest logits, in order; of equal logits, the lower token id comes first.
+    // Returns the `count` tokens with the highest logits, highest first; of equal logits, the lower token id first.
     const std::vector<Place>& highest_tokens(int64_t count) {
-        std::vector<float> order = highest_of;  // at least `count` tokens reach the `count`-th highest of these
+        std::vector<float> order = highest_of;  // at least `count` tokens reach its `count`-th highest value
         if (count < blocks) std::nth_element(order.begin(), order.begin() + count, order.end(), std::greater<float>());
         collect(count < blocks ? order[count] : NEVER);
         std::partial_sort(found.begin(), found.begin() + count, found.end(), earlier);
@@ -199,7 +200,7 @@ class Vocabulary {
         return all;
     }
 
-    // Fills `found` with the tokens whose logits are at least `least`; returns the sum of their weights.
+    // Fills `found` with the tokens whose logits are at least `least`. Returns the sum of their weights.
     double collect(float least) {
         found.clear();
         for (int64_t b = 0; b < blocks; b++)
@@ -212,7 +213,7 @@ class Vocabulary {
         return std::accumulate(first, end, 0.0, [this](double sum, const Place& one) { return sum + weights[one.token]; });
     }
 
-    // Returns the least likely token that top-k, then top-p keep. Bisects the likeliest tokens instead of sorting them all.
+    // Returns the least likely token that top-k, then top-p keep. Bisects, which is faster than sorting all.
     Place last_kept(int64_t top_k, double top_p) {
         double kept = 0;
         for (const float depth : {-8.0f, -24.0f, UNLIKELY}) {
@@ -249,9 +250,8 @@ template <class T>
 void sample_row(const Sampling<T>& all, int64_t row, Vocabulary& vocabulary) {
     const SamplingParameters& given = all.parameters[row];
     const T* logits = all.logits + all.places[row] * all.width;
-    const bool numbers = vocabulary.read(logits);
     double normalizer = NAN, choice_normalizer = NAN;
-    if (!numbers) {
+    if (!vocabulary.read(logits)) {
         all.tokens[row] = -1, all.logprobs[row] = all.choice_logprobs[row] = NAN;
         std::fill_n(all.top_ids + row * all.most, all.most, 0), std::fill_n(all.top_logprobs + row * all.most, all.most, NAN);
         return;
@@ -287,23 +287,23 @@ void sample_row(const Sampling<T>& all, int64_t row, Vocabulary& vocabulary) {
             vocabulary.narrow(given.top_k, given.top_p, given.min_p);
         token = vocabulary.at(uniform(given.key, all.drawn[row]));
     }
-    if (allowed && !(allowed[token / 32] >> token % 32 & 1))  // if all allowed tokens have -inf: take the first of them
+    if (allowed && !(allowed[token / 32] >> token % 32 & 1))  // all allowed tokens have -infinity: take the first one
         for (token = 0; token < all.width - 1 && !(allowed[token / 32] >> token % 32 & 1);) token++;
     all.tokens[row] = token;
     all.logprobs[row] = float(load(logits[token]) - normalizer);
     all.choice_logprobs[row] = float(load(logits[token]) - choice_normalizer);
 }
 
-// Returns whether there was enough memory; if not, the results are incomplete.
+// Samples all rows. Returns false if there was not enough memory; then the results are incomplete.
 template <class T>
 bool sample_rows(const Sampling<T>& all) {
     bool failed = false;
 #pragma omp parallel if (all.rows * all.width > 16384)
     {
-        static thread_local std::unique_ptr<Vocabulary> kept;  // kept between calls: new memory would take longer than the work
+        static thread_local std::unique_ptr<Vocabulary> kept;  // kept, because allocating takes longer than sampling
         try {
             if (!kept || kept->width != all.width) kept.reset(), kept = std::make_unique<Vocabulary>(all.width);
-        } catch (const std::bad_alloc&) {  // an exception must not leave the thread
+        } catch (const std::bad_alloc&) {  // an exception must not leave the parallel region
 #pragma omp atomic write
             failed = true;
         }

@@ -1,8 +1,8 @@
-// Finds the token with the highest logit without computing all logits in bfloat16. An 8-bit product gives bounds for all
-// logits. Only logits that may be the highest are computed in bfloat16, with exactly the bits that products.h would give.
+// Finds the token with the highest logit without computing all logits in bfloat16. An 8-bit product gives bounds for
+// all logits. Only logits that may be the highest are computed in bfloat16, with the same bits as in products.h.
 //
-// Let x' and w' be x and w rounded to 8 bits. Then x w = x' w' + (x - x') w + x' (w - w'), and by the Cauchy-Schwarz inequality
-// |x w - x' w'| <= |x - x'| |w| + |x'| |w - w'|. The error of the float32 sums is bounded too.
+// Let x' and w' be x and w rounded to 8 bits. Then x w = x' w' + (x - x') w + x' (w - w'), and by the Cauchy-Schwarz
+// inequality |x w - x' w'| <= |x - x'| |w| + |x'| |w - w'|. A bound for the rounding of the float32 sums is added.
 
 #pragma once
 
@@ -18,11 +18,11 @@ struct Screen {
     const BFloat16* weight;            // [outputs, inputs], the head's weight, not packed
     const char* packed;                // the head's weight, packed in int8
     const float* norms;                // [panels, 2, 48]: upper bounds of |w| and |w - w'|; 0 after the last output
-    int64_t inputs, outputs, most;     // a row with more than `most` candidate tokens stays undecided
+    int64_t inputs, outputs, most;     // a row with more than `most` candidate tokens is undecided
     float epsilon;
 };
 
-// Bounds for a row: the error of a logit is at most `outer` |w| + `inner` |w - w'|.
+// Error bound of a row: each logit is off by at most `outer` |w| + `inner` |w - w'|.
 struct Error {
     float outer, inner;
 };
@@ -36,7 +36,7 @@ inline Error error_of(const BFloat16* x, const Codes& codes, int64_t row, int64_
                                double(codes.scales[row * groups + i / GROUP]);
         own += value * value, lost += (value - rounded) * (value - rounded), left += rounded * rounded;
     }
-    // a sum of n float32 products is off by at most n 2^-24 of the sum of their magnitudes, which is at most |x| |w|
+    // a sum of n float32 products is off by at most n 2^-24 times the sum of their magnitudes, which is at most |x| |w|
     const double sums = double(2 * inputs + 4 * groups + 16) / (1 << 24) * std::sqrt(std::max(own, left));
     return {float((std::sqrt(lost) + sums) * 1.0001), float((std::sqrt(left) + sums) * 1.0001)};
 }
@@ -51,14 +51,14 @@ inline uint16_t rounded_up(float x) { return rounded_up(Floats() + x)[0]; }
 
 inline float as_number(uint16_t bits) { return load(BFloat16{bits}); }
 
-// Bounds of the logits of up to MOST_ROWS rows. If `memory` is null, only the total size is computed.
+// Bounds of the logits of up to MOST_ROWS rows. If `memory` is null, computes only the total size.
 struct Bounds {
     BFloat16* x;         // [rows, inputs], hidden states after the norm
     Codes codes;
     Error* errors;       // [rows]
     uint16_t* upper;     // [panels, rows, PANEL], upper bounds of logits, rounded up to bfloat16
     float* panel_upper;  // [panels, rows], highest upper bound in a panel
-    float* best;         // [threads, rows], lower bound of the highest logit in a thread's panels; finally best[0]: all panels
+    float* best;         // [threads, rows], lower bound of each thread's highest logit; finally best[0]: of all
     int32_t* found;      // [threads, most + PANEL], candidate tokens
     int64_t rows, bytes;
 
@@ -76,7 +76,7 @@ struct Bounds {
     }
 };
 
-// Computes the bounds of all rows in one panel. best: [rows], of the calling thread.
+// Computes the bounds of all rows in one panel. best: [rows], the calling thread's part of `b.best`.
 inline void bound_panel(const Screen& s, const Bounds& b, int64_t panel, float* best) {
     alignas(64) float sums[MOST_ROWS * PANEL];
     const char* packed = s.packed + panel * panel_bytes(s.inputs);
@@ -103,7 +103,7 @@ inline void bound_panel(const Screen& s, const Bounds& b, int64_t panel, float* 
     }
 }
 
-// One of four steps (D = 8, 4, 2, 1) to transpose 16 vectors of 16 numbers in place: exchanges numbers of vectors `D` apart.
+// Runs one of the four steps (D = 8, 4, 2, 1) that transpose 16 vectors of 16 numbers in place.
 template <int D>
 inline void transpose(Floats* x) {
     const Places j = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -115,14 +115,14 @@ inline void transpose(Floats* x) {
         }
 }
 
-// Computes the logits of up to 16 tokens in bfloat16. Each lane sums the pairs of one token, in the order of products.h.
+// Computes the bfloat16 logits of up to 16 tokens. Each lane sums the pairs of one token, in the order of products.h.
 inline void exact_logits(const Screen& s, const BFloat16* x, const int32_t* tokens, int64_t count, float* logits) {
     const int64_t pairs = s.inputs / 2;
     Floats sum = {};
     for (int64_t k = 0; k < pairs; k += LANES) {
         const int64_t some = std::min(LANES, pairs - k);
         Floats weights[LANES];
-        for (int64_t i = 0; i < LANES; i++)  // further lanes repeat the last token
+        for (int64_t i = 0; i < LANES; i++)  // lanes from `count` on repeat the last token
             weights[i] = load_vector((const float*)(s.weight + tokens[std::min(i, count - 1)] * s.inputs + 2 * k), some);
         transpose<8>(weights), transpose<4>(weights), transpose<2>(weights), transpose<1>(weights);
         for (int64_t i = 0; i < some; i++) sum = add_product(sum, (__m512bh)weights[i], repeated(x + 2 * (k + i)));
@@ -132,8 +132,8 @@ inline void exact_logits(const Screen& s, const BFloat16* x, const int32_t* toke
     for (int64_t i = 0; i < count; i++) logits[i] = load(rounded[i]);
 }
 
-// Finds the likeliest token of a row, the first if several are equal; -1: undecided. Candidates are all tokens whose upper
-// bound (rounded up) is at least the best lower bound (rounded down). These include all tokens with the highest bfloat16 logit.
+// Finds a row's likeliest token (of equal ones, the lowest id), or -1 if undecided. Candidates are the tokens whose
+// upper bound (rounded up) is at least the best lower bound (rounded down). Tokens with the highest logit always are.
 inline void choose(const Screen& s, const Bounds& b, int64_t row, int32_t* found, int64_t* token) {
     const int64_t panels = (s.outputs + PANEL - 1) / PANEL;
     const float least = -as_number(rounded_up(-b.best[row]));
@@ -160,10 +160,10 @@ inline void choose(const Screen& s, const Bounds& b, int64_t row, int32_t* found
     if (wrong) *token = -1;
 }
 
-// Writes the likeliest tokens [rows], see `choose`, of hidden states [rows, inputs] before the norm; at most MOST_ROWS rows.
+// Writes the likeliest token (see `choose`) of each hidden state [rows, inputs] before the norm. rows <= MOST_ROWS.
 void likeliest(const Screen& s, const BFloat16* hidden, int64_t* tokens, int64_t rows) {
     const int64_t panels = (s.outputs + PANEL - 1) / PANEL, threads = omp_get_max_threads();
-    static thread_local Kept kept;  // new memory (megabytes) would be cleared page by page at each call
+    static thread_local Kept kept;  // else the system would clear megabytes page by page at each call
     const Bounds b(s, rows, threads, kept.at_least(Bounds(s, rows, threads, nullptr).bytes));
     std::fill(b.best, b.best + threads * rows, -INFINITY);
 #pragma omp parallel

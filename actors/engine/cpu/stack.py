@@ -1,9 +1,9 @@
 """Runs all layers of a decode step, or one layer over whole prompts, in one native call (see layer.h).
 
-With one call per product, a small model would spend more time on dispatch than on the products. Allocating memory for
-every product would cost time too, because the system clears new memory page by page.
+If each matrix product were one call, a small model would spend more time on the calls than on the products. Allocating
+memory for every product would take time too, because the system clears new memory page by page.
 Shapes: B rows of a call, R rows of the buffers, P prompts, N tokens of all prompts, L layers, E hidden size, Q query
-heads, H key/value heads, K slots, C tokens of a prefix, D head size. In rotary tables, R is the rotary size.
+heads, H key/value heads, K slots, C tokens of a prefix, D head size. For rotary tables, R is the rotary size.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class Embedding(NamedTuple):
     """The tables from which the first layer's input is computed, and the rotary tables."""
 
     tokens: Tensor  # [V, E], embedding of each token
-    learned: Tensor | None  # [positions, E], learned embedding that is added at each position; None: there is none
-    scale: float  # factor of the token embeddings
+    learned: Tensor | None  # [positions, E], learned position embeddings, which are added; None: no such embeddings
+    scale: float  # factor for the token embeddings
     # number of positions -> each layer's cosines and sines [1, positions, R]; layers with equal tables share them
     rotary: Callable[[int], Sequence[Rotary]]
-    context: int  # maximum number of positions for `rotary`
+    context: int  # largest number of positions for `rotary`
 
 
 class PackedPrefix(NamedTuple):
@@ -102,19 +102,19 @@ def can_stack(weights: LayerWeights, dtype: torch.dtype, device: torch.device, *
 
 
 class Stack:
-    """L decoder layers of equal shape that run as CPU kernels. Only one thread at a time may use a stack."""
+    """L decoder layers of equal shape, computed by CPU kernels. Only one thread at a time may use a stack."""
 
     def __init__(
         self,
-        blocks: nn.ModuleList,  # transformers' layers; `can_stack` must be true for all of them
+        blocks: nn.ModuleList,  # transformers' layers; all of them must satisfy `can_stack`
         describe: Callable[[nn.Module], LayerWeights],  # transformers' layer -> its weights
         embedding: Embedding,
         *,
-        int8: bool = False,  # whether to round weights to 8 bits; weights stored as 8-bit codes always have 8 bits
+        int8: bool = False,  # whether to round all weights to 8 bits; weights stored as 8-bit codes keep 8 bits
     ) -> None:
-        """Replace transformers' layers in `blocks` by packed ones. Free each layer before the next one is packed."""
+        """Replace transformers' layers in `blocks` by packed layers. Free each layer before packing the next one."""
         described: list[tuple[dict[str, Any], list[PanelProduct], list[Tensor | None]]] = []
-        for number in range(len(blocks)):  # indexed, because a loop variable would keep the layer's memory in use
+        for number in range(len(blocks)):  # by index, because a loop variable would keep a layer's memory alive
             described.append(_packed(describe(blocks[number]), int8))
             blocks[number] = StackedLayer(self, number)
             give_memory_back()
@@ -125,7 +125,7 @@ class Stack:
         to_huge_pages(weights)
         for one, weight in zip(every, weights, strict=True):
             one.packed = weight
-        self._held = described, embedding  # keep the tensors alive, since the structures hold only their addresses
+        self._held = described, embedding  # keeps the tensors alive, because the structures hold only their addresses
         self.layers = (_Layer * len(blocks))()
         for number, (fields, products, norms) in enumerate(described):
             parts = [*norms, *(part for one in products for part in (one.packed, one.bias))]
@@ -136,7 +136,7 @@ class Stack:
         self._hidden, self._heads, self._head_dim = first.hidden, first.heads, first.size
         self._dtype = embedding.tokens.dtype
         self._embedding = embedding
-        self._inputs: tuple[Any, Tensor | None] | None = None  # cached result of `_inputs_for`, and rotary tables
+        self._inputs: tuple[Any, Tensor | None] | None = None  # result of `_inputs_for`, and its rotary tables
 
     def step(
         self, tokens: Sequence[int], rows_per_layer: Sequence[int], places: Tensor, slots: Tensor, table: Any
@@ -145,10 +145,10 @@ class Stack:
 
         Args:
             tokens: [B].
-            rows_per_layer: [L], how many rows run each layer. These rows are the last ones in `tokens`.
+            rows_per_layer: [L], number of rows that run each layer: layer i runs the last rows_per_layer[i] rows.
             places: int64 [B], index of each row in the buffers.
-            slots: int64 [B], slot of each new token, which equals its position. The token attends to no later slot.
-            table: Buffers of the rows' keys and values, from `buffer_table`.
+            slots: int64 [B], slot (= position) of each new token. The token attends to this and earlier slots.
+            table: Result of `buffer_table` for the rows' keys and values.
         """
         assert not torch.is_grad_enabled() and places.dtype == slots.dtype == torch.int64
         assert len(places) == len(slots) == len(tokens) and max(rows_per_layer) <= len(tokens)
@@ -168,7 +168,7 @@ class Stack:
         return hidden
 
     def _inputs_for(self, positions: int) -> Any:
-        """Return the kernels' `Inputs` structure, with rotary tables for at least `positions` positions."""
+        """Return the kernels' `Inputs` structure. Its rotary tables have at least `positions` positions."""
         embedding = self._embedding
         assert positions <= embedding.context
         if self._inputs is None or self._inputs[0].positions < positions:
@@ -191,13 +191,13 @@ class Stack:
     def prompts(
         self,
         layer: int,  # index of the layer
-        hidden: Tensor,  # hidden states [1, N, E], which are overwritten with the result
+        hidden: Tensor,  # hidden states [1, N, E]; the layer's output overwrites them
         rotary: Rotary,  # cosines and sines [1, N, R], or None
         starts: Tensor,  # int64 [P + 1], index of each prompt's first token, and N at the end
         places: Tensor,  # int64 [B], index of each row in the buffers
         sources: Tensor,  # int64 [B], index of each row's prompt
-        buffers: Tensor | None,  # cache for the rows' keys and values [2, R, H, K, D]; None: do not store them
-        prefix: PackedPrefix | None = None,  # prefix of all prompts, which is copied to the rows' first slots
+        buffers: Tensor | None,  # KV cache of the rows [2, R, H, K, D]; None: do not store keys and values
+        prefix: PackedPrefix | None = None,  # prefix of all prompts; it is copied to each row's first slots
     ) -> None:
         """Run one layer over concatenated prompts."""
         tokens = hidden.shape[1]
@@ -220,7 +220,7 @@ class Stack:
             prompts.keys, prompts.values = keys.data_ptr(), values.data_ptr()
             prompts.buffer_row, prompts.buffer_head = keys.stride()[:2]
         kernel("prompts", self._dtype)(ctypes.byref(self.layers[layer]), ctypes.byref(prompts))
-        del tables  # the tables must live until here, because the structure holds only their addresses
+        del tables  # kept alive until here, because the structure holds only their addresses
 
     def packed_prefix(self, states: Tensor) -> PackedPrefix:
         """Pack a prefix's keys and values [2, H, C, D] for the kernels. Return them with the packed copies."""
@@ -233,7 +233,7 @@ class Stack:
         return packed
 
     def _set_rotary(self, target: Any, rotary: Rotary, tokens: int) -> Rotary:
-        """Write the addresses of cosines and sines [B, S, R] to `target`; return tensors that must outlive the call."""
+        """Store addresses of cosines and sines [B, S, R] in `target`. Return tensors that must outlive the call."""
         if rotary is None:
             assert not any(layer.rope for layer in self.layers)
             return None
@@ -247,8 +247,8 @@ class Stack:
     def half(self, layer: int, hidden: Tensor, rotary: Rotary, attended: Tensor | None) -> Tensor:
         """Run the part of a layer that precedes or follows attention. hidden: [N, E]. rotary: tables [1, N, R].
 
-        If `attended` is None, return queries, keys and values [N, Q + 2 H, D]. Otherwise `attended` [N, Q D] is the
-        attention's result. Then overwrite `hidden` with the layer's output, and return it.
+        attended: None: run the first part, and return queries, keys and values [N, Q + 2 H, D]. Otherwise the output of
+            attention [N, Q D]: run the last part, overwrite `hidden` with the layer's output, and return `hidden`.
         """
         fields, tokens = self.layers[layer], len(hidden)
         heads = fields.heads * (fields.group + 2)
@@ -267,7 +267,7 @@ class Stack:
 
 
 class StackedLayer(nn.Module):
-    """One layer of a stack, with the interface of a transformers layer. Its attention runs in torch."""
+    """One layer of a stack, with the interface of a transformers layer. torch computes its attention."""
 
     def __init__(self, stack: Stack, number: int) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class StackedLayer(nn.Module):
 
 
 def _packed(weights: LayerWeights, int8: bool) -> tuple[dict[str, Any], list[PanelProduct], list[Tensor | None]]:
-    """Return a layer's data for `_Layer`: numbers by field name, then products and norm weights in field order."""
+    """Return the contents of a layer's `_Layer`: numbers by field name, products, and norm weights in field order."""
 
     def pack(part: Projection) -> PanelProduct:
         made = product(*part.joined(), int8=int8, scales=part.scales())
@@ -308,7 +308,7 @@ def _packed(weights: LayerWeights, int8: bool) -> tuple[dict[str, Any], list[Pan
         return made
 
     def epsilon(*norms: NormWeights | None) -> float:
-        """Return the epsilon that all these norms share; 0 if there are no norms."""
+        """Return the common epsilon of the norms; 0 if there are no norms."""
         found = {norm.eps for norm in norms if norm is not None}
         assert len(found) <= 1
         return found.pop() if found else 0.0

@@ -1,1 +1,1 @@
-"""Checkpoint folders: reading, checking and loading files, weights, model families and speed adapters."""
+"""Checkpoint folders: read, check and load their files, weights, model families and speed adapters."""

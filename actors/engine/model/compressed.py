@@ -1,10 +1,10 @@
-"""Reads checkpoints with 8-bit weights in the compressed-tensors format, and refuses unsupported kinds.
+"""Reads checkpoints with 8-bit weights in the compressed-tensors format. Refuses other quantized weights.
 
 A quantized layer stores 8-bit codes and a tensor `weight_scale`: one scale in all, one per output, or one per group of
 an output's inputs. weight = (code - zero point) * scale. The codes are in `weight` (int8 or float8_e4m3fn) or in
-`weight_packed` (an int32 holds four int8 codes, each plus 128). Asymmetric layers have a `weight_zero_point` for each
-scale. Layers without `weight_scale` are not quantized. Scales of activations and of the KV cache (`input_scale`,
-`kv_cache_scheme`) are not read, because the engine computes its own.
+`weight_packed` (an int32 holds four int8 codes, each plus 128). Asymmetric layers have a zero point for each scale, in
+`weight_zero_point`. Layers without `weight_scale` are not quantized. Scales of activations and of the KV cache
+(`input_scale`, `kv_cache_scheme`) are not read, because the engine computes its own.
 Shapes: I inputs, O outputs, G groups of inputs.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Kind = Literal["int8", "fp8"]
-CONFIG_KEYS = ("quantization_config", "compression_config")  # keys of config.json; old checkpoints have the second key
+CONFIG_KEYS = ("quantization_config", "compression_config")  # keys of config.json; old checkpoints use the second
 METHOD, PACKED_FORMAT = "compressed-tensors", "pack-quantized"
 FORMATS = ("int-quantized", "float-quantized", "naive-quantized", PACKED_FORMAT)
 STRATEGIES = ("tensor", "channel", "group")
@@ -33,16 +33,16 @@ TYPES: dict[str, Kind] = {"int": "int8", "float": "fp8"}  # type name in compres
 CODES: dict[Kind, str] = {"int8": "I8", "fp8": "F8_E4M3"}  # kind -> type name in safetensors
 WEIGHT, PACKED, SCALE, ZERO_POINT = "weight", "weight_packed", "weight_scale", "weight_zero_point"  # a layer's tensors
 CODES_IN_INT32 = 4
-LIMIT = 127  # int8 codes are -127 ... 127
+LIMIT = 127  # int8 codes of the engine are -127 ... 127
 AGAIN = "fetch the checkpoint again"
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """How a checkpoint stores its 8-bit weights, according to its config."""
+    """How a checkpoint stores 8-bit weights, according to its config.json."""
 
     kind: Kind  # type of the codes
-    multiplied: bool  # whether the checkpoint was made for multiplying 8-bit codes with 8-bit activations
+    multiplied: bool  # whether the checkpoint is meant for products of 8-bit codes with 8-bit activations
     symmetric: bool = True  # whether all zero points are 0 or absent
 
     def run(self, dtype: str, *, on_gpu: bool) -> bool:
@@ -51,7 +51,7 @@ class StoredWeights:
 
 
 def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | None:
-    """Return how 8-bit weights are stored; None if weights are not quantized. Raises UserError if not supported."""
+    """Return how 8-bit weights are stored; None: not quantized. Raises UserError for unsupported quantization."""
     key = next((key for key in CONFIG_KEYS if config.get(key)), None)
     if key is None:
         return None
@@ -68,7 +68,7 @@ def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | N
 
 
 def _read(entry: Any, key: str) -> StoredWeights | str:
-    """Read `entry`, the value of `key` in config.json. If a part is not supported, return the name of that part."""
+    """Read `entry`, the value of `key` in config.json. If something in it is not supported, return its description."""
     if not isinstance(entry, dict):
         return key
     method = entry.get("quant_method", METHOD if "config_groups" in entry else key)
@@ -85,7 +85,7 @@ def _read(entry: Any, key: str) -> StoredWeights | str:
 
 
 def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
-    """Read one of the `config_groups` in config.json. If a value is not supported, return the name of that value."""
+    """Read one of the `config_groups` in config.json. If something in it is not supported, return its description."""
     weights, inputs, layout = group["weights"], group.get("input_activations"), group.get("format") or layout
     size, order = weights.get("group_size"), weights.get("actorder")
     strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
@@ -94,7 +94,7 @@ def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
         (bits != 8, f"{bits} bits"),
         (layout not in FORMATS, f"format {layout}"),
         (strategy not in STRATEGIES, f"strategy {strategy}"),
-        # with these values of actorder, the inputs of a group are not adjacent
+        # with these values of actorder, a group's inputs are not adjacent
         (order is True or str(order).lower() in ("group", "dynamic"), f"actorder {order}"),
         (
             type_name not in TYPES or (layout == PACKED_FORMAT and type_name != "int"),
@@ -111,24 +111,24 @@ def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
 def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep: bool) -> set[str]:
     """Expand 8-bit codes to weights in place. Each weight is computed in float32 and rounded once.
 
-    The library compressed-tensors rounds to the type of the scales too, which changes answers in float32.
+    The library compressed-tensors also rounds to the type of the scales, which changes answers in float32.
 
     Args:
-        model: Model whose parameters hold codes instead of weights. Codes are exact in float32, bfloat16 and float16.
+        model: Model whose parameters hold codes instead of weights. float32, bfloat16 and float16 hold codes exactly.
         folder: The checkpoint's folder.
-        stored: What `stored_weights` returned.
-        keep: Whether to store the scales of linear layers without groups and zero points for `scales_of`. The codes
-            must be int8.
+        stored: The result of `stored_weights`.
+        keep: Whether to keep scales for `scales_of`, in linear layers without groups and zero points. The codes must
+            be int8.
 
     Returns:
-        The names of weights that were unpacked from packed codes. transformers reports them as missing.
+        The names of weights with packed codes, which transformers reports as missing.
 
     Raises:
-        UserError: A layer lacks scales or codes, its scales have a wrong shape, or its codes have a wrong kind.
+        UserError: A layer has no scales or no codes, scales of a wrong shape, or codes of a wrong kind.
     """
     import torch
 
-    unpacked, expanded = set(), set()  # expanded: addresses of weights, because head and embedding may share one
+    unpacked, expanded = set(), set()  # expanded: addresses of finished weights; head and embedding may share one
     with ExitStack() as stack:
         layers = _layers(folder, stored.kind, stack)
         modules = {layer: _module(model, layer, folder) for layer in layers}
@@ -163,7 +163,7 @@ Parts = dict[str, "Callable[[], Tensor]"]  # last part of a tensor's name -> fun
 def _layers(folder: Path, kind: Kind, stack: ExitStack) -> dict[str, Parts]:
     """Return layer name -> functions that read the layer's tensors, for all layers with codes, sorted by name.
 
-    stack: closes the files later. Raises UserError if a layer lacks codes or scales, or if codes are not of `kind`.
+    stack: keeps the files open. Raises UserError if a layer has no codes or no scales, or codes of another kind.
     """
     from safetensors import safe_open
 
@@ -189,7 +189,7 @@ def _layers(folder: Path, kind: Kind, stack: ExitStack) -> dict[str, Parts]:
 
 
 def _grids(parts: Parts, weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
-    """Read the scales and zero points of a layer's codes, float32 [O or 1, G] each. what: the scales, for errors."""
+    """Read a layer's scales and zero points, float32 [O or 1, G] each. what: name of the scales, for error messages."""
     import torch
 
     found, (outputs, inputs) = parts[SCALE](), weight.shape
@@ -214,14 +214,14 @@ def _grids(parts: Parts, weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
 
 
 def _unpacked(packed: Tensor, count: int) -> Tensor:
-    """Unpack int32 [rows, words], four codes per word. Return each row's first `count` codes: float32 [rows, count]."""
+    """Unpack int32 [rows, words], four codes per word. Return the first `count` codes of each row as float32."""
     import torch
 
     return packed.contiguous().view(torch.uint8)[:, :count].float() - 128
 
 
 def _module(model: PreTrainedModel, layer: str, folder: Path) -> tuple[str, Any]:
-    """Find a linear layer or embedding by its name, with or without the model's prefix. Return full name and module."""
+    """Return full name and module of a linear layer or embedding. `layer` may lack the model's prefix."""
     import torch
 
     for name in (layer, f"{model.base_model_prefix}.{layer}"):
@@ -237,18 +237,18 @@ def _module(model: PreTrainedModel, layer: str, folder: Path) -> tuple[str, Any]
 def scales_of(module: nn.Module) -> Tensor | None:
     """Return the scales (float32 [O]) of a linear layer's int8 codes, kept as attribute `scales`; None without codes.
 
-    The codes can be recovered as weight [O, I] / scales. Even 16-bit weights are exact enough for this.
+    Rounding weight [O, I] / scales recovers the codes; 16-bit weights are exact enough for this.
     """
     scales: Tensor | None = getattr(module, "scales", None)
     return scales
 
 
 def renew(module: nn.Module) -> None:
-    """Recompute the scales of a layer with 8-bit codes, after its weight has changed. Do nothing for other layers."""
+    """Recompute the scales of a layer with 8-bit codes after a change of its weight. Do nothing for other layers."""
     if scales_of(module) is not None:
         module.scales = largest_scales(module.weight)  # type: ignore[arg-type]
 
 
 def largest_scales(weight: Tensor) -> Tensor:
-    """Return scales (float32 [O]) for weight [O, I] with which each output's largest int8 code is `LIMIT`."""
+    """Return scales (float32 [O]) for weight [O, I] such that each output's largest int8 code is `LIMIT`."""
     return weight.detach().float().abs().amax(dim=1) / LIMIT

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's end tokens (tokens that end an answer), and other settings of its generation config."""
+"""Reads a checkpoint's end tokens (tokens that end an answer), and further settings of its generation config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from actors.engine.errors import UserError
 from actors.engine.model.file_digests import read_object
 
 ANSWER = "An answer."
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # setting that can change the text -> values with which it has no effect
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # setting that can change the answer -> values without effect
     "do_sample": (False,),
     "temperature": (1.0, 0.0),
     "top_k": (0,),
@@ -27,11 +27,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # setting that can change the text -> v
 
 
 def end_tokens(folder: Path, tokenizer: Any, vocab_size: int) -> dict[int, list[str]]:
-    """Return token id -> names of the places that define the token as an end token.
+    """Return token id -> names of the sources that define the token as an end token.
 
-    These places are the generation config, the config, the tokenizer's end-of-sequence token, and the token that the
-    chat template writes after an assistant's message. All are read, because many published models lack an end token in
-    one of them. Raises UserError for an id outside the vocabulary.
+    Sources: the generation config, the config, the tokenizer's end-of-sequence token, and the token that the chat
+    template writes after an assistant's message. All are read, because in many published models one source lacks an
+    end token. Raises UserError for an id outside the vocabulary.
     """
     ends: dict[int, list[str]] = {}
     for place, ids in _named(folder, tokenizer):
@@ -68,7 +68,7 @@ def _end_of_turn(tokenizer: Any) -> int | None:
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception:
-        # a template may raise any exception; ignore it here, because jobs with chats check their template elsewhere
+        # a template may raise any exception. Ignore it here: jobs with chats check their template elsewhere
         return None
     behind = text.rpartition(ANSWER)[2].lstrip()
     added = {one.content: token for token, one in tokenizer.added_tokens_decoder.items() if one.content.strip()}
@@ -77,16 +77,16 @@ def _end_of_turn(tokenizer: Any) -> int | None:
 
 
 def ends_before_the_union(folder: Path, tokenizer: Any, config: Any) -> set[int]:
-    """Return the end tokens for a job that an old version planned. Old versions read them from one place only."""
+    """Return the end tokens for a job that an old version planned. Old versions read only one source."""
     name = "generation_config.json"
     ids = _values(folder, name).get("eos_token_id") if (folder / name).is_file() else config.eos_token_id
     return set(_listed(tokenizer.eos_token_id if ids is None else ids))
 
 
 def settings_not_followed(folder: Path, given: Collection[str]) -> Mapping[str, Any]:
-    """Return the settings of the generation config that would change the text, but that the job ignores.
+    """Return the settings of the generation config that would change answers, but that the job does not follow.
 
-    given: sampling parameters that the job sets itself. A job that sets `temperature` thereby sets `do_sample`.
+    given: sampling parameters that the job sets itself. A job that sets `temperature` also sets `do_sample`.
     """
     given = {*given, *(["do_sample"] if "temperature" in given else [])}
     values = _values(folder, "generation_config.json")

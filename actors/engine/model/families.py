@@ -1,7 +1,7 @@
 """The supported model families: how to reach the parts of transformers' models. Code for single families belongs here.
 
-A new family needs an entry in FAMILIES and a tiny model in the engine's tests. To run on the fast CPU kernels too, it
-needs a function that describes its layers as `LayerWeights`.
+A new family needs an entry in FAMILIES and a tiny model in the engine's tests. To run on the CPU kernels too, it needs
+a function that describes its layers as `LayerWeights`.
 Shapes: B rows, S columns, N hidden states, E hidden size, V vocabulary size, R rotary size.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from actors.engine.errors import UserError
 from actors.engine.model.layer_weights import GELU, SILU, LayerWeights, NormWeights, Projection
 
-if TYPE_CHECKING:  # not imported at run time, because a job's driver looks up families without torch
+if TYPE_CHECKING:  # only then, because a job's driver looks up families without importing torch
     from torch import Tensor, nn
     from transformers import PretrainedConfig
 
@@ -37,20 +37,20 @@ class Family:
     embed: Callable[[Any, Tensor, Tensor], Tensor]  # (model, ids [B, S], positions [B, S]) -> embeddings [B, S, E]
     # (model, hidden states, positions) -> rotary cosines and sines [B, S, R] of each layer, or None
     rotary: Callable[[Any, Tensor, Tensor], Sequence[Rotary]]
-    # (model, hidden states [N, E]) -> input of the vocabulary head, which is usually the final norm's output
+    # (model, hidden states [N, E]) -> input of the vocabulary head; in most families the final norm's output
     finish: Callable[[Any, Tensor], Tensor]
-    # config -> sliding window of each layer: how many keys a token attends to, including its own; None: all keys
+    # config -> sliding window of each layer: number of keys that a token attends to, with its own; None: all keys
     windows: Callable[[PretrainedConfig], list[int | None]] = lambda config: [None] * config.num_hidden_layers
-    attention: str = "sdpa"  # name of the attention implementation in transformers to use for the family
-    cache_argument: str = "past_key_values"  # name of the KV cache argument of the family's layers in transformers
-    # model -> (token table [V, E], position table [positions, E] or None, factor). An embedding is the factor times the
-    # token's row, plus the position's row. Used only for families with `weights`
+    attention: str = "sdpa"  # name of the attention implementation in transformers
+    cache_argument: str = "past_key_values"  # name of the KV cache argument of transformers' layers
+    # model -> (token table [V, E], position table [positions, E] or None, factor). Embedding: factor * token's row +
+    # position's row. Used only for families with `weights`
     embeddings: Callable[[Any], tuple[Tensor, Tensor | None, float]] = lambda model: (
         model.model.embed_tokens.weight,
         None,
         1.0,
     )
-    # transformers' layer -> its description, which lacks the sliding window; None: the family cannot use CPU kernels
+    # transformers' layer -> its description without the sliding window; None: the CPU kernels cannot run the family
     weights: Callable[[Any], LayerWeights] | None = None
     # model -> its final norm if `finish` computes nothing else, otherwise None. Used only for families with `weights`
     last_norm: Callable[[Any], NormWeights | None] = lambda model: NormWeights.of(model.model.norm)
@@ -74,7 +74,7 @@ def _opt_embed(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
     hidden: Tensor = decoder.embed_tokens(ids)
     if decoder.project_in is not None:
         hidden = decoder.project_in(hidden)
-    # the first argument, a mask, is not used if positions are given
+    # the first argument, a mask, is unused if positions are given
     learned: Tensor = decoder.embed_positions(None, position_ids=positions)
     return hidden + learned
 
@@ -109,7 +109,7 @@ def _gemma_embeddings(model: Any) -> tuple[Tensor, None, float]:
 
 
 def _rotary_by_kind(model: Any, hidden: Tensor, positions: Tensor) -> list[Rotary]:
-    """Return the rotary cosines and sines of a model whose sliding and full layers have different rope parameters."""
+    """Return each layer's cosines and sines. Sliding and full layers have different rope parameters."""
     kinds = model.config.layer_types
     by_kind = {kind: model.model.rotary_emb(hidden, positions, kind) for kind in set(kinds)}
     return [by_kind[kind] for kind in kinds]
@@ -123,12 +123,12 @@ _OF_HEADS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 
 
 def _gated(norms: dict[str, str], offset: float = 0.0) -> Callable[[Any], LayerWeights]:
-    """Return a function that describes a layer with a gated feed-forward block. offset: see `NormWeights.of`."""
+    """Return a function that describes a layer whose feed-forward block is gated. offset: see `NormWeights.of`."""
 
     def describe(layer: Any) -> LayerWeights:
         attention, mlp, config = layer.self_attn, layer.mlp, layer.self_attn.config
         found: dict[str, Any] = {name: NormWeights.of(attrgetter(path)(layer), offset) for name, path in norms.items()}
-        if config.model_type == "phi3":  # one matrix for queries, keys and values, and one matrix for gate and up
+        if config.model_type == "phi3":  # one matrix for queries, keys and values; another for gate and up
             qkv, up = Projection.of(attention.qkv_proj), Projection.of(mlp.gate_up_proj)
         else:
             qkv = Projection.of(attention.q_proj, attention.k_proj, attention.v_proj)
@@ -157,7 +157,7 @@ def _activation(config: PretrainedConfig) -> str:
 
 
 def _opt_layer(layer: Any) -> LayerWeights:
-    """Describe an OPT layer. It has no rope. LayerNorm comes before each block (OPT-350M: after each residual)."""
+    """Describe an OPT layer. It has no rope. A LayerNorm precedes each block; in OPT-350M it follows each residual."""
     attention = layer.self_attn
     return LayerWeights(
         query_heads=attention.num_heads,
@@ -266,7 +266,7 @@ class ModelShape:
 
 
 def family_of(config: PretrainedConfig) -> Family:
-    """Return the model family for a config. Raises UserError if the family or a value in the config is unsupported."""
+    """Return the model family of a config. Raises UserError if the family or a value in the config is unsupported."""
     family = family_named(config.model_type)
     if reason := unknown_value(config):
         raise UserError(f"model_type {config.model_type!r}: {reason}")
@@ -274,7 +274,7 @@ def family_of(config: PretrainedConfig) -> Family:
 
 
 def family_named(model_type: object) -> Family:
-    """Return the family for a model type. If the type is unknown, raises UserError with a list of supported types."""
+    """Return the family of a model type. Raises UserError with the list of supported types if the type is unknown."""
     if model_type not in FAMILIES:
         only = "; of Gemma 3 only the text models (gemma3_text)" if model_type == "gemma3" else ""
         raise UserError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}{only}")
@@ -282,7 +282,7 @@ def family_named(model_type: object) -> Family:
 
 
 def unknown_value(config: PretrainedConfig) -> str | None:
-    """Return an error text about the first unsupported value of a config; None if all values are supported."""
+    """Return an error message about the first unsupported value of a config; None if all values are supported."""
     for key in ACTIVATION_KEYS:
         if (name := getattr(config, key, None)) is not None and name not in ACTIVATIONS:
             return f"{key} = {name!r}: supported: {', '.join(ACTIVATIONS)}"
@@ -307,7 +307,7 @@ def unknown_value(config: PretrainedConfig) -> str | None:
 
 
 def has_weights(config: PretrainedConfig) -> bool:
-    """Return whether `layer_weights` can describe the model's layers. The fast CPU kernels need the description."""
+    """Return whether `layer_weights` can describe the model's layers. The CPU kernels need this description."""
     if family_of(config).weights is None:
         return False
     if config.model_type == "opt":
@@ -318,17 +318,17 @@ def has_weights(config: PretrainedConfig) -> bool:
 
 
 def layer_weights(config: PretrainedConfig, layer: Any) -> LayerWeights:
-    """Describe transformers' `layer`. The description shares the layer's tensors. `has_weights` must be true."""
+    """Describe transformers' `layer` without copying its tensors. `has_weights(config)` must be true."""
     family = family_of(config)
     assert family.weights is not None
     return replace(family.weights(layer), window=family.windows(config)[layer.self_attn.layer_idx])
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """Return the maximum number of tokens of prompt and answer together.
+    """Return the maximum number of tokens of a prompt and its answer together.
 
-    Beyond a certain length, the rope types `dynamic` and `longrope` change the rotation of earlier keys. Cached keys
-    keep their old rotation, so rows must end at this length. For `dynamic` it equals `max_position_embeddings`.
+    The rope types `dynamic` and `longrope` rotate all keys differently once a row exceeds a certain length. Cached keys
+    would keep the old rotation, so rows must end at that length. For `dynamic` it is `max_position_embeddings`.
     """
     lengths: list[int] = [config.max_position_embeddings]
     for parameters in _rope_parameters(config):
@@ -338,6 +338,6 @@ def context_length(config: PretrainedConfig) -> int:
 
 
 def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """Return the rope parameters of a config. Gemma 3 has rope parameters for each kind of layer, one level deeper."""
+    """Return the rope parameters of a config. Gemma 3 nests separate parameters for each kind of layer in them."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope, *(nested for nested in rope.values() if isinstance(nested, dict))]

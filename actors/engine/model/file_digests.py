@@ -1,7 +1,7 @@
 """Reads a checkpoint's JSON files, and computes the SHA-256 digests of its files.
 
 Digests of weight files are cached, so that a checkpoint of 100 GB is read only once per machine. A cached digest is
-used while the file's size, modification time and inode are unchanged.
+valid as long as the file's size, modification time and inode are unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from actors.engine.errors import UserError
 CACHE_VARIABLE, CACHE = "SKIPDECODE_CACHE", "~/.cache/skipdecode"
 SMALL = (".json", ".jinja", ".model", ".txt")  # suffixes of files (other than weights) that can change an answer
 WEIGHTS = ".safetensors"
-SETTLED_NS = 2 * 10**9  # a file changed less than this ago may still be changing; its digest is not cached
+SETTLED_NS = 2 * 10**9  # nanoseconds; a file changed more recently may still be changing: its digest is not cached
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def cache_root(folder: str | None) -> Path:
 
 
 def cache_record(cache: str | None, kind: str, values: Any) -> Path:
-    """Return the path of the cache file for a record that is determined by `values`. kind: subfolder of the cache."""
+    """Return the cache file of a record. values: JSON values that identify the record. kind: subfolder of the cache."""
     key = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
     return cache_root(cache) / kind / f"{key}.json"
 
@@ -71,7 +71,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def weights_digest(files: Mapping[str, str]) -> str:
-    """Return one digest for all of a model's weights. files: name of each safetensors file -> its SHA-256."""
+    """Return one digest of all weights of a model. files: name of each safetensors file -> its SHA-256."""
     return hashlib.sha256("\n".join(f"{name} {files[name]}" for name in sorted(files)).encode()).hexdigest()
 
 

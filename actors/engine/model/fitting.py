@@ -1,4 +1,4 @@
-"""Checks that the tensors in a checkpoint are the weights of the model that its config.json describes."""
+"""Checks that a checkpoint's tensors are the weights of the model that its config.json describes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ CONSTANTS = (".masked_bias", "attn.bias", "attention.bias", ".inv_freq")  # tens
 def check_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], name: str) -> None:
     """Check that `tensors`, read from a checkpoint's headers, are the weights of the model that `config` describes.
 
-    The model is built on the meta device, so it takes no memory. name: checkpoint name for error messages.
+    The model is built on the meta device, which takes no memory. name: the checkpoint's name, for error messages.
 
     Raises:
-        UserError: no model can be built from `config`, or the tensors do not fit it (see `check_report`).
+        UserError: `config` does not describe a model, or the tensors do not fit the model (see `check_report`).
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -32,7 +32,7 @@ def check_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor],
         try:
             with torch.device("meta"):
                 model_class: Any = type(library.from_config(config))
-        except Exception as error:  # a model in transformers may raise any exception for an unexpected value
+        except Exception as error:  # transformers may raise any exception for an unexpected value
             raise UserError(
                 f"{name}: no model can be built from config.json: {type(error).__name__}: {flat(error)}"
             ) from None
@@ -56,13 +56,13 @@ def check_report(
     report: Mapping[str, Any],  # transformers' loading info
     tensors: Mapping[str, StoredTensor],  # tensors in the checkpoint's files
     name: str,  # name of the checkpoint, for error messages
-    # names of weights that were unpacked from 8-bit codes; None: all weights with a packed tensor in `tensors`
+    # names of weights that were unpacked from packed codes; None: all weights with a packed tensor in `tensors`
     unpacked: Collection[str] | None = None,
 ) -> None:
     """Raise UserError if `report` lists an unused tensor, a wrong shape, or a weight without a tensor."""
 
     def file(weight: str) -> str:
-        """Return the file that holds a weight. In the file, the weight's name may lack the model's prefix."""
+        """Return the name of the file that holds a weight. There, the weight's name may lack the model's prefix."""
         return next((one.file for key, one in tensors.items() if f".{weight}".endswith(f".{key}")), name)
 
     if unpacked is None:

@@ -1,4 +1,4 @@
-"""A description of a decoder layer that fits all families. Module `families` builds it; folder `cpu` computes with it.
+"""Describes a decoder layer of any family. Module `families` creates the description; folder `cpu` computes with it.
 
 Shapes: E hidden size, F feed-forward size, Q query heads, H key/value heads, D head size, I inputs, O outputs.
 """
@@ -18,7 +18,7 @@ SILU, GELU = ("silu", "swish"), "gelu_pytorch_tanh"
 
 @dataclass(frozen=True)
 class NormWeights:
-    """Weights of a LayerNorm (with bias) or RMSNorm (without): float32 [E]. Query or key norms: [D] or [heads * D]."""
+    """Weights of a LayerNorm (with bias) or RMSNorm (without): float32 [E]; for queries or keys [D] or [heads * D]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -46,21 +46,21 @@ class Projection:
     def of(cls, *layers: nn.Module) -> Projection:
         from torch import nn
 
-        assert all(type(layer) is nn.Linear for layer in layers), "only plain linear layers have one weight"
+        assert all(type(layer) is nn.Linear for layer in layers), "all layers must be plain nn.Linear"
         return cls(layers)  # type: ignore[arg-type]
 
     @property
     def outputs(self) -> int:
-        """Number of outputs of all layers together (O in shapes)."""
+        """Number of outputs O of all layers together."""
         return sum(layer.out_features for layer in self.layers)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the joined weight: [O, I]."""
+        """Shape of the concatenated weight: [O, I]."""
         return self.outputs, self.layers[0].in_features
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
-        """Return the concatenated weight [O, I] and bias ([O] or None); with a single layer, its own tensors."""
+        """Return the concatenated weight [O, I] and bias ([O] or None). A single layer's tensors are not copied."""
         if len(self.layers) == 1:
             bias = self.layers[0].bias
             return self.layers[0].weight.detach(), None if bias is None else bias.detach()
@@ -75,7 +75,7 @@ class Projection:
         return weight, torch.cat(biases)
 
     def scales(self) -> Tensor | None:
-        """Return the scales [O] of the concatenated weight's 8-bit codes; None if a layer has no scales."""
+        """Return the scales [O] of the concatenated weight's 8-bit codes; None if any layer has no scales."""
         found = [scales for layer in self.layers if (scales := scales_of(layer)) is not None]
         if len(found) < len(self.layers):
             return None
@@ -86,32 +86,32 @@ class Projection:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A decoder layer: self-attention and feed-forward, each with a norm and a residual connection."""
+    """A decoder layer: an attention block and a feed-forward block, each with norms and a residual connection."""
 
     query_heads: int  # Q
     kv_heads: int  # H
     head_dim: int  # D
-    scaling: float  # factor of the attention scores
-    qkv: Projection  # projection [(Q + 2 H) D, E] to queries, keys and values, in this order
-    output: Projection  # projection [E, Q D] after attention
-    up: Projection  # projection [2 F, E] to gate and up, in this order; [F, E] if not gated
-    down: Projection  # projection [E, F]
+    scaling: float  # factor for the attention scores
+    qkv: Projection  # [(Q + 2 H) D, E], to queries, keys and values, in this order
+    output: Projection  # [E, Q D], after attention
+    up: Projection  # [2 F, E], to gate and up, in this order; [F, E] if not gated
+    down: Projection  # [E, F]
     activation: str  # name of the activation in transformers' ACT2FN
-    gated: bool  # whether the feed-forward block computes activation(gate) * up
-    # norms before the attention and feed-forward blocks: x + after(block(norm(x))); None: no such norms (OLMo 2)
+    gated: bool  # whether the feed-forward block computes activation(gate) * up instead of activation(up)
+    # `norm` of each block in x + after(block(norm(x))); None: no such norms (OLMo 2)
     attention_norm: NormWeights | None = None
     mlp_norm: NormWeights | None = None
-    # RMSNorms of the blocks' outputs, `after` in x + after(block(norm(x))) (OLMo 2, Gemma 3); None: no such norms
+    # `after` of each block in x + after(block(norm(x))): RMSNorm (OLMo 2, Gemma 3); None: no such norms
     attention_after: NormWeights | None = None
     mlp_after: NormWeights | None = None
-    # whether attention_norm and mlp_norm come after the residual connections: norm(x + block(x)), as in OPT-350M
+    # whether attention_norm and mlp_norm follow the residual connections: norm(x + block(x)), as in OPT-350M
     norms_residual: bool = False
-    # RMSNorms of queries and keys before rope: [D] for each head, or [Q D] and [H D] for all heads together
+    # RMSNorms of queries and keys before rope: [D] for each head alone, or [Q D] and [H D] for all heads together
     query_norm: NormWeights | None = None
     key_norm: NormWeights | None = None
-    # whether queries and keys have rotary embeddings. The cosines' width determines how much of a head is rotated
+    # whether queries and keys have rotary embeddings. The width of the cosines is the rotated part of a head
     rope: bool = True
-    window: int | None = None  # sliding window: how many keys a token attends to, including its own; None: all keys
+    window: int | None = None  # sliding window: number of keys that a token attends to, with its own; None: all keys
 
     def __post_init__(self) -> None:
         queries, keys = self.query_heads * self.head_dim, self.kv_heads * self.head_dim

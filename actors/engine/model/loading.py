@@ -1,4 +1,4 @@
-"""Loads decoder, tokenizer and schedule from a checkpoint folder. Reads only safetensors; runs no code from there."""
+"""Loads decoder, tokenizer and schedule from a checkpoint folder. Reads only safetensors; never runs code from it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from actors.engine.decoder import Decoder
 
-SIZE_LIMITS = {  # key of config.json -> largest possible size; families use different keys for the same size
+SIZE_LIMITS = {  # key of config.json -> largest accepted value; families use different keys for the same size
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 1024),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 4096),
     **dict.fromkeys(("hidden_size", "n_embd", "head_dim", "word_embed_proj_dim"), 2**18),
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder that has been checked, but not loaded."""
+    """A checkpoint folder that is checked, but not loaded."""
 
     path: Path
     config: PretrainedConfig
@@ -62,7 +62,7 @@ class Checkpoint:
     in_library: bool = True  # whether the library engine can run the checkpoint; otherwise only vLLM can
 
     def schedule(self, changes: dict[str, Any]) -> Schedule:
-        """Return the stored schedule with a job's `changes`. Raises UserError if the result does not fit the model."""
+        """Return the stored schedule with a job's `changes`. Raises UserError if it does not fit the model."""
         try:
             return (self.spec or ScheduleSpec()).overridden(changes).build(self.num_layers)
         except ValueError as error:
@@ -79,7 +79,7 @@ class Checkpoint:
     def check_adapted(self, schedule: Schedule, name: str, remedy: str) -> None:
         """Raise UserError if `schedule` skips layers and the model was not trained for it.
 
-        name: of the checkpoint, for the message. remedy: what the user can do to run the schedule nonetheless.
+        name: the checkpoint's name, for the message. remedy: how to run without training, for the message.
         """
         if schedule.is_full_depth:
             return
@@ -98,7 +98,7 @@ class Checkpoint:
         )
 
     def _fastest(self, trained: Trained) -> float:
-        """Return the largest speed-up, in steps of 1/4, at which training covers the stored schedule; else 1."""
+        """Return the largest speedup, in steps of 1/4, at which the training covers the stored schedule; else 1."""
         speeds = (quarters / 4 for quarters in range(4 * self.num_layers, 4, -1))
         with suppress(UserError):  # a stored schedule without a horizon has no speeds above 1
             return next((speed for speed in speeds if trained.covers(self.schedule({"speedup": speed}))), 1.0)
@@ -110,12 +110,12 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
 
     Args:
         path: the folder.
-        names: names of all files of the checkpoint; needed if the folder lacks the large ones. None: list the folder.
-        by_vllm: whether vLLM runs the model. If so, vLLM must refuse unsupported families and quantized weights.
+        names: names of all files of the checkpoint; needed if the folder lacks large ones. None: the folder's files.
+        by_vllm: whether vLLM runs the model. If so, all families and quantizations pass; vLLM may refuse them.
 
     Raises:
-        UserError: the folder, its safetensors or its tokenizer is missing; its family or quantized weights are not
-            supported; a size is impossible; or its ``skipdecode.json`` does not fit the model.
+        UserError: the folder, its safetensors or its tokenizer is missing; its family or quantization is not supported;
+            a size in config.json is impossible; or its ``skipdecode.json`` does not fit the model.
     """
     from transformers import GenerationConfig
 
@@ -154,7 +154,7 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
                 GenerationConfig.from_pretrained(folder, local_files_only=True)
         else:
             config = config.get_text_config()
-    except Exception as error:  # transformers raises errors of any class for a damaged file
+    except Exception as error:  # transformers may raise any exception for a damaged file
         kind = "" if isinstance(error, UserError) else f"{name}: {type(error).__name__}: "
         raise UserError(f"{folder}: {kind}{flat(error)}") from None
     layers = config.num_hidden_layers
@@ -190,7 +190,7 @@ def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
-    """Return a checkpoint's transformers config without its quantization keys, which `expand` handles instead."""
+    """Return transformers' config of a checkpoint, without the quantization keys: `expand` handles quantization."""
     from transformers import AutoConfig
 
     config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -201,7 +201,7 @@ def read_config(folder: str | Path) -> PretrainedConfig:
 
 
 def refuse_file(path: str) -> None:
-    """Raise UserError if `path` is a file of a checkpoint instead of the checkpoint's folder."""
+    """Raise UserError if `path` is a file instead of a checkpoint folder."""
     if path.endswith(".gguf"):
         raise UserError(f"{path}: GGUF cannot be run; convert it (skipdecode convert {path} FOLDER) and give FOLDER")
     if path.endswith(".safetensors"):
@@ -211,7 +211,7 @@ def refuse_file(path: str) -> None:
 
 
 def _check_values(values: Mapping[str, Any], source: Path) -> None:
-    """Raise UserError if a config asks to run code, or contains an impossible size."""
+    """Raise UserError if config.json asks to run code, or contains an impossible size."""
     if "auto_map" in values:
         raise UserError(
             f"{source.parent}: config.json asks to run code of the checkpoint (auto_map), which is never done: use a "
@@ -229,14 +229,13 @@ def memory_needed(
     cache_bytes: int,
     tensors: Mapping[str, StoredTensor] | None = None,  # the checkpoint's tensors; None: read its files' headers
     *,
-    on_gpu: bool,  # whether the actor has a GPU; if not, assume that the CPU kernels pack bfloat16 weights
+    on_gpu: bool,  # whether the actor has a GPU; if not, the CPU kernels may copy a bfloat16 head
 ) -> Need:
     """Return the memory that an actor needs for the checkpoint. Raises UserError if weights are missing or damaged."""
     config = checkpoint.config
     tensors = folder_tensors(checkpoint.path) if tensors is None else tensors
-    tied = bool(config.tie_word_embeddings)
-    needed = need(tensors, tied=tied, dtype=dtype, cache_bytes=cache_bytes)
-    if dtype == "bfloat16" and not on_gpu:  # there are three copies of the head: unchanged, packed, and in 8 bits
+    needed = need(tensors, tied=bool(config.tie_word_embeddings), dtype=dtype, cache_bytes=cache_bytes)
+    if dtype == "bfloat16" and not on_gpu:  # three copies of the head: original, packed, and int8
         head = config.vocab_size * (getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
         needed = replace(needed, weights=needed.weights + head * ITEM_BYTES[dtype] + head * 17 // 16)
     return needed
@@ -247,7 +246,7 @@ def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTraine
 
     Args:
         path: the checkpoint's folder.
-        class_name: class of the tokenizer, from `tokenizer_class_name`. None: AutoTokenizer chooses the class. This
+        class_name: class of the tokenizer, from `tokenizer_class_name`. None: AutoTokenizer chooses the class, but
             imports torch and all model configurations, which takes about five seconds in a new process.
     """
     from transformers import PreTrainedTokenizerBase
@@ -260,12 +259,12 @@ def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTraine
 
 
 def tokenizer_class_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the class of a loaded tokenizer as `module:name`, so that other processes can load it faster."""
+    """Return the class of a loaded tokenizer as `module:name`. With it, `load_tokenizer` is faster."""
     return f"{type(tokenizer).__module__}:{type(tokenizer).__name__}"
 
 
 def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device, *, keep_codes: bool = False) -> Decoder:
-    """Load the checkpoint's model as a decoder, in eval mode and without gradients. Arguments: see `load_model`."""
+    """Load the checkpoint's model as a decoder, in eval mode, without gradients. Arguments: see `load_model`."""
     from actors.engine.decoder import Decoder
     from actors.engine.model.families import family_of
 
@@ -279,18 +278,18 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the checkpoint's model in `dtype` onto `device`.
 
-    Weights are read onto `device` tensor by tensor, so that no second copy of the model exists. 8-bit weights are
-    expanded to `dtype`.
+    Weights are read onto `device` tensor by tensor, without a second copy of the model. 8-bit weights are expanded to
+    `dtype`.
 
     Args:
         path: the checkpoint's folder.
         dtype: type of all parameters.
-        device: device of the model. None: load it on the CPU; the caller may move it.
+        device: device of the model. None: the CPU; the caller may move the model later.
         attention: name of the attention implementation in transformers.
-        keep_codes: whether to keep the scales of 8-bit weights, see `compressed.scales_of`.
+        keep_codes: whether to keep the scales of int8 weights, see `compressed.scales_of`.
 
     Raises:
-        UserError: weights or scales are missing or have a wrong shape, or a tensor does not belong to the model.
+        UserError: a weight or scale is missing or has a wrong shape, or a tensor does not belong to the model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -304,7 +303,7 @@ def load_model(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `report` lists the mismatches
             dtype=dtype,
-            device_map=None if on_cpu else {"": device},  # the library accelerate places the weights
+            device_map=None if on_cpu else {"": device},  # a device map needs the library accelerate
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,

@@ -1,8 +1,8 @@
 """Speed adapters: low-rank weights for speeds above 1x, added to a frozen base model while the model is loaded.
 
 An adapter is a folder in peft's format (LoRA, Hu et al. 2021, arXiv 2106.09685) with ``adapter_config.json`` and
-``adapter_model.safetensors``. In addition, ``skipdecode.json`` holds the schedule, and ``speed_adapter.json`` holds the
-digest of the base model's weights. At full depth the adapter is not read, and the base model runs as published.
+``adapter_model.safetensors``. It has two further files: ``skipdecode.json`` holds the schedule, ``speed_adapter.json``
+the digests of the base's and the adapter's weights. At full depth the base runs as published, without the adapter.
 Shapes: I inputs and O outputs of a linear layer, R the adapter's rank.
 """
 
@@ -28,7 +28,7 @@ CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "s
 FILES = (CONFIG, WEIGHTS, RECORD, SCHEDULE_FILE)
 PREFIX = "base_model.model."  # prefix of all tensor names, before the path of the layer
 PARTS = ("lora_A", "lora_B")
-# accepted keys of adapter_config.json: either this module reads the key, or the key does not change the product B A
+# accepted keys of adapter_config.json: this module reads them, or they do not change the product B A
 NEUTRAL = {
     *("auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "r"),
     *("layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type"),
@@ -39,15 +39,15 @@ OFF: tuple[Any, ...] = (None, False, "none", {}, [])  # values that turn a featu
 
 @dataclass(frozen=True)
 class SpeedAdapter:
-    """A speed adapter whose folder has been checked, but whose weights have not been loaded."""
+    """A speed adapter whose folder is checked, but whose weights are not loaded."""
 
     path: Path  # folder of the adapter
     base: str  # digest of the base weights for which the adapter was trained, see `weights_digest`
     rank: int  # rank of the products B A
-    scale: float  # factor of every product B A
+    scale: float  # factor for all products B A
 
     def check_base(self, digest: str, name: str) -> None:
-        """Raise UserError if the adapter's base has another digest. digest: of the weights of the model `name`."""
+        """Raise UserError if the adapter has another base. digest: the digest of the weights of the model `name`."""
         if digest != self.base:
             raise UserError(
                 f"{self.path}: trained for a base with weights {self.base[:16]}, but {name} has {digest[:16]}: give "
@@ -56,9 +56,9 @@ class SpeedAdapter:
 
 
 def read_adapter(path: Path) -> SpeedAdapter:
-    """Read and check the speed adapter in a folder, except the shapes of the adapter's weights.
+    """Read the speed adapter in a folder. Check everything except the shapes of its weights.
 
-    Raises UserError if the folder is not a speed adapter, is damaged, or uses peft features other than plain LoRA.
+    Raises UserError if the folder is not a speed adapter, is damaged, or uses other peft features than plain LoRA.
     """
     for name in FILES:
         if not (path / name).is_file():
@@ -78,7 +78,7 @@ def read_adapter(path: Path) -> SpeedAdapter:
 
 
 def base_digest(checkpoint: Path) -> str:
-    """Return the digest of the weights in a checkpoint folder. An adapter for this checkpoint records the digest."""
+    """Return the digest of the weights in a checkpoint folder, which an adapter records for its base."""
     found = digests(checkpoint)
     return weights_digest({name: found[name] for name in weight_files(checkpoint, names_in(checkpoint))})
 
@@ -90,7 +90,7 @@ def save_record(folder: Path, base: str) -> None:
 
 
 def linear_layers(config: PretrainedConfig) -> dict[str, nn.Module]:
-    """Return path -> linear layer, for all linear layers in the decoder layers of a model. Allocates no weights."""
+    """Return path -> linear layer for all linear layers in a model's decoder layers, without memory for weights."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
@@ -109,7 +109,7 @@ def linear_layers(config: PretrainedConfig) -> dict[str, nn.Module]:
 
 
 def merge(model: PreTrainedModel, adapter: SpeedAdapter) -> None:
-    """Add an adapter to a model in place: each weight W becomes W + scale · B A, computed in fp32 and then rounded."""
+    """Merge an adapter into a model in place. Each weight W becomes W + scale · B A, computed in fp32, then rounded."""
     from safetensors import safe_open
     from transformers.pytorch_utils import Conv1D
 
@@ -125,14 +125,14 @@ def merge(model: PreTrainedModel, adapter: SpeedAdapter) -> None:
 
 
 def update(file: Any, layer: str, scale: float, device: torch.device) -> torch.Tensor:
-    """Return what an adapter adds to the weight of `layer`: scale · B A, fp32 [O, I]. file: open safetensors file."""
+    """Return the adapter's change of the weight of `layer`: scale · B A, fp32 [O, I]. file: open safetensors file."""
     down, up = (file.get_tensor(f"{PREFIX}{layer}.{part}.weight").to(device).float() for part in PARTS)
     product: torch.Tensor = (up @ down) * scale  # [O, R] times [R, I]
     return product
 
 
 def _check_features(config: dict[str, Any], source: Path) -> None:
-    """Raise UserError if an adapter config uses a feature of peft that `merge` does not support."""
+    """Raise UserError if adapter_config.json uses a peft feature that `merge` does not support."""
     if config.get("peft_type") != "LORA":
         raise UserError(f"{source}: peft_type {config.get('peft_type')!r}: only LORA can be merged")
     start = config.get("init_lora_weights", True)
@@ -147,7 +147,7 @@ def _check_features(config: dict[str, Any], source: Path) -> None:
 
 
 def check_shapes(adapter: SpeedAdapter, config: PretrainedConfig) -> None:
-    """Raise UserError if a tensor of the adapter has a wrong shape, or belongs to no linear layer of the model."""
+    """Raise UserError if an adapter tensor has a wrong shape, or does not belong to a linear layer of the model."""
     path, rank = adapter.path / WEIGHTS, adapter.rank
     from safetensors import SafetensorError, safe_open
     from transformers.pytorch_utils import Conv1D

@@ -1,4 +1,4 @@
-"""Finds a checkpoint's safetensors files, and computes from their headers how much memory the weights need."""
+"""Finds a checkpoint's safetensors files, reads their headers, and computes the memory that a model needs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import NamedTuple
 from actors.engine.errors import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-HEADER_LIMIT = 100_000_000  # maximum bytes of a safetensors header; the safetensors library has the same limit
-ALLOWANCE = 2**29  # bytes of memory for the process, its libraries, and a batch's activations and logits
+HEADER_LIMIT = 100_000_000  # maximum bytes of a safetensors header, as in the safetensors library
+ALLOWANCE = 2**29  # bytes of memory for the process, its libraries, and the activations and logits of a batch
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# hold this lock while transformers builds a model, because it then replaces a class's method and torch's default dtype
+# hold this lock while transformers builds a model: it changes a class's method and torch's default dtype meanwhile
 building_models = threading.Lock()
-SCALES = ("_scale", "_zero_point", ".weight_shape")  # endings of the names of tensors that describe 8-bit weights
-PACKED = ".weight_packed"  # ending of the names of packed 8-bit weights (four in an int32), see `compressed`
+SCALES = ("_scale", "_zero_point", ".weight_shape")  # name suffixes of tensors that describe 8-bit weights
+PACKED = ".weight_packed"  # name suffix of packed 8-bit weights, four in an int32; see `compressed`
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file, as described by the file's header."""
+    """A tensor in a safetensors file, according to the file's header."""
 
     file: str
     shape: tuple[int, ...]
@@ -47,9 +47,9 @@ class Need:
 
 
 def weight_files(folder: Path, names: Collection[str]) -> list[str]:
-    """Return which of the files `names` hold the weights: a single file, or the shards in the index of `folder`.
+    """Return the files with weights in a checkpoint: a single file, or all shards. names: all files in `folder`.
 
-    Raises UserError if there are no safetensors, both a single file and an index, a wrong index, or missing shards.
+    Raises UserError if there is no safetensors file, a wrong index, a missing shard, or an index beside a single file.
     """
     if INDEX not in names:
         if WEIGHTS in names:
@@ -88,10 +88,10 @@ def file_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> dic
 
     Args:
         read: function (number of bytes, offset) -> bytes, like os.pread.
-        size: size of the file in bytes.
+        size: bytes of the file.
         name: name of the file, for error messages.
 
-    Raises UserError if the header is damaged, or does not fit the size, as after an interrupted download.
+    Raises UserError if the header is damaged or does not fit the size, for example after an interrupted download.
     """
     head = read(8, 0) if size >= 8 else b""
     length = int.from_bytes(head, "little")
@@ -139,7 +139,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def need(tensors: Mapping[str, StoredTensor], *, tied: bool, dtype: str, cache_bytes: int) -> Need:
-    """Return the memory that a model needs in `dtype`. tied: whether head and embedding share one tensor in memory."""
+    """Return the memory that a model needs in `dtype`. tied: whether head and embedding share a tensor in memory."""
     sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items() if not name.endswith(SCALES)}
     count = sum(4 * size if name.endswith(PACKED) else size for name, size in sizes.items())
     if tied and len(sizes) > 1:
@@ -148,7 +148,7 @@ def need(tensors: Mapping[str, StoredTensor], *, tied: bool, dtype: str, cache_b
 
 
 def check_free(need: Need, free: int, total: int) -> None:
-    """Raise UserError if the `free` bytes of a GPU (of `total`) have no room for the model and its KV cache."""
+    """Raise UserError if a GPU with `free` of `total` bytes free is too small for the model and its KV cache."""
     if need.total > free:
         raise UserError(
             f"the model needs {gib(need.total)} of GPU memory (weights {gib(need.weights)}, cache {gib(need.cache)}, "
