@@ -52,19 +52,19 @@ SAMPLE_SHARE = 0.01  # share of the job's rows in the sample; each actor gets at
 LEAST_ROWS = 64  # minimum number of rows to give each actor at each speed
 SAMPLED_ACTORS = 8  # maximum number of actors that measure at the same time
 WARM_UP_ROWS = 8
-BATCH_GAIN = 4  # assumed maximum of the ratio: seconds per row of a warm-up ÷ seconds per row of a full batch
-PREPARED_ROWS, PLACES = 2048, 16  # maximum numbers of rows to tokenize, and of shards to read them from
-STAGES_SECONDS = 2.5  # seconds from the loaded model to the first shard, plus seconds for totals, report and exit
+BATCH_GAIN = 4  # assumed maximum of: seconds per row of a warm-up ÷ seconds per row of a full batch
+PREPARED_ROWS, PLACES = 2048, 16  # maximum number of rows to tokenize; maximum number of shards to read them from
+STAGES_SECONDS = 2.5  # from the loaded model to the first shard, plus the time for totals, report and exit
 WORKER_SHARE = 1.0  # CPU seconds to start a process that reads and prepares rows ÷ seconds of planning
-CROWDED = 1.05  # if all actors share a machine: an actor's time in a run ÷ the actor's time for this work in the sample
+CROWDED = 1.05  # on one machine: an actor's time for some work in a run ÷ its time for this work in the sample
 REPLICATES, LOW, HIGH = 400, 5, 95  # number of bootstrap samples; percentiles that bound the interval
 SPREAD, STARTUP_SPREAD = 0.08, 0.1  # relative standard deviations of a run's speed and of its start-up on one machine
-OFFERED = (1.5, 2.0, 3.0, 4.0, 5.0)  # speeds to time if no tune.json lists trained speeds
+OFFERED = (1.5, 2.0, 3.0, 4.0, 5.0)  # speeds to time if no tune.json lists the trained speeds
 METRICS = tuple(dict.fromkeys(("bleu", "rouge_l", "exact_match", *TOLERANCES)))  # preferred metrics first
 
 
 class NothingLeft(Exception):
-    """All rows of the job are answered already."""
+    """The job has no row left to answer."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def estimate(
     seconds: time limit for the sample at all speeds together. For the other arguments see `job.run`.
 
     Return a dict that JSON can hold. `chosen`: the entry of `speeds` for the job's own speed. `startup`: seconds in
-    which no row is answered, as a sum of plan (from the start of the process), ray (start or find Ray, and leave Ray),
-    load (until the last actor has its model), and stages (before the first and after the last row).
+    which no row is answered. They are the sum of plan (from the start of the process), ray (connect to Ray or start it,
+    and leave it), load (until the last actor has its model), and stages (before the first and after the last row).
 
     Raises:
         UserError: `job.run` would refuse the job, or none of the sampled rows can be answered.
@@ -182,7 +182,7 @@ def estimate(
 
 
 def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[PlannedJob, Manifest | None, list[Shard]]:
-    """Return the planned job, the plan in the output folder (or None), and the shards to answer. Write nothing."""
+    """Return the planned job, the plan stored in the output folder (or None), and the shards to answer."""
     if config.input.since is not None:
         if limit is not None:
             raise UserError("--limit: an incremental run cannot have a limit; leave out --limit or input.since")
@@ -203,7 +203,7 @@ def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[Pl
 
 
 def sample_places(shards: Sequence[Shard], rows: int = PREPARED_ROWS) -> list[Shard]:
-    """Return shards that hold the rows to sample: the first rows of evenly spread shards, at most `rows` in total."""
+    """Return shards with the rows to sample: the first rows of evenly spread shards, at most `rows` in total."""
     if sum(shard.rows for shard in shards) <= rows:
         return list(shards)
     count = min(PLACES, len(shards))
@@ -212,14 +212,14 @@ def sample_places(shards: Sequence[Shard], rows: int = PREPARED_ROWS) -> list[Sh
 
 
 def name_of(schedule: Schedule) -> str:
-    """Return the name of a schedule's speed, as shown to users: `2x`."""
+    """Return the name under which users see a schedule's speed, such as `2x`."""
     if schedule.is_full_depth:
         return "1x"
     return f"{schedule.speedup:g}x" if schedule.speedup is not None else "the job's schedule"
 
 
 def schedules(job: PlannedJob) -> dict[str, Schedule]:
-    """Return speed's name -> schedule: the job's own, other speeds that the checkpoint was trained for, and 1x last."""
+    """Return speed -> schedule: the job's own speed, the other speeds that the checkpoint was trained for, then 1x."""
     checkpoint = job.checkpoint.checkpoint
     kept = {key: value for key, value in job.config.schedule.changes().items() if key not in DEPTH_KEYS}
     found = {name_of(job.schedule): job.schedule}
@@ -243,7 +243,7 @@ def schedules(job: PlannedJob) -> dict[str, Schedule]:
 def _sample(
     job: PlannedJob, good: Sequence[Prompt], speeds: dict[str, Schedule], backend: Backend, seconds: float, rows: int
 ) -> list[tuple[float, dict[str, list[TimedCall]]]]:
-    """Divide a sample of `good` among actors, which call `time_speeds` in parallel. Return one result per actor."""
+    """Call `time_speeds` in parallel actors, each with a part of `good`. rows: rows to answer in the job."""
     actors, batching = job.config.actors, job.manifest.batching
     count = min(len(good), max(math.ceil(SAMPLE_SHARE * rows), max(2 * batching.max_batch, LEAST_ROWS) * actors.most))
     workers = min(actors.most, SAMPLED_ACTORS, count)
@@ -270,9 +270,9 @@ def time_speeds(
     """Answer rows at each speed in an actor's process, and time the calls.
 
     Args:
-        given: Prompts of the rows. If the time is short, some of them are not answered.
+        given: Prompts of the rows. If time runs out, some of them are not answered.
         generator: Arguments of `Generator`, in which checkpoint and speed adapter are sources for `fetch`.
-        chosen: Name of the job's own speed. This speed and 1x are always timed; other speeds only if time is left.
+        chosen: The job's own speed. This speed and 1x are always timed, other speeds only if time is left.
         size: Maximum number of rows in a call.
         seconds: Time limit for all speeds, starting when the first model is loaded. The first calls may exceed it.
 
@@ -282,7 +282,7 @@ def time_speeds(
 
     settings, needed = fetched(generator), (chosen, "1x")
     adapter = settings["speed_adapter"]
-    # 1x needs its own model: without the merged speed adapter, or with CUDA graphs that vLLM captures for 1x
+    # 1x needs another model: one without the merged speed adapter, or with vLLM's CUDA graphs for 1x
     apart = adapter is not None or settings.get("vllm") is not None
     skipping = {name: schedule for name, schedule in speeds.items() if apart and not schedule.is_full_depth}
     groups = [group for group in (skipping, {n: s for n, s in speeds.items() if n not in skipping}) if group]
@@ -295,7 +295,7 @@ def time_speeds(
         ordered = sorted(group, key=lambda name: name not in needed)
         generators = {name: one.at(group[name]) for name in ordered}
         calls |= _in_turn(generators, given, prefix, needed, size, began + seconds * number / len(groups))
-        if number < len(groups):  # free this model: memory may be too small for two
+        if number < len(groups):  # free this model, because two may not fit into memory
             one.engine.close()
             del one, generators
             gc.collect()
@@ -310,7 +310,7 @@ def _in_turn(
     size: int,
     until: float,
 ) -> dict[str, list[TimedCall]]:
-    """Time calls at all speeds in rotation, so that drift of the machine affects all speeds equally."""
+    """Time calls at all speeds in rotation, so that changes of the machine's speed affect all of them equally."""
     calls: dict[str, list[TimedCall]] = {name: [] for name in generators}
     parts = math.ceil(len(given) / size)
     for part in range(parts):
@@ -360,14 +360,14 @@ def predict(
     """Predict time and tokens of a whole run at each speed, slowest first. Leave out speeds that gave no answer.
 
     Args:
-        rows: Number of rows to answer, without rows that are expected to fail in preparation.
-        longest: Number of rows that the busiest actor answers.
+        rows: Number of rows to answer, without the rows that are expected to have an error.
+        longest: How many of these rows the busiest actor answers.
         startup: Seconds of the run in which no actor answers rows.
-        crowd: An actor's seconds in the run ÷ its seconds for the same work in the sample.
+        crowd: An actor's seconds for some work in the run ÷ its seconds for this work in the sample.
 
     Return speed -> values. seconds, low, high: wall time with start-up, and its 5th and 95th percentiles. busy_seconds:
     working time, summed over actors. layer_ratio: layers of full depth ÷ layers run, in decode steps. speedup: seconds
-    per row at 1x ÷ at this speed. ideal: what `speedup` would be if time were proportional to the layers run.
+    per row at 1x ÷ at this speed. ideal: value of `speedup` if time were proportional to the layers run.
     """
     random = np.random.default_rng(0)
     measured = {
@@ -406,7 +406,7 @@ def predict(
 
 
 def _ideal(full: EngineStats, schedule: Schedule, layer_ratio: float) -> float | None:
-    """Return what the speed-up would be if prefill and decode times were proportional to the layers run."""
+    """Return the speed-up if prefill and decode times were proportional to the layers run."""
     seconds = full.prefill_seconds + full.decode_seconds
     prefill = full.prefill_seconds * len(schedule.prompt_layers) / schedule.num_layers
     return seconds / (prefill + full.decode_seconds / layer_ratio) if seconds else None
@@ -415,7 +415,7 @@ def _ideal(full: EngineStats, schedule: Schedule, layer_ratio: float) -> float |
 def losses(config: JobConfig, prompt: str) -> dict[str, dict[str, Any]]:
     """Return speed -> recorded loss against full depth: metric, loss (negative for a gain), low, high and source.
 
-    Return {} if `evaluate` and `adapt` left no record beside checkpoint or adapter. prompt: the job's prompt policy.
+    Return {} if there is no record of `evaluate` or `adapt` beside checkpoint or adapter. prompt: the prompt policy.
     """
     folder = Path(config.model.speed_adapter or config.model.path)
     for place in (folder, folder / "evaluate", folder.parent) if folder.is_dir() else ():

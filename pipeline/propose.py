@@ -35,9 +35,9 @@ from pipeline.prepare.tokenizer import tokenizer_of
 
 ROWS, SAMPLE_BYTES = 200, 2**26  # maximum rows and bytes to read from the first file with rows
 FILES = 8  # maximum number of files in which to look for rows
-IDS = ("id", "uuid", "key", "row_id", "custom_id", "index", "name")
+IDS = ("id", "uuid", "key", "row_id", "custom_id", "index", "name")  # usual names of columns with ids
 CHATS = ("messages", "conversation", "conversations", "chat")
-PROMPTS = ("prompt", "question", "instruction", "query", "request", "input")  # names of columns that hold whole prompts
+PROMPTS = ("prompt", "question", "instruction", "query", "request", "input")  # usual names of prompt columns
 TEXTS = ("text", "content", "body", "document", "article", "review", "sentence", "description", "title")
 ANSWERS = (  # usual names of columns with true answers
     *("label", "labels", "answer", "answers", "reference", "references", "target", "gold", "expected", "summary"),
@@ -54,7 +54,7 @@ SYSTEM = "You do what the user asks, and write nothing else."
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of an input. format: `input.format`; None if file names show it. columns: name -> sampled values."""
+    """A sample of an input. format: `input.format`; None if the file names show it. columns: name -> sampled values."""
 
     files: int
     format: InputFormat | None
@@ -63,14 +63,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Proposed keys of a job file's section `input`. notes: a sentence that explains each choice."""
+    """Proposed keys for the section `input` of a job file. notes: one sentence for each choice, with its reason."""
 
     keys: dict[str, Any]
     notes: list[str]
     labels: tuple[str, ...] = ()  # values of a column that may hold labels
 
     def uses(self, column: str) -> bool:
-        """Return whether a key names the column, or the template inserts it."""
+        """Return whether a key names the column, or the template inserts the column."""
         return any(column == value or f"{{ {column} }}" in value for value in self.keys.values())
 
 
@@ -121,13 +121,13 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
         except OtherFormat as error:
             return Sample(len(files), error.format, first_rows(url, *entry, error.format, storage))
         except UserError as error:
-            unread.append(error)  # e.g. empty; try the next file
+            unread.append(error)  # such as an empty file; try the next one
     raise unread[0]
 
 
 def first_rows(url: str, size: int, version: str, kind: str, storage: StorageConfig) -> dict[str, list[Any]]:
     """Return column name -> values in a file's first rows. Raises UserError if none of these rows can be read."""
-    names: list[str] = [""]  # no column has this name; the first pass finds the names, the second one the types
+    names: list[str] = [""]  # a name that no column has; the first pass finds the names, the second one the types
     for _ in range(2):
         file, schema = read_layout(url, size, version, storage, kind, TextColumns(names), ROWS)
         names = schema.names
@@ -179,10 +179,9 @@ def _propose_input(columns: Mapping[str, Sequence[Any]]) -> Proposal:
     likely = [name for name in columns if name.lower() in IDS or name.lower().endswith(("_id", "-id"))]
     likely.sort(key=lambda name: IDS.index(name.lower()) if name.lower() in IDS else 2)
     found = next((name for name in likely if _is_id(columns[name])), None)
-    keys = {} if found is None else {"id": found}
-    notes = ["No column has a different value in each row: ids are made from file and row number."]
+    keys, notes = {}, ["No column has a different value in each row: ids are made from file and row number."]
     if found is not None:
-        notes = [f"{found} has a different value in each sampled row: it becomes `id`."]
+        keys, notes = {"id": found}, [f"{found} has a different value in each sampled row: it becomes `id`."]
 
     def chosen(key: str, value: str, note: str) -> Proposal:
         return Proposal({**keys, key: value}, [*notes, note])
@@ -216,7 +215,7 @@ def _propose_input(columns: Mapping[str, Sequence[Any]]) -> Proposal:
 
 
 def _named(columns: Sequence[str], usual: Sequence[str]) -> list[str]:
-    """Return the columns whose names, in lower case, are among the usual ones, in the order of `usual`."""
+    """Return the columns whose lower-case names are in `usual`, in the order of `usual`."""
     return sorted((name for name in columns if name.lower() in usual), key=lambda name: usual.index(name.lower()))
 
 
@@ -227,7 +226,7 @@ def _is_id(values: Sequence[Any]) -> bool:
 
 
 def _all(values: Sequence[Any], fits: Any) -> bool:
-    """Return whether any value is present, and all present values fit."""
+    """Return whether at least one value is not None, and all these values fit."""
     given = [value for value in values if value is not None]
     return bool(given) and all(map(fits, given))
 
@@ -256,7 +255,7 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str, answers:
     is_chat = "messages" in keys or keys.get("format") == "openai_batch"
     if not is_chat and _has_chat_template(model):
         keys["chat"] = True
-        try:  # set a system message, else the template may add one, which small models repeat
+        try:  # set a system message, because small models repeat the one that the template may add
             check_chat(tokenizer_of(model), Chat(system=SYSTEM), model)
             keys["system"] = SYSTEM
         except UserError:

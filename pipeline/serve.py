@@ -47,15 +47,15 @@ MAX_BODY_BYTES = 8 * 2**20  # maximum bytes of a request
 NAME = "skipdecode"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 READY_SECONDS = 300.0  # time limit for the server to answer after the model is loaded
-GRACE_SECONDS = 20  # time that requests in flight have to finish when a replica stops
-# makes Ray Serve run requests in a replica's main event loop, so that messages are not passed between threads
+GRACE_SECONDS = 20  # seconds that requests in flight have to finish when a replica stops
+# makes Ray Serve run requests in a replica's main event loop, so that no messages pass between threads
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 QUIET: Any = {"enable_access_log": False, "log_level": "WARNING"}
 
 
 @dataclass(frozen=True)
 class PlannedServer:
-    """A server whose model, schedule, memory and API key have been checked. Holds neither weights nor the API key."""
+    """A server whose model, schedule, memory and API key have been checked. Does not hold weights or the API key."""
 
     config: ServeConfig  # configuration with the number of threads filled in
     generator: dict[str, Any]  # arguments of `Generator`, with a pinned checkpoint
@@ -69,10 +69,10 @@ class PlannedServer:
 
 
 def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardware | None = None) -> PlannedServer:
-    """Check everything that can be checked without weights; return the plan. Raises a one-line UserError for a mistake.
+    """Check all that can be checked without weights; return the plan. Raises a one-line UserError for a mistake.
 
     on_this_machine: whether the replicas must fit into this machine's memory.
-    hardware: the hardware to plan for; None: that of this process.
+    hardware: hardware to plan for; None: that of this process.
     """
     limits = Limits(config.http.timeout_seconds, MAX_BODY_BYTES, key_digest(config.http))
     checkpoint = resolve_checkpoint(config.model, config.storage)
@@ -151,7 +151,7 @@ def application(planned: PlannedServer) -> Application:
     replicas, max_batch = planned.config.replicas, planned.generator["max_batch"]
     scaling: dict[str, Any] = {"num_replicas": replicas.count or 1}
     if replicas.max is not None:
-        target = max(1, max_batch // 2)  # above this many requests per replica, another replica starts
+        target = max(1, max_batch // 2)  # if replicas have more requests than this, another one starts
         limits = {"min_replicas": replicas.min, "max_replicas": replicas.max, "target_ongoing_requests": target}
         scaling = {"num_replicas": None, "autoscaling_config": limits}
     server = Server.options(  # type: ignore[attr-defined]
@@ -161,7 +161,7 @@ def application(planned: PlannedServer) -> Application:
             "num_gpus": replicas.gpus,
             "runtime_env": {"env_vars": ONE_LOOP},
         },
-        # higher than the limit of the replica's own queue, which must refuse first, because it sends Retry-After
+        # above the limit of the replica's own queue: that one must refuse first, because it sends Retry-After
         max_ongoing_requests=2 * (max_batch + MAX_WAITING),
         max_queued_requests=MAX_WAITING,
         backpressure_config={"status_code": 429, "retry_after_s": 1},

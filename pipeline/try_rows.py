@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TriedRow:
-    """A row: the prompt that the model gets, and the answers."""
+    """A row with the prompt that the model gets, and with the answers."""
 
-    id: Any  # value of the id column; if there is none, file and row number
+    id: Any  # value of the id column; without an id column, file and row number
     prompt: str  # decoded prompt, with special tokens; "" if the row has an error
     answers: list[Answer]
     control_tokens: int  # number of control tokens in the row's values
@@ -43,7 +43,7 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
     """Answer the first `rows` rows of the input. Pass notes about the job, e.g. which tokens end answers, to `say`.
 
     Random numbers, prompts and row errors are the same as in the job. Batches are smaller, and no prefix is shared.
-    Answers may therefore differ, except in float32. Raises UserError; NoRows if the input is empty.
+    Except in float32, answers may therefore differ. Raises UserError; NoRows if the input is empty.
     """
     check_columns(config)
     job = plan(_on_this_machine(config), None, Hardware(), limit=rows, preview=True)
@@ -83,7 +83,7 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
 
 
 def _ends(checkpoint: Any, spec: PromptSpec) -> list[str]:
-    """Return the tokens and texts that end an answer of the job, each with the setting or file that names it."""
+    """Return the tokens and texts that end an answer, each with the key or file that names it."""
     tokenizer, sampling = tokenizer_of(spec.checkpoint), spec.sampling
     ends = {} if sampling.ignore_eos else end_tokens(checkpoint, tokenizer, spec.vocab_size)
     tokens = [(token, ", ".join(places)) for token, places in sorted(ends.items())]
@@ -93,7 +93,7 @@ def _ends(checkpoint: Any, spec: PromptSpec) -> list[str]:
 
 
 def _on_this_machine(config: JobConfig) -> JobConfig:
-    """Return the job. If it asks for GPUs, set exactly one GPU; raises UserError if this machine has none."""
+    """Return the job, with one GPU if it asks for GPUs. Raises UserError if this machine has no GPU."""
     if not config.actors.gpus:
         return config
     import torch

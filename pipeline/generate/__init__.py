@@ -1,1 +1,1 @@
-"""The generate stage, in which actors answer prepared shards, with its output columns, statistics and coordinator."""
+"""The generate stage, in which actors answer prepared shards: its output, statistics, checks and coordinator."""

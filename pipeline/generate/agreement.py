@@ -1,9 +1,9 @@
-"""Measures, in an actor's process, how often a job's schedule agrees with full depth on a sample of the job's rows.
+"""Measures how often a job's schedule agrees with full depth on a sample of the job's rows. Runs in an actor's process.
 
-Full depth answers the rows greedily. For free text, the agreement is the share of these answers' tokens at which the
-schedule and full depth have the same likeliest token. The KL divergence is measured too. For labels, the agreement is
-the share of rows that get the same label from both. Agreement by chance is measured with answers that do not depend on
-the row: full depth's most frequent label, or the tokens of another row's answer.
+The model answers the rows greedily at full depth. For free text, the agreement is the share of these answers' tokens at
+which the schedule and full depth have the same likeliest token. The KL divergence is measured too. For labels, the
+agreement is the share of rows that get the same label from both. The agreement by chance is that of answers which do
+not depend on the row: full depth's most frequent label, or the tokens of another row's answer.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ MOST_TOKENS = 256  # maximum number of tokens of an answer that are compared
 class Example:
     """Full depth's greedy answer to a row."""
 
-    content: str  # digest of the row's file; if the file has no digest, its version
+    content: str  # digest of the row's file, or its version if it has no digest
     row: int  # number of the row in the file
     text: str
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well the answers of a schedule agree with those of full depth."""
+    """Agreement of a schedule's answers with the answers at full depth."""
 
-    rows: int = 0  # number of compared rows; rows that failed, or whose answers cannot change, are left out
-    labels: bool = False  # True: labels were compared, one for each row; False: tokens were compared
+    rows: int = 0  # number of compared rows, without rows that failed, or whose answers cannot differ
+    labels: bool = False  # True: one label for each row was compared; False: tokens were compared
     compared: int = 0  # number of labels or tokens that were compared
     agreed: int = 0  # number of compared labels or tokens that agree
     token_kl: float = 0.0  # KL(full depth || schedule) in nats, mean over all compared tokens
     prompt_tokens: float = 0.0  # mean number of prompt tokens per row, without the shared prefix
     answer_tokens: float = 0.0  # mean number of answer tokens per row
-    skipped: float | None = None  # share of layer runs that the schedule skips; None if `MOST_TOKENS` cut off answers
+    skipped: float | None = None  # share of layer runs that the schedule skips; None if `MOST_TOKENS` cut an answer
     examples: tuple[Example, ...] = ()  # full depth's answers that have fewer than `MOST_TOKENS` tokens
-    prefill_ratio: float | None = None  # prefill time at full depth ÷ with the schedule; None if not timed
-    decode_ratio: float | None = None  # time of a row's decode step at full depth ÷ with the schedule
+    prefill_ratio: float | None = None  # prefill time at full depth ÷ prefill time with the schedule; None if not timed
+    decode_ratio: float | None = None  # time of a row's decode step at full depth ÷ that with the schedule
     by_chance: int | None = None  # how many of the `compared` labels or tokens would agree by chance
     kappa: float | None = None  # Cohen's kappa of the labels; None for tokens
 
@@ -71,7 +71,7 @@ class Agreement:
         unit = "labels" if self.labels else "tokens"
         chance = "" if self.by_chance is None else f" (chance: {self.by_chance / self.compared:.2f})"
         kappa = "" if self.kappa is None else f", Cohen's kappa {self.kappa:.2f}"
-        # if full depth gives every row the same label, chance is perfect, and no agreement is called useless
+        # if full depth gives every row the same label, agreement by chance is 1, and nothing is called useless
         is_useless = self.by_chance is not None and self.agreed <= self.by_chance < self.compared
         useless = "; at or below chance: useless" if is_useless else ""
         return (
@@ -102,7 +102,7 @@ def measure_agreement(
 ) -> Agreement:
     """Answer rows at full depth and with the schedule, and compare the answers. Rows that fail are left out.
 
-    rows: the sample, one shard for each row; a row's own sampling parameters are ignored. generator: arguments of
+    rows: the sample, one shard for each row. The rows' own sampling parameters are ignored. generator: arguments of
     `Generator`, in which checkpoint and speed adapter are sources for `fetch`. prefix: token ids of the shared prefix.
     """
     from actors.engine.library.divergence import Model, teacher_forced
@@ -126,16 +126,17 @@ def measure_agreement(
     compared, agreed, kappa = int(scores.tokens.sum()), int(scores.agreed.sum()), None
     token_kl = float(scores.kl.sum()) / compared
     labels = generator["choices"] is not None or any(prompt.choices for prompt in asked)
-    by_chance = sum(
-        own == other
-        for own_ids, other_ids in zip(ids, [*ids[1:], ids[0]], strict=True)
-        for own, other in zip(own_ids[first:], other_ids[first:], strict=False)
-    )
     if labels:
         at_speed_texts = {answer.row: answer.generated_text for answer in fast_answers}
         both = [(answer.generated_text, at_speed_texts[answer.row]) for answer in answers]
         compared, agreed = len(answers), sum(own == other for own, other in both)
         by_chance, kappa = chance_of(both)
+    else:
+        by_chance = sum(
+            own == other
+            for own_ids, other_ids in zip(ids, [*ids[1:], ids[0]], strict=True)
+            for own, other in zip(own_ids[first:], other_ids[first:], strict=False)
+        )
     prompt_tokens = sum(len(prompt.ids) - len(prefix) for prompt in asked)
     lengths = [len(tokens) for tokens in ids]
     full_step, fast_step = (one.decode_seconds / max(one.decode_steps, 1) for one in (full_stats, fast_stats))
@@ -162,7 +163,7 @@ def measure_agreement(
 
 
 def chance_of(labels: Sequence[tuple[str | None, str | None]]) -> tuple[int, float]:
-    """Return how often full depth gives its most frequent label, and Cohen's kappa. labels: pairs (full, schedule)."""
+    """Return how often full depth gives its most frequent label, and Cohen's kappa. labels: (full depth, schedule)."""
     full, fast = (Counter(column) for column in zip(*labels, strict=True))
     expected = sum(full[label] * fast[label] for label in full) / len(labels)
     agreed = sum(own == other for own, other in labels)
@@ -171,7 +172,7 @@ def chance_of(labels: Sequence[tuple[str | None, str | None]]) -> tuple[int, flo
 
 
 def _answers(generator: Generator, given: Sequence[Prompt], prefix: Sequence[int]) -> tuple[list[Answer], EngineStats]:
-    """Answer one row to warm up, then all rows. Return the answers to all rows and the engine's statistics for them."""
+    """Answer one row to warm up, then all rows. Return the answers to all rows, and the engine's statistics of them."""
     generator.answer(given[:1], prefix)
     generator.take_stats()
     return generator.answer(given, prefix), generator.take_stats()
@@ -199,6 +200,4 @@ def _generators(generator: Mapping[str, Any], rows: int) -> tuple[Generator, Gen
     if adapted:  # there are two models, each with a cache
         settings["cache_bytes"] //= 2
     full = Generator(**{**settings, "speed_adapter": None, "schedule": {"speedup": 1.0}})
-    if adapted:
-        return full, Generator(**settings)
-    return full, full.at(generator["schedule"])
+    return full, Generator(**settings) if adapted else full.at(generator["schedule"])

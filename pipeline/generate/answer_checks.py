@@ -9,13 +9,13 @@ from typing import Any
 
 from actors.answers import Answer
 
-CHECKS = (  # name of the count; share of answers above which to warn; last words of the warning
+CHECKS = (  # sign; share of answers above which to warn; last words of the warning
     ("same_answers", 0.6, "are the same"),
     ("empty_answers", 0.2, "are empty"),
     ("repeating_answers", 0.2, "repeat the same words again and again"),
     ("cut_off", 0.99, "reach the length limit: raise sampling.max_new_tokens, or check the tokens that end answers"),
 )
-LEAST_ANSWERS = 5  # minimum number of answers for a warning, because a share of few answers means little
+LEAST_ANSWERS = 5  # minimum number of answers for a warning; a share of fewer answers means little
 LEAST_TRIED = 20  # minimum number of answers for a warning by `try`
 ORDER = 4  # length n of the n-grams whose repeats are counted
 LEAST_REPEATS, REPEATED_SHARE = 4, 0.5  # minimum number and share of repeats in an answer that repeats itself
@@ -24,7 +24,7 @@ TEXT_CHARS = 100  # maximum number of characters to show of a common text
 
 
 def repeated_ngrams(units: Sequence[Any]) -> tuple[int, int]:
-    """Return how many 4-grams of a sequence repeat an earlier one, and how many 4-grams the sequence has.
+    """Return how many 4-grams of a sequence repeat an earlier 4-gram, and how many 4-grams the sequence has.
 
     The first number divided by the second is seq-rep-4 of Welleck et al., "Neural Text Generation with Unlikelihood
     Training", ICLR 2020.
@@ -47,12 +47,12 @@ def texts_of(answers: Iterable[Answer]) -> list[str]:
 
 
 def count_answers(texts: Sequence[str]) -> dict[str, Any]:
-    """Count the signs in answers, as fields of `ShardStats`. common_answers: JSON of {text: number of answers}."""
+    """Count the answers that show each sign. The keys of the returned dict are fields of `ShardStats`."""
     common = [(text[:TEXT_CHARS], count) for text, count in Counter(texts).most_common(MOST_COMMON) if count > 1]
     return {
         "empty_answers": sum(not text.strip() for text in texts),
         "repeating_answers": sum(map(repeats_itself, texts)),
-        # texts that are equal once cut: the count of the most frequent one is kept
+        # if cutting made texts equal, `reversed` keeps the count of the most frequent one
         "common_answers": json.dumps(dict(reversed(common))) if common else "",
     }
 

@@ -1,4 +1,4 @@
-"""The coordinator of a run: counts committed shards, tracks running shards, and can stop the run. Imports no ray."""
+"""The coordinator of a run: counts committed shards, tracks running shards, and can stop the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHOWN_KINDS = 3  # maximum number of kinds of errors to show
 
 @dataclass(frozen=True)
 class RunProgress:
-    """What this run has committed so far, and what its actors are doing now."""
+    """Counts of what this run has committed so far, and the state of its actors."""
 
     shards: int = 0
     rows: int = 0
@@ -28,17 +28,17 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class Workload:
-    """Numbers of shards and rows in the job. `done_…`: numbers that earlier runs have committed."""
+    """Numbers of shards and rows in the job. done_shards, done_rows: numbers that earlier runs have committed."""
 
     shards: int
     rows: int
     done_shards: int
     done_rows: int
-    began: float = field(default_factory=time.time)  # time at which the command began, s since 1970
+    began: float = field(default_factory=time.time)  # start of the command, s since 1970
 
 
 class Coordinator:
-    """Collects what actors report: shards begun, shards committed, models loaded. The driver may stop the run here."""
+    """Collects reports of actors: shards begun, shards committed, models loaded. The driver may stop the run here."""
 
     def __init__(self) -> None:
         self.committed = RunProgress()
@@ -52,7 +52,7 @@ class Coordinator:
         self.example = ""
 
     def loading(self, actor: str | None) -> int:
-        """Note that an actor begins to load its model. Return the number of attempts since its last complete load."""
+        """Note that an actor begins to load its model. Return the number of its attempts since the last success."""
         self.loads[actor] = self.loads.get(actor, 0) + 1
         return self.loads[actor]
 
@@ -67,9 +67,9 @@ class Coordinator:
         self.actors.add(actor)
 
     def begin(self, shard: int) -> bool:
-        """Return whether an actor may answer a shard. It may not if the run stops or the shard is committed already."""
+        """Return whether an actor may answer a shard: not if the run stops, or if the shard is committed already."""
         if self.stopped or shard in self.done:
-            self.at_work.discard(shard)  # it is there if an earlier attempt has died
+            self.at_work.discard(shard)  # an earlier attempt that died may have added it
             return False
         self.at_work.add(shard)
         return True
@@ -79,7 +79,7 @@ class Coordinator:
         self.example = example
 
     def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int, kinds: str = "") -> None:
-        """Note that a shard is committed. first: whether this attempt committed it; only then are its counts added.
+        """Note that a shard is committed. first: whether this attempt committed it. Other attempts' counts are dropped.
 
         kinds: value of `error_kinds` in the shard's `ShardStats`.
         """
@@ -92,7 +92,7 @@ class Coordinator:
                 self.kinds[kind or "other"] += answers
 
     def stop(self) -> set[int]:
-        """Let no more shards begin; return the shards at work."""
+        """Let no more shards begin. Return the shards that have begun and are not yet committed."""
         self.stopped = True
         return self.working()
 

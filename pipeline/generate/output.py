@@ -20,17 +20,17 @@ PARSED = "parsed"
 class PartSpec:
     """Describes what a part (the output file of one shard) holds."""
 
-    id_column: str | None  # input column copied to `id`; None: an id is the file's path below `root` and the row number
+    id_column: str | None  # input column copied to `id`; None: `id` is the file's path below `root` with the row number
     keep: tuple[str, ...]  # input columns to copy besides the id
     optional: tuple[str, ...]  # names of optional answer columns, see `answer_types`
     fingerprint: str  # fingerprint of the job, for the footer
     num_layers: int  # number of layers of the model, for the footer
     parsed: pa.DataType | None = None  # type of the column `parsed` (JSON answers as values); None: no such column
-    root: str | None = None  # folder of all input files; None in old jobs: their ids hold only file names
+    root: str | None = None  # folder of all input files; None in old jobs, whose ids hold only file names
 
 
 def row_ids(rows: pa.Table, id_column: str | None, root: str | None, shard: Shard) -> pa.Array | pa.ChunkedArray:
-    """Return the ids of a shard's rows: the id column's values, or else file and row number. root: see `PartSpec`."""
+    """Return the ids of a shard's rows: values of the id column, else file and row number. root: see `PartSpec`."""
     if id_column is not None:
         return rows[id_column]
     name = os.path.basename(shard.url) if root is None else shard.url.removeprefix(f"{root}/")

@@ -18,8 +18,8 @@ _OF_VALUES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", f
 def parsed_type(text: str) -> pa.DataType:
     """Return the Arrow type for the values that a JSON Schema allows. An optional property becomes a nullable field.
 
-    Properties that the schema does not list are left out. If a part of the schema has no single type, raises a
-    UserError that names the part.
+    Properties that the schema does not list are dropped. Raises a UserError that names the part of the schema that has
+    no single type.
     """
     root = json.loads(text)
     kind = _type(root, root, "#", ())
@@ -29,7 +29,7 @@ def parsed_type(text: str) -> pa.DataType:
 
 
 def _type(schema: Any, root: Any, place: str, above: tuple[str, ...]) -> pa.DataType:
-    """Return the type of `schema`, which is the part at `place` in `root`. above: the `$ref` values that led to it."""
+    """Return the type of `schema`, the part of `root` at `place`. above: the `$ref` values that led to this part."""
 
     def refuse(reason: str) -> UserError:
         return UserError(f"output.parse: {place} {reason}; leave out output.parse, or change the schema")
@@ -100,7 +100,7 @@ def _implied(schema: Mapping[str, Any]) -> list[str]:
 def parse_answers(
     texts: Sequence[str | None], errors: Sequence[str | None], kind: pa.DataType
 ) -> tuple[pa.Array, list[str | None]]:
-    """Parse answers as JSON. Return values of type `kind`, and `errors`, plus one for each text that does not fit."""
+    """Parse answers as JSON of type `kind`. Return the values, and `errors` with one more for each unfit text."""
     values, found = [], []
     for text, error in zip(texts, errors, strict=True):
         value = None

@@ -1,4 +1,4 @@
-"""Makes the arguments of `Generator` from sections of a job file or of an evaluation recipe."""
+"""Makes the arguments of `Generator` from sections of a job, serving or evaluation file."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def generator_settings(
 
 
 def fetched(generator: Mapping[str, Any], report: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Fetch checkpoint and speed adapter. Return the arguments `generator` with local folders in place of sources."""
+    """Fetch checkpoint and speed adapter. Return the arguments with local folders in place of these sources."""
     sources = {name: generator[name] for name in ("checkpoint", "speed_adapter") if generator.get(name) is not None}
     return {**generator, **{name: str(fetch(source, report=report)) for name, source in sources.items()}}

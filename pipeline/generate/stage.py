@@ -34,14 +34,14 @@ from pipeline.input.shards import Shard
 from pipeline.prepare.prompts import CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
-EXAMPLE_SECONDS = 20.0  # minimum time between two example answers of an actor
-EXAMPLE_TOKENS, EXAMPLE_CHARS = 24, 160  # tokens shown from a prompt's end; maximum characters of each text
+EXAMPLE_SECONDS = 20.0  # minimum seconds between two example answers of an actor
+EXAMPLE_TOKENS, EXAMPLE_CHARS = 24, 160  # number of a prompt's last tokens to show; maximum characters of a text
 
 
 class Worker:
-    """Describes the process that runs the generate stage; this base class describes the job's own process.
+    """Describes the process that runs the generate stage. This base class describes the job's own process.
 
-    owns_process: whether the process runs nothing else, so that its global settings may be changed.
+    owns_process: whether the process runs nothing else. If so, its global settings may be changed.
     """
 
     owns_process = False
@@ -81,7 +81,7 @@ def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
 
 
 class _Turn:
-    """Two events of a shard, for which the next shard waits. drains: slots are free. ended: all rows have ended."""
+    """Two events of a shard, for which the next one waits. drains: slots become free. ended: all rows have ended."""
 
     def __init__(self) -> None:
         self.drains, self.ended = threading.Event(), threading.Event()
@@ -95,13 +95,13 @@ class ShardGenerator:
     """Callable class that answers whole shards with one Generator, and commits them.
 
     The call that answers a shard also commits it, because a separate task might wait for CPUs that another dataset
-    holds. Two threads may call an instance: the second shard then begins while the first one is committed. With vLLM,
-    it begins earlier, while the last rows of the first shard run. A shard during which a process died runs alone.
+    holds. Two threads may call an instance. The second shard then begins while the first one is committed; with vLLM,
+    it begins while the last rows of the first one run. If a process died during a shard, that shard runs alone.
 
     Args:
         generator: arguments of `Generator`; `checkpoint` and `speed_adapter` are sources that `fetch` downloads.
-        check_output: called before the model is loaded. It raises UserError if this node cannot see the job's output.
-        prefix: token ids that begin the job's prompts.
+        check_output: called before the model is loaded. Raises UserError if this node cannot see the job's output.
+        prefix: token ids with which all prompts of the job begin.
         devices: GPUs of this actor, or 1 on CPUs. price_per_hour: money per hour of one device; 0 without a price.
 
     Raises RuntimeError if this actor has died too often while loading the model.
@@ -132,18 +132,18 @@ class ShardGenerator:
                 f"an actor died while it loaded the model, attempt {loads - 1} of {quarantine.attempts}: check "
                 "the node's memory and kernel log, or lower actors.count"
             )
-        # The thread that loads the model also runs it, although Ray constructs and calls an actor in different threads.
-        # OpenMP has a pool for each thread: with two torch threads, a model was half as fast outside its first thread.
+        # One thread loads and runs the model, although Ray constructs and calls an actor in different threads: OpenMP
+        # has a pool for each thread. With two torch threads, a model was half as fast outside its first thread.
         self.thread = ThreadPoolExecutor(1, "generator")
         settings = fetched(generator, partial(coordinator.downloading, actor))
         self.generator = self.thread.submit(Generator, **settings).result()
         self.loaded = time.time()
         if self.worker.owns_process:
             logging.getLogger("transformers").setLevel(logging.ERROR)
-            # exclude loaded objects from garbage collection: searching them took 10% of a small model's time
+            # exclude loaded objects from garbage collection, which took 10% of a small model's time
             gc.collect()
             gc.freeze()
-            # end the process before Ray's exit handlers run, because they may wait for a lock for ever
+            # end the process before Ray's exit handlers, which may wait for a lock for ever
             atexit.register(os._exit, 0)
         self._turns, self._last_turn, self._last_ended = threading.Lock(), _Turn(), 0.0
         self._last_turn.end()
@@ -161,25 +161,25 @@ class ShardGenerator:
         return {"shard": np.array(committed, dtype=np.int64)}
 
     def _committed(self, shard: Shard, rows: pa.Table, prepare_seconds: float) -> bool:
-        """Answer and commit a shard. Return False if the coordinator does not allow the shard to begin."""
+        """Answer and commit a shard. Return False if the coordinator does not let the shard begin."""
         asked, turn = prompts(rows, shard), _Turn()
         with self._turns:
             before, self._last_turn = self._last_turn, turn
         try:
             before.drains.wait()
             if not before.ended.is_set() and self.quarantine.knows(shard.index):
-                before.ended.wait()  # this shard must run alone, so that only its rows can cause a death
+                before.ended.wait()  # run this shard alone, so that only its rows can cause a death
             if not self.coordinator.begin(shard.index):
                 return False
             began, alone = time.perf_counter(), before.ended.is_set()
-            attempt = self.quarantine.begin(shard.index, shard.rows)  # must precede all that may kill this process
+            attempt = self.quarantine.begin(shard.index, shard.rows)  # must precede any step that may kill this process
             answers, engine = self._answers(attempt, asked, turn)
-            with self._turns:  # a shard that overlaps with another one gets no rates
+            with self._turns:  # no rates are computed for a shard that overlaps with another one
                 alone = alone and (self._last_turn is turn or not turn.drains.is_set())
             _check_rows(answers, shard)
             before.ended.wait()
             if not attempt.isolated:
-                turn.end()  # an isolated shard would be blamed for deaths that the next one causes
+                turn.end()  # else an isolated shard would be blamed for deaths that the next one causes
             table = part_table(rows, answers, self.part, shard)
             data = part_bytes(table, self.part, shard)
             for name in ("generated_tokens", "prompt_tokens", "decode_steps", "layer_steps"):
@@ -196,7 +196,7 @@ class ShardGenerator:
             turn.end()
 
     def _answers(self, attempt: ShardAttempt, rows: list[Prompt], turn: _Turn) -> tuple[list[Answer], EngineStats]:
-        """Return answers, sorted by row, and statistics. Run and record an isolated attempt's rows in groups."""
+        """Return answers, sorted by row, and statistics. An isolated attempt runs and records its rows in groups."""
         if not attempt.isolated:
             return self._answer(rows, on_drain=turn.drains.set)
         answers, stats = list[Answer](), EngineStats()
@@ -218,7 +218,7 @@ class ShardGenerator:
         return self.generator.finish(work), work.call.stats
 
     def _measured(self, engine: EngineStats, began: float, alone: bool) -> dict[str, Any]:
-        """Return statistics of the shard that just ended. Time before the previous shard's end does not count."""
+        """Return statistics of the shard that just ended. Its time begins at the previous shard's end or later."""
         with self._turns:
             now = time.perf_counter()
             seconds, self._last_ended = now - max(began, self._last_ended), now

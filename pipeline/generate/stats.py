@@ -19,18 +19,18 @@ from actors.engine.errors import flat
 from pipeline.generate.answer_checks import MOST_COMMON, count_answers, warnings
 
 log = logging.getLogger(__name__)
-KINDS = 3  # maximum kinds of errors in a shard's record; answers with further kinds are only counted
+KINDS = 3  # maximum number of kinds of errors in a shard's record; answers with other kinds are only counted
 MOST_LABELS = 256  # maximum number of distinct labels that are counted in a shard
 KIND_CHARS, EXAMPLE_CHARS, ID_CHARS = 160, 300, 80
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{16,}\b|\d[\d,.]*\d|\d")
 
 
 def _unit(unit: str, default: Any = 0, total: str = "sum") -> Any:
-    """Declare a field with a unit. total: how the values of all shards are combined: "sum", "max" or "none"."""
+    """Declare a field with a unit. total: how to combine the values of all shards: "sum", "max" or "none"."""
     return field(default=default, metadata={"unit": unit, "total": total})
 
 
-LATER = {  # field that records of old versions lack -> value to use
+LATER = {  # fields that records of old versions lack -> value to use for them
     **dict.fromkeys(("empty_answers", "repeating_answers", "control_tokens"), 0),
     **dict.fromkeys(("label_counts", "common_answers"), ""),
 }
@@ -43,7 +43,7 @@ class Counts:
     rows: int = _unit("input rows")
     answers: int = _unit("output rows: one for each sample of an input row")
     errors: int = _unit("rows")
-    duplicate_ids: int = _unit("rows whose id an earlier row of the shard has")
+    duplicate_ids: int = _unit("rows with the id of an earlier row of the shard")
     prompt_tokens: int = _unit("tokens of the prompts that were answered")
     control_tokens: int = _unit("control tokens that were parsed in row values, see input.special_tokens")
     shared_prompt_tokens: int = _unit("prompt tokens whose keys and values were reused instead of computed again")
@@ -63,7 +63,7 @@ class Counts:
     cache_bytes: int = _unit("bytes of the largest batch's cache", total="max")
     peak_memory_bytes: int = _unit("bytes", total="max")
     out_of_memory: int = _unit("batches halved because memory ran out")
-    stopped: int = _unit("answers that ended at a stop token or stop string, or with only one choice left")
+    stopped: int = _unit("answers that ended at a stop token or stop string, or when only one choice was left")
     cut_off: int = _unit("answers that ended at a length limit")
     empty_answers: int = _unit("answers without an error that are empty")
     repeating_answers: int = _unit("answers that repeat the same words, see `answer_checks.repeats_itself`")
@@ -74,7 +74,7 @@ class ShardStats(Counts):
     """Statistics of one shard. A lost record is rebuilt from the part (output file), with fewer values."""
 
     shard: int = _unit("index", total="none")
-    # rates: 0 means unknown, e.g. if the shard overlapped with another one
+    # rates; 0: unknown, e.g. because the shard overlapped with another one
     device_seconds_per_million_tokens: float = _unit("device_seconds ÷ millions of generated tokens", 0.0, "none")
     money_per_million_tokens: float = _unit("money ÷ millions of generated tokens", 0.0, "none")
     tokens_per_second: float = _unit("generated tokens ÷ generate_seconds", 0.0, "none")
@@ -100,7 +100,7 @@ class ShardStats(Counts):
 
     @classmethod
     def of_run(cls, shard: int, part: pa.Table, measured: Mapping[str, Any]) -> ShardStats:
-        """Compute statistics from a shard's part, and add what the actor has measured. Bad values raise no error.
+        """Compute statistics from a shard's part, and add the values that the actor has measured.
 
         measured: field -> value, or a function that returns the value. If a value cannot be computed or recorded, its
         field keeps the default, and a warning is logged.
@@ -147,7 +147,7 @@ def _checked(item: Field[Any], value: Any) -> Any:
 
 
 def _counts(part: pa.Table) -> dict[str, Any]:
-    """Return the fields of `ShardStats` that a part determines. If computing one may fail, a function is given."""
+    """Return those fields of `ShardStats` that a part determines. If a value may fail to compute, return a function."""
     first = part.filter(pc.equal(part["sample_index"], 0))
     answered = part.filter(pc.not_equal(part["finish_reason"], "error"))
     reasons = part["finish_reason"].to_pylist()
@@ -181,7 +181,7 @@ def error_rows(part: pa.Table) -> int:
 
 
 def duplicate_ids(part: pa.Table) -> int:
-    """Return the number of input rows that repeat the id of an earlier row in the part. Missing ids do not count."""
+    """Return the number of input rows with the id of an earlier row in the part. Missing ids do not count."""
     ids = part.filter(pc.equal(part["sample_index"], 0))["id"].drop_null()
     return int(len(ids) - pc.count_distinct(ids).as_py())
 
@@ -189,7 +189,7 @@ def duplicate_ids(part: pa.Table) -> int:
 def label_counts(part: pa.Table) -> str:
     """Return JSON of {label: number of answers}, most frequent label first. Return "" if the job has no choices.
 
-    Also return "" if there are more than `MOST_LABELS` labels (rows may have labels of their own).
+    Also return "" for more than `MOST_LABELS` labels, which are possible if each row lists its labels.
     """
     if "choice_probability" not in part.column_names:
         return ""
@@ -203,7 +203,7 @@ def kind_of(error: str) -> str:
 
 
 def id_value(row_id: pa.Scalar) -> Any:
-    """Return an id as a Python value; "?" if Python has no such value, e.g. for a date after the year 9999."""
+    """Return an id as a Python value; "?" if there is no such value, as for a date after the year 9999."""
     try:
         return row_id.as_py()
     except (ValueError, OverflowError):
@@ -228,17 +228,17 @@ def error_kinds(part: pa.Table) -> str:
 
 @dataclass(frozen=True)
 class Totals(Counts):
-    """Totals over all committed shards of a job, from this run and earlier ones."""
+    """Totals over all committed shards of a job, from this run and from earlier runs."""
 
     shards: int = 0
     padding_tokens: int = 0
-    common_answers: dict[str, int] = field(default_factory=dict)  # frequent text -> number of answers with it
+    common_answers: dict[str, int] = field(default_factory=dict)  # frequent text -> number of answers with this text
     labels: dict[str, int] = field(default_factory=dict)  # label -> number of answers, most frequent first
     duplicate_examples: list[str] = field(default_factory=list)  # some ids that occur more than once in the job
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about signs of bad answers, see `answer_checks.warnings`."""
+        """Warnings that too many answers look bad, see `answer_checks.warnings`."""
         return warnings(asdict(self), self.common_answers, self.stopped + self.cut_off)
 
     @property
@@ -312,5 +312,5 @@ STATS_SCHEMA = pa.schema(
 
 
 def slowest_shards(shards: pa.Table, count: int) -> pa.Table:
-    """Return the `count` shards that took longest (all, if there are fewer), slowest first."""
+    """Return at most `count` shards: those that took longest, slowest first."""
     return shards.sort_by([("generate_seconds", "descending"), ("shard", "ascending")]).slice(0, count)

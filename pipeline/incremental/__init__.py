@@ -1,1 +1,1 @@
-"""Answers input that grows: each run answers only files that no earlier run has answered. A ledger records the runs."""
+"""Answers growing input: each run answers only files that no earlier run has answered. A ledger records the runs."""

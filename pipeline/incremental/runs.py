@@ -7,8 +7,8 @@ A run has these steps, in the ledger and in the run's dated folder. It may be ki
 If the job has an output table, the output files (parts) are added to it after `end`, so that the table holds only
 successful runs. If a run is killed, the next command resumes the run after its last step, or abandons the run and
 claims its files again. Two commands may work on one folder at the same time. This wastes time but does no harm: `end`
-decides once whether a run counts. A run with more row errors than `max_error_rate` allows is not ended. If this limit
-has been raised enough, the next command ends the run. Otherwise it abandons the run and answers the files again.
+decides once whether a run counts. A run with more row errors than `max_error_rate` allows is not ended. If the user
+has raised this limit enough, the next command ends the run. Otherwise it abandons the run and answers the files again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run with all rows answered. resumed: whether an earlier command began the run."""
+    """A run whose rows are all answered. resumed: whether an earlier command began the run."""
 
     run: LedgerRun
     folder: Folder
@@ -62,7 +62,7 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class IncrementalResult:
-    """The result of one command. finished: runs that it finished, e.g. a resumed run, a retry of rows and a new run.
+    """The result of one command. finished: the runs that it finished: a resumed run, a retry of rows, a new run.
 
     last: the last successful run. left: URLs of new files that are left for a later run.
     """
@@ -93,9 +93,7 @@ def run(
     with interruptible():
         root = jobs.output_folder(config)
         if any(name.endswith(".parquet") for name in root.names()) or plan_files.load(root) is not None:
-            raise UserError(
-                f"{root.url}: holds files that no incremental run wrote; choose another folder for input.since"
-            )
+            raise UserError(f"{root.url}: holds files that no incremental run wrote; choose another output.path")
         idle = None if overwrite or check != "quick" else _nothing_new(root, config)
         if idle is not None:
             return idle
@@ -118,8 +116,8 @@ def run_in(
         resumed = _resume(root, last, config, backend, overwrite, check)
         if resumed is not None:
             finished.append(resumed)
-        if resumed is not None and resumed.run.state == "unfinished":
-            return IncrementalResult(finished, ledger.last_success)
+            if resumed.run.state == "unfinished":
+                return IncrementalResult(finished, ledger.last_success)
         ledger = _read_again(root, last.number)
     elif last is not None and last.state == "success":
         _write_missing_success(_folder(root, last, config), config)
@@ -139,9 +137,9 @@ def run_in(
         log.warning("%d new files hold no readable rows, and are left for a later run", len(new))
     if job is not None:
         left = sorted(new.keys() - {file.url for file in job.manifest.files})
-        if ledger.last is not None:  # file names in generated ids must be relative to one folder in all runs
+        if ledger.last is not None:  # in all runs, the file names in generated ids are relative to one folder
             job = with_batching(job, root=ledger.last.root)
-        # check before the claim: a job whose output does not fit the table must not be saved
+        # before the claim, because a job whose output does not fit the table must not be saved
         check_table(job.config, part_schema(job))
         log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
         with backend.ready(config.actors), jobs.checked(job, None, backend) as checked:
@@ -153,7 +151,7 @@ def run_in(
 
 
 def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
-    """Return a result without runs if all runs have ended and all input is answered, else None. Write nothing."""
+    """Return a result without runs if all runs have ended and all input is answered, else None."""
     ledger = ledgers.read(root)
     last = ledger.last
     if last is None or last.state == "unfinished":
@@ -183,7 +181,7 @@ def _checked(root: Folder, ledger: Ledger, config: JobConfig, backend: Backend, 
 
 
 def to_retry(root: Folder, config: JobConfig, ledger: Ledger) -> tuple[Rows, Files]:
-    """Return URL -> rows to answer again because of `input.retry`, and the input files that exist now."""
+    """Return the rows to answer again because of `input.retry`, and the input files that exist now."""
     if config.input.retry is None or not ledger.runs:
         return {}, {}
     listed = list_input(config.input, config.storage, may_be_empty=True)
@@ -195,7 +193,7 @@ def _retry(
 ) -> FinishedRun | None:
     """Answer the rows in `failed` again, in a separate run, which succeeds even if rows have an error again.
 
-    Return None if `input.unreadable: later` leaves out all files of these rows, e.g. if the job needs another column.
+    Return None if `input.unreadable: later` skips all files of these rows, e.g. because they lack a column.
     """
     try:
         job = plan(config, None, backend, files={url: listed[url] for url in sorted(failed)})
@@ -216,9 +214,9 @@ def with_batching(job: PlannedJob, **changes: Any) -> PlannedJob:
 
 
 def new_input(config: JobConfig, ledger: Ledger) -> tuple[JobConfig, Files, TablePin | None]:
-    """Return the files that the next run must answer. For a table: data files added since the last successful run.
+    """Return the job's config, the files that the next run must answer, and the snapshot of an input table.
 
-    The other values are the newest snapshot of an input table, and the job's config with this snapshot.
+    For a table, the config has its newest snapshot, and the files are those added since the last successful run.
     """
     pin = newest(config)
     after = None if pin is None else ledger.answered_snapshot(pin.table)
@@ -243,8 +241,7 @@ def print_runs(console: Console, result: IncrementalResult) -> None:
             f"run {result.finished[-1].run.number} has too many row errors and does not count: the next command "
             "answers its files again or, if max_error_rate is raised, accepts the run"
         )
-    if not result.finished and result.last is not None:
-        last = result.last
+    if not result.finished and (last := result.last) is not None:
         lines.append(f"nothing new since run {last.number} of {last.began} ({last.folder})")
     elif not result.finished:
         lines.append("nothing new: there was no run yet, and no file has rows")
@@ -253,10 +250,10 @@ def print_runs(console: Console, result: IncrementalResult) -> None:
 
 def runs_summary(root: str, result: IncrementalResult, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the object that `--json` prints. runs: summaries of the finished runs."""
-    listed = []
-    for done, values in zip(result.finished, runs, strict=True):
-        run = {"run": done.run.number, "state": done.run.state, "resumed": done.resumed, "files": len(done.run.files)}
-        listed.append({**run, **values})
+    listed = [
+        {"run": one.run.number, "state": one.run.state, "resumed": one.resumed, "files": len(one.run.files), **values}
+        for one, values in zip(result.finished, runs, strict=True)
+    ]
     return {
         "output": root,
         "last_success": result.last.number if result.last else None,
@@ -277,7 +274,7 @@ def _read_again(root: Folder, number: int) -> Ledger:
 def _resume(
     root: Folder, run: LedgerRun, config: JobConfig, backend: Backend, overwrite: bool, check: Check
 ) -> FinishedRun | None:
-    """Finish a run with the files in its plan. If the run is abandoned, e.g. as the job has changed, return None."""
+    """Finish a run with the files in its plan. Return None if the run is abandoned, e.g. because the job changed."""
     folder = _folder(root, run, config)
     if overwrite:
         _abandon(root, run, folder, config, "--overwrite")
@@ -290,7 +287,7 @@ def _resume(
         _abandon(root, run, folder, config, "its folder holds no job yet")
         return None
     pinned = {file.url: (file.size, file.version) for file in stored.files}
-    job = plan(config, stored, backend, files=pinned)  # uses the commit of the checkpoint in `stored`
+    job = plan(config, stored, backend, files=pinned)  # with the commit of the checkpoint that `stored` records
     if job.manifest.fingerprint != stored.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, job.manifest.identity))
         if run.state == "success":
@@ -319,13 +316,13 @@ def _resume(
 
 
 def _abandon(root: Folder, run: LedgerRun, folder: Folder, config: JobConfig, why: str) -> None:
-    """Abandon a run, unless another command has just ended it as a success."""
+    """End a run as abandoned, unless another command has just ended it as a success."""
     ended = ledgers.end(root, run, "abandoned", why)
     if ended.state == "success":
         _write_missing_success(folder, config)
         return
     log.warning(
-        "run %d had not finished and is abandoned (%s): its files are new again, and %s never gets a _SUCCESS",
+        "run %d had not finished and is abandoned (%s): its files count as new again, and %s gets no _SUCCESS",
         run.number,
         ended.why,
         folder.url,
@@ -353,7 +350,7 @@ def _answer(
 
 
 def _write_missing_success(folder: Folder, config: JobConfig) -> None:
-    """Write `_SUCCESS` for a successful run that was killed before this step. Do nothing if its folder was removed."""
+    """Write the `_SUCCESS` of a successful run that was killed before this step, unless its folder was removed."""
     if folder.exists(SUCCESS) or (manifest := plan_files.load(folder)) is None:
         return
     totals = totals_of(read_records(folder, manifest.fingerprint))
