@@ -1,4 +1,4 @@
-"""Finds a model's files (local folder, S3 or hub), pins them on the driver, and fetches them once on each node.
+"""Finds a model's files (local folder, S3 or hub), pins their versions on the driver, and fetches them on each node.
 
-This package may import storage, config and messages, and the engine's checks of a checkpoint. It loads no weights.
+This package loads no weights. It may import storage, config, messages, and the engine's checks of a checkpoint.
 """

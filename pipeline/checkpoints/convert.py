@@ -1,7 +1,7 @@
 """Converts a GGUF file to a checkpoint folder: safetensors, tokenizer, chat template, generation config.
 
-transformers reads the GGUF file. This module refuses files of which transformers would ignore a part, and sets up the
-tokenizer to split texts as llama.cpp does.
+transformers reads the GGUF file. This module refuses a file if transformers would ignore a part of it, and makes the
+tokenizer split texts as llama.cpp does.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from actors.engine.model.fitting import check_report
 from actors.engine.model.loading import inspect
 from actors.engine.model.weights import gib
 
-# GGUF's names of the model families that the engine and transformers can read; Mistral's files have the name llama
+# model families that both the engine and transformers can read, by their names in GGUF; Mistral's name is llama
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt2")
 PLAIN = {"F32", "F16", "BF16"}  # tensor types without quantization
 PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 ROPE_FACTORS = re.compile(r"(^|\.)rope_(freqs|factors)")  # names of tensors that scale RoPE
-# GGUF does not store query_pre_attn_scalar. These models, (architecture, layers), need another value than the default
+# (architecture, layers) -> model whose query_pre_attn_scalar is not the default. GGUF does not store this value
 OTHER_SCALING = {("gemma2", 46): "Gemma 2 27B", ("gemma3", 62): "Gemma 3 27B"}
-# llama.cpp's names of the pre-tokenization rules that `_tokenizer` supports. A test compares the token ids.
-# tekken and gpt-4o are missing: llama.cpp's rules of these names split accents differently than the published rules.
+# pre-tokenization rules that `_tokenizer` supports, by llama.cpp's names; a test compares token ids. Tekken and gpt-4o
+# are missing, because llama.cpp splits accents differently than the models' own tokenizers
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")  # rules that never split a word of the vocabulary
 PRE_TOKENIZERS = ("gpt-2", "olmo", "smollm", "dbrx", "smaug-bpe", "qwen2", "deepseek-r1-qwen", *WHOLE_WORDS)
 UNREADABLE = (ValueError, KeyError, OSError, TypeError, AttributeError)  # errors of transformers for a bad file
@@ -50,7 +50,7 @@ class GgufHeader:
     """The header of a GGUF file."""
 
     path: Path
-    values: dict[str, Any]  # key, such as ``llama.block_count`` -> value; True stands for any list of values
+    values: dict[str, Any]  # key, such as ``llama.block_count`` -> value; True in place of a list of values
     tokens: int  # size of the vocabulary
     types: frozenset[str]  # names of the tensors' types, such as Q4_1
     rows: dict[str, int]  # tensor name -> number of rows
@@ -61,7 +61,7 @@ class GgufHeader:
         return str(self.values.get("general.architecture", ""))
 
     def of_model(self, key: str) -> Any:
-        """Return the value of `key`, given without its prefix (such as ``llama.``); None if there is no value."""
+        """Return the value of the key ``{architecture}.{key}``; None if there is none."""
         return self.values.get(f"{self.architecture}.{key}")
 
     @property
@@ -73,7 +73,7 @@ class GgufHeader:
         return int(width) // int(heads) if width and heads else None
 
     def refusal(self) -> str | None:
-        """Return the reason why the file cannot be converted, and what to do; None if the file can be converted."""
+        """Return why the file cannot be converted and what to do; None if it can be converted."""
         part = PART.search(self.path.name)
         parts = int(self.values.get("split.count") or (part[1] if part else 1))
         scaling, rotated = self.of_model("rope.scaling.type"), self.of_model("rope.dimension_count")
@@ -113,7 +113,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of a GGUF file. Raises UserError if the file is not GGUF, is damaged or is not convertible."""
+    """Read the header of a GGUF file. Raises UserError if the file is not GGUF, is damaged or cannot be converted."""
     from gguf import GGUFReader
 
     if not path.is_file():
@@ -139,10 +139,10 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[str], None]) -> None:
-    """Convert a GGUF file to a checkpoint in `output`, a new or empty folder, which gets all files in one step.
+    """Convert a GGUF file to a checkpoint in the folder `output`, in which all files appear at once.
 
     dtype: type of the written weights. report: called with each progress line. Raises UserError if `output` holds
-    files, or if the file cannot be converted. In most cases, this error comes before weights are read.
+    files, or if the file cannot be converted (in most cases before weights are read).
     """
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise UserError(f"OUT: {output} exists and is not empty; remove it, or choose a new folder")
@@ -160,7 +160,7 @@ def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[st
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     for path in partial.iterdir():
-        path.chmod((partial / "config.json").stat().st_mode)  # safetensors lets only the owner read weights
+        path.chmod((partial / "config.json").stat().st_mode)  # safetensors makes weights readable by the owner only
     inspect(partial)
     partial.rename(output.resolve())
     if not tokenizer.chat_template:
@@ -174,7 +174,7 @@ def _read(header: GgufHeader, kind: Any, **options: Any) -> Any:
 
 
 def _config(header: GgufHeader) -> PretrainedConfig:
-    """Return transformers' config, corrected with the header. Raises UserError if the engine cannot run the model."""
+    """Return transformers' config, corrected by the header. Raises UserError if the engine cannot run the model."""
     try:
         config: PretrainedConfig = _read(header, AutoConfig)
     except UNREADABLE as error:
@@ -215,7 +215,7 @@ def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokeni
 def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return the dequantized model. Raises UserError if the weights in the file do not match the model."""
     options = {"config": config, "dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
-    # accept wrong sizes here, because `check_report` refuses them with a clear error
+    # accept wrong shapes here: `check_report` refuses them with a clear error
     model, report = _read(header, AutoModelForCausalLM, ignore_mismatched_sizes=True, **options)
     check_report(model, report, {}, str(header.path))
     used = sum(parameter.numel() for parameter in model.parameters())  # parameters() yields tied weights once
@@ -224,12 +224,12 @@ def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> 
             f"{header.path}: it has {header.elements:,} weights, but transformers' {config.model_type} has {used:,}, "
             "so some would be left out; use the safetensors checkpoint"
         )
-    # remove the attributes that keep transformers from saving the dequantized weights as plain weights
+    # with these attributes, transformers would not save the dequantized weights as plain weights
     model.is_quantized, model.hf_quantizer = False, None
     for holder, name in ((model, "quantization_method"), (model.config, "quantization_config")):
         if getattr(holder, name, None) is not None:
             delattr(holder, name)
-    model.generation_config = GenerationConfig(**_token_ids(header))  # no more, as GGUF stores no sampling parameters
+    model.generation_config = GenerationConfig(**_token_ids(header))  # GGUF stores no sampling parameters
     return cast(PreTrainedModel, model)
 
 

@@ -1,4 +1,4 @@
-"""Checks that the files in a local checkpoint folder are the same on every node as on the driver."""
+"""Checks on each node that a local checkpoint folder holds the same files as on the driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from actors.engine.errors import UserError
 from actors.engine.model.file_digests import WEIGHTS, answer_files, file_digest
 
-SAMPLE_BYTES = 2**20  # bytes that are hashed at the start (with the header) and at the end of a weights file
+SAMPLE_BYTES = 2**20  # bytes to hash at the start of a weights file, which holds its header, and at its end
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,14 @@ class PinnedFolder:
 
 
 def pin(folder: Path) -> PinnedFolder:
-    """Record size and digest of each file that affects answers. Other nodes pass the result to `check_same`."""
+    """Return size and digest of each file that affects answers, for `check_same` on other nodes."""
     return PinnedFolder(str(folder.resolve()), tuple((path.name, _sample(path)) for path in answer_files(folder)))
 
 
 def check_same(pinned: PinnedFolder, *, weights: bool) -> Path:
-    """Return the folder if its files are the same on this node as on the driver.
+    """Return the folder. Raises a UserError that names this host and the file if a file differs from the driver's.
 
-    weights: compare weights files too, by size, start and end. Other files are compared whole. Raises UserError, which
-    names this host and the file, if a file differs.
+    weights: compare weights files too, by size, start and end. Other files are compared whole.
     """
     folder = Path(pinned.path)
     for name, sample in pinned.samples:

@@ -1,7 +1,7 @@
 """Resolves a job's checkpoint (a local folder, `s3://` or the hub) during planning, and fetches it on each node.
 
-Planning pins all files and fetches only the small ones. On each node, one process downloads under a file lock, while
-the others wait. Downloaded files are verified. At the end, a record is written: with it, the folder is complete.
+Planning pins the versions of all files and fetches only the small ones. On each node, one process holds a file lock and
+downloads, while the others wait. It verifies the files. Then it writes a record, which marks the folder as complete.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 PLACEHOLDER = "owner/name@revision"  # the model.path that `skipdecode init` writes if it knows no model
 HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)@(\S+)")
 UNPINNED = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-TRIES = 2
-HEADERS_AT_ONCE = 8
-FIRST_SECONDS, SECONDS = 1.5, 10.0  # seconds until a download's first progress line, and then until each further line
+TRIES = 2  # maximum number of downloads of a damaged file
+HEADERS_AT_ONCE = 8  # number of weights files whose headers are read in parallel
+FIRST_SECONDS, SECONDS = 1.5, 10.0  # time to a download's first progress line, and between further lines
 Report = Callable[[str], None]
 
 
@@ -50,7 +50,7 @@ class RemoteCheckpoint:
 
     path: str  # the checkpoint's path in the job file
     store: BucketStore | HubStore
-    key: str  # the checkpoint's name in a node's cache
+    key: str  # identifies the checkpoint in a node's cache
     files: tuple[RemoteFile, ...]
     cache: str | None  # cache folder on every node; None: the node's default
 
@@ -58,7 +58,7 @@ class RemoteCheckpoint:
     def pinned(
         cls, path: str, store: BucketStore | HubStore, files: Sequence[RemoteFile], cache: str | None
     ) -> RemoteCheckpoint:
-        """Pin `files` of a store. Names, sizes and versions of the files determine the checkpoint's `key` in caches."""
+        """Return a checkpoint of `files`. Path, commit, and names, sizes and versions of files determine its `key`."""
         commit = store.revision if isinstance(store, HubStore) else None
         text = "\n".join([path, str(commit), *(f"{file.name} {file.size} {file.version}" for file in files)])
         name = re.sub(r"[^\w.-]+", "-", path.removeprefix("s3://"))[-60:].strip("-.")
@@ -79,7 +79,7 @@ class RemoteCheckpoint:
 class ResolvedCheckpoint:
     """A checkpoint that was resolved and inspected.
 
-    source: local folder or pinned remote files. adapter: the same for the speed adapter; None if there is none.
+    source: local folder or pinned remote files. adapter: source of the speed adapter; None if there is none.
     """
 
     checkpoint: Checkpoint
@@ -87,7 +87,7 @@ class ResolvedCheckpoint:
     adapter: str | RemoteCheckpoint | None = None
 
     def identity(self) -> dict[str, Any]:
-        """Return values that identify the files (see `_versions`). They are part of the job's fingerprint."""
+        """Return values that identify the files (see `_versions`), for the job's fingerprint."""
         values: dict[str, Any] = {"files": _versions(self.source)}
         if self.adapter is not None:
             found = _versions(self.adapter)
@@ -97,24 +97,24 @@ class ResolvedCheckpoint:
         return {**values, "hub": self.source.path, "commit": self.source.commit}
 
     def pinned(self) -> PinnedFolder | RemoteCheckpoint:
-        """Return the checkpoint's source for `fetch` in other processes, which then refuses changed files."""
+        """Return the checkpoint's source for other processes, in which `fetch` then refuses changed files."""
         return pin(Path(self.source)) if isinstance(self.source, str) else self.source
 
     def pinned_adapter(self) -> PinnedFolder | RemoteCheckpoint | None:
-        """Return the speed adapter's source for `fetch` in other processes, which then refuses changed files."""
+        """Return the speed adapter's source for other processes, in which `fetch` then refuses changed files."""
         return pin(Path(self.adapter)) if isinstance(self.adapter, str) else self.adapter
 
     def schedule(self, changes: dict[str, Any], model: ModelConfig, *, unadapted: bool) -> Schedule:
         """Return the checkpoint's schedule with `changes` to its keys.
 
-        Raises UserError if the schedule is impossible or, unless `unadapted`, if the checkpoint is not trained for it.
+        Raises UserError if the schedule is impossible. Unless `unadapted`, the checkpoint must be trained for it.
         """
         if unadapted:
             return self.checkpoint.schedule(changes)
         return self.checkpoint.adapted_schedule(changes, model.path, "set schedule.unadapted: true")
 
     def weights_digest(self) -> str | None:
-        """Return a digest of the weights, to check a speed adapter's base; None if the store lists no SHA-256."""
+        """Return a digest of the weights, to check a speed adapter's base. None if the store omits a file's SHA-256."""
         if isinstance(self.source, str):
             return base_digest(self.checkpoint.path)
         found = {file.name: self.source.store.digests(file).get("sha256") for file in self.source.weights}
@@ -130,7 +130,7 @@ class ResolvedCheckpoint:
 
 
 def _versions(source: str | RemoteCheckpoint) -> dict[str, str]:
-    """Return file name -> digest for a local folder, or file name -> size and version in the store's listing."""
+    """Return file name -> digest (in a local folder), or file name -> size and version (in a store's listing)."""
     if isinstance(source, str):
         return digests(Path(source))
     return {file.name: f"{file.size}:{file.version}" for file in source.files}
@@ -141,12 +141,12 @@ def resolve_checkpoint(
 ) -> ResolvedCheckpoint:
     """Locate the checkpoint of `model.path`, pin its files and inspect it. Download small files, but no weights.
 
-    A speed adapter is downloaded whole, and must name the checkpoint as its base. If a bucket lists no SHA-256 of the
-    weights, the base is checked later, when the weights are loaded.
+    A speed adapter is downloaded whole, and must name the checkpoint as its base. If a store does not list the SHA-256
+    of all weights files, the base is checked later, when the weights are loaded.
 
-    pinned: for a resumed job, what `identity()` returned when the job was planned. The commit in `pinned` is used even
-    if the branch has moved since. Raises UserError if the checkpoint is missing, unreadable or not supported, and
-    StoreFailed if the store fails.
+    pinned: the result of `identity()` when a resumed job was planned. Its commit is used even if the branch has moved
+    since. Raises UserError if the checkpoint is missing, unreadable or not supported, and StoreFailed if the store
+    fails.
     """
     path = model.path
     refuse_file(path)
@@ -162,13 +162,12 @@ def resolve_checkpoint(
     elif path == PLACEHOLDER:
         raise UserError(f"model.path: {path} is an example: replace it with a checkpoint folder or a model on the hub")
     elif named := HUB.fullmatch(path):
-        resumed = pinned is not None and pinned.get("hub") == path
-        revision = str(pinned["commit"]) if pinned is not None and resumed else named[2]
+        revision = str(pinned["commit"]) if pinned is not None and pinned.get("hub") == path else named[2]
         store = HubStore(named[1], revision, os.environ.get("HF_ENDPOINT") or None, model.cache)
         commit, files = store.commit()
         store = replace(store, revision=commit)
     else:
-        hub = f"; if a model on the hub is meant, add @revision, for example {path}@main or {path}@COMMIT"
+        hub = f"; for a model on the hub, add @revision, for example {path}@main or {path}@COMMIT"
         hint = hub if UNPINNED.fullmatch(path) else ""
         raise UserError(f"{path}: no such checkpoint folder{where_sought(path)}{hint}")
     kept = [file for file in files if file.name.endswith((*SMALL, ".safetensors"))]
@@ -184,7 +183,7 @@ def resolve_checkpoint(
 
 
 def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: StorageConfig) -> ResolvedCheckpoint:
-    """Return `base` with `model.speed_adapter`, if set. Raises UserError if the adapter has another base checkpoint."""
+    """Return `base` with `model.speed_adapter`, if set. Raises UserError if the adapter names another base."""
     if model.speed_adapter is None:
         return base
     path = str(model.speed_adapter).rstrip("/")
@@ -211,9 +210,9 @@ def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: Storage
 
 
 def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True, report: Report | None = None) -> Path:
-    """Return the checkpoint's folder on this node. Download missing files. Many processes may call this at once.
+    """Download missing files, and return the checkpoint's folder on this node. Many processes may call this at once.
 
-    weights: whether the weights are needed too. report: called with each progress line; default: log it.
+    weights: whether the weights are needed too. report: called with each progress line; None: log it.
     Raises UserError if the files differ from the pinned ones or do not fit into the cache, and StoreFailed if the store
     fails.
     """
@@ -244,7 +243,7 @@ def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True
 
 
 def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
-    """Return the folder that the file `record` names as complete. None: no valid record, or a file's size is wrong."""
+    """Return the complete folder that the file `record` names. None: no valid record, or a file's size is wrong."""
     try:
         values = json.loads(record.read_text())
         folder = Path(values["folder"])
@@ -263,7 +262,7 @@ def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
 def _download(
     source: RemoteCheckpoint, files: Sequence[RemoteFile], folder: Path, report: Report | None
 ) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Download and verify files. Retry damaged files once. Return their folder, and each file's size and SHA-256."""
+    """Download and verify files. Retry damaged files once. Return the folder, and size and SHA-256 of each file."""
     store, problem = source.store, ""
     for _ in range(TRIES):
         with download_progress(source.path, sum(file.size for file in files), store.arrivals(folder), report):
@@ -275,7 +274,7 @@ def _download(
                 verified[file.name] = {"size": file.size, "sha256": _verify(path, file, store.digests(file))}
             except ValueError as error:
                 problem = str(error)
-                path.resolve().unlink(missing_ok=True)  # the content, to which `path` links in the hub's cache
+                path.resolve().unlink(missing_ok=True)  # in the hub's cache, `path` is a link to the content
                 path.unlink(missing_ok=True)
         if len(verified) == len(files):
             return target, verified
@@ -284,7 +283,7 @@ def _download(
 
 
 def _verify(path: Path, file: RemoteFile, digests: dict[str, str]) -> str:
-    """Return the SHA-256 of a downloaded file. Raises UserError if size, header or a digest in `digests` is wrong."""
+    """Return the SHA-256 of a downloaded file. Raises UserError if its size, header or one of `digests` is wrong."""
     if not path.is_file() or path.stat().st_size != file.size:
         raise UserError(f"{path}: its size is not the {file.size} bytes that the store lists")
     sha256 = file_digest(path, "sha256")
@@ -299,7 +298,7 @@ def _verify(path: Path, file: RemoteFile, digests: dict[str, str]) -> str:
 
 @contextmanager
 def download_progress(path: str, total: int, folder: Path, report: Report | None = None) -> Iterator[None]:
-    """During the `with` block, report regularly how many of the download's `total` bytes have arrived in `folder`."""
+    """During the `with` block, report regularly how many of a download's `total` bytes have arrived in `folder`."""
     before = _bytes_in(folder)
 
     def tell() -> None:

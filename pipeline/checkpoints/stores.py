@@ -1,4 +1,4 @@
-"""Lists, inspects and downloads checkpoints in a store: an S3 bucket or the hub.
+"""Lists, inspects and downloads checkpoints in a store, which is an S3 bucket or the hub.
 
 All methods raise UserError if files are missing or access is refused, and StoreFailed if the store fails.
 """
@@ -25,7 +25,7 @@ from pipeline.storage.errors import NoSuchBucket, StoreFailed
 from pipeline.storage.folder import filesystem
 
 CHUNK = 16 * 2**20  # bytes of one ranged read
-STREAMS = 4  # files downloaded in parallel
+STREAMS = 4  # number of files to download in parallel
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class BucketStore:
         if not found:
             raise UserError(f"{self.url}: no checkpoint here: the bucket has no such folder")
         for file in found:
-            if "/" in file.name:  # refuse it, because each node stores the file under this name
+            if "/" in file.name:  # each node stores the file under this name
                 raise UserError(f"{self.url}: the bucket lists {file.name!r}, which cannot be a file name in a folder")
         return sorted(found, key=lambda file: file.name)
 
@@ -78,9 +78,9 @@ class BucketStore:
         return folder
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
-        """Download the files that `folder` lacks. Return `folder`. The caller must hold a lock and verify contents."""
+        """Download missing files to `folder`, and return it. The caller must hold a lock, and verify the contents."""
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(".*.incomplete"):  # left by a killed process: only the holder of the lock writes here
+        for left in folder.glob(".*.incomplete"):  # left by a killed process, as only the lock's holder writes here
             left.unlink()
         present = {path.name: path.stat().st_size for path in folder.iterdir()}
         missing = [file for file in files if present.get(file.name) != file.size]
@@ -95,17 +95,17 @@ class BucketStore:
         return folder
 
     def digests(self, file: RemoteFile) -> dict[str, str]:
-        """Return algorithm -> hexadecimal digest of a file's content, for each digest that the store knows."""
+        """Return algorithm -> hexadecimal digest of a file's content, for the digests that the store knows."""
         fs, path = filesystem(self.url, self.storage)
         bucket, _, key = f"{path}/{file.name}".partition("/")
         with self._user_errors():
             head = fs.call_s3("head_object", Bucket=bucket, Key=key, ChecksumMode="ENABLED")
         found: dict[str, str] = {}
         checksum = head.get("ChecksumSHA256", "-")
-        # skip a checksum that the store computed from the checksums of a multipart upload's parts, not from the content
+        # after a multipart upload, the checksum may be that of the parts' checksums, not of the content: skip it
         if "-" not in checksum and head.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":
             found["sha256"] = base64.b64decode(checksum).hex()
-        # the ETag is the content's MD5, except for multipart uploads, encryption with a KMS key and directory buckets
+        # the ETag is the content's MD5 except after multipart uploads, with encryption keys, and in directory buckets
         encrypted = head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head
         if re.fullmatch(r"[0-9a-f]{32}", file.version) and not encrypted and not bucket.endswith("--x-s3"):
             found["md5"] = file.version
@@ -115,7 +115,7 @@ class BucketStore:
         fs, path = filesystem(self.url, self.storage)
         temporary = folder / f".{file.name}.{uuid.uuid4().hex}.incomplete"
         with fs.open(f"{path}/{file.name}", "rb", block_size=CHUNK, cache_type="none") as source:
-            # one check suffices: s3fs sends the ETag as If-Match, so all reads get the same version
+            # one check suffices: s3fs sends the ETag as If-Match, so all reads return this version
             if str(source.details.get("ETag", file.version)).strip('"') != file.version:
                 raise UserError(
                     f"{self.url}/{file.name}: changed since the job was planned; restore it, or start again with "
@@ -140,10 +140,10 @@ class BucketStore:
 
 @dataclass(frozen=True)
 class HubStore:
-    """A commit of a model repository on the hub. The library huggingface_hub downloads the files, with its own locks.
+    """A commit of a model repository on the hub. huggingface_hub downloads the files, under its own locks.
 
-    endpoint: address of the hub, or None for the public hub. cache: folder for downloads (`model.cache`), or None for
-    the default: $SKIPDECODE_CACHE if it is set, else huggingface_hub's cache.
+    endpoint: address of the hub; None: the public hub. cache: folder for downloads (`model.cache`); None:
+    $SKIPDECODE_CACHE if it is set, else huggingface_hub's cache.
     """
 
     repo: str
@@ -152,7 +152,7 @@ class HubStore:
     cache: str | None
 
     def commit(self) -> tuple[str, list[RemoteFile]]:
-        """Return the commit to which the branch, tag or commit `revision` points now, and the commit's files."""
+        """Return the current commit of `revision` (a branch, tag or commit), and the commit's files."""
         from huggingface_hub import HfApi
 
         with self._user_errors():
@@ -180,7 +180,7 @@ class HubStore:
         return self._cache() / f"models--{self.repo.replace('/', '--')}"
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
-        """Download files into huggingface_hub's cache; return the folder there that holds them. `folder` is ignored."""
+        """Download files to huggingface_hub's cache, and return their folder in it. `folder` is ignored."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 

@@ -1,4 +1,4 @@
-"""Defines the `skipdecode` command, and registers the subcommands of the other modules.
+"""Defines the `skipdecode` command with its subcommands, most of which other modules define.
 
 Each subcommand imports heavy libraries inside its function, after it has validated its configuration file.
 """
@@ -22,7 +22,7 @@ from pipeline.cli.serve import serve
 
 def demo(
     folder: Annotated[Path, typer.Argument(help="Folder for the demo's prompts, job file and answers.")] = Path("demo"),
-    rows: Annotated[int, typer.Option(min=1, help="Prompts.")] = 2000,
+    rows: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 2000,
 ) -> None:
     """Answer prompts about restaurants with the included toy model, on Ray on this machine."""
     from pipeline.demo_data import write_demo
@@ -65,7 +65,7 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Answer tables of prompts on Ray, with fewer layers for each token (SkipDecode)."""
+    """Answer tables of prompts on Ray, with fewer layers for the later tokens of an answer (SkipDecode)."""
 
 
 for function in (demo, init, run, plan, adapt, tune, evaluate, report, convert, serve, keys):
@@ -75,5 +75,5 @@ app.command("try")(try_rows)
 
 def main() -> None:
     """Run the `skipdecode` command."""
-    gc.set_threshold(100_000)  # new objects that start a collection; the default (700) slows imports by a second
+    gc.set_threshold(100_000)  # new objects before a collection; with the default, 700, imports take a second longer
     app(prog_name="skipdecode")

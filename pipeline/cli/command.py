@@ -1,4 +1,4 @@
-"""Defines what all commands share: options, process settings, and the last line and exit status after an error."""
+"""Defines what all commands share: options, process settings, and last line and exit status after an error."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 Model = TypeVar("Model", bound="BaseModel")
-OK, FAILED, BAD_CONFIG, ROW_ERRORS, INTERRUPTED, LEASE = 0, 1, 2, 3, 4, 5
+FAILED, BAD_CONFIG, ROW_ERRORS, INTERRUPTED, LEASE = 1, 2, 3, 4, 5  # exit statuses
 RETRY_ADVICE = re.compile(r"Failed to .+ after \d+/\d+ attempts")
-EXTRAS = {  # package -> extra
+EXTRAS = {  # optional package -> extra of `skipdecode` that installs it
     "deltalake": "tables",
     "peft": "tune",
     "pyiceberg": "tables",
@@ -34,21 +34,21 @@ EXTRAS = {  # package -> extra
     "sqlalchemy": "tables",
 }
 USER_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "  # start of the last line in a UserError's traceback
-UNTYPED = ("actors", "botocore", "pipeline", "ray")  # packages with errors that are clear without the error's type
+UNTYPED = ("actors", "botocore", "pipeline", "ray")  # packages whose error messages are clear without the type
 
 
 @dataclass
 class Advice:
     """Texts that the last line of a failed command adds to the error message."""
 
-    file: str = ""  # file to name before a UserError's text; empty until it is loaded, as errors of loading name it
-    output: str = ""  # the folder to name if another run holds its lease
-    failed: str = ""  # clause that says what to do after an error
+    file: str = ""  # prefix of UserErrors; empty until the file is loaded, because loading errors name the file
+    output: str = ""  # folder to name if another run holds its lease
+    failed: str = ""  # clause that says what to do after an error other than a UserError
     interrupted: str = "run the same command again"
     out_of_memory: str = ""  # clause that says which settings to lower if torch runs out of memory
 
     def load(self, model: type[Model], file: Path, changes: list[str] | None) -> Model:
-        """Load and return a configuration. Messages of later UserErrors begin with the name of its file."""
+        """Load and return a configuration. Later UserErrors begin with the name of its file."""
         from pipeline.config.load import load_config
 
         config = load_config(model, file, changes or [])
@@ -57,7 +57,7 @@ class Advice:
 
 
 def stop(code: int, message: str) -> typer.Exit:
-    """Print `message` as the command's last line, and return the exception that ends the command with status `code`."""
+    """Print `message` as the command's last line. Return the exception that ends the command with status `code`."""
     line = f"skipdecode: {without_secrets(flat(message))}"
     announce(line, "end", logging.ERROR, exit_status=code)
     return typer.Exit(code)
@@ -118,7 +118,7 @@ def user_error(error: BaseException) -> UserError | None:
 
 
 def cause_line(error: BaseException) -> str:
-    """Return the last line of an error's message (the cause, in Ray's errors), but not Ray Data's advice on retries."""
+    """Return the last line of an error's message, which in Ray's errors is the cause. Skip Ray Data's retry advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     advice = [number for number, line in enumerate(lines) if RETRY_ADVICE.match(line)]
     lines = lines[: advice[0]] or lines if advice else lines
@@ -126,7 +126,7 @@ def cause_line(error: BaseException) -> str:
 
 
 def _described(error: BaseException) -> str:
-    """Return `cause_line(error)`. If it is unclear without the error's type (as for a KeyError), put the type first."""
+    """Return `cause_line(error)`, after the error's type if the line is unclear without it (as for a KeyError)."""
     package = type(error).__module__.partition(".")[0]
     if isinstance(error, OSError | RuntimeError) or package in UNTYPED or not str(error).strip():
         return cause_line(error)
@@ -157,7 +157,7 @@ def setup(verbose: bool, log_json: bool = False) -> None:
         logging.basicConfig(level=level, format=lines, stream=sys.stderr)
     for name in ("pipeline.plan.memory", "pipeline.checkpoints.stores"):  # always show their INFO messages
         logging.getLogger(name).setLevel(logging.INFO)
-    values = {  # settings that libraries read on import; most of them reduce what is printed
+    values = {  # variables that libraries read on import; most of them reduce what is printed
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -166,7 +166,7 @@ def setup(verbose: bool, log_json: bool = False) -> None:
         # time after which Ray frees a killed job's CPUs; a running job renews its request for CPUs every 10 s
         "RAY_DATA_AUTOSCALING_REQUEST_EXPIRE_TIME_S": "30",
     }
-    if not os.environ.get("RAY_ADDRESS"):  # make a Ray of this process listen only on loopback, and need a token
+    if not os.environ.get("RAY_ADDRESS"):  # a Ray that this process starts listens only on loopback, with a token
         values |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
     if not verbose:
         values["RAY_BACKEND_LOG_LEVEL"] = "fatal"

@@ -1,4 +1,4 @@
-"""Defines `skipdecode init`, which writes a job file for an input, and `convert`, which converts GGUF checkpoints."""
+"""Defines `skipdecode init`, which writes a job file for an input, and `convert`, which converts a GGUF file."""
 
 from __future__ import annotations
 

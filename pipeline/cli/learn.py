@@ -1,4 +1,4 @@
-"""Defines `skipdecode adapt`, `tune` and `evaluate`, which train checkpoints for schedules and measure speeds."""
+"""Defines `skipdecode adapt`, `tune` and `evaluate`, which train a checkpoint for schedules and measure speeds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def adapt(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Tune a job's checkpoint on some of the job's rows, and write a job file with the fastest speed within tolerance.
+    """Train a job's checkpoint on some of its rows, and write a job file with the fastest speed within tolerance.
 
     To resume an interrupted adaptation, run the same command again.
     """
@@ -91,7 +91,7 @@ def evaluate(
     changes: Changes = None,
     verbose: Verbose = False,
 ) -> None:
-    """Measure wall-clock time and quality at several speeds. Compare answers with references and with full depth."""
+    """Measure time and quality at several speeds. Compare answers with references and with full depth's answers."""
     again = "no result is kept; the same command starts again from the beginning"
     with command(verbose, interrupted=again, out_of_memory="lower max_batch") as advice:
         from pipeline.config.evaluate import EvalConfig

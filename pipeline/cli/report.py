@@ -1,4 +1,4 @@
-"""Defines `skipdecode report`, which prints the statistics of a job's output, or verifies its output files (parts)."""
+"""Defines `skipdecode report`, which prints a job's statistics, or verifies its output files (parts)."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def report(
         bool,
         typer.Option(
             "--verify",
-            help="Print no statistics. Read every part (a shard's output file), and print a line for each part whose "
-            "digest, row count or job differs from its commit record. Exit status 1 if there is such a part.",
+            help="Instead of statistics, print a line for each output file whose digest, row count or job differs from "
+            "its commit record. Reads all files. Exit status 1 if one differs.",
         ),
     ] = False,
     write: Annotated[
         bool, typer.Option("--write", help="Also write _job/stats.parquet and _job/summary.json; not for running jobs.")
     ] = False,
-    html: Annotated[bool, typer.Option("--html", help="Print no statistics. Write _job/report.html.")] = False,
+    html: Annotated[bool, typer.Option("--html", help="Instead of statistics, write _job/report.html.")] = False,
     to: Annotated[Path | None, typer.Option("--to", help="With --html: write the page to this local file.")] = None,
 ) -> None:
     """Print the statistics of a finished or unfinished job. Only --write and --html write files.
@@ -54,7 +54,7 @@ def report(
 
 
 def _location(output: str, endpoint_url: str | None) -> tuple[str, StorageConfig]:
-    """Return the URL and storage settings of an output folder. output: the folder, or the job file."""
+    """Return URL and storage settings of the output folder. output: the folder or a job file."""
     from pipeline.config.job import JobConfig, StorageConfig
     from pipeline.config.load import load_config, validated
 

@@ -34,7 +34,7 @@ def run(
     log_json: LogJson = False,
     metrics_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Port on 127.0.0.1 for Prometheus; works if the job starts its own Ray."),
+        typer.Option(min=1, max=65535, help="Port on 127.0.0.1 for Prometheus, if the job starts its own Ray."),
     ] = None,
     verbose: Verbose = False,
 ) -> None:
@@ -75,7 +75,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
         process_began = psutil.Process().create_time()
         result = jobs.run(config, **options, backend=backend, process_began=process_began)
         done = [(open_folder(config.output.path, config.storage), result)]
-    # with both --log-json and --json, print no tables, because all output must be JSON
+    # with --log-json and --json, print no tables, because all output must be JSON
     console = Console(soft_wrap=True, stderr=as_json, quiet=as_json and goes_to_log())
     for folder, result in done:
         print_result(console, folder, result, show)
@@ -99,7 +99,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
         (result.totals.errors, result.totals.rows) for _, result in done if not result.manifest.batching.retries
     ]
     if answered is not None and answered.last is not None and not done:
-        # without new files, the last run's row errors decide the exit status
+        # if there are no new files, the row errors of the last run decide the exit status
         last = open_folder(f"{config.output.path.rstrip('/')}/{answered.last.folder}", config.storage)
         errors_and_rows = last_errors(last)
     for errors, rows in errors_and_rows:

@@ -11,8 +11,8 @@ import typer
 from actors.engine.errors import UserError
 from pipeline.cli.command import Changes, Verbose, command
 
-# time limits to raise: the defaults (5 and 10 s) make Ray Serve kill a proxy that starts slowly on a busy machine
-PATIENT = ("READY_CHECK", "HEALTH_CHECK")
+# limits to raise: with the defaults (5 and 10 s), Ray Serve kills a proxy that starts slowly on a busy machine
+TIME_LIMITS = ("READY_CHECK", "HEALTH_CHECK")
 
 
 def serve(
@@ -24,7 +24,7 @@ def serve(
     changes: Changes = None,
     verbose: Verbose = False,
 ) -> None:
-    """Serve completions and chats of a model over HTTP with Ray Serve, until the process gets a signal."""
+    """Serve completions and chats of a model over HTTP with Ray Serve, until a signal ends the process."""
     with command(verbose, interrupted="the server has stopped") as advice:
         from pipeline.config.load import changed, load_values, validated
         from pipeline.config.serve import ServeConfig
@@ -39,7 +39,7 @@ def serve(
         config = validated(ServeConfig, changed(values, [*given, *(changes or [])]), str(file or "serve"))
         advice.file = str(file or "")
 
-        for name in PATIENT:  # set before the import of Ray Serve, which reads these variables
+        for name in TIME_LIMITS:  # set before the import of Ray Serve, which reads these variables
             os.environ.setdefault(f"RAY_SERVE_PROXY_{name}_TIMEOUT_S", "60")
 
         from pipeline.serve import run_server

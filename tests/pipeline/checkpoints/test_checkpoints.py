@@ -114,7 +114,7 @@ def test_a_local_folder_is_taken_as_it_is(
 
 
 def test_a_path_of_no_checkpoint_is_refused() -> None:
-    assert "no such checkpoint folder; if a model on the hub is meant, add @revision" in refusal("owner/name")
+    assert "no such checkpoint folder; for a model on the hub, add @revision" in refusal("owner/name")
     assert "owner/name@main" in refusal("owner/name")
     for path in ("/nowhere/at/all", "nowhere", "a/b/c", "./owner/name"):
         assert refusal(path).endswith("no such checkpoint folder")
