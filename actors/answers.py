@@ -15,7 +15,7 @@ from actors.engine.types import FinishReason
 from actors.tool_calls import ToolCall
 
 Column = NDArray[Any]
-# name -> type of the columns that every job's output has, and every batch that `Generator` answers in Ray Data
+# name -> type of the answer columns in each job's output, and in each batch that `Generator` returns
 ANSWER_TYPES = {
     "sample_index": pa.int32(),
     "generated_text": pa.string(),

@@ -63,7 +63,7 @@ class _ServerKeys(BaseModel):
     def form(self) -> OutputFormat | None:
         """Return the output format in `structured_outputs`; None if the key is missing or gives labels.
 
-        Raises UserError if `structured_outputs` does not hold exactly one key.
+        Raises UserError if `structured_outputs` is empty or holds several keys.
         """
         given = {} if self.structured_outputs is None else self.structured_outputs.model_dump(exclude_none=True)
         if self.structured_outputs is not None and len(given) != 1:

@@ -36,8 +36,8 @@ from pipeline.storage.concurrency import repeating
 
 log = logging.getLogger(__name__)
 PLACEHOLDER = "owner/name@revision"  # the model.path that `skipdecode init` writes if it knows no model
-HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)@(\S+)")
-UNPINNED = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)@(\S+)")  # owner/name@revision
+UNPINNED = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
 TRIES = 2  # maximum number of downloads of a damaged file
 HEADERS_AT_ONCE = 8  # number of weights files whose headers are read in parallel
 FIRST_SECONDS, SECONDS = 1.5, 10.0  # time to a download's first progress line, and between further lines
