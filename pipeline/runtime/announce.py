@@ -1,4 +1,4 @@
-"""Announces progress, as lines on standard error or as events in a log of JSON lines."""
+"""Announces progress, as lines on standard error or as events in a log with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LINES = list(_log.handlers)
 
 
 def announce_to_log(to_log: bool) -> None:
-    """Send announcements to the root logger's handlers if `to_log`, else print them to standard error."""
+    """Send announcements to the root logger's handlers if `to_log`, else to standard error."""
     _log.propagate = to_log
     _log.handlers = [] if to_log else list(_LINES)
 
@@ -41,13 +41,13 @@ def goes_to_log() -> bool:
 
 
 def announce(text: str, event: str = "announcement", level: int = logging.INFO, **fields: Any) -> None:
-    """Print `text` as a line. In a log of JSON lines, write `text` and `fields` as an event."""
+    """Print `text` as a line, or write `text` and `fields` to the log as an event."""
     _log.log(level, "%s", text, extra={EVENT: event, **fields})
 
 
 @contextmanager
 def announced(phase: str) -> Iterator[None]:
-    """Print `phase`, which describes the `with` block, if the block takes longer than `QUIET_SECONDS`."""
+    """Announce `phase`, which names the work of the `with` block, if the block takes longer than `QUIET_SECONDS`."""
     timer = threading.Timer(QUIET_SECONDS, announce, (f"{phase} ...",))
     timer.daemon = True
     timer.start()
@@ -58,7 +58,7 @@ def announced(phase: str) -> Iterator[None]:
 
 
 def announce_checks(text: str) -> None:
-    """Print `text` if standard error is a terminal. Elsewhere, the error of a failed check must be the only line."""
+    """Announce `text` if standard error is a terminal. Elsewhere, a failed check must print its error only."""
     if sys.stderr.isatty():
         announce(text)
 
@@ -86,11 +86,11 @@ class RowProgress:
         self._timer = Timer()
 
     def __call__(self, running: Collection[int]) -> None:
-        """Update the progress. running: rows that run now. Rows that ran before and do not run now are done."""
+        """Update the progress. running: rows that are running. Rows that ran earlier are done."""
         self._started.update(running)
         self.at(len(self._started) - len(running))
 
     def at(self, done: int) -> None:
-        """Announce that `done` rows are done, unless the last announcement is less than `INTERVAL` seconds old."""
+        """Announce that `done` rows are done, if `INTERVAL` seconds have passed since the last announcement."""
         if self._timer.is_due():
             announce(f"{self.stage}: {done:,} of {self.rows:,} rows")

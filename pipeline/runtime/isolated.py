@@ -1,4 +1,4 @@
-"""Calls a function in a separate process, so that a crash, a lack of memory or a hang does not hurt the caller."""
+"""Calls a function in a separate process, so that a crash, a lack of memory or a hang does not affect the caller."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def call_isolated(
 ) -> Result:
     """Call a module-level function in a new Python process. Function, arguments and result must be picklable.
 
-    seconds: time limit, after which the process is killed. memory_bytes: limit of allocated memory; None is unlimited.
-    If the machine's memory runs out, the kernel kills the new process first. Raises errors of the function, and Died if
+    seconds: time limit, after which the process is killed. memory_bytes: limit of allocated memory; None: no limit.
+    If the machine's memory runs out, the kernel kills the new process first. Raises the function's error, or Died if
     the process died, was killed or exceeded a limit.
     """
-    paths = [ROOT, *sys.path]  # ROOT comes first, as the working directory may hold another folder `pipeline`
+    paths = [ROOT, *sys.path]  # ROOT first, because the working directory may hold another `pipeline`
     question = pickle.dumps((paths, memory_bytes)) + pickle.dumps((function, arguments))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-P", "-c", CHILD]
@@ -58,9 +58,9 @@ def call_isolated(
 
 
 def answer_caller() -> None:
-    """Do the child's work: read a call from standard input, run it, and write the result to the original stdout."""
+    """Run in the child process: read a call from standard input, run it, and write its result to standard output."""
     answer = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of the function goes to standard error
+    os.dup2(2, 1)  # the function's output goes to standard error
     question = io.BytesIO(sys.stdin.buffer.read())
     sys.path[:], memory_bytes = pickle.load(question)
     with suppress(OSError):  # this path exists only on Linux

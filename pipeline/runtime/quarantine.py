@@ -5,8 +5,8 @@
 
 If a process dies while a group runs, the group's rows run one by one. If processes die `attempts` times while one row
 runs alone, this row is quarantined: it gets an error. If processes of a shard die `attempts` times while no group runs,
-the job fails. So every run ends: p rows that always kill and x other deaths cause at most 1 + x + p (1 + attempts)
-deaths.
+the job fails. So every run ends: if p rows always kill their process, and x deaths have other causes, the run has at
+most 1 + x + p (1 + attempts) deaths.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ GROUP_ROWS = 32  # maximum number of rows that run together after a process has 
 
 
 def marker_name(shard: int, stage: str) -> str:
-    """Return the name of a marker in the output folder."""
     return f"{QUARANTINE}/{shard:06d}.{stage}.json"
 
 
 class ShardLost(Exception):
-    """Processes that work on a shard die again and again, but not because of a row. The message names the shard."""
+    """The processes of a shard die repeatedly, but not because of a row. The message names the shard."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,12 @@ class Marker:
     """Content of a marker file: the state of one shard in one stage."""
 
     run: str  # id of the run that wrote the marker
-    alone: dict[int, int] = field(default_factory=dict)  # row that ran at a death -> deaths while this row ran alone
+    alone: dict[int, int] = field(default_factory=dict)  # row that ran at a death -> deaths while it ran alone
     running: tuple[int, ...] | None = None  # rows of the running group; None while groups are not recorded
-    outside: int = 0  # number of deaths of processes while no group was running
+    outside: int = 0  # number of deaths while no group was running
 
     def after_death(self) -> Marker:
-        """Return the marker after one more death of the process: the death is counted, and no group is running."""
+        """Return the marker after one more death: the death is counted, and no group is running."""
         if not self.running:
             return replace(self, running=(), outside=self.outside + (self.running is not None))
         died = int(len(self.running) == 1)
@@ -66,15 +65,15 @@ class Marker:
 
 @dataclass(frozen=True)
 class Quarantine:
-    """The markers of one run and stage in an output folder."""
+    """Reads and writes the markers of one run and stage in an output folder."""
 
     folder: Folder
-    run: str  # id of this run; markers of other runs show no death, because the processes of those runs have ended
+    run: str  # id of this run; markers of earlier runs are no sign of a death, because those runs may have been stopped
     attempts: int  # deaths after which a row is quarantined (if it ran alone), or the job fails (if no group ran)
-    stage: str  # stage, one of `STAGE_NAMES`
+    stage: str  # one of `STAGE_NAMES`
 
     def knows(self, shard: int) -> bool:
-        """Return whether the folder holds a marker of the shard, left by an earlier attempt."""
+        """Return whether an earlier attempt has left a marker of the shard."""
         with suppress(FileNotFoundError):
             self.folder.read(marker_name(shard, self.stage))
             return True
@@ -89,7 +88,7 @@ class Quarantine:
         name, marker = marker_name(shard, self.stage), Marker(self.run)
         if self.folder.create(name, marker.encode()):
             return ShardAttempt(self, shard, rows, marker)
-        # if the marker is damaged or was just removed, use a new one: an attempt has died, but its rows are unknown
+        # if the marker is damaged or was just removed, use the new one: an attempt has died, but its rows are unknown
         with suppress(FileNotFoundError, ValueError):
             marker = Marker.decode(self.folder.read(name), rows)
         if marker.run == self.run:
@@ -106,12 +105,12 @@ class Quarantine:
 
 
 class ShardAttempt:
-    """One attempt at one shard.
+    """One attempt to run a shard.
 
     Attributes:
-        isolated: whether an earlier attempt died. Groups are then recorded, and quarantined rows are left out.
+        isolated: whether an earlier attempt died. If so, running groups are recorded.
         errors: quarantined row -> its error message.
-        groups: groups of rows. Rows of different groups must not run at the same time.
+        groups: groups of the other rows. Rows of different groups must not run at the same time.
     """
 
     def __init__(self, quarantine: Quarantine, shard: int, rows: int, marker: Marker) -> None:
@@ -131,7 +130,7 @@ class ShardAttempt:
         ]
 
     def enter(self, rows: Collection[int]) -> None:
-        """Record that the group `rows` begins to run. When the group has ended, call this again with no rows."""
+        """Record that the group `rows` begins to run. After the group has ended, call this with no rows."""
         if self.isolated:
             self.marker = replace(self.marker, running=tuple(sorted(rows)))
             self.quarantine.folder.replace(marker_name(self.shard, self.quarantine.stage), self.marker.encode())
@@ -145,5 +144,6 @@ def release_shard(folder: Folder, shard: int) -> None:
 def clear_quarantine(folder: Folder, but: Collection[int] = ()) -> None:
     """Remove the markers of all shards, except the shards in `but`."""
     for name in folder.names(QUARANTINE):
-        if not name[: name.find(".")].isdigit() or int(name[: name.find(".")]) not in but:
+        shard = name.partition(".")[0]
+        if not shard.isdigit() or int(shard) not in but:
             folder.remove(f"{QUARANTINE}/{name}")

@@ -38,11 +38,11 @@ class _Job:
         self.in_main_thread = threading.current_thread() is threading.main_thread()
         self.grace: Grace | None = None
         self.shields = 0
-        self.missed = ""  # name of a signal that came while Interrupted could not be raised; raised later
+        self.missed = ""  # name of a signal that came while Interrupted could not be raised; it is raised later
         self.raised = threading.Event()  # set when Interrupted was raised, or must no longer be raised
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal in the main thread. Takes no lock, because a signal may come in the middle of any call."""
+        """Handle a signal in the main thread. Take no lock, because a signal may come in the middle of any call."""
         name = signal.Signals(number).name
         if self.grace is not None and self.grace.signal is None and not self.shields:
             self.grace.signal = name
@@ -60,13 +60,13 @@ class _Job:
         elif not self.in_main_thread:
             self.missed = signal.SIGTERM.name
             return
-        while not self.raised.is_set():  # repeat the signal: one just before a blocking call does not end that call
+        while not self.raised.is_set():  # repeat: a signal just before a blocking call does not end the call
             os.kill(os.getpid(), signal.SIGTERM)
             if self.shields or self.raised.wait(POLL_SECONDS):
                 return
 
     def raise_missed(self) -> None:
-        """Raise `Interrupted` now if a signal came earlier, while `Interrupted` could not be raised."""
+        """Raise `Interrupted` if a signal came while it could not be raised."""
         missed, self.missed = self.missed, ""
         if missed:
             self.raised.set()
@@ -86,8 +86,8 @@ class Grace:
     When `signal` is set, a background thread calls `stop` once. For a job in the main thread, the thread then calls
     `at_work` every 0.2 s, and interrupts the job when no shard is running or `seconds` have passed.
 
-    stop: function that lets no new shard begin. stop and at_work return the indices of running shards. Attribute
-    `signal`: name of the first signal (SIGTERM also for a lost lease); None before a signal comes.
+    stop: function that lets no new shard begin. `stop` and `at_work` return the indices of running shards. Attribute
+    `signal`: name of the first signal (SIGTERM also for a lost lease or a spent budget); None before a signal comes.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Grace:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Run a job in the `with` block. In the main thread, SIGTERM and SIGINT then raise `Interrupted`."""
+    """Run a job in the `with` block. In the main thread, SIGTERM and SIGINT raise `Interrupted` in the block."""
     before, job = _jobs.current, _Job()
     numbers = (signal.SIGTERM, signal.SIGINT) if job.in_main_thread else ()
     handlers = {number: signal.signal(number, job.on_signal) for number in numbers}
@@ -141,7 +141,7 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def graceful(seconds: float, stop: Callable[[], set[int]], at_work: Callable[[], set[int]]) -> Iterator[Grace]:
-    """Give running shards time after a first signal (see `Grace`). After a normal end, the caller checks `signal`."""
+    """Give running shards time after a first signal (see `Grace`). After the block, the caller must check `signal`."""
     job = _jobs.current or _Job()
     grace = Grace(seconds, stop, at_work, job)
     try:
@@ -159,7 +159,7 @@ def graceful(seconds: float, stop: Callable[[], set[int]], at_work: Callable[[],
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Run cleanup without interrupts. After a signal, `Interrupted` is raised when the outermost `with` block ends."""
+    """Run cleanup without interrupts. After a signal, raise `Interrupted` when the outermost such block ends."""
     job = _jobs.current or _Job()
     job.shields += 1
     try:
@@ -171,7 +171,7 @@ def shielded() -> Iterator[None]:
 
 
 def interrupter(*, with_grace: bool = False) -> Callable[[], None]:
-    """Return a function that interrupts this thread's job from another thread. Outside of `interruptible`: a no-op.
+    """Return a function that interrupts this thread's job from another thread. It does nothing without such a job.
 
     with_grace: whether running shards get time to finish, as after a first signal.
     """

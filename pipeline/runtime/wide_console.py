@@ -1,4 +1,4 @@
-"""Makes consoles that print wide tables without dropping or cutting columns, even into files and pipes."""
+"""Creates consoles that print wide tables without dropping or cutting columns, to files and pipes too."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from rich.console import Console
 
 
 def wide(console: Console) -> Console:
-    """Return a console that prints to the same file, without limiting tables, wrapping lines, or reading markup."""
+    """Return a console that prints to the same file, but neither limits tables, wraps lines nor reads markup."""
     return Console(file=console.file, width=1000, soft_wrap=True, highlight=False, markup=False)

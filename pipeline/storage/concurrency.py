@@ -1,4 +1,4 @@
-"""Runs work in threads: many calls in parallel, or one call again and again."""
+"""Runs work in threads: many calls in parallel, or one call repeatedly."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 THREADS = 32
-BATCH = 1024  # number of items to submit at once; a limit, so that errors come soon and results do not pile up
+BATCH = 1024  # maximum number of items submitted at once, so that errors come soon and few results wait in memory
 
 
 def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], threads: int = THREADS) -> Iterator[Result]:
     """Call `function` on every item in up to `threads` threads, and yield the results in the order of the items.
 
     An object store answers hundreds of parallel requests almost as fast as one. No call starts before the first result
-    is requested. If a call raises an error, the error is raised here when its result is due. Then calls that have not
-    started are cancelled, and running calls are waited for.
+    is requested. If a call raises an error, this function raises it in place of the result. First it cancels calls
+    that have not started, and waits for running calls.
     """
     remaining = iter(items)
     while batch := list(islice(remaining, BATCH)):
@@ -33,7 +33,7 @@ def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], threa
 
 @contextmanager
 def repeating(action: Callable[[], object], seconds: float, name: str, first: float | None = None) -> Iterator[None]:
-    """Call `action` every `seconds` in a thread while the `with` block runs. first: wait before the first call."""
+    """Call `action` every `seconds` in a thread while the `with` block runs. first: seconds before the first call."""
     ended = threading.Event()
 
     def work() -> None:

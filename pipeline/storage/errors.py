@@ -1,4 +1,4 @@
-"""Defines the errors of a failed object store. They never mean that a file is damaged or exists already."""
+"""Defines errors of object stores. None of them means that a file is damaged or exists already."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ T = TypeVar("T")
 BULK = 1000  # maximum number of objects that S3 removes in one call
 STORE_ERRORS = (OSError, BotoCoreError)  # errors of a disk or an object store; s3fs turns most of them into OSErrors
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors of a full or failing disk, not of a wrong path
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # errors of a file system without hard links
 
 
 class FileInfo(NamedTuple):
@@ -43,7 +43,7 @@ class FileInfo(NamedTuple):
 
 
 def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the fsspec filesystem and the path of a URL. Raises UserError unless the URL is local or s3."""
+    """Return the fsspec filesystem of a URL, and the path in it. Raises UserError unless the URL is local or s3."""
     if url.startswith("~"):
         raise UserError(f"{url}: ~ is not replaced by the home folder here; give the whole path")
     if re.match(r"\w+:/(?!/[^/])", url) and not url.startswith("file:///"):
@@ -83,7 +83,7 @@ class LocalFolder:
         return open(self.path / name, "rb")
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a complete file, and flush it to the disk. If the file exists, change nothing and return False."""
+        """Create a complete file, and flush it to the disk. If the file exists, change nothing and return False."""
         target, temporary = self.path / name, self._write(name, data)
         try:
             os.link(temporary, target)
@@ -95,7 +95,7 @@ class LocalFolder:
         return True
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a complete file in one step. If the file exists, replace it."""
+        """Create or replace a file in one step."""
         target = self.path / name
         self._write(name, data).replace(target)
         _sync_folder(target.parent)
@@ -112,7 +112,7 @@ class LocalFolder:
         return (self.path / name).is_file()
 
     def names(self, subfolder: str = "") -> list[str]:
-        """Return the sorted names of the files directly in a subfolder; an empty list without such a subfolder."""
+        """Return the sorted names of the files directly in a subfolder; an empty list if there is no such subfolder."""
         try:
             with os.scandir(self.path / subfolder) as entries:
                 return sorted(entry.name for entry in entries if entry.is_file())
@@ -120,7 +120,7 @@ class LocalFolder:
             return []
 
     def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
-        """Return name -> size and tag of the files with names that begin with one of `stems`, or sort after `after`."""
+        """Return name -> size and tag of each file whose name begins with one of `stems` or sorts after `after`."""
         lengths = {len(stem) for stem in stems}
         found: dict[str, FileInfo] = {}
         for name in self.names():
@@ -130,7 +130,7 @@ class LocalFolder:
         return found
 
     def tag(self, name: str) -> str:
-        """Return a file's tag in the store (ETag), which changes if the file's bytes change; empty on a local disk."""
+        """Return the store's ETag of a file, which changes if the file's bytes change; empty on a local disk."""
         return ""
 
     def _write(self, name: str, data: bytes) -> Path:
@@ -151,7 +151,7 @@ class LocalFolder:
 
 
 def _sync_folder(path: Path) -> None:
-    """Flush a folder to the disk. Only then do new files in the folder survive a power failure."""
+    """Flush a folder to the disk, so that new files in the folder survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -169,7 +169,7 @@ class ObjectFolder:
     conditional: bool = True
 
     def read(self, name: str) -> bytes:
-        # use one connection, because with several, fsspec would first request the size
+        # one connection, because fsspec requests the size first if it may use several
         data: bytes = self.fs.cat_file(f"{self.path}/{name}", max_concurrency=1)
         return data
 
@@ -179,7 +179,7 @@ class ObjectFolder:
 
     def create(self, name: str, data: bytes) -> bool:
         if self.conditional:
-            # after ConditionRefused, try a plain put: if the store refused for another reason, this put fails too
+            # after ConditionRefused, try a plain put: it fails too if the store refused for another reason
             with suppress(ConditionRefused):
                 return self.put_if_absent(name, data)
         if self.exists(name):
@@ -199,7 +199,7 @@ class ObjectFolder:
         self._put(name, data)
 
     def _put(self, name: str, data: bytes, **options: str) -> None:
-        # always a single put: a multipart upload may ignore the condition, and leaves pieces if the run is killed
+        # always a single put: a multipart upload may ignore the condition, and leaves parts behind if the run is killed
         self.fs.pipe_file(f"{self.path}/{name}", data, chunksize=max(len(data), 2**20), **options)
 
     def remove(self, name: str) -> None:
@@ -212,7 +212,7 @@ class ObjectFolder:
         for first in range(0, len(keys), BULK):
             objects = [{"Key": key} for key in keys[first : first + BULK]]
             response = self.fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
-            for error in response.get("Errors", []):  # try again, as `call_s3` retries only whole calls
+            for error in response.get("Errors", []):  # remove one by one, because `call_s3` retries only whole calls
                 self.remove(error["Key"].removeprefix(f"{prefix}/"))
 
     def exists(self, name: str) -> bool:
@@ -223,7 +223,7 @@ class ObjectFolder:
 
     def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
         requests = [{"stem": stem} for stem in stems] + [{"after": after}]
-        # list in parallel, because one listing is a sequence of requests, each for 1000 names
+        # in parallel, because one listing is a sequence of requests for 1000 names each
         pages = in_parallel(lambda request: list(self._pages(**request)), requests)
         return {name: info for page in pages for name, info in page}
 
@@ -232,9 +232,9 @@ class ObjectFolder:
         return str(self.fs.call_s3("head_object", Bucket=bucket, Key=key).get("ETag", "")).strip('"')
 
     def _pages(self, subfolder: str = "", stem: str = "", after: str = "") -> Iterator[tuple[str, FileInfo]]:
-        """Yield name, size and tag of each file in a subfolder, but not in folders below it.
+        """Yield name, size and tag of each file directly in a subfolder.
 
-        stem: the beginning of the names to list. after: list only names that sort after this name.
+        stem: list only names that begin with it. after: list only names that sort after it.
         """
         bucket, _, key = f"{self.path}/{subfolder}".rstrip("/").partition("/")
         prefix = f"{key}/" if key else ""
@@ -265,7 +265,7 @@ def open_folder(url: str, storage: StorageConfig) -> Folder:
 
 
 def read_json(folder: Folder, name: str, kind: type[T]) -> T | None:
-    """Return the values in a JSON file; None if the file does not exist or holds no values of the type `kind`."""
+    """Return the value in a JSON file; None if the file is missing or damaged, or holds no value of type `kind`."""
     try:
         return TypeAdapter(kind).validate_json(folder.read(name), strict=True)
     except (FileNotFoundError, ValueError):
@@ -273,12 +273,12 @@ def read_json(folder: Folder, name: str, kind: type[T]) -> T | None:
 
 
 def write_json(folder: Folder, name: str, values: Any, indent: int = 1) -> None:
-    """Write values to a JSON file. If the file exists, replace it."""
+    """Create or replace a JSON file."""
     folder.replace(name, (json.dumps(values, indent=indent) + "\n").encode())
 
 
 def probe_create(folder: Folder) -> Folder:
-    """Test whether `create` refuses to replace a file, and return the folder.
+    """Return the folder after a test whether its `create` refuses to replace a file.
 
     If `create` replaces a file, log a warning, and return a folder whose `create` first looks for an existing file.
     """
@@ -304,7 +304,7 @@ def check_location(folder: Folder) -> None:
     if not path.is_dir():
         raise UserError(f"output.path: {path} is a file; give a folder")
     if path != folder.path and not os.access(path, os.W_OK | os.X_OK):
-        raise UserError(f"output.path: {folder.path} cannot be made: {path} is not writable")
+        raise UserError(f"output.path: {folder.path} cannot be created: {path} is not writable")
 
 
 def make_writable(folder: Folder) -> None:

@@ -1,7 +1,7 @@
 """Protects files in local output folders: tune, evaluate and adapt replace only files that a record lists.
 
-The record is a JSON file in the folder. Under the key `files`, it lists files that the command has written or is about
-to write. A folder that holds files but no record belongs to the user.
+The record is a JSON file in the folder. Its key `files` lists the files that the command has written or is about to
+write. A folder that holds files but no record belongs to the user, and is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILES = "files"
 
 
 class OwnedFolder:
-    """An output folder; it need not exist. record: name of the record file. key: config key that names the folder."""
+    """An output folder, which need not exist. record: name of the record file. key: config key that sets the folder."""
 
     def __init__(self, path: Path, record: str, key: str) -> None:
         self.path, self.record, self.key = path, path / record, key
@@ -29,7 +29,7 @@ class OwnedFolder:
         try:
             text = self.record.read_text()
             values: dict[str, Any] = json.loads(text) if text else {FILES: []}
-            if not all(Path(name).name == name for name in list(values[FILES])) or not isinstance(values[FILES], list):
+            if not isinstance(values[FILES], list) or not all(Path(name).name == name for name in values[FILES]):
                 raise ValueError("no list of file names in it")
         except (FileNotFoundError, NotADirectoryError):
             return {}
@@ -62,16 +62,16 @@ class OwnedFolder:
                 )
 
     def make(self) -> None:
-        """Create the folder, unless it exists. Raises UserError if it cannot be created, or is not writable."""
+        """Create the folder unless it exists. Raises UserError if it cannot be created or is not writable."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"{self.key}: {self.path}: cannot be made: {error.strerror}") from None
+            raise UserError(f"{self.key}: {self.path}: cannot be created: {error.strerror}") from None
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise UserError(f"{self.key}: {self.path}: not writable")
 
     def claim(self, names: Iterable[str]) -> None:
-        """Check `names`, create the folder, and list `names` in the record. Call this before the files are written."""
+        """Check `names`, create the folder, and add `names` to the record. Call this before the files are written."""
         names = set(names)
         self.check(names)
         self.make()
@@ -79,7 +79,7 @@ class OwnedFolder:
             self._write(self.values(), names | self.files())
 
     def discard(self, names: Iterable[str]) -> None:
-        """Remove each file in `names` that the record lists, and remove its name from the record."""
+        """Remove each file in `names` that the record lists, and its name in the record."""
         listed = self.files()
         for name in listed & set(names):
             (self.path / name).unlink(missing_ok=True)
@@ -97,17 +97,17 @@ class OwnedFolder:
 
 
 def local_path(key: str, place: str) -> Path:
-    """Return the path of a local output folder. Raises UserError for a URL. key: config key that names the folder."""
+    """Return the path of a local output folder. Raises UserError for a URL. key: config key that sets the folder."""
     if "://" in place:
         raise UserError(f"{key}: {place} is not local; name a local folder, and copy the results afterwards")
     return Path(place)
 
 
 def check_apart(key: str, folder: Path, others: Mapping[str, Iterable[Path | str]]) -> None:
-    """Raise UserError if the output `folder` is, contains or is inside a path in `others`. Resolves symbolic links.
+    """Raise UserError if `folder` equals, contains or is inside a path in `others`. Symbolic links are resolved.
 
     Args:
-        key: the config key that sets the folder.
+        key: config key that sets the folder.
         others: config key of an input or model -> its local paths.
     """
     output = folder.resolve()
@@ -120,7 +120,7 @@ def check_apart(key: str, folder: Path, others: Mapping[str, Iterable[Path | str
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to. At the end, this file replaces `path` in one step, or is removed on error."""
+    """Yield a temporary path to write to. After the block, that file replaces `path`; after an error, it is removed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary

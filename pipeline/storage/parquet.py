@@ -13,7 +13,7 @@ def read_parquet(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a Parquet file from its bytes, in this thread only.
 
     `pq.read_table` would use Arrow's threads, which may hold the bytes for some time after the call. If the
-    interpreter ends in this time, the process aborts. Raises OSError or ArrowException if the file is damaged.
+    interpreter exits while they do, the process aborts. Raises OSError or ArrowException if the file is damaged.
     """
     file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
     return file.read(columns=columns, use_threads=False)

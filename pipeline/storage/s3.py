@@ -1,8 +1,8 @@
 """Accesses S3 through s3fs, with one layer of retries, a check that reads are complete, and one-line errors.
 
-Every call of s3fs goes through `_call_s3`, which adds these features; botocore and s3fs do not retry. The retries of
-s3fs do not suffice: they limit the number of tries, but not the time; inside reads they are nested, so the numbers of
-tries multiply; and they do not notice truncated bodies.
+Every call of s3fs goes through `_call_s3`, which adds these features. The retries of botocore and s3fs are switched
+off. Those of s3fs do not suffice: they limit the number of tries, but not the time; in reads they are nested, so that
+the numbers of tries multiply; and they do not notice truncated bodies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pipeline.storage.s3_errors import (
 
 log = logging.getLogger(__name__)
 CREDENTIALS_SECONDS = 30.0  # maximum time of retries if a credentials service fails or is slow
-CONNECTIONS = 64  # number of parallel connections; must exceed the number of calling threads
+CONNECTIONS = 64  # maximum number of parallel connections; must exceed the number of calling threads
 STORE_FAILURES = (OSError, boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError)
 WRITER = "writer"  # metadata key under which each conditional put stores a random id, to recognize its object later
 QUIET_SECONDS = 5.0  # no warning is logged during the first seconds of retries
@@ -50,7 +50,7 @@ WARNING_SECONDS = 60.0  # minimum time between two warnings of one client
 
 
 class _Temporary(Exception):
-    """A temporary failure. limit: maximum seconds of retries; the retry budget may allow less."""
+    """A temporary failure. limit: maximum seconds of retries, if the call's `_Budget` does not allow less."""
 
     def __init__(self, error: Exception, limit: float = math.inf) -> None:
         super().__init__(str(error))
@@ -59,7 +59,7 @@ class _Temporary(Exception):
 
 @dataclass(frozen=True)
 class _Budget:
-    """Time for retries of a call and of nested calls. seconds: 0 if an earlier call has spent its budget in vain."""
+    """Time for retries of a call and its nested calls. seconds: 0 while the store does not answer (see `_spent`)."""
 
     seconds: float
     began: float = field(default_factory=time.monotonic)
@@ -70,8 +70,8 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
 
     The wait before a retry is random, between 0 and a bound that doubles from 1/600 to 1/15 of the budget (for 300 s:
     from 0.5 s to 20 s). One try ends after 5 s without a connection or 15 s without a byte, and a call may exceed its
-    budget by this time. After a call has spent its budget, later calls are tried only once until the store answers
-    again, so that an outage costs one budget, not one per call.
+    budget by this time. After a call has spent its budget, each later call is tried only once until the store answers
+    again, so that an outage costs the time of one budget, not of one per call.
 
     retry_seconds: budget of one call. contact_seconds: smaller budget for an endpoint that has never answered, because
     its URL may be wrong.
@@ -101,7 +101,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
     call_s3 = sync_wrapper(_call_s3)
 
     async def _retried(self, budget: _Budget, method: str, *settings: Any, **kwargs: Any) -> Any:
-        """Try a call until it succeeds or `budget` is spent, and return the response."""
+        """Try a call until it succeeds or `budget` is spent. Return the response."""
         url = "s3://" + "/".join(filter(None, (kwargs.get("Bucket"), kwargs.get("Key") or kwargs.get("Prefix"))))
         if "IfNoneMatch" in kwargs:
             kwargs["Metadata"] = {WRITER: uuid.uuid4().hex}
@@ -140,7 +140,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             raise no_credentials(url, error) from None
         except MISSING_CREDENTIALS as error:
             self._lacking = self._s3
-            # during planning, do not retry: the user has probably set no credentials. A running job has had some
+            # during planning, do not retry: probably no credentials are set. A running job had credentials before
             forgotten = isinstance(error, boto.NoCredentialsError) and self.contact_seconds < self.retry_seconds
             raise _Temporary(error, 0.0 if forgotten else CREDENTIALS_SECONDS) from None
         except STORE_FAILURES as error:
@@ -165,7 +165,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             raise final_error(url, method, error) from None
 
     async def _renew_credentials(self) -> None:
-        """Create a client, which looks for credentials again, unless another call has done so already."""
+        """Create a client, which looks for credentials again, unless another call has created it."""
         async with self._renewing:
             if self._s3 is self._lacking:
                 await self.set_session(refresh=True)
@@ -194,7 +194,7 @@ class _ReadBody:
 
 
 async def _whole_body(response: Mapping[str, Any], requested: str | None) -> bytes:
-    """Return the body of a response. Raises OSError if it is incomplete, or is not the range `requested`."""
+    """Return the body of a response. Raises OSError if the body is truncated or is not the range `requested`."""
     body, size = response["Body"], int(response["ContentLength"])
     try:
         data: bytes = await body.read()

@@ -13,20 +13,20 @@ from botocore import exceptions as boto
 from actors.engine.errors import flat
 from pipeline.storage.errors import NoSuchBucket, StoreFailed
 
-TEMPORARY_STATUS = {408, 409, 429, 500, 502, 503, 504}  # 409: requests conflict, and S3 asks for a retry
-# temporary error codes that come with status 400
+TEMPORARY_STATUS = {408, 409, 429, 500, 502, 503, 504}  # 409: a conflict of requests, for which S3 asks to retry
+# codes of temporary errors with status 400
 TEMPORARY_CODES = {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"}
 THROTTLED = re.compile("SlowDown|Throttl|LimitExceeded|TooManyRequests|ThroughputExceeded|PriorRequestNotComplete")
 REFUSED_CODES = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
 EXPLAINED_CODES = {"AccessDenied", "InvalidObjectState"}  # error codes whose messages name the missing permission
-CONDITION_CODES = {"NotImplemented", "InvalidArgument", "InvalidRequest"}  # refusals of a conditional put
+CONDITION_CODES = {"NotImplemented", "InvalidArgument", "InvalidRequest"}  # of stores without conditional puts
 MISSING_CREDENTIALS = (boto.NoCredentialsError, boto.CredentialRetrievalError, boto.MetadataRetrievalError)
 WRONG_CREDENTIALS = (boto.PartialCredentialsError, boto.TokenRetrievalError, boto.ProfileNotFound, boto.SSOError)
-TEXT = 200  # maximum number of characters to show of a store's message
+TEXT = 200  # maximum number of characters of an error's text
 
 
 def response_of(error: BaseException) -> Mapping[str, Any]:
-    """Return the store's response; empty if there is none. In errors of s3fs, `__cause__` holds the response."""
+    """Return the store's response; empty if there is none. An error of s3fs holds botocore's error as `__cause__`."""
     for candidate in (error, error.__cause__):
         if isinstance(candidate, boto.ClientError):
             response: Mapping[str, Any] = candidate.response
@@ -40,7 +40,7 @@ def error_code(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return one short line that says what failed."""
+    """Return one line of at most `TEXT` characters that says what failed."""
     details = response_of(error).get("Error", {})
     text = f"{details.get('Code')}: {details.get('Message')}" if details else str(error)
     return flat(text)[:TEXT] or type(error).__name__
@@ -51,7 +51,7 @@ def is_temporary(error: BaseException) -> bool:
     response = response_of(error)
     if response:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        code = error_code(error)  # some stores answer a throttled call with status 400 or 403
+        code = error_code(error)  # some stores throttle a call with status 400 or 403
         return status in TEMPORARY_STATUS or code in TEMPORARY_CODES or THROTTLED.search(code) is not None
     if isinstance(error, boto.SSLError):
         return not isinstance(error.kwargs.get("error"), aiohttp.ClientConnectorCertificateError)
@@ -61,7 +61,7 @@ def is_temporary(error: BaseException) -> bool:
 
 
 def no_credentials(url: str, error: Exception) -> PermissionError:
-    """Return the error for missing credentials. The message names this host, which may be any node of a cluster."""
+    """Return the error for missing credentials. It names this host, which may be any node of a cluster."""
     return PermissionError(
         f"{url}: no credentials found on host {socket.gethostname()} ({type(error).__name__}): give this host AWS "
         "credentials in its environment, in ~/.aws or by an instance role; every node of a cluster needs credentials"
@@ -69,7 +69,7 @@ def no_credentials(url: str, error: Exception) -> PermissionError:
 
 
 def final_error(url: str, method: str, error: Exception) -> Exception:
-    """Return an OSError with a one-line message for a failure that is not temporary."""
+    """Return the error to raise for a failure that is not temporary: an OSError with a one-line message."""
     code = error_code(error)
     if code == "RequestTimeTooSkewed":
         return PermissionError(f"{url}: access refused ({code}): set this machine's clock to the store's time")
@@ -80,7 +80,7 @@ def final_error(url: str, method: str, error: Exception) -> Exception:
     if code == "NoSuchBucket":
         return NoSuchBucket(f"s3://{url.split('/')[2]}: no such bucket")
     if code == "PreconditionFailed" or isinstance(error, boto.ParamValidationError):
-        return error  # unchanged, because s3fs interprets these errors
+        return error  # unchanged, because s3fs handles these errors
     for kind in (FileNotFoundError, FileExistsError):
         if isinstance(error, kind):
             return kind(f"{url}: {error_text(error)}")

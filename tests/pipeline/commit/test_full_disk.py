@@ -96,7 +96,7 @@ def test_an_output_that_may_not_be_written_is_one_line_at_once(
     result = invoke(tmp_path, job)
     assert result.exit_code == 2
     said = [line for line in result.stderr.splitlines() if not line.startswith("memory")]
-    refused = f"output.path: {disk.path}/out cannot be made: {disk.path} is not writable"
+    refused = f"output.path: {disk.path}/out cannot be created: {disk.path} is not writable"
     assert said[-1] == f"skipdecode: {tmp_path}/job.yaml: {refused}"
 
 

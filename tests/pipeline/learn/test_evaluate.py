@@ -285,7 +285,7 @@ BAD = [
     ({"sampling": {"logprobs": 2}}, "sampling.logprobs: evaluate writes no log-probabilities"),
     ({"speedups": [2, 2.0000001]}, r"speedups: 2.0 and 2.0000001 are both shown as 2x"),
     ({"output": "s3://bucket/out"}, "output: s3://bucket/out is not local; name a local folder"),
-    ({"output": "eval.yaml"}, "output: eval.yaml: cannot be made: File exists"),
+    ({"output": "eval.yaml"}, "output: eval.yaml: cannot be created: File exists"),
     ({"output": "link"}, "holds '.*' and no evaluate.json of an earlier run; choose"),
     ({"data": {"path": "."}, "output": "link/out"}, "link/out and data.path .* overlap"),
     ({"beside": {"dense": "other"}}, "beside is now baselines"),

@@ -172,7 +172,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, below: str, wh
     (tmp_path / "file").touch()
     folder = owned(tmp_path / "file" / below)
     assert folder.values() == {}
-    with pytest.raises(ValueError, match=rf"^output: {folder.path}: cannot be made: {why}$"):
+    with pytest.raises(ValueError, match=rf"^output: {folder.path}: cannot be created: {why}$"):
         folder.claim(["a"])
 
 
