@@ -21,10 +21,8 @@ from actors.engine.cpu.library import LARGEST_HEAD, PANEL, kernel, structure
 from actors.engine.cpu.products import PanelProduct, QuantizedProduct, give_memory_back, product, to_huge_pages
 from actors.engine.library import packed_attention
 from actors.engine.library.packed_attention import Attendance
+from actors.engine.model.families import Rotary
 from actors.engine.model.layer_weights import GELU, LayerWeights, NormWeights, Projection
-
-Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
-
 
 # structures with the same names and fields as in attention.h
 _Layer = structure(
@@ -233,7 +231,7 @@ class Stack:
         return packed
 
     def _set_rotary(self, target: Any, rotary: Rotary, tokens: int) -> Rotary:
-        """Store addresses of cosines and sines [B, S, R] in `target`. Return tensors that must outlive the call."""
+        """Store addresses of cosines and sines [B, S, R] in `target`. Return tensors to keep alive during the call."""
         if rotary is None:
             assert not any(layer.rope for layer in self.layers)
             return None

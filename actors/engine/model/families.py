@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # only then, because a job's driver looks up families without
     from torch import Tensor, nn
     from transformers import PretrainedConfig
 
-Rotary: TypeAlias = "tuple[Tensor, Tensor] | None"
+Rotary: TypeAlias = "tuple[Tensor, Tensor] | None"  # cosines and sines
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 ACTIVATIONS = (

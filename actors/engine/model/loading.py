@@ -59,7 +59,7 @@ class Checkpoint:
     context_length: int
     adapter: SpeedAdapter | None = None
     stored: StoredWeights | None = None  # how 8-bit weights are stored; None: the weights are not quantized
-    in_library: bool = True  # whether the library engine can run the checkpoint; otherwise only vLLM can
+    in_library: bool = True  # whether this project's engine can run the checkpoint; otherwise only vLLM can
 
     def schedule(self, changes: dict[str, Any]) -> Schedule:
         """Return the stored schedule with a job's `changes`. Raises UserError if it does not fit the model."""

@@ -143,7 +143,7 @@ def _check_features(config: dict[str, Any], source: Path) -> None:
         )
     for key, value in config.items():
         if key not in NEUTRAL and key != "init_lora_weights" and value not in OFF:
-            raise UserError(f"{source}: {key} = {str(value)[:60]!r} is not supported; only plain LoRA is")
+            raise UserError(f"{source}: {key} = {str(value)[:60]!r} is not supported, only plain LoRA")
 
 
 def check_shapes(adapter: SpeedAdapter, config: PretrainedConfig) -> None:
@@ -171,7 +171,7 @@ def check_shapes(adapter: SpeedAdapter, config: PretrainedConfig) -> None:
         wanted |= {f"{PREFIX}{layer}.lora_A.weight": (rank, inputs), f"{PREFIX}{layer}.lora_B.weight": (outputs, rank)}
     for name in sorted(wanted.keys() | shapes.keys()):
         if wanted.get(name) != shapes.get(name):
-            raise UserError(f"{path}: {name} has shape {shapes.get(name)}, but the model needs {wanted.get(name)}")
+            raise UserError(f"{path}: {name}: shape {shapes.get(name, 'missing')}, must be {wanted.get(name, 'none')}")
 
 
 def layers_in(names: Any) -> list[str]:
