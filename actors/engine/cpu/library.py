@@ -148,4 +148,4 @@ def kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
 def _checked(status: int, function: Any, arguments: Any) -> None:
     if status == _NO_MEMORY:
         raise MemoryError(f"the system has no memory for the intermediate results of kernel {function.__name__}")
-    assert status != _OUTSIDE, "the index of a token, row or slot is out of range, or a layer has no buffers"
+    assert status != _OUTSIDE, "a token, row or slot is outside its table or buffer, or a layer has no buffers"
