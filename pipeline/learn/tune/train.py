@@ -79,8 +79,8 @@ def train(config: TuneConfig, plan: TrainingPlan) -> None:
 def harm(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
     """Return a warning for each schedule whose dev-set loss rose. before, after: step number and losses, by name."""
     return [
-        f"the training harmed {name.removeprefix(LOSS + '_')}: its held-out loss is {value:.3f} nats a token at step "
-        f"{after['step']}, and was {before[name]:.3f} at step {before['step']}"
+        f"the training harmed {name.removeprefix(LOSS + '_')}: its dev-set loss is {value:.3f} nats per token at "
+        f"step {after['step']}, and was {before[name]:.3f} at step {before['step']}"
         for name, value in after.items()
         if name not in ("step", LOSS) and not value <= before[name]
     ]

@@ -386,7 +386,7 @@ def test_a_row_that_the_job_could_not_answer_is_left_out(
 
 
 def test_chance_harm_and_useless_speeds_are_told(tmp_path: Path, fakes: Fakes, command: Run) -> None:
-    fakes.harmed = ["the training harmed 3x: its held-out loss is 2.1"]
+    fakes.harmed = ["the training harmed 3x: its dev-set loss is 2.1"]
     fakes.chance = {"agreement_exact": {"value": 95.0, "loss": 5.0, "loss_high": 6.0}}
     result = command(tolerance=20.0)
     assert result.exit_code == 0, result.output
