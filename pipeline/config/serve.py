@@ -74,7 +74,7 @@ class ServeConfig(Section):
     def _fits_together(self) -> ServeConfig:
         if self.model.engine == "vllm" or self.model.vllm is not None:
             raise UserError(
-                "model.engine: vllm is for jobs; a server needs `vllm serve` with the add-on (actors/README.md)"
+                "model.engine: vllm is for jobs; to serve with vLLM use `vllm serve` with the add-on (actors/README.md)"
             )
         self.model.check_actors(self.replicas.gpus, "replicas")
         return self

@@ -179,7 +179,7 @@ class ShardGenerator:
             _check_rows(answers, shard)
             before.ended.wait()
             if not attempt.isolated:
-                turn.end()  # else an isolated shard would be blamed for deaths that the next one causes
+                turn.end()  # not of an isolated shard: it would be blamed for deaths that the next shard causes
             table = part_table(rows, answers, self.part, shard)
             data = part_bytes(table, self.part, shard)
             for name in ("generated_tokens", "prompt_tokens", "decode_steps", "layer_steps"):
