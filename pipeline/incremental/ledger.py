@@ -1,12 +1,12 @@
 """Records incremental runs in a ledger: the input files that each run has claimed, and how the run ended.
 
-    _ledger/000007.json          the input files that run 7 claims; run 7 writes this record first
+    _ledger/000007.json          the input files that run 7 claims; written when run 7 begins
     _ledger/000007.end.json      how run 7 ended: success or abandoned
     _ledger/through-000050.json  a copy of the records of runs 1 to 50, so that reading stays fast
 
-A record is created once and never changed. A run begins only after the previous run has ended. If two commands begin a
-run at once, only one can create the record. If two commands end the same run, the first end counts. No lock or clock is
-needed. A file is answered if a successful run has claimed it, even if the run's folder is gone. Other files are new.
+A record is created once and never changed, so neither lock nor clock is needed. A run begins only after the previous
+run has ended. If two commands begin a run at once, only one can create the record. If two commands end a run, the first
+end counts. A file is answered if a successful run has claimed it, even if the run's folder is gone. Others are new.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
 FORMAT = 2
-SHOWN_RUNS = 20
-SHOWN_FILES = 3  # maximum number of file names to show if files are left for a later run
-COMPACT_EVERY = 50  # each time this many runs have ended, all ended runs are copied into one file
+SHOWN_RUNS = 20  # maximum number of runs to print
+SHOWN_FILES = 3  # maximum number of names to print of files that are left for a later run
+COMPACT_EVERY = 50  # number of ended runs after which all ended runs are copied into one file
 RECORD, COMPACTED = re.compile(r"(\d{6,})(?:\.end)?\.json"), re.compile(r"through-(\d{6,})\.json")
 Rows = dict[str, set[int]]  # URL of an input file -> its rows with an error
 State = Literal["unfinished", "success", "abandoned"]
 
 
 class ConcurrentRun(Exception):
-    """Another command claimed the files first, or abandoned this run. The message names the run."""
+    """Another command claimed the files first, or abandoned this run."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +71,20 @@ class ClaimedFile:
 
 @dataclass(frozen=True)
 class LedgerRun:
-    """A run that the ledger lists. All times are UTC."""
+    """A run in the ledger. All times are UTC."""
 
     number: int
     folder: str  # name of the run's output folder inside the root folder
     fingerprint: str  # fingerprint of the run's job
     began: str
-    by: str  # process that began the run
+    by: str  # process id and host of the command that began the run
     files: tuple[ClaimedFile, ...]
     state: State = "unfinished"
     ended: str = ""
     why: str = ""  # why the run was abandoned
     table: str = ""  # id of the input table
     snapshot: int | None = None  # the input table's newest snapshot in this run
-    root: str | None = None  # folder to which file names in the ids of all runs are relative; see `PartSpec`
+    root: str | None = None  # folder to which the file names in the ids are relative, in all runs; see `PartSpec`
     left: tuple[str, ...] = ()  # URLs of new files that this run could not read and left for a later run
 
     @property
@@ -112,7 +112,7 @@ class Ledger:
         return self.succeeded[-1] if self.succeeded else None
 
     def answered_snapshot(self, table: str) -> int | None:
-        """Return a table's newest snapshot that a successful run has answered; None if there is none."""
+        """Return the newest snapshot of a table that a successful run has answered; None without such a run."""
         runs = (run for run in reversed(self.succeeded) if run.table == table)
         return next((run.snapshot for run in runs), None)
 
@@ -138,12 +138,12 @@ def read(root: Folder) -> Ledger:
 
     last, compacted = newest(RECORD), newest(COMPACTED)
     runs = (read_json(root, compacted_name(compacted), list[LedgerRun]) if compacted else None) or []
-    # if the compacted file is damaged, read all records, because the file is only a copy of records
+    # if the compacted file is damaged, read all records: it is only a copy
     if [run.number for run in runs] != list(range(1, compacted + 1)):
         runs, compacted = [], 0
 
     def run(number: int) -> LedgerRun:
-        # read each record by name, because a listing may miss a record that is written at the same time
+        # read each record by name, because a listing may miss a record that is being written
         values, end = _record(root, claim_name(number)), _record(root, end_name(number))
         if values is None:
             raise UserError(f"{root.url}/{claim_name(number)}: missing; restore it, else files would be answered twice")
@@ -168,14 +168,14 @@ def claim(
     """Begin the next run: record in the ledger that it claims the files in `manifest`.
 
     pin: snapshot of the input table. left: URLs of new files that are left for a later run. Raises ConcurrentRun if
-    another process has begun the next run since `ledger` was read.
+    another command has begun the next run since `ledger` was read.
     """
     assert ledger.last is None or ledger.last.state != "unfinished", "the previous run must have ended"
     number, began = ledger.last.number + 1 if ledger.last else 1, _now()
     rows: Counter[str] = Counter()
-    for shard in manifest.shards:  # not all rows of a file, because a retry answers only some of them
+    for shard in manifest.shards:  # count rows here, because a retry answers only some rows of a file
         rows[shard.url] += shard.rows
-    files = [ClaimedFile(file.url, file.size, file.version, file.digest, rows[file.url]) for file in manifest.files]
+    files = (ClaimedFile(file.url, file.size, file.version, file.digest, rows[file.url]) for file in manifest.files)
     run = LedgerRun(
         number,
         _folder_name(began, ledger),
@@ -189,15 +189,15 @@ def claim(
         left=tuple(left),
     )
     claimed = {key: value for key, value in asdict(run).items() if key not in ("state", "ended", "why")}
-    # an existing record may be this run's, if a lost response made the store client retry; the nonce shows this
+    # if the store's response was lost, the client has retried, and the existing record is ours: it holds our nonce
     data = _encode({**claimed, "nonce": uuid.uuid4().hex})
     if not root.create(claim_name(number), data) and root.read(claim_name(number)) != data:
-        raise ConcurrentRun(f"run {number} was begun by another command; check that run, then run again")
+        raise ConcurrentRun(f"run {number} was begun by another command; repeat this command when that run has ended")
     return run
 
 
 def end(root: Folder, run: LedgerRun, state: State, why: str = "") -> LedgerRun:
-    """Record how a run ended, unless its end is recorded already. Return the run with the recorded end."""
+    """Record how a run ended, unless this is recorded already. Return the run with the recorded end."""
     values: dict[str, Any] = {"state": state, "ended": _now(), "why": why}
     if not root.create(end_name(run.number), _encode({"number": run.number, **values})):
         first = _record(root, end_name(run.number))
@@ -209,8 +209,8 @@ def end(root: Folder, run: LedgerRun, state: State, why: str = "") -> LedgerRun:
 def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[int, str]]:
     """Return the `listed` files that no successful run has answered. A file uploaded again unchanged is not new.
 
-    changed: value of `input.changed`, for answered files that have changed. If it is "error", they raise UserError.
-    A file that had no rows when it was answered, and has changed, is new.
+    changed: value of `input.changed`. If it is "error", an answered file that has changed raises UserError. For files
+    that had no rows, `changed` does not count: they are new if they have changed.
     """
     answered = {file.url: (run, file) for run in ledger.succeeded for file in run.files}
     new: dict[str, tuple[int, str]] = {}
@@ -230,7 +230,7 @@ def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[in
 
 
 def _is_same(file: ClaimedFile | InputFile, size: int, version: str) -> bool:
-    """Return whether an answered file, which now has this size and version, still has the same content."""
+    """Return whether a file, which now has this size and version, still has the content that was answered."""
     return has_same_content(file.url, (file.size, file.version), file.digest, (size, version))
 
 
@@ -238,18 +238,18 @@ def compact(root: Folder, ledger: Ledger) -> None:
     """Copy all ended runs into one file if at least `COMPACT_EVERY` runs have ended since the last copy."""
     ended = [run for run in ledger.runs if run.state != "unfinished"]
     if ended and ended[-1].number - ledger.compacted >= COMPACT_EVERY:
-        # if two processes write the file, they write the same bytes, because ended runs do not change
+        # two commands may write this file, but write the same bytes, because ended runs do not change
         write_json(root, compacted_name(ended[-1].number), [asdict(run) for run in ended])
         if ledger.compacted:
             root.remove(compacted_name(ledger.compacted))
 
 
 def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageConfig, attempts: int) -> Rows:
-    """Return URL -> rows whose last answer by a successful run has an error. Skip files that are gone or changed.
+    """Return URL -> rows that have an error in the last successful run that answered them.
 
-    Also skip rows that have already been answered again `attempts` times.
+    Skip files that are gone or changed, and rows that have already been answered again `attempts` times.
     """
-    failed: dict[str, dict[int, int]] = {}  # URL -> row -> number of answers with an error since the last good one
+    failed: dict[str, dict[int, int]] = {}  # URL -> row -> number of errors since its last answer without one
     answered: dict[str, InputFile] = {}
     for run in ledger.succeeded:
         folder, unknown = open_folder(f"{root.url.rstrip('/')}/{run.folder}", storage), list[str]()
@@ -267,7 +267,7 @@ def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageCon
             errors = dict(zip(*(records[name].to_pylist() for name in records.column_names), strict=True))
             for shard in manifest.shards:
                 of_file, wrong = failed[shard.url], set[int]()
-                if errors.get(shard.index, 1):  # 1: without a readable record, look for errors
+                if errors.get(shard.index, 1):  # 1: if no record can be read, look for errors
                     try:
                         wrong = _rows_with_errors(folder, shard)
                     except (FileNotFoundError, ValueError) as error:
@@ -299,7 +299,7 @@ def _rows_with_errors(folder: Folder, shard: Shard) -> set[int]:
 
 
 def shards_of(failed: Mapping[str, set[int]], shards: Sequence[Shard]) -> list[Shard]:
-    """Return new shards with only the failed rows: one shard per sequence of consecutive rows. failed: URL -> rows."""
+    """Return new shards that hold only the failed rows: one per sequence of consecutive rows. failed: URL -> rows."""
     kept: list[Shard] = []
     for shard in shards:
         rows = sorted(failed[shard.url] & set(range(shard.first_row, shard.first_row + shard.rows)))
@@ -354,7 +354,7 @@ def _now() -> str:
 
 
 def _folder_name(began: str, ledger: Ledger) -> str:
-    """Return the time `began` as a folder name without colons. If an earlier run has this name, append a number."""
+    """Return the time `began` as a folder name without colons. Append a number if an earlier run has this name."""
     date, used = began.replace(":", "-"), {run.folder for run in ledger.runs}
     names = [date, *(f"{date}-{number}" for number in range(2, len(used) + 2))]
     return next(name for name in names if name not in used)
