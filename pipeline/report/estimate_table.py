@@ -1,4 +1,4 @@
-"""Prints what `skipdecode plan` has estimated."""
+"""Prints the estimate of `skipdecode plan`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.runtime.wide_console import wide
 
 
 def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]) -> None:
-    """Print an estimate: rows, prompts, batches, a table of speeds, and what the job's speed saves and loses."""
+    """Print an estimate: rows, prompts, batches, a table of speeds, and the saving and loss of the job's speed."""
     console = wide(console)
     tokens, batching, errors, chosen = (found[name] for name in ("prompt_tokens", "batching", "row_errors", "chosen"))
     left = "" if found["rows_left"] == found["rows"] else f", {found['rows_left']:,} rows left"

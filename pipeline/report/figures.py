@@ -15,12 +15,12 @@ from pipeline.generate.stats import Totals
 from pipeline.messages import counted, duration, parsed_control_tokens
 from pipeline.plan.manifest import Manifest
 
-MOST_KINDS = 1000  # this many kinds of errors are counted separately; all further kinds are counted together
+MOST_KINDS = 1000  # maximum number of error kinds that are counted separately; all others are counted together
 SHOWN_KINDS = 20
 
 
 def error_kinds(shards: pa.Table) -> list[dict[str, Any]]:
-    """Return the most common error kinds: `kind`, number of `answers`, and one answer's `row_id`, `example`, `shard`.
+    """Return the most common error kinds: `kind`, number of `answers`, and `row_id`, `example`, `shard` of one answer.
 
     If there are more kinds, a last entry with an empty `kind` counts the answers of all other kinds.
     """
@@ -37,7 +37,7 @@ def error_kinds(shards: pa.Table) -> list[dict[str, Any]]:
 
 
 def run_spans(runs: Sequence[JobRun], shards: pa.Table) -> list[tuple[float, float]]:
-    """Return (begin, end) of each run, in s since 1970. Times that are not recorded are taken from the run's shards."""
+    """Return (begin, end) of each run, in s since 1970. The run's shards give the times that are not recorded."""
     started, finished = (shards[name].to_numpy() for name in ("started", "finished"))
     timed = started > 0
     started, finished = started[timed], finished[timed]
@@ -66,7 +66,7 @@ def held_seconds(runs: Sequence[JobRun], shards: pa.Table) -> float | None:
 def clock_speedups(
     agreement: Agreement | None, totals: Totals, held: float | None
 ) -> tuple[float | None, float | None]:
-    """Return two measured speed-ups over full depth: of the whole job, and of decode alone. None: not known."""
+    """Return two measured speed-ups over full depth: of the whole job, and of decode alone; None if not known."""
     decode = None if agreement is None else agreement.decode_ratio
     if agreement is None or not held or not totals.generate_seconds or (totals.decode_steps and decode is None):
         return None, None
@@ -77,7 +77,7 @@ def clock_speedups(
 
 
 def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shards: pa.Table) -> Iterator[str]:
-    """Yield lines about what a job has done and cost. runs: recorded runs. shards: statistics in `STATS_SCHEMA`."""
+    """Yield lines about the work and cost of a job. runs: recorded runs. shards: statistics in `STATS_SCHEMA`."""
     if not totals.shards:
         yield f"no shard is committed yet: 0 of {counted(manifest.rows, 'row')}"
         return
@@ -116,7 +116,7 @@ def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shar
     whole, decode_alone = clock_speedups(manifest.agreement, totals, held)
     if whole is not None and totals.layer_steps < totals.full_layer_steps:
         alone = "" if decode_alone is None else f"; decode alone {decode_alone:.2f}x"
-        yield f"speed-up on the clock: {whole:.2f}x with start-up{alone}; full depth was timed on the sampled rows"
+        yield f"wall-clock speed-up: {whole:.2f}x with start-up{alone}; full depth was timed on the sampled rows"
     if manifest.agreement is not None:
         yield f"agreement with full depth, measured at the start: {manifest.agreement}"
     if totals.shared_prompt_tokens:
@@ -137,7 +137,7 @@ def _nominal(manifest: Manifest, totals: Totals) -> str:
     layers, speedup = schedule["num_layers"], schedule["speedup"]
     prompt_layers = schedule["depths"][0] if schedule.get("prompt") == "first" else layers
     skips = totals.layer_steps < totals.full_layer_steps or prompt_layers < layers
-    asked = f"{speedup:g}x" if speedup else "own depths" if skips else "1x, full depth"
+    asked = f"{speedup:g}x" if speedup else "not set, the job sets depths" if skips else "1x, full depth"
     prompts = f"; prompts run {prompt_layers} of {layers} layers" if prompt_layers < layers else ""
     return f"nominal speed-up: {asked}{prompts}"
 

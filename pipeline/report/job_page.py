@@ -1,4 +1,4 @@
-"""Writes a job's report page, `_job/report.html`, before `_SUCCESS`. Errors here do not fail the job."""
+"""Writes a job's report page, `_job/report.html`. An error in this module does not fail the job."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ HEAD_CHARS, TAIL_CHARS = 120, 280  # characters shown from the start and from th
 
 
 def write_report(folder: Folder, manifest: Manifest, storage: StorageConfig) -> None:
-    """Write the report page of a job. The job's statistics file must exist already.
+    """Write the report page of a job. The job's statistics file must exist.
 
-    An error does not fail the job. It is logged as a warning that names a file with the traceback.
+    An error is logged as a warning, which names a file with the traceback, and does not fail the job.
     """
     try:
         folder.replace(REPORT, job_page(folder, manifest, read_parquet(folder.read(STATS)), storage))
@@ -52,7 +52,7 @@ def write_report(folder: Folder, manifest: Manifest, storage: StorageConfig) -> 
 
 
 def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: StorageConfig) -> bytes:
-    """Return the HTML report page of a finished or unfinished job. shards: committed shards' statistics."""
+    """Return the HTML report page of a finished or unfinished job. shards: statistics of the committed shards."""
     shards = shards.select(STATS_SCHEMA.names).combine_chunks()
     totals, runs = with_duplicates(folder, add_up(shards)), read_runs(folder)
     spans = run_spans(runs, shards)
@@ -85,11 +85,11 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
     return _render(values)
 
 
-def _labels(totals: Totals, known: Iterable[str]) -> list[tuple[str, int]]:
-    """Return (label, number of answers): the most common labels, unused `known` labels, then the sum of all others."""
+def _labels(totals: Totals, choices: Iterable[str]) -> list[tuple[str, int]]:
+    """Return (label, number of answers): the most common labels, unused `choices`, then the sum of all others."""
     counts = dict(totals.labels)
     if counts:
-        counts |= {label: 0 for label in known if label not in counts}
+        counts |= {label: 0 for label in choices if label not in counts}
     listed = list(counts.items())
     rest = sum(count for _, count in listed[SHOWN_LABELS:]) + totals.unnamed_labels
     shown = [(label[:LABEL_CHARS], count) for label, count in listed[:SHOWN_LABELS]]
@@ -97,7 +97,7 @@ def _labels(totals: Totals, known: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def _answers(folder: Folder, manifest: Manifest, shards: pa.Table, storage: StorageConfig) -> list[dict[str, Any]]:
-    """Return the first answers with their prompts. Stop at an output file that cannot be read."""
+    """Return the first answers with their prompts, up to an output file that cannot be read."""
     names, found = ("id", "generated_text", "finish_reason", "error"), list[dict[str, Any]]()
     with suppress(OSError, ValueError):
         for index in sorted(shards["shard"].to_pylist()):
@@ -111,7 +111,7 @@ def _answers(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
 
 
 def _prompts(manifest: Manifest, index: int, storage: StorageConfig) -> list[str]:
-    """Return a text with the prompt columns for each of a shard's first rows; empty texts for an unreadable input."""
+    """Return the prompt columns of each of a shard's first rows as one text; empty texts if the input is unreadable."""
     shard, section = manifest.shards[index], manifest.identity.get("input", {})
     shard = replace(shard, rows=min(shard.rows, SHOWN_ANSWERS))
     try:
@@ -119,9 +119,9 @@ def _prompts(manifest: Manifest, index: int, storage: StorageConfig) -> list[str
     except (*STORE_ERRORS, UserError, pa.ArrowException):
         return [""] * shard.rows
     template, column = section.get("template") or "", section.get("prompt") or section.get("messages") or "prompt"
-    read = manifest.schema.names
-    used = [name for name in read if name == column or re.search(rf"\b{re.escape(name)}\b", template)]
-    used = used or [name for name in read if name != section.get("id")]
+    names = manifest.schema.names
+    used = [name for name in names if name == column or re.search(rf"\b{re.escape(name)}\b", template)]
+    used = used or [name for name in names if name != section.get("id")]
     rows = table.select(used).to_pylist()
     return [
         "\n".join(_text(value) if len(used) == 1 else f"{name}: {_text(value)}" for name, value in row.items())
@@ -130,7 +130,7 @@ def _prompts(manifest: Manifest, index: int, storage: StorageConfig) -> list[str
 
 
 def _text(value: Any) -> str:
-    """Return the value of a prompt column as text: the last message of a chat, the two ends of a long text."""
+    """Return the value of a prompt column as text: of a chat the last message, of a long text both ends."""
     if isinstance(value, list) and value and isinstance(value[0], dict) and "content" in value[0]:
         before = f"… {counted(len(value) - 1, 'message')} before\n" if len(value) > 1 else ""
         return f"{before}{value[-1].get('role')}: {_text(value[-1]['content'])}"
@@ -140,7 +140,7 @@ def _text(value: Any) -> str:
 
 
 def _render(values: Mapping[str, Any]) -> bytes:
-    """Fill in the HTML template. All text is escaped. The page has no script and loads no other files."""
+    """Render the HTML template. All text is escaped. The page has no scripts and loads no other files."""
     texts = {name: (HERE / name).read_text() for name in ("job_page.html", "page.css")}
     environment = Environment(
         loader=DictLoader(texts), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -161,7 +161,7 @@ def when(value: float) -> str:
 
 
 def flat(value: Any, name: str = "") -> list[tuple[str, str]]:
-    """Return (dotted name, text) of each value in a configuration, without secrets. Texts are cut to `MOST_CHARS`."""
+    """Return (dotted key, text) of each value in a configuration, without secrets. Texts are cut to `MOST_CHARS`."""
     if isinstance(value, Mapping) and value:
         return [pair for key, item in value.items() for pair in flat(item, f"{name}.{key}" if name else str(key))]
     text = without_secrets(value if isinstance(value, str) else "" if value is None else str(value))

@@ -1,6 +1,6 @@
 """Shows the progress of a running job, and sets the job's metrics (gauges).
 
-On a terminal, one line is redrawn. Elsewhere, a line is printed every ten seconds and whenever a new phase begins.
+On a terminal, one line is redrawn. Elsewhere, a line is printed every `PLAIN_SECONDS` and when a new phase begins.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from pipeline.storage.concurrency import repeating
 PLAIN_SECONDS = 10.0
 LIVE_SECONDS = 0.5
 RATE_SECONDS = 300.0  # rates are computed from the commits in the last RATE_SECONDS
-EXAMPLE_SECONDS = 60.0  # time between two answers that are shown as examples
+EXAMPLE_SECONDS = 60.0  # time between two answers shown as examples
 KIND_CHARS = 60  # maximum number of characters shown of each kind of error
-STARVED_SECONDS = 20.0  # if actors have waited longer than this for rows, the progress line shows it
+STARVED_SECONDS = 20.0  # the progress line shows that actors wait for rows if they have waited longer than this
 
 
 def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload) -> dict[str, float]:
-    """Return rows and tokens per second, and the seconds left at this rate; empty if no rate is known yet.
+    """Return rows per second, tokens per second and the seconds left; an empty dict if no rate is known yet.
 
-    seen: pairs (time in s, progress at this time), oldest first. The first pair comes from the start of answering or
-    from a commit. The following pairs come from later commits.
+    seen: pairs (time in s, progress at this time), oldest first. The first pair is from the start of answering or from
+    a commit. The other pairs are from later commits.
     """
     if len(seen) < 2:
         return {}
     (began, first), (ended, last) = seen[0], seen[-1]
     shards = last.shards - first.shards
-    # the rate must not sink between commits, so time after the last commit counts only once the next one is overdue
+    # time after the last commit counts only once the next one is overdue, so that the rate does not sink between them
     seconds = max(ended - began, (now - began) * shards / (shards + 1), 1e-3)
     rows_per_second, left = (last.rows - first.rows) / seconds, work.rows - work.done_rows - last.rows
     found = {"rows_per_second": rows_per_second, "tokens_per_second": (last.tokens - first.tokens) / seconds}
@@ -50,7 +50,7 @@ def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload)
 
 
 def progress_line(run: RunProgress, found: Mapping[str, float], seconds: float, work: Workload) -> str:
-    """Return the progress line. found: result of `rates` (rates and time left). seconds: time since the start."""
+    """Return the progress line. found: the result of `rates`. seconds: time since the start."""
     line = f"{work.done_shards + run.shards}/{work.shards} shards  {work.done_rows + run.rows:,}/{work.rows:,} rows"
     if run.errors:
         kinds = ", ".join(f"{answers:,} {shortened(kind, KIND_CHARS)}" for kind, answers in run.kinds)
@@ -67,7 +67,7 @@ def progress_line(run: RunProgress, found: Mapping[str, float], seconds: float, 
 
 
 def _waits_for(run: RunProgress) -> tuple[str, str]:
-    """Return what a run without commits waits for, first as one word, then as a text for the progress line."""
+    """Return what a run without commits waits for: as one word, and as a text for the progress line."""
     if run.at_work:
         return "answering", f"answering {counted(run.at_work, 'shard')}"
     if run.download:
@@ -103,14 +103,14 @@ class Progress:
     def __init__(self, coordinator: Coordinator, work: Workload) -> None:
         self.coordinator = coordinator
         self.work = work
-        self.seen: deque[tuple[float, RunProgress]] = deque()  # see `rates`
+        self.seen: deque[tuple[float, RunProgress]] = deque()  # argument of `rates`
         self.phase = self.shown_phase = ""
         self.shown = time.monotonic()
         self.example, self.example_due = "", 0.0
         self.starved_since: float | None = None
 
     def read(self) -> tuple[str, dict[str, Any]]:
-        """Return the progress as a line and as fields of an event. Set the job's metrics (gauges)."""
+        """Return the progress as a line, and as the fields of an event. Set the job's metrics (gauges)."""
         try:
             run = self.coordinator.read()
         except (ray.exceptions.RayError, TimeoutError):
@@ -137,21 +137,21 @@ class Progress:
         return progress_line(run, found, seconds, work) + self._starved(run, now), fields
 
     def _starved(self, run: RunProgress, now: float) -> str:
-        """Return a text about actors that have waited long for rows, and about free CPUs; "" if no actor waits."""
+        """Return a text if for `STARVED_SECONDS` actors have waited for rows, or no actor has started; else ""."""
         left = self.work.shards - self.work.done_shards - run.shards - run.at_work  # shards that have not begun
         if left <= 0 or run.loading or run.at_work >= max(run.actors, 1):
             self.starved_since = None
         elif self.starved_since is None:
             self.starved_since = now
         elif now - self.starved_since >= STARVED_SECONDS:
-            free, of = (resources.get("CPU", 0.0) for resources in (ray.available_resources(), ray.cluster_resources()))
+            free, cpus = (found.get("CPU", 0.0) for found in (ray.available_resources(), ray.cluster_resources()))
             waiting = f"{run.actors - run.at_work} of {run.actors} actors wait for rows"
             waiting = waiting if run.actors else "no actor has started"
-            return f"  {waiting}: {free:g} of the cluster's {of:g} CPUs are free"
+            return f"  {waiting}: {free:g} of the cluster's {cpus:g} CPUs are free"
         return ""
 
     def show(self, live: Live | None) -> None:
-        """Redraw the line on a terminal, or print a line if it is due. Every `EXAMPLE_SECONDS`, print an answer."""
+        """Redraw the line on a terminal; elsewhere, print it if it is due. Every `EXAMPLE_SECONDS`, print an answer."""
         line, fields = self.read()
         if live is not None:
             live.update(Text(line))

@@ -32,7 +32,7 @@ SHOWN_LABELS, LABEL_CHARS = 10, 60
 
 @dataclass(frozen=True)
 class JobResult:
-    """Result of a run. totals: statistics of the whole job. fresh_rows, seconds: rows and time of this run alone."""
+    """Result of a run. totals: statistics of the whole job. fresh_rows, seconds: rows and time of this run only."""
 
     manifest: Manifest
     totals: Totals
@@ -43,7 +43,7 @@ class JobResult:
 def print_report(
     console: Console, manifest: Manifest, shards: pa.Table, totals: Totals, runs: Sequence[JobRun] = ()
 ) -> None:
-    """Print a table of the slowest shards (at most `SHOWN_SHARDS`), and the totals. runs: the job's runs."""
+    """Print a table of the slowest shards (at most `SHOWN_SHARDS`), then the totals. runs: the job's runs."""
     shown = [ShardStats(**row) for row in slowest_shards(shards, SHOWN_SHARDS).select(STATS_SCHEMA.names).to_pylist()]
     title = "Shards" if len(shown) == totals.shards else f"The {len(shown)} slowest of {totals.shards} shards"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -84,7 +84,7 @@ def _columns(totals: Totals) -> dict[str, Callable[[ShardStats], str]]:
 
 
 def _labels(totals: Totals, manifest: Manifest) -> str:
-    """Return a line with the number of answers for each common label and for all others, and with unused labels."""
+    """Return a line with the number of answers of each common label and of all others, and with the unused labels."""
     counts = [(" ".join(label.split())[:LABEL_CHARS], count) for label, count in totals.labels.items()]
     shown, rest = counts[:SHOWN_LABELS], sum(count for _, count in counts[SHOWN_LABELS:])
     shown.append((f"{len(counts) - SHOWN_LABELS} other labels", rest))
@@ -137,7 +137,7 @@ def last_errors(folder: Folder) -> list[tuple[int, int]]:
 
 
 def shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[dict[str, Any], str | None]]:
-    """Return `count` rows with their answers at full depth, or, without an agreement sample, first rows with None."""
+    """Return up to `count` pairs (row, its answer at full depth). Without such answers: the first rows, with None."""
     urls = {file.digest or file.version: file.url for file in manifest.files}
     shown: list[tuple[dict[str, Any], str | None]] = []
     for example in () if manifest.agreement is None else manifest.agreement.examples:

@@ -152,7 +152,7 @@ def test_console_and_page_give_one_cost_and_know_the_speed_up_without_a_plan(
     run_in_process(config)
     printed = report(output).stdout
     page = html.unescape((output / REPORT).read_text())
-    for begin in ("cost at work: ", "cost with start-up and idle: ", "speed-up on the clock: ", "nominal speed-up: "):
+    for begin in ("cost at work: ", "cost with start-up and idle: ", "wall-clock speed-up: ", "nominal speed-up: "):
         (line,) = [line for line in printed.splitlines() if line.startswith(begin)]
         assert f"<p>{line}</p>" in page
 
