@@ -322,9 +322,12 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
             state += f"; left for a later run: {some(run.left)}"
         table.add_row(str(run.number), f"{len(run.files):,}", f"{run.rows:,}", run.folder, run.ended, Text(state))
     console.print(table)
-    succeeded = ledger.succeeded
-    files, rows = len({file.url for run in succeeded for file in run.files}), sum(run.rows for run in succeeded)
-    console.print(f"\n{files:,} files and {rows:,} rows answered in {len(succeeded):,} runs", highlight=False)
+    files = [file for run in ledger.succeeded for file in run.files]
+    most: dict[tuple[str, str], int] = {}  # a retry answers some rows of a file again; count them once
+    for file in files:
+        most[file.url, file.version] = max(file.rows, most.get((file.url, file.version), 0))
+    answered = f"{len({file.url for file in files}):,} files and {sum(most.values()):,} rows"
+    console.print(f"\n{answered} answered in {len(ledger.succeeded):,} runs", highlight=False)
 
 
 def some(urls: Sequence[str]) -> str:
