@@ -155,7 +155,7 @@ def setup(verbose: bool, log_json: bool = False) -> None:
     else:
         lines = "%(levelname)s %(name)s: %(message)s" if verbose else "%(message)s"
         logging.basicConfig(level=level, format=lines, stream=sys.stderr)
-    for name in ("pipeline.plan.memory", "pipeline.checkpoints.stores"):  # always show their INFO messages
+    for name in ("pipeline.plan.memory", "pipeline.checkpoints.resolve"):  # always show their INFO messages
         logging.getLogger(name).setLevel(logging.INFO)
     values = {  # variables that libraries read on import; most of them reduce what is printed
         "TRANSFORMERS_VERBOSITY": "error",

@@ -361,7 +361,7 @@ def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any], t
         ({}, {"adapter": {"start": "START", "rank": 8}}, "adapter.rank is set by adapter.start: leave it out"),
         ({}, {"lora": {"targets": ["q_proj"]}}, "lora is now adapter, which writes a speed adapter"),
         ({}, {"loss": {"distillation": 1.0, "teacher": "START"}}, "START has another tokenizer"),
-        ({}, {"loss": {"references": 0.0}}, "nothing to learn from"),
+        ({}, {"loss": {"references": 0.0}}, "the loss has no terms"),
         ({}, {"workers": {"count": 3}}, "batch_size = 16 cannot be cut into 3"),
         ({}, {"workers": {"count": 64}, "training": {"batch_size": 64}}, "workers: 64 × 1 CPU needed, but "),
         ({}, {"schedule": {"default": 3}}, r"schedule.default: 3x would not be trained: add it to schedule.speedups"),
