@@ -192,8 +192,9 @@ class VllmEngine:
                 self.step()
             except BaseException as error:
                 self.vllm.abort_request([str(ticket) for ticket in self.rows])
-                for owner in (call, *(owner for _, owner, _ in self.rows.values())):
+                for owner in (call, *self._queue, *(owner for _, owner, _ in self.rows.values())):
                     owner.error = error
+                self._queue.clear()
                 self.rows.clear()
                 raise
             if call.on_drain is not None and len(self.rows) <= self.max_rows:
@@ -204,7 +205,8 @@ class VllmEngine:
         """Begin the queued calls and run one step of vLLM. Return (call, index, completion) of each ended row."""
         began, ended, aborted = time.perf_counter(), [], []
         while self._queue:
-            self._begin(self._queue.popleft())
+            self._begin(self._queue[0])  # the call stays in the queue if this raises, so that `finish` ends it
+            self._queue.popleft()
         oldest = next(iter(self.rows.values()), None)
         for output in self.vllm.step():
             ticket = int(output.request_id)

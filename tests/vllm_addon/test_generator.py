@@ -168,6 +168,12 @@ def test_calls_share_steps_and_an_error_ends_all(generator: Generator) -> None:
     generator.engine.vllm.step = step  # type: ignore[attr-defined]
     with pytest.raises(ZeroDivisionError):
         generator.finish(failing)
+    first, queued = generator.begin(rows), generator.begin(rows, on_batch=lambda rows: 1 / 0)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ZeroDivisionError):
+        generator.run(first)
+    generator.run(queued)  # ends, although the call never began
+    with pytest.raises(ZeroDivisionError):
+        generator.finish(queued)
     assert [answer.error for answer in generator.answer(rows)] == [None] * 5
 
 
