@@ -1,5 +1,5 @@
-"""Turns input files and tables into shards: lists and pins files, finds one common schema, cuts and reads row ranges.
+"""Lists input files and tables, finds one schema for all of them, and cuts and reads shards (ranges of rows).
 
-This package also adds answers to Iceberg and Delta tables. It imports the optional pyiceberg or deltalake only for jobs
-that name a table. Its modules may import storage, runtime, config and messages, but not ray.
+This package also adds answers to Iceberg and Delta tables. It imports pyiceberg and deltalake, which are
+optional, only for jobs that name a table. Its modules may import storage, runtime, config and messages, but not ray.
 """

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -33,12 +32,12 @@ from pipeline.storage.folder import open_folder
 MAPPING = "delta.columnMapping.mode"
 COMPACT = "rewrite the table (OPTIMIZE, or REORG TABLE ... APPLY (PURGE)) and read the new version"
 FINGERPRINT = "skipdecode.fingerprint"  # key under which a commit's metadata holds the job's fingerprint
-# table features with which deltalake can add a job's files unchanged
+# table features that let deltalake add a job's files without changing them
 WRITABLE = {
     *("appendOnly", "invariants", "checkConstraints", "generatedColumns", "changeDataFeed"),
     *("deletionVectors", "v2Checkpoint", "timestampNtz", "variantType"),
 }
-RULES = ("delta.constraints.", "delta.invariants")  # prefixes of table settings that are rules for a row's values
+RULES = ("delta.constraints.", "delta.invariants")  # prefixes of table properties that restrict a row's values
 
 
 def store_options(url: str, storage: StorageConfig) -> dict[str, str]:
@@ -55,22 +54,22 @@ def store_options(url: str, storage: StorageConfig) -> dict[str, str]:
 
 
 def read_commit(url: str, storage: StorageConfig, version: int) -> bytes:
-    """Return the log of one table version: one JSON action per line. Raises FileNotFoundError if the log is gone.
+    """Return the log file of a version, with one JSON action per line. Raises FileNotFoundError if it was deleted.
 
-    Do not use deltalake's `history`: it holds the GIL while it waits for the store, so a job could not renew its lease.
+    deltalake's `history` is not used: it holds the GIL while it waits, so that the job could not renew its lease.
     """
     return open_folder(f"{url}/_delta_log", storage).read(f"{version:020}.json")
 
 
 def _store_failed(url: str, error: OSError) -> StoreFailed:
-    """Return the error for a store that deltalake cannot reach, with a message in one line without colour codes."""
+    """Turn deltalake's error for an unreachable store into a StoreFailed. Make its message one line without colours."""
     text = re.sub(r"\x1b\[[0-9;]*m|↳", "", str(error))
     return StoreFailed(f"{url}: {flat(text)}")
 
 
 @contextmanager
 def _one_line(url: str, version: int | None) -> Iterator[None]:
-    """Turn deltalake's errors into a UserError or, if the store cannot be reached, a StoreFailed."""
+    """Turn deltalake's errors into UserError, or into StoreFailed if the store cannot be reached."""
     try:
         yield
     except DeltaError as error:
@@ -81,14 +80,14 @@ def _one_line(url: str, version: int | None) -> Iterator[None]:
 
 
 def find_table(url: str, storage: StorageConfig, version: int | None = None) -> DeltaTable | None:
-    """Return the table at `url` (default: newest version), or None. Raises UserError if the table is unreadable."""
+    """Return the table at `url`, or None. version: None is the newest. Raises UserError if the table is unreadable."""
     with _one_line(url, version):
         try:
             table = DeltaTable(url, storage_options=store_options(url, storage))
         except TableNotFoundError:
             return None
         if version is not None:
-            if version > table.version():  # deltalake would count up to it, for hours if it is an Iceberg snapshot id
+            if version > table.version():  # deltalake would count up to it; an Iceberg snapshot id has 19 digits
                 raise UserError(f"{url}: the Delta table has no version {version}; the newest is {table.version()}")
             table.load_as_version(version)
     mode = table.metadata().configuration.get(MAPPING, "none")
@@ -99,12 +98,12 @@ def find_table(url: str, storage: StorageConfig, version: int | None = None) -> 
 
 
 class DeltaInput:
-    """A Delta table as input; implements `InputTable`. A snapshot is a table version. Only planning reads the log."""
+    """Implements `InputTable` for Delta. A snapshot is a table version. Only planning reads the transaction log."""
 
     def __init__(self, path: str, storage: StorageConfig) -> None:
         self.root = real_url(path)
         self.storage = storage
-        self._at(None)
+        self._at(None)  # raises UserError if there is no table
 
     def newest(self) -> TablePin | None:
         table = self._at(None)
@@ -112,7 +111,7 @@ class DeltaInput:
 
     def data_files(self, snapshot: int) -> dict[str, int]:
         table = self._at(snapshot)
-        with _one_line(self.root, snapshot):  # a table may have features that only these two calls need
+        with _one_line(self.root, snapshot):  # these calls refuse some tables that `find_table` accepts
             for batch in table.deletion_vectors():
                 for url in pa.record_batch(batch)["filepath"].to_pylist():
                     raise self._deleted(store_url(url))
@@ -130,7 +129,7 @@ class DeltaInput:
                 text = read_commit(self.root, self.storage, version)
             except FileNotFoundError:
                 raise UserError(
-                    f"{self.root}: the log of version {version} is gone, so it is not known which rows were added "
+                    f"{self.root}: the log of version {version} was deleted, so it is not known which rows were added "
                     f"{answered}; answer the whole table into another output.path"
                 ) from None
             actions = [json.loads(line) for line in text.splitlines() if line.strip()]
@@ -168,9 +167,9 @@ class DeltaInput:
             raise UserError(f"input.path: {self.root} holds no Delta table")
         return table
 
-    def _files(self, listed: Any) -> dict[str, int]:
+    def _files(self, entries: Iterable[tuple[str, int]]) -> dict[str, int]:
         located = []
-        for path, size in ((unquote(path), size) for path, size in listed):
+        for path, size in ((unquote(path), size) for path, size in entries):
             is_absolute = "://" in path or path.startswith(("/", "file:"))
             located.append((store_url(path) if is_absolute else f"{self.root}/{path}", size))
         return dict(sorted(located))
@@ -180,7 +179,7 @@ class DeltaInput:
 
 
 class DeltaOutput:
-    """A Delta table as output (`OutputTable`). Finds a job's commit by transaction id, even if its log is gone."""
+    """Implements `OutputTable` for Delta. A job's commit is found by transaction id, even after its log was deleted."""
 
     def __init__(self, path: str, storage: StorageConfig) -> None:
         self.url = real_url(path)
@@ -197,18 +196,18 @@ class DeltaOutput:
         base = None if table is None else table.transaction_version(f"skipdecode-{fingerprint}")
         if table is None or base is None:
             return None
-        for version in range(base + 1, table.version() + 1):  # others may have committed before the job
-            with suppress(FileNotFoundError):  # skip old commits whose logs are gone
+        for version in range(base + 1, table.version() + 1):  # other writers may have committed after `base`
+            with suppress(FileNotFoundError):  # old log files may have been deleted
                 if fingerprint.encode() in read_commit(self.url, self.storage, version):
                     return version
-        return base + 1
+        return base + 1  # the log of the job's commit was deleted; this is its earliest possible version
 
     def append(self, parts: Sequence[PartFile], schema: pa.Schema, fingerprint: str) -> int:
         table = find_table(self.url, self.storage) or self._created(schema)
         self._check_table(table, schema)
         # check for an earlier commit of this job, because deltalake finds conflicts only in commits newer than `table`
         if table.transaction_version(f"skipdecode-{fingerprint}") is not None:
-            raise CommitConflict(f"{self.url} has this job's commit by now")
+            raise CommitConflict(f"{self.url} already has this job's commit")
         application = Transaction(f"skipdecode-{fingerprint}", table.version())
         properties = CommitProperties(custom_metadata={FINGERPRINT: fingerprint}, app_transactions=[application])
         try:
@@ -240,7 +239,7 @@ class DeltaOutput:
         rule = next((key for key in metadata.configuration if key.startswith(RULES)), None)
         if rule is not None:
             raise UserError(
-                f"output.table: {self.url} has the rule {rule}, which jobs do not check; choose another table"
+                f"output.table: {self.url} has the rule {rule}, which the job cannot enforce; choose another table"
             )
         features = sorted({*(table.protocol().writer_features or ())} - WRITABLE)
         if features:
@@ -256,7 +255,7 @@ class DeltaOutput:
 
     def _added(self, part: PartFile) -> AddAction:
         prefix = f"{self.url}/"
-        assert part.url.startswith(prefix), "checked when the job was planned"
+        assert part.url.startswith(prefix), "planning refuses output folders outside the table"
         return AddAction(
             path=part.url.removeprefix(prefix),
             size=part.size,

@@ -33,7 +33,7 @@ SUFFIXES = {
     "csv": (".csv", ".csv.gz"),
 }
 HIDDEN = re.compile(r"[_.]")
-INT96_UNIT = "us"  # unit in which Spark's INT96 timestamps are read; in ns, dates after 2262 would silently be wrong
+INT96_UNIT = "us"  # unit in which Spark's INT96 timestamps are read; in ns, dates after 2262 would be silently wrong
 DELTA_LOG = "_delta_log"
 _TABLE_FILE = re.compile(rf"(?P<folder>.+?)/((?P<delta>{DELTA_LOG})/|metadata/[^/]+\.metadata\.json/?$)")
 _MAGIC = {  # first bytes of formats that are often mistaken for Parquet
@@ -49,11 +49,11 @@ _MAGIC = {  # first bytes of formats that are often mistaken for Parquet
 
 @dataclass(frozen=True)
 class InputFile:
-    """An input file with recorded (pinned) size and version. A row group of a text file is a range of records."""
+    """An input file whose size and version are recorded (pinned). A row group of a text file is a range of records."""
 
     url: str  # absolute path or s3:// URL
     size: int  # bytes
-    version: str  # etag, or modification time in ns of a local file
+    version: str  # ETag in S3; modification time of a local file in ns
     group_rows: tuple[int, ...]
     group_bytes: tuple[int, ...]  # uncompressed
     digest: str = ""  # SHA-256 of a local file, "" if none is recorded
@@ -65,7 +65,7 @@ class InputFile:
 
 
 def file_format(url: str, given: InputFormat | None) -> str:
-    """Return the file format: `given` (`input.format`) if set, else the one that the suffix shows, else Parquet."""
+    """Return parquet, jsonl or csv: from `given` (`input.format`) if set, else from the suffix, else parquet."""
     if given is not None:
         return {"openai_batch": "jsonl", "iceberg": "parquet", "delta": "parquet"}.get(given, given)
     return next((kind for kind, suffixes in SUFFIXES.items() if url.lower().endswith(suffixes)), "parquet")
@@ -76,12 +76,12 @@ def list_files(
 ) -> dict[str, tuple[int, str]]:
     """Return URL -> (bytes, version) of each input file, in the order of `paths`; within a path, sorted by name.
 
-    Follow links. In folders and globs, leave out all files and folders whose names begin with `_` or `.`.
+    Follow links. In folders and globs, skip files and folders whose names begin with `_` or `.`.
 
     Args:
         paths: files, folders or globs, local or s3://. A path that exists is not a glob, even if it looks like one.
         given: `input.format`, default Parquet. In a folder, only files with a suffix of this format are listed.
-        may_be_empty: accept a folder or glob without files. In a bucket, a folder disappears with its last file.
+        may_be_empty: accept a path without files. In S3 accept a missing folder: it disappears with its last file.
 
     Raises UserError if a path matches no file, cannot be read, is a broken link, or (if `given` is None) is a table.
     """
@@ -112,16 +112,16 @@ def list_files(
 def _named(
     path: str, fs: fsspec.AbstractFileSystem, inside: str, given: InputFormat | None
 ) -> tuple[dict[str, tuple[int, str]], str]:
-    """Return name -> (bytes, version) of the files at `path`, and the error message to raise if there are none."""
+    """Return the files at `path` as name -> (bytes, version), and the error message to use if there are none."""
     if isinstance(fs, LocalFileSystem) and os.path.islink(inside) and not os.path.exists(inside):
         raise _broken_link(inside)
     is_glob = glob.has_magic(inside)
-    with suppress(PermissionError):  # if access is denied, keep the glob: a store may deny access to a missing name
+    with suppress(PermissionError):  # a store may deny access to a missing name; then it is a glob
         is_glob = is_glob and not fs.exists(inside)
     is_folder = not is_glob and fs.isdir(inside)
     folder = inside if is_folder else fixed_part(inside) if is_glob else os.path.dirname(inside)
     if given is None:
-        with suppress(PermissionError):  # skip folders above to which the user has no access
+        with suppress(PermissionError):  # the user may have no access to the folders above
             _check_no_table(fs, folder)
     if is_glob:
         nothing = f"{path}: matches no file{where_sought(path)}; names that begin with _ or . are ignored"
@@ -140,7 +140,7 @@ def _named(
 
 
 def fixed_part(pattern: str) -> str:
-    """Return the start of a glob: all folders before the first name with a wildcard."""
+    """Return the folders of a glob that come before its first name with a wildcard."""
     while glob.has_magic(pattern):
         pattern = os.path.dirname(pattern)
     return pattern
@@ -169,7 +169,7 @@ def _local_files(
 ) -> dict[str, tuple[int, str]]:
     """List local files as `_files_below` does. Follow links, except a link to a folder that contains the link."""
     matches = re.compile(".*" if pattern is None else glob_translate(pattern)).match
-    depth = None if pattern is None or "**" in pattern else pattern[len(folder.rstrip("/")) :].count("/")
+    max_depth = None if pattern is None or "**" in pattern else pattern[len(folder.rstrip("/")) :].count("/")
     found: dict[str, tuple[int, str]] = {}
     # folders to list, each with the (device, inode) pairs of the folders above it
     folders: list[tuple[str, tuple[tuple[int, int], ...]]] = [(folder, ())]
@@ -177,7 +177,7 @@ def _local_files(
         path, above = folders.pop()
         status = os.stat(path)
         here = status.st_dev, status.st_ino
-        if here in above or len(above) == depth:
+        if here in above or len(above) == max_depth:
             continue
         with os.scandir(path) as entries:
             for entry in entries:
@@ -202,7 +202,7 @@ def _broken_link(path: str) -> UserError:
 
 def _check_no_table(fs: fsspec.AbstractFileSystem, folder: str) -> None:
     """Raise UserError if `folder` is in a Delta or Iceberg table, whose files may still hold deleted rows."""
-    while "=" in os.path.basename(folder):
+    while "=" in os.path.basename(folder):  # a partition folder
         folder = os.path.dirname(folder)
     if fs.isdir(f"{folder}/{DELTA_LOG}"):
         _refuse_table(f"{folder}/{DELTA_LOG}/", fs)
@@ -248,7 +248,7 @@ def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tu
 
 
 class OtherFormat(UserError):
-    """The content of a file shows another format than the file's name. format: value to set for `input.format`."""
+    """A file's content is in another format than its name says. format: the value that `input.format` should have."""
 
     def __init__(self, message: str, format: InputFormat) -> None:
         super().__init__(message)
@@ -256,7 +256,7 @@ class OtherFormat(UserError):
 
 
 def _not_parquet(url: str, head: bytes, error: Exception) -> UserError:
-    """Return the error for a file that is not Parquet. It names the format that `head`, the first bytes, shows."""
+    """Return the error for a file that is not Parquet. It names the format that the first bytes `head` show."""
     kind, start = _other_format(head), f"{url}: not readable as Parquet: "
     formats: dict[str | None, InputFormat] = {"JSON": "jsonl", "CSV": "csv"}
     if kind in formats:
@@ -280,7 +280,7 @@ def _other_format(head: bytes) -> str | None:
 
 
 def check_unchanged(file: InputFile, storage: StorageConfig) -> None:
-    """Raise UserError if the file is gone, or if size or version are no longer as recorded."""
+    """Raise UserError if the file no longer exists, or if its size or version has changed."""
     now = stat(file.url, storage)
     if now is None:
         raise UserError(f"{file.url}: gone since the job began; put the file back")
@@ -301,9 +301,9 @@ def stat(url: str, storage: StorageConfig) -> tuple[int, str] | None:
 def list_input(
     section: InputConfig, storage: StorageConfig, *, may_be_empty: bool = False, after: int | None = None
 ) -> Files:
-    """Return URL -> (bytes, version) of each input file. For a table: of each data file at `input.snapshot` (None: {}).
+    """Return URL -> (bytes, version) of the input files. A table's input files are the data files at `input.snapshot`.
 
-    after: a snapshot of the table. List only data files that were appended after this snapshot.
+    after: a snapshot; list only data files that were appended after it. A table without a snapshot has no files.
 
     Raises the errors of `list_files`, and UserError if a table's data file is missing, changed or has deleted rows.
     """

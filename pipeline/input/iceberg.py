@@ -40,7 +40,7 @@ from pipeline.messages import listed
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import filesystem
 
-STORAGE = "skipdecode.storage"  # catalog property: the job's `storage` section as JSON, but without `catalog`
+STORAGE = "skipdecode.storage"  # catalog property that holds the job's section `storage`, without `catalog`, as JSON
 FINGERPRINT = "skipdecode.fingerprint"  # key under which a snapshot's summary holds the job's fingerprint
 HELD = (pa.time64("us"),)  # types that an Iceberg table can hold, but a Delta table cannot
 WRITABLE = (1, 2)  # Iceberg format versions that pyiceberg can write
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class StoreFileIO(FileIO):
-    """Opens and deletes an Iceberg table's files in the job's store. pyiceberg creates it from catalog properties."""
+    """Opens and deletes an Iceberg table's files in the job's store. pyiceberg makes it from catalog properties."""
 
     def __init__(self, properties: Properties) -> None:
         super().__init__(properties)
@@ -85,7 +85,7 @@ def open_catalog(storage: StorageConfig, *, create: bool) -> Catalog:
     }
     place = storage.catalog.warehouse
     is_folder = storage.catalog.type != "rest" and not str(storage.catalog.uri).startswith("http")
-    if place is not None and "://" not in place and is_folder:  # make it absolute, because new tables store it
+    if place is not None and "://" not in place and is_folder:  # absolute, because new tables store this path
         properties["warehouse"] = os.path.abspath(place)
     with _one_line(storage):
         return load_catalog(storage.catalog.name, **properties)
@@ -94,7 +94,7 @@ def open_catalog(storage: StorageConfig, *, create: bool) -> Catalog:
 def find_table(catalog: Catalog, name: str, storage: StorageConfig) -> Table | None:
     """Return the current state of table `name`; None if it does not exist. Raises the errors of `open_catalog`."""
     if not all(name.split(".")) or "." not in name:
-        raise UserError(f"{name}: the name of a table in a catalog must be namespace.table")
+        raise UserError(f"{name}: the name of an Iceberg table must be namespace.table")
     with _one_line(storage):
         try:
             return catalog.load_table(name)
@@ -117,7 +117,7 @@ def _one_line(storage: StorageConfig) -> Iterator[None]:
 
 
 class IcebergInput:
-    """An Iceberg table as input; implements `InputTable`. Planning needs the catalog; reading data files does not."""
+    """Implements `InputTable` for Iceberg. Planning needs the catalog; reading data files does not."""
 
     def __init__(self, name: str, storage: StorageConfig) -> None:
         self.name = name
@@ -197,7 +197,7 @@ class IcebergInput:
         return schema
 
     def _field_ids(self, url: str, schema: pa.Schema) -> dict[str, int]:
-        """Return dotted name -> Iceberg field id of each column and nested field in the `schema` of data file `url`.
+        """Return the Iceberg field id of each column and nested field of data file `url`. The keys are dotted names.
 
         If the file has no ids, take them from the table's name mapping; without such a mapping, return {}.
         """
@@ -217,7 +217,7 @@ class IcebergInput:
         return found
 
     def _schema(self, snapshot: int) -> Schema:
-        """Return a snapshot's schema; for the newest snapshot the table's schema, which may have changed since."""
+        """Return a snapshot's schema. For the newest snapshot, return the table's schema, which may be newer."""
         found = self._snapshot(snapshot)
         if found.schema_id is None or found == self.table.current_snapshot():
             return self.table.schema()
@@ -229,7 +229,7 @@ class IcebergInput:
             assert isinstance(task, FileScanTask)
             url = store_url(task.file.file_path)
             if task.delete_files:
-                raise UserError(f"{url}: rows of this data file are deleted by delete files of {self.name}; {COMPACT}")
+                raise UserError(f"{url}: delete files of {self.name} delete rows of this data file; {COMPACT}")
             if task.file.file_format != FileFormat.PARQUET:
                 kind = task.file.file_format.value
                 raise UserError(f"{url}: this data file of {self.name} is {kind}; convert the table to Parquet")
@@ -238,7 +238,7 @@ class IcebergInput:
 
 
 class IcebergOutput:
-    """An Iceberg table as output; implements `OutputTable`."""
+    """Implements `OutputTable` for Iceberg."""
 
     def __init__(self, name: str, storage: StorageConfig) -> None:
         self.name = name
@@ -261,8 +261,8 @@ class IcebergOutput:
         table = self._table() or self._created(schema)
         self._check_table(table, schema)
         if _snapshot_of(table, fingerprint) is not None:
-            raise CommitConflict(f"{self.name} has this job's snapshot by now")
-        # forbid retries: after a conflict, pyiceberg would commit again without looking for this job's snapshot
+            raise CommitConflict(f"{self.name} already has this job's snapshot")
+        # no retries: after a conflict, pyiceberg would commit again without looking for this job's snapshot
         table.properties[TableProperties.COMMIT_NUM_RETRIES] = "0"
         urls = [part.url if "://" in part.url else f"file://{part.url}" for part in parts]
         try:
@@ -318,7 +318,7 @@ def _snapshot_of(table: Table, fingerprint: str) -> int | None:
 
 
 def _type_in(table: Table, field: pa.Field) -> str:
-    """Return the Iceberg type of a column, with the table's field ids; its Arrow type if the table lacks these ids."""
+    """Return a column's Iceberg type with the table's field ids, or its Arrow type if the table has no id for it."""
     try:
         mapped = pyarrow_to_schema(pa.schema([field]), name_mapping=table.schema().name_mapping)
     except ValueError:

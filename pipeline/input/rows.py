@@ -1,6 +1,6 @@
 """Reads rows from input files of any format, and casts them to the job's schema.
 
-A folder `name=value` in a file's path (Hive partition) adds a text column `name`, which is `value` in each row.
+A folder `name=value` in a file's path (Hive partition) adds a text column `name` with `value` in every row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.input.text_files import TextColumns, read_text, scan_text
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import STORE_ERRORS
 
-OF_PATH = {b"skipdecode.path": b"1"}  # metadata of a column that some files take from the folder names in their paths
+OF_PATH = {b"skipdecode.path": b"1"}  # metadata of a column that some files take from a folder name
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 COLUMN_ROWS, COLUMN_BYTES = 2**14, 2**26  # maximum rows and bytes per read, when whole columns are read
 
@@ -35,7 +35,7 @@ def read_layout(
     columns: TextColumns | None = None,
     limit: int | None = None,
 ) -> tuple[InputFile, pa.Schema]:
-    """Find a file's row groups and schema. Raises UserError if the file is missing or not of `kind`."""
+    """Return a file with its row groups, and its schema. Raises UserError if it is missing or not of format `kind`."""
     try:
         if kind == "parquet":
             return read_footer(url, size, version, storage)
@@ -51,9 +51,8 @@ def read_shards(
 ) -> Iterator[tuple[Shard, pa.Table]]:
     """Yield each shard with a table of its rows: the columns of `schema`, and the column `ERROR` with row errors.
 
-    Consecutive shards of one file are read in one pass. files: input files, which must include each shard's file.
-
-    Raises UserError, and yields no more rows, if a file has changed; also the errors of `read_groups` and `read_text`.
+    Consecutive shards of one file are read in one pass. files: must include the file of every shard.
+    Raises UserError if a file has changed, and the errors of `read_groups` and `read_text`.
     """
     by_url = {file.url: file for file in files}
     for url, neighbours in groupby(shards, key=lambda shard: shard.url):
@@ -87,7 +86,7 @@ def read_rows(
 
 
 def path_values(url: str) -> dict[str, str | None]:
-    """Return name -> value for each folder `name=value` in the path `url`. Hive's name for null becomes None."""
+    """Return the name and value of each folder `name=value` in the path `url`. Hive's name for null becomes None."""
     pairs = [folder.split("=", 1) for folder in url.split("/")[:-1] if "=" in folder[1:]]
     return {unquote(name): None if value == HIVE_NULL else unquote(value) for name, value in pairs}
 
@@ -95,7 +94,7 @@ def path_values(url: str) -> dict[str, str | None]:
 def common_schema(
     footers: Sequence[tuple[InputFile, pa.Schema]], names: Sequence[str], storage: StorageConfig
 ) -> pa.Schema:
-    """Return the common schema of files that belong to no table. A file may have some columns only in its path.
+    """Return the common schema of input files that belong to no table. A column may be only in a file's path.
 
     Raises the errors of `one_schema`, and UserError if a column's value differs from the value in the file's path.
     """
@@ -105,7 +104,7 @@ def common_schema(
             schema = schema.append(pa.field(name, pa.string()))
         schemas[file.url] = schema
     common = one_schema(names, schemas)
-    both = [
+    both = [  # columns that are in a file and also in its path
         (file, common.field(name))
         for file, own in footers
         for name in of_paths.intersection(own.names).intersection(path_values(file.url))
@@ -136,11 +135,11 @@ def _check_path_value(file: InputFile, field: pa.Field, storage: StorageConfig) 
 def read_columns(
     path: str, columns: Sequence[str], storage: StorageConfig, limit: int | None = None, optional: Sequence[str] = ()
 ) -> dict[str, list[Any]]:
-    """Return column name -> values in the first `limit` rows of the files at `path` (a file, folder or glob).
+    """Return each column's values in the first `limit` rows of the files at `path` (a file, folder or glob).
 
-    optional: further columns to read. If a file lacks such a column, leave the column out of the result.
+    optional: further columns. A column that any of the files lacks is left out of the result.
 
-    Raises UserError, which names the file. If the file lacks one of `columns`, the error is a `MissingColumn`.
+    Raises UserError, which names the file. If a file lacks one of `columns`, the error is a `MissingColumn`.
     """
     wanted = list(dict.fromkeys([*columns, *optional]))
     listed = list_files([path], storage)
@@ -168,7 +167,7 @@ def read_columns(
             if left == 0:
                 break
     except OSError as error:
-        if type(error) is not OSError:
+        if type(error) is not OSError:  # OSError itself means a damaged file
             raise
         raise UserError(str(error)) from None
     return values
@@ -177,7 +176,7 @@ def read_columns(
 def read_blocks(
     files: Sequence[InputFile], shards: Iterable[Shard], schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[pa.Table]:
-    """Yield a one-row table per shard, so that Ray Data, which splits blocks between rows, keeps each shard whole.
+    """Yield a table of one row per shard. Ray Data splits blocks between rows, so it keeps each shard whole.
 
     Columns: `shard` (index), `url`, `first_row`, and `rows` (all rows of the shard as Arrow IPC bytes).
     """

@@ -2,7 +2,7 @@
 
 Files in one folder often have slightly different types: int32 and int64, string and large_string, dictionary columns,
 columns of nulls. Planning finds a common type for each column. A row with a value that does not fit this type gets an
-error. The files' metadata is dropped.
+error. The metadata of the files' schemas is dropped.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Sch
         field = pa.field(name, _settled(kind))
         for url, here in kinds.items():
             if not _holds(here, field):
-                shown = printable(here), printable(field.type)
-                problem = f"{shown[0]}, which cannot be read and written as {shown[1]}"
+                problem = f"{printable(here)}, which cannot be read and written as {printable(field.type)}"
                 raise UserError(f"{url}: column {name!r} is {problem}; convert the column")
         fields.append(field)
     return pa.schema(fields)
@@ -76,7 +75,7 @@ def _holds(here: pa.DataType, field: pa.Field) -> bool:
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """Remove dictionaries, views and extensions from a type, and metadata and item names from nested types."""
+    """Replace dictionary, view and extension types by the types of their values. Drop metadata and item names."""
     if isinstance(kind, pa.BaseExtensionType):
         return plain(kind.storage_type)
     if types.is_dictionary(kind):
@@ -109,7 +108,7 @@ def rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> 
 
 
 def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    """Return the narrowest plain type that can hold values of both plain types, or None if there is no such type.
+    """Return the narrowest type that can hold values of both types, or None. All types are results of `plain`.
 
     An integer and a float give double; uint64 and a signed integer give int64. Neither result can hold every value, so
     each row is checked later. Timestamps in different time zones give UTC. Nested types follow the same rules.
@@ -120,7 +119,7 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
         return second
     if types.is_nested(first) or types.is_nested(second):
         return _common_nested(first, second)
-    for one, other in ((first, second), (second, first)):  # refuse, as Arrow would round decimals, or make text bytes
+    for one, other in ((first, second), (second, first)):  # Arrow would round decimals, or turn text into bytes
         is_binary = types.is_binary(other) or types.is_large_binary(other) or types.is_fixed_size_binary(other)
         if (types.is_decimal(one) and types.is_floating(other)) or (is_text(one) and is_binary):
             return None
@@ -140,7 +139,7 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
 
 
 def _common_nested(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    """Return the common type of two types, of which at least one is nested, like `common`. None: there is none."""
+    """Return the same as `common`, for two types of which at least one is nested."""
     if types.is_struct(first) and types.is_struct(second):
         children = {child.name: child.type for child in first}
         for child in second:
@@ -169,8 +168,7 @@ def is_text(kind: pa.DataType) -> bool:
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Cast the columns to `schema`. Add a column `ERROR`: a message if a value of the row does not fit, else null.
 
-    A column that `table` lacks, as an old data file may, becomes null.
-
+    If `table` lacks a column, as a table's old data file may, all values of the column become null.
     Also check that text is UTF-8, because Arrow does not check this when it reads a file. Invalid bytes in text become
     U+FFFD. Any other value that does not fit becomes null.
     """
@@ -195,7 +193,7 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Return the array in another type. Raises ArrowInvalid if a value does not fit."""
+    """Cast an array to the type `kind`. Raises ArrowInvalid if a value does not fit."""
     if isinstance(values.type, pa.UuidType) and is_text(kind):
         return pa.array([None if value is None else str(value) for value in values.to_pylist()], kind)
     try:
@@ -219,6 +217,7 @@ def _cast_value(values: pa.Array, row: int, field: pa.Field) -> tuple[pa.Array, 
 
 
 def _storage(value: pa.Array) -> pa.Array:
+    """Remove extension types and dictionary encoding from an array."""
     if isinstance(value, pa.ExtensionArray):
         return _storage(value.storage)
     return value.dictionary_decode() if types.is_dictionary(value.type) else value

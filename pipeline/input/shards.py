@@ -17,7 +17,7 @@ from pipeline.storage.folder import filesystem
 
 STREAM_BYTES = 128 * 2**20  # a row group with more uncompressed bytes is fetched page by page
 FETCH_BYTES = 8 * 2**20  # bytes that are read ahead for each column of a large row group
-BATCH_ROWS, BATCH_BYTES = 1024, 8 * 2**20  # limits of a batch, by sizes from the footer; decoded text may be larger
+BATCH_ROWS, BATCH_BYTES = 1024, 8 * 2**20  # limits of a batch; sizes are from the footer, decoded text may be larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +100,11 @@ def _tables(shards: Sequence[Shard], columns: Sequence[str], storage: StorageCon
     # large row groups are streamed page by page; small ones are read ahead
     large = any(group.total_byte_size > STREAM_BYTES for group in groups)
     with fs.open(path, "rb", cache_type="none" if large else "readahead") as file:
-        buffer = FETCH_BYTES if large else 0  # has no effect with pre_buffer, which fetches whole row groups
         parquet = pq.ParquetFile(
             file,
             metadata=footer,
-            buffer_size=buffer,
-            pre_buffer=not large,
+            buffer_size=FETCH_BYTES if large else 0,
+            pre_buffer=not large,  # fetches whole row groups, and ignores buffer_size
             coerce_int96_timestamp_unit=INT96_UNIT,
         )
         opened, first, batch = -1, 0, pa.record_batch([], [])  # the open row group; the batch's first row; the batch
@@ -137,10 +136,10 @@ def _next(batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch:
 def group_shards(
     shards: Iterable[Shard], files: Iterable[InputFile], task_rows: int, task_bytes: int
 ) -> list[list[Shard]]:
-    """Return a list of shards for each read task: consecutive shards of one file, within the limits for tasks.
+    """Return a list of shards for each read task: consecutive shards of one file, up to `task_rows` and `task_bytes`.
 
-    Shards of one row group stay together even above the limits, so that the row group is read only once. All shards of
-    a gzip file stay together, because such a file can only be read from its start.
+    Shards of one row group stay in one task even above these limits, so that the row group is read only once. All
+    shards of a gzip file stay in one task, because such a file can only be read from its start.
     """
     layout = {file.url: (file, list(accumulate(file.group_rows, initial=0))) for file in files}
     located = [(shard, *_locate(shard, *layout[shard.url])) for shard in shards]

@@ -1,4 +1,4 @@
-"""Defines Iceberg and Delta tables as input and output. Imports pyiceberg or deltalake only if a job names a table."""
+"""Defines interfaces to Iceberg and Delta tables. Imports pyiceberg or deltalake only if a job names a table."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CommitConflict(Exception):
 
 
 class InputTable(Protocol):
-    """A table as input. Methods raise one-line UserErrors that name the table.
+    """Interface to an input table. Methods raise one-line UserErrors that name the table.
 
     root: the folder that holds the table's data files, or most of them.
     """
@@ -63,15 +63,15 @@ class InputTable(Protocol):
         """
 
     def as_shown(self, snapshot: int, url: str, schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
-        """Return data file `url`'s `schema`, plus a column of type null for each of `names` that the file lacks.
+        """Return data file `url`'s `schema`. Add a column of type null for each of `names` that the file lacks.
 
-        The file may lack a column that was added to the table later. Raises UserError if the table lacks a column, if
+        A file lacks columns that were added to the table later. Raises UserError if the table lacks a column, if
         the file has it under another name, or if a partition column is not in the file.
         """
 
 
 class OutputTable(Protocol):
-    """A table as output, which need not exist. Methods raise one-line UserErrors that name the table."""
+    """Interface to an output table, which may not exist yet. Methods raise one-line UserErrors that name the table."""
 
     def check(self, schema: pa.Schema) -> None:
         """Raise UserError if files with this schema do not fit the table's columns, types or partitions."""
@@ -80,7 +80,7 @@ class OutputTable(Protocol):
         """Return the snapshot committed by the job with this fingerprint; None if there is none."""
 
     def append(self, parts: Sequence[PartFile], schema: pa.Schema, fingerprint: str) -> int:
-        """Add `parts` as one snapshot, with the fingerprint in its metadata. Create a missing table. Return the id.
+        """Add `parts` in one snapshot with the fingerprint in its metadata; return its id. Create the table if missing.
 
         Raises CommitConflict and adds nothing if another writer, perhaps another run of this job, committed first.
         """
@@ -161,9 +161,9 @@ def _unheld(kind: pa.DataType, more: Collection[pa.DataType]) -> pa.DataType | N
 def check_columns(
     table: str, partitions: Sequence[str], required: Sequence[str], there: Mapping[str, str], ours: Mapping[str, str]
 ) -> None:
-    """Raise UserError if the table has partitions, or for the first column that cannot hold a job's answers.
+    """Raise UserError if the table has partitions, or for the first column that does not match the job's answers.
 
-    required: columns that do not allow null. there: name -> type, for the table. ours: name -> type, for the answers.
+    required: table columns that do not allow null. there, ours: column name -> type, of the table and of the answers.
     """
     if partitions:
         raise UserError(

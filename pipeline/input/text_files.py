@@ -1,4 +1,4 @@
-"""Reads JSON Lines and CSV files. Planning scans each file once. Later, shards are read at byte offsets.
+"""Reads JSON Lines and CSV files. Planning scans each file once. Later, shards are read from byte offsets.
 
 The scan divides the file into row groups, as in Parquet, and counts rows and bytes of each group. Column types come
 from some of the rows. A row that cannot be read, or does not fit the types, gets an error.
@@ -39,7 +39,7 @@ from pipeline.input.text_lines import (
 )
 from pipeline.messages import counted, is_unicode, one_line, printable
 
-AS_JSON = {b"skipdecode.json": b"1"}  # metadata of a string column that keeps lists, objects and numbers as JSON text
+AS_JSON = {b"skipdecode.json": b"1"}  # metadata of a text column that keeps lists, objects and numbers as JSON text
 _NAMES = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 _NOT_ARROW = (pa.ArrowException, ValueError, OverflowError)  # errors for a value that Arrow cannot hold
 GROUP_ROWS, GROUP_BYTES = 1024, 4 * 2**20  # limits of a row group; a longer row is a group of its own
@@ -83,10 +83,10 @@ def parsed(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
 
 
 class JsonTypes:
-    """Finds the type of each JSON column: the type that most of the column's values in the added rows have.
+    """Finds the type of each JSON column: the type of most of its values in the added rows.
 
-    Integers and floats count as one type. If the lists or objects in a column have no common type, the first list or
-    object decides. Values are not converted: a row with a value of another type gets an error.
+    Integers and floats count as one type. A list or object that has no common type with the earlier ones is ignored.
+    Values are not converted: a row with a value of another type gets an error.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -95,7 +95,7 @@ class JsonTypes:
         self._lines = 0
 
     def add(self, lines: Sequence[bytes]) -> None:
-        """Count the types of the values in some rows; `lines` holds one JSON row per line."""
+        """Count the types of the values in `lines`, each of which is a row in JSON."""
         self._lines += len(lines)
         rows = [values for values, _ in map(parsed, lines if self._columns else ()) if values is not None]
         for values in rows:
@@ -105,8 +105,8 @@ class JsonTypes:
                 count, known = kinds.get(_NAMES[type(value)], (0, pa.null()))
                 kinds[_NAMES[type(value)]] = count + 1, common(known, _type_of(value)) or known
 
-    def lack(self, block: bytes) -> bool:
-        """Tell whether `block` may hold a value for a column that has no type yet."""
+    def may_find(self, block: bytes) -> bool:
+        """Tell whether `block` may hold a value of a column that has no type yet."""
         for column, kinds in self._columns.items():
             if all(types.is_null(kind) for _, kind in kinds.values()):
                 for key in {json.dumps(column, ensure_ascii=ascii).encode() for ascii in (True, False)}:
@@ -115,7 +115,7 @@ class JsonTypes:
         return False
 
     def schema(self, as_json: frozenset[str]) -> pa.Schema:
-        """Return a schema of all columns found (null if not requested). Raises Unreadable if no row is an object."""
+        """Return the schema of all columns found (null if not requested). Raises Unreadable if no row is an object."""
         if self._columns and self._lines and not self._seen:
             raise Unreadable(f"{counted(self._lines, 'line')} read, and none holds a JSON object; write one per line")
         fields = []
@@ -175,7 +175,7 @@ def _misfit(value: Any, kind: pa.DataType) -> str | None:
 
 
 def json_array(values: Sequence[Any], field: pa.Field) -> tuple[pa.Array, dict[int, str]]:
-    """Return the values as an array of the field's type, and position -> error for each value of another type.
+    """Return the values as an array of the field's type, and the position and error of each value of another type.
 
     A value of another type becomes JSON text in a text column, and null in other columns.
     """
@@ -263,7 +263,7 @@ def _row_ends(stream: BinaryIO, kind: str, field_bytes: int, limit: int | None, 
             starts, ends, has_header = starts[1:], ends[1:], False
         if limit is not None:
             starts, ends = starts[: limit - total], ends[: limit - total]
-        if kind == "jsonl" and (total < TYPED_ROWS or number % TYPED_BLOCKS == 0 or types.lack(block)):
+        if kind == "jsonl" and (total < TYPED_ROWS or number % TYPED_BLOCKS == 0 or types.may_find(block)):
             types.add(json_lines(block[: ends[-1]] if len(ends) else b""))
         yield ends + offset
         offset, total = offset + len(block), total + len(ends)
@@ -331,8 +331,8 @@ def _rows(
         rows: list[Row] = []
         while len(rows) < shard.rows:
             row = shard.first_row + len(rows)
-            if number != bisect_right(first_rows, row) - 1:
-                number = bisect_right(first_rows, row) - 1
+            if number != (wanted := bisect_right(first_rows, row) - 1):
+                number = wanted
                 if number == len(file.group_rows):
                     raise Unreadable("fewer rows than when the job was planned")
                 stream.seek(offsets[number])
@@ -357,7 +357,7 @@ def _json_table(lines: Sequence[bytes], schema: pa.Schema, shard: Shard) -> pa.T
 
 
 def _unreadable(shard: Shard, row: int, error: str) -> str:
-    """Return the error of a row that cannot be read, with the place of the row, because such a row has no id."""
+    """Append the row number and the file name to an error, because a row that cannot be read has no id."""
     return f"{error} (row {shard.first_row + row} of {os.path.basename(shard.url)!r}, counted from 0)"
 
 
@@ -382,13 +382,13 @@ def _csv_table(records: Sequence[CsvRow], header: Sequence[str], schema: pa.Sche
 
 
 def _with_errors(table: pa.Table, errors: Mapping[int, str], rows: int) -> pa.Table:
-    """Append the column `ERROR` to the table. rows: number of rows (a table without columns does not hold it)."""
+    """Append the column `ERROR` to the table. rows: number of rows, which a table without columns does not know."""
     column = pa.array([errors.get(row) for row in range(rows)], pa.string())
     return pa.table([*table.columns, column], schema=table.schema.append(pa.field(ERROR, pa.string())))
 
 
 def with_json_fields(schema: pa.Schema, names: frozenset[str]) -> pa.Schema:
-    """Add the metadata `AS_JSON` to the fields `names` of a schema: their text may hold JSON. Return the schema."""
+    """Return the schema with the metadata `AS_JSON` on the fields in `names`, whose text may be JSON."""
     return pa.schema(
         [one.with_metadata({**(one.metadata or {}), **AS_JSON}) if one.name in names else one for one in schema]
     )

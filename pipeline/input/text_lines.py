@@ -1,8 +1,8 @@
 """Finds where each record ends in a JSON Lines or CSV file, gzipped or not, and parses the records.
 
 In JSON Lines, each line that is not blank is a record. In CSV, a quoted field may hold line ends, so a record ends
-where Python's strict csv reader ends it. If this reader fails, only one line counts as the record, so that an unclosed
-quote does not spoil the next lines. Offsets count uncompressed bytes.
+where Python's strict csv reader ends it. If this reader fails, the record is only one line, so that an unclosed quote
+does not spoil the next lines. Offsets count uncompressed bytes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pipeline.storage.folder import filesystem
 
 BUFFER = 2**20  # bytes read at once
 BOM = b"\xef\xbb\xbf"
-# errors of a stream that is cut short or is not gzip
+# errors of a gzip stream that is cut short or damaged
 GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 CR, NEWLINE, SPACE, COMMA, QUOTE = b'\r\n ,"'
 _BLANK = {"jsonl": b" \t\r\n", "csv": b"\r\n"}  # bytes that a blank line may hold
-# _FIELD: a CSV field; matches nothing if a quote stays open. _RECORD: a CSV record; group 1: text after a closing quote
+# _FIELD: a CSV field; empty match: a quote stays open. _RECORD: a CSV record; group 1: text after a closing quote
 _FIELD = re.compile(rb'(?:"(?:[^"]++|"")*+"|[^",\r\n][^,\r\n]*+)?+')
 _RECORD = re.compile(rb'(?:%b)?+%b(?:,%b)*+(?!")(\r*+[^\r\n])?+[^\n]*+\n' % (BOM, _FIELD.pattern, _FIELD.pattern))
 
@@ -40,7 +40,7 @@ CsvRow = tuple[list[str], str | None]  # the fields, and an error if the record 
 
 
 class Unreadable(ValueError):
-    """A text file is not valid JSON Lines or CSV, or its rows are not as planned."""
+    """A text file is not valid JSON Lines or CSV, or its number of rows has changed since planning."""
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def open_text(url: str, storage: StorageConfig) -> Iterator[BinaryIO]:
 
 
 def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> Iterator[tuple[bytes, Offsets, Offsets]]:
-    """Yield consecutive blocks of bytes, each with the offsets where its records start and the offsets where they end.
+    """Yield consecutive blocks of the stream, each with the start and end offsets of the records in the block.
 
     Blank lines are part of a block, but not of any record. The ends are found with numpy, which releases the GIL.
 
@@ -84,7 +84,7 @@ def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> I
         starts, end = bounds[:-2], int(bounds[-2])
         first = np.frombuffer(block, np.uint8)[starts]
         is_filled = np.ones(len(starts), bool)
-        for place in np.flatnonzero((first <= SPACE) | (first == BOM[0])):
+        for place in np.flatnonzero((first <= SPACE) | (first == BOM[0])):  # only these may be blank
             is_filled[place] = bool(block[starts[place] : ends[place]].removeprefix(BOM).strip(_BLANK[kind]))
         yield block[:end], starts[is_filled], ends[is_filled]
         rest, line = block[end:], line + int(np.count_nonzero(np.frombuffer(block, np.uint8, end) == NEWLINE))
@@ -93,8 +93,8 @@ def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> I
 def _ends(block: bytes, kind: str, *, is_whole: bool = False) -> Offsets:
     """Return the offset where each complete record or blank line in `block` ends.
 
-    If all CSV quotes enclose whole fields, a line end after an odd number of quotes is inside a field.
-    is_whole: whether the block ends where a record ends. A quote that is open there then shows a damaged record.
+    If all CSV quotes enclose whole fields, counting quotes is enough: after an odd number, a line end is in a field.
+    is_whole: whether the block ends where a record ends. A quote that is open there then means a damaged record.
     """
     data = np.frombuffer(block, np.uint8)
     lines = np.flatnonzero(data == NEWLINE) + 1
@@ -119,13 +119,13 @@ def _ends(block: bytes, kind: str, *, is_whole: bool = False) -> Offsets:
     return np.array(found, np.int64)
 
 
-def _check_quotes(block: bytes, place: int, end: int, field_bytes: int, line: int, is_last: bool) -> None:
-    """Raise Unreadable if a quoted CSV field in block[place:end] is too long, or the last record has an open quote."""
+def _check_quotes(block: bytes, place: int, end: int, field_bytes: int, first_line: int, is_last: bool) -> None:
+    """Raise Unreadable if a quoted field in block[place:end] is too long, or is not closed in the last record."""
     place += len(BOM) if block.startswith(BOM, place) else 0
     while place < end and (field := _FIELD.match(block, place)):
         stop = field.end()
         if block[place] == QUOTE:
-            where = f"line {line + block.count(NEWLINE, 0, place)}: a quote is opened"
+            where = f"line {first_line + block.count(NEWLINE, 0, place)}: a quote is opened"
             if stop == place and is_last:
                 raise Unreadable(f'{where} and never closed; close it, or write "" for a quote in quoted text')
             if (end if stop == place else stop) - place - 2 > field_bytes:

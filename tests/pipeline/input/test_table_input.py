@@ -156,7 +156,7 @@ def test_rows_that_delete_files_delete_are_never_read(iceberg: IcebergTables, ch
     url = delete_by_file(iceberg.table(NAME), tmp_path)
     assert iceberg.rows(NAME)["id"].to_pylist() == ["r1", "r2"]  # the library applies it
     assert refusal(job_over(iceberg, checkpoint)) == (
-        f"{url}: rows of this data file are deleted by delete files of in.prompts; compact the table "
+        f"{url}: delete files of in.prompts delete rows of this data file; compact the table "
         "(rewrite_data_files) and read the new snapshot"
     )
     assert planned(job_over(iceberg, checkpoint, snapshot=before)).rows == 3
@@ -293,7 +293,7 @@ def test_what_is_missing_is_named(tables: Tables, checkpoint: Path) -> None:
     if tables.kind == "iceberg":
         assert refusal(job) == "input.path: no table in.prompts in catalog 'test'; check storage.catalog"
         bare = job_over(tables, checkpoint, path="prompts")
-        assert refusal(bare) == "prompts: the name of a table in a catalog must be namespace.table"
+        assert refusal(bare) == "prompts: the name of an Iceberg table must be namespace.table"
     else:
         assert refusal(job) == f"input.path: {tables.path(NAME)} holds no Delta table"
     tables.append(NAME, prompts(0, 2).drop_columns("prompt"))
