@@ -26,8 +26,8 @@ LEDGER = "_ledger"  # folder with the records of incremental runs
 def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
     """Return the plan (manifest) of the job in the folder; None if there is no job, or if `overwrite` is set.
 
-    Raises UserError if the folder holds incremental runs, or another program's file that the new job would replace.
-    Without `overwrite`, also if it holds Parquet files but no job. With `overwrite`, also if a table uses its parts.
+    Raises UserError if the folder holds incremental runs, another program's file that the new job would replace,
+    Parquet files without a job (unless `overwrite` is set), or parts that a table uses (if `overwrite` is set).
     """
     if folder.names(LEDGER):
         raise UserError(
@@ -57,7 +57,7 @@ def _check_success(folder: Folder) -> None:
 def _check_replaceable(folder: Folder) -> None:
     """Raise UserError if --overwrite would remove a file that no job of this program wrote.
 
-    A job wrote an output file (part) if its commit record names its size, or its footer holds a fingerprint.
+    An output file (part) counts as written by a job if it has the recorded size, or a fingerprint in its footer.
     """
     _check_success(folder)
     for name in folder.names():

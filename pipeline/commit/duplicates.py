@@ -50,7 +50,7 @@ def count_repeated(
         first = 0
         for column in columns:
             known = np.flatnonzero(column.is_valid())  # skip rows without an id, e.g. unreadable rows
-            pairs = np.stack([_hashes(column.drop_null()), first + known], axis=1)
+            pairs = np.stack([_hashes(column.drop_null()), first + known], axis=1)  # [N, 2]: hash, row's position
             first += len(column)
             file_of = pairs[:, 0].view(np.uint64) % np.uint64(len(files))
             order = np.argsort(file_of, kind="stable")

@@ -31,7 +31,7 @@ from pipeline.storage.parquet import parquet_bytes, read_parquet
 
 log = logging.getLogger(__name__)
 COMMITS, SEGMENTS = "_job/commits", "_job/segments"
-COMPACT_AT = 1000  # minimum number of small record files at which they are compacted
+COMPACT_AT = 1000  # a compaction begins when there are at least this many small record files
 COMPACT_SECONDS = 30.0  # time between two compactions
 SEGMENT_ROWS = 10_000  # maximum number of records in a segment
 RECORD, DIGEST = re.compile(r"(\d{6,})\.json"), re.compile(r"[0-9a-f]{64}")

@@ -117,7 +117,7 @@ def _lines(folder: Folder, manifest: Manifest, to_lines: Callable[[bytes, Shard]
     def lines(shard: Shard) -> list[Line]:
         return to_lines(folder.read(part_name(shard.index)), shard)
 
-    for first in range(0, len(manifest.shards), PARTS_AT_ONCE):
+    for first in range(0, len(manifest.shards), PARTS_AT_ONCE):  # limits the number of parts in memory
         for lines_of_part in in_parallel(lines, manifest.shards[first : first + PARTS_AT_ONCE], PARTS_AT_ONCE):
             yield from lines_of_part
 

@@ -25,7 +25,7 @@ from pipeline.storage.folder import STORE_ERRORS, Folder, read_json, write_json
 
 log = logging.getLogger(__name__)
 RUNS = "_job/runs.json"
-KEPT = 50  # number of runs in the file; older runs are dropped
+KEPT = 50  # maximum number of runs in the file; older runs are dropped
 COMPILER = "C++ compiler"
 PACKAGES = ("skipdecode", "ray", "torch", "transformers", "tokenizers", "pyarrow", "numpy", "s3fs")
 

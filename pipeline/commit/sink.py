@@ -262,7 +262,7 @@ def clear_temporaries(folder: Folder) -> None:
 
 
 def check_output(folder: Folder, fingerprint: str) -> None:
-    """Raise UserError if `folder` does not hold the job. A local path may be another folder on another node."""
+    """Raise UserError if `folder` does not hold the job. A local path may name different folders on different nodes."""
     if (read_json(folder, JOB, dict[str, Any]) or {}).get("fingerprint") != fingerprint:
         raise UserError(
             f"output.path: {folder.url} on node {socket.gethostname()} is not the folder in which this job began: give "

@@ -78,12 +78,12 @@ def clock_speedups(
 
 def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shards: pa.Table) -> Iterator[str]:
     """Yield lines about the work and cost of a job. runs: recorded runs. shards: statistics in `STATS_SCHEMA`."""
+    rows = counted(manifest.rows, "row")
     if not totals.shards:
-        yield f"no shard is committed yet: 0 of {counted(manifest.rows, 'row')}"
+        yield f"no shard is committed yet: 0 of {rows}"
         return
     answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
     of_all = "" if totals.rows == manifest.rows else f"{totals.rows:,} of "
-    rows = counted(manifest.rows, "row")
     yield (
         f"{of_all}{rows}{answers} in {counted(totals.shards, 'shard')}, {totals.errors:,} with an "
         f"error; {totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} generated tokens"

@@ -122,10 +122,9 @@ def _prompts(manifest: Manifest, index: int, storage: StorageConfig) -> list[str
     names = manifest.schema.names
     used = [name for name in names if name == column or re.search(rf"\b{re.escape(name)}\b", template)]
     used = used or [name for name in names if name != section.get("id")]
-    rows = table.select(used).to_pylist()
     return [
         "\n".join(_text(value) if len(used) == 1 else f"{name}: {_text(value)}" for name, value in row.items())
-        for row in rows
+        for row in table.select(used).to_pylist()
     ]
 
 

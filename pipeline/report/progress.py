@@ -42,7 +42,7 @@ def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload)
         return {}
     (began, first), (ended, last) = seen[0], seen[-1]
     shards = last.shards - first.shards
-    # time after the last commit counts only once the next one is overdue, so that the rate does not sink between them
+    # time after the last commit counts only once the next one is overdue, so the rate does not sink between commits
     seconds = max(ended - began, (now - began) * shards / (shards + 1), 1e-3)
     rows_per_second, left = (last.rows - first.rows) / seconds, work.rows - work.done_rows - last.rows
     found = {"rows_per_second": rows_per_second, "tokens_per_second": (last.tokens - first.tokens) / seconds}

@@ -102,8 +102,8 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
         console.print(f"\n[{row['id']}]", markup=False, highlight=False)
         for name in ("prompt", "generated_text", "error"):
             if row.get(name) is not None:
-                shown = name.replace("generated_text", "answer")
-                console.print(f"  {shown}: {row[name]}", markup=False, highlight=False)
+                title = "answer" if name == "generated_text" else name
+                console.print(f"  {title}: {row[name]}", markup=False, highlight=False)
         if full_depth is not None:
             console.print(f"  full depth's answer: {full_depth}", markup=False, highlight=False)
     if show:

@@ -32,7 +32,7 @@ from pipeline.runtime.signals import Interrupted, graceful
 Result = TypeVar("Result")
 ISOLATED_SECONDS = 300.0  # time limit of an isolated call during planning
 TASK_CPUS = 0  # CPUs that a read or prepare task requests: none, because actors or another dataset may hold all CPUs
-TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # maximum running tasks of a stage per actor; each one is a process
+TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # maximum running tasks of a stage per actor; each has its own process
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # limits of a read task, see `ShardSource`
 SHARDS_OF_ACTOR = 2  # maximum shards sent to an actor: the second shard waits, or begins before the first one ends
 CALL_RETRIES = 1  # retries of a call whose process died, e.g. with its node

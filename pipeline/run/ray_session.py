@@ -105,7 +105,7 @@ def on_cluster() -> bool:
 
 
 def actor_cpus(actors: ActorsConfig) -> float:
-    """Return the CPUs that an actor requests: `actors.cpus`, else `actors.threads` (at most a local Ray's share)."""
+    """Return an actor's CPUs: `actors.cpus`, else `actors.threads` (on a local Ray, at most an equal share)."""
     if actors.cpus is not None:
         return actors.cpus
     cpus = float(actors.threads or 1)
@@ -115,7 +115,7 @@ def actor_cpus(actors: ActorsConfig) -> float:
 
 
 def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:
-    """Wait until the actors fit. Return the lowest CPU count and memory (bytes) of a CPU node, and their number."""
+    """Wait until the actors fit. Return the CPU nodes' lowest CPU count, lowest memory (bytes), and number."""
     with ray_session(actors, verbose=False):
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
     return int(min(one["CPU"] for one in nodes)), int(min(one["memory"] for one in nodes)), len(nodes)

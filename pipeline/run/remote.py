@@ -46,7 +46,7 @@ class RemoteCoordinator:
         self.handle = handle
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a method of the actor. It may raise RayError. A method that the driver calls times out after 5 s."""
+        """Return a method of the actor, which may raise RayError. The driver's methods raise TimeoutError after 5 s."""
         if name not in vars(Coordinator):
             raise AttributeError(name)
         seconds = ANSWER_SECONDS if name in ("stop", "working", "read") else None

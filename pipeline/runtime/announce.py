@@ -24,15 +24,15 @@ class _Lines(logging.Handler):
 
 _log = logging.getLogger("pipeline.announced")
 _log.setLevel(logging.INFO)
-_log.addHandler(_Lines())
 _log.propagate = False
-_LINES = list(_log.handlers)
+_LINES = _Lines()
+_log.addHandler(_LINES)
 
 
 def announce_to_log(to_log: bool) -> None:
     """Send announcements to the root logger's handlers if `to_log`, else to standard error."""
     _log.propagate = to_log
-    _log.handlers = [] if to_log else list(_LINES)
+    _log.handlers = [] if to_log else [_LINES]
 
 
 def goes_to_log() -> bool:

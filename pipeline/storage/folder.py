@@ -199,7 +199,7 @@ class ObjectFolder:
         self._put(name, data)
 
     def _put(self, name: str, data: bytes, **options: str) -> None:
-        # always a single put: a multipart upload may ignore the condition, and leaves parts behind if the run is killed
+        # always a single put: a multipart upload may ignore the condition, and stays incomplete if the run is killed
         self.fs.pipe_file(f"{self.path}/{name}", data, chunksize=max(len(data), 2**20), **options)
 
     def remove(self, name: str) -> None:
@@ -278,7 +278,7 @@ def write_json(folder: Folder, name: str, values: Any, indent: int = 1) -> None:
 
 
 def probe_create(folder: Folder) -> Folder:
-    """Return the folder after a test whether its `create` refuses to replace a file.
+    """Test whether `create` refuses to replace a file, and return the folder.
 
     If `create` replaces a file, log a warning, and return a folder whose `create` first looks for an existing file.
     """
