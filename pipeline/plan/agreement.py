@@ -30,14 +30,14 @@ from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.isolated import Died
 
 log = logging.getLogger(__name__)
-# a hint is logged if the schedule skips less than this share of all layer runs, but at least this share in answers
+# a hint is printed if the schedule skips less than this share of all layer runs, but at least this share in answers
 LITTLE = 0.1
 
 
 def can_gain(schedule: Schedule, spec: PromptSpec) -> bool:
     """Return whether any token of the job can run fewer layers than at full depth.
 
-    If prompts run all layers and answers have one token, none can, because prefill computes an answer's first token.
+    No token can if prompts run all layers and answers have one token: prefill computes an answer's first token.
     """
     if len(schedule.prompt_layers) < schedule.num_layers:
         return True
@@ -64,7 +64,7 @@ def announce_no_gain(schedule: Schedule, spec: PromptSpec) -> None:
 def is_measured(config: JobConfig, schedule: Schedule, spec: PromptSpec) -> bool:
     """Return whether to measure the agreement of a new job with full depth.
 
-    The library engine runs the measurement. It cannot run a model that vLLM splits over GPUs or quantizes.
+    The library engine does the measurement. It cannot run a model that vLLM splits over GPUs or quantizes.
     """
     if {"tensor_parallel_size", "quantization"} & {*(config.model.vllm or {})}:
         return False
@@ -102,7 +102,7 @@ def with_agreement(
             with announced(f"measuring agreement with full depth on {len(rows)} rows"):
                 [agreement] = hardware.call_as_actors(config.actors, measure_agreement, [inputs])
         except Died as error:
-            log.warning("agreement with full depth is not measured: the process died (%s); the job goes on", error)
+            log.warning("agreement with full depth is not measured: the process died (%s); the job continues", error)
             return manifest
         if on_vllm:
             # the measured times are those of the library engine, not of vLLM

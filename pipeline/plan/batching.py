@@ -16,8 +16,8 @@ from pipeline.plan.hardware import Hardware
 
 log = logging.getLogger(__name__)
 GPU_CACHE_BYTES = 8 * 2**30  # KV cache of an actor on a whole GPU
-SPREAD = 3  # answers count as similar in length if the length limit is at most this many times their median length
-FEW_ROWS = 16  # batches of at most this many rows are refilled, because they hardly get faster when rows end
+SPREAD = 3  # answer lengths count as similar if the length limit is at most this many times the median length
+FEW_ROWS = 16  # batches of at most this many rows are refilled: without refilling they hardly get faster as rows end
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, ha
     actors = config.actors
     needs_node = not actors.gpus and None in (actors.threads, actors.cache_bytes)
     cpus, memory, nodes = (hardware if hardware is not None and needs_node else Hardware()).node(actors)
-    of_node = math.ceil(actors.most / nodes)
-    cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1)) if actors.gpus else min(2**30, memory // 4 // of_node)
+    per_node = math.ceil(actors.most / nodes)
+    cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1)) if actors.gpus else min(2**30, memory // 4 // per_node)
     if config.model.engine == "vllm" and actors.gpus:
-        cache = 0  # vLLM takes the free memory
+        cache = 0  # vLLM itself takes the free memory
     # Each actor gets at least 4 shards. It gets more, up to 32, if each shard then has at least 256 rows, and at least
     # the rows in flight. With more shards, an interrupted run loses less work, and progress shows earlier.
     least = min(max(256, config.rows_in_flight), math.ceil(rows / (4 * actors.most)))
@@ -54,7 +54,7 @@ def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, ha
         shard_bytes=config.shard_bytes,
         cache_bytes=actors.cache_bytes or cache,
         max_batch=config.rows_in_flight,
-        threads=actors.threads or (1 if actors.gpus else max(1, cpus // of_node)),
+        threads=actors.threads or (1 if actors.gpus else max(1, cpus // per_node)),
         scheduler=chosen_scheduler(config, resolved.checkpoint),
     )
 
@@ -111,7 +111,7 @@ def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
 
 
 def not_in_vllm(config: JobConfig) -> str | None:
-    """Return why vLLM cannot run a job, and what the user can change; None if vLLM can run it."""
+    """Return the reason why vLLM cannot run a job, with a remedy for the user; None if it can."""
     sampling = config.sampling
     forms = (config.choices, config.output_format, config.input.choices, config.input.output_format)
     has_forms = any(form is not None for form in forms)

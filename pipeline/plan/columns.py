@@ -1,4 +1,4 @@
-"""Determines names and types of the input columns that a job reads, without reading data."""
+"""Determines the names of the input columns that a job reads, and checks their names and types. Reads no data."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def parsed_column(config: JobConfig) -> pa.DataType | None:
 def check_columns(config: JobConfig) -> None:
     """Raise UserError if an input column is copied twice, or has the name of a column that the job adds.
 
-    Also raise UserError if the template has single braces only, with which all prompts would be the same.
+    Also raise UserError if the template has only single braces, because all prompts would then be the same.
     """
     template = config.input.template or ""
     if not is_template(template) and (found := re.search(r"\{ *(\w+) *\}", template)):
@@ -102,16 +102,16 @@ def check_type(config: JobConfig, name: str, kind: pa.DataType, url: str) -> Non
     """Raise UserError if the job cannot read the type `kind` of the column `name` in the file `url`."""
     section = config.input
     for column, fits, rule in (
-        (section.prompt_column, is_text(kind) or _is_ids(kind), "a prompt must be string, or a list of token ids"),
-        (section.messages, is_text(kind) or _is_structs(kind), "messages must be a list of structs, or JSON as string"),
+        (section.prompt_column, is_text(kind) or _is_ids(kind), "a prompt must be a string or a list of token ids"),
+        (section.messages, is_text(kind) or _is_structs(kind), "messages must be a list of structs or a JSON string"),
         (
             section.sampling,
             is_text(kind) or pa.types.is_struct(kind) or (pa.types.is_map(kind) and is_text(kind.key_type)),
-            "sampling must be a struct, a map with string keys, or JSON as string",
+            "sampling must be a struct, a map with string keys, or a JSON string",
         ),
-        ("custom_id" if section.is_batch else None, is_text(kind), "a custom_id must be string"),
-        (next(iter((section.output_format or {}).values()), None), is_text(kind), "an output format must be string"),
-        (section.tools, is_text(kind) or _is_structs(kind), "tools must be a list of structs, or JSON as string"),
+        ("custom_id" if section.is_batch else None, is_text(kind), "a custom_id must be a string"),
+        (next(iter((section.output_format or {}).values()), None), is_text(kind), "an output format must be a string"),
+        (section.tools, is_text(kind) or _is_structs(kind), "tools must be a list of structs or a JSON string"),
         (section.choices, _is_list(kind) and is_text(kind.value_type), "choices must be a list of strings"),
     ):
         if name == column and not fits:

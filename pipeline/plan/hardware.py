@@ -30,7 +30,7 @@ class Hardware:
     def call_as_actors(
         self, actors: ActorsConfig, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
     ) -> list[Result]:
-        """Call a function with an actor's resources, once for each tuple of arguments, in parallel if they suffice.
+        """Call a function once for each tuple of arguments, with an actor's resources; in parallel if there are enough.
 
         A subclass uses other processes, whose death raises Died.
         """

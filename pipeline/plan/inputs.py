@@ -21,7 +21,7 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import filesystem
 
 log = logging.getLogger(__name__)
-DIGEST_BYTES = 4 * 2**30  # if local files are larger in total, they get no digests; modification times are compared
+DIGEST_BYTES = 4 * 2**30  # if local files are larger in total, only their modification times are compared
 RUN_FOLDER = "2026-01-31T00-00-00Z"  # example name for the folder of an incremental run
 
 
@@ -70,7 +70,7 @@ def with_digests(files: Sequence[InputFile]) -> list[InputFile]:
 def has_same_content(url: str, before: tuple[int, str], digest: str, now: tuple[int, str]) -> bool:
     """Return whether a file still has the content that was recorded.
 
-    before, now: (bytes, version) at the record and today. digest: the recorded SHA-256 of a local file, or "". If a
+    before, now: (bytes, version), recorded and current. digest: the recorded SHA-256 of a local file, or "". If a
     local file has its old size but another version, the digest decides.
     """
     if before == now:

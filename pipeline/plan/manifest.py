@@ -1,4 +1,4 @@
-"""The plan of a job: its identity, its input files and shards, and the values that shape its batches.
+"""Plans a job: its identity, its input files and shards, and the values that determine its batches.
 
 The identity is everything that can change an answer; its digest is the fingerprint. `plan_files.py` saves the plan, so
 that the job can be resumed.
@@ -78,10 +78,10 @@ def plan_job(
     """Plan a new job. If `stored` is given, plan to resume that job, with its pinned files and its batching.
 
     Args:
-        limit: number of input rows; None is all.
+        limit: maximum number of input rows; None: all.
         files: input files; default: all files of `input.path`.
-        hardware: determines threads and cache of a new job; default: what this process has.
-        preview: the plan is only for the first `limit` rows. Later rows are not read, and no prefix is shared.
+        hardware: determines threads and cache of a new job; default: the hardware of this process.
+        preview: plan only the first `limit` rows. Later rows are not read, and prompts share no prefix.
 
     Raises:
         UserError: input is missing or unreadable, has the wrong type, or has changed since the stored job began.
@@ -120,7 +120,7 @@ def plan_job(
     # use the stored files: a file rewritten with the same bytes has a new version, but the job stays the same
     identity = _identity(config, resolved, schedule, stored.files if stored else pinned, batching, limit)
     if stored is not None and stored.identity == json.loads(json.dumps(identity)):
-        fingerprint = stored.fingerprint  # not computed: an old version may have hashed keys that no longer exist
+        fingerprint = stored.fingerprint  # not recomputed: an old version may have hashed keys that no longer exist
     else:
         fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     agreement = None if stored is None else stored.agreement
@@ -128,7 +128,7 @@ def plan_job(
 
 
 def _first_files(config: JobConfig, listed: Files, rows: int) -> Files:
-    """Return the files that hold the first `rows` rows. Other files are not opened."""
+    """Return the files that hold the first `rows` rows. Later files are not opened."""
     found: dict[str, tuple[int, str]] = {}
     for url, entry in listed.items():
         found[url] = entry
@@ -162,7 +162,7 @@ def coverage_problems(manifest: Manifest) -> list[str]:
         if expected is None:
             problems.append(f"{name}: {shard.url} is not an input file of the job")
             continue
-        if shard.first_row < expected if manifest.batching.retries else shard.first_row != expected:
+        if shard.first_row < expected or (shard.first_row > expected and not manifest.batching.retries):
             problems.append(f"{name}: begins at row {shard.first_row} of {shard.url}; expected row {expected}")
         covered[shard.url] = shard.first_row + shard.rows
         if shard.rows <= 0 or covered[shard.url] > rows[shard.url]:
@@ -205,7 +205,7 @@ def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> 
             schema = table.as_shown(config.input.snapshot, url, schema, text.names)
         return [(file, schema)]
 
-    with announced("reading Parquet footers, or whole text files, to learn the numbers of rows and the types"):
+    with announced("reading Parquet footers, or whole text files, to count rows and find column types"):
         footers = [footer for footers in in_parallel(layout, listed) for footer in footers]
     schemas = {file.url: schema for file, schema in footers}
     schema = one_schema(text.names, schemas) if table else common_schema(footers, text.names, config.storage)
@@ -250,7 +250,7 @@ def _model_values(model: ModelConfig) -> dict[str, Any]:
 
 
 def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
-    """Return the model's end tokens; {} if old versions, which read fewer files, found the same tokens."""
+    """Return the model's end tokens; {} if old versions of this program, which read fewer files, found the same."""
     checkpoint, tokenizer = resolved.checkpoint, tokenizer_of(known_tokenizer(resolved))
     ends = set(end_tokens(checkpoint.path, tokenizer, checkpoint.config.vocab_size))
     same = ends == ends_before_the_union(checkpoint.path, tokenizer, checkpoint.config)
@@ -267,7 +267,7 @@ def _input_identity(config: JobConfig) -> dict[str, Any]:
         if values[name] == default:
             del values[name]
     if any(map(is_template, config.input.chat_texts)):
-        values["chat_texts"] = "templates"  # not the same prompts as in old versions, which had no templates
+        values["chat_texts"] = "templates"  # old versions did not fill these templates, so their prompts differ
     return values
 
 
@@ -279,7 +279,7 @@ def limited(shards: Sequence[Shard], limit: int | None) -> list[Shard]:
     for shard in shards:
         if limit <= 0:
             break
-        kept.append(Shard(shard.index, shard.url, shard.first_row, min(shard.rows, limit)))
+        kept.append(replace(shard, rows=min(shard.rows, limit)))
         limit -= shard.rows
     return kept
 
@@ -290,7 +290,7 @@ def newest(config: JobConfig) -> TablePin | None:
 
 
 def pinned_snapshot(config: JobConfig, stored: Manifest | None) -> int | None:
-    """Return the job file's snapshot, else the stored job's, else the input table's newest; None for input files."""
+    """Return the job file's snapshot, else the stored job's, else the input table's newest. None: input files."""
     if not config.input.is_table or config.input.snapshot is not None:
         return config.input.snapshot
     if stored is not None:

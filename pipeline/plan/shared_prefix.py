@@ -1,4 +1,4 @@
-"""Finds the shared prefix of a new job's prompts in a sample of rows."""
+"""Finds the shared prefix of a new job's prompts: the token ids with which all prompts in a sample of rows begin."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def sampled_prefix(
     try:
         return constant_prefix(hardware.call_isolated(prompt_ids, rows, spec))
     except Died as error:
-        log.warning("no shared prefix: the process that sampled the first prompts died (%s); the job goes on", error)
+        log.warning("no shared prefix: the process that prepared the sampled rows died (%s); the job continues", error)
         return []
 
 

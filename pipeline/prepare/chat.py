@@ -120,7 +120,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
 
 
 def _call(name: str, call: Any) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object, as chat templates need, instead of JSON text, as OpenAI has."""
+    """Return a tool call with its arguments as an object, which chat templates need. OpenAI's format has JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise UserError(f"{name}: a tool call must have the form {{function: {{name, arguments}}}}")
@@ -140,7 +140,7 @@ def _part(name: str, part: Any) -> str:
 
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys for reasoning; templates read the first or the second
-CONTINUED = "CONTINUED_FROM_HERE "  # appended to a message that the answer continues, to find the message's end
+CONTINUED = "CONTINUED_FROM_HERE "  # marks the end of the message that the answer continues
 
 Tools = Sequence[Mapping[str, Any]]
 log = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], to
     before, tag, behind = rendered.rpartition(CONTINUED.strip())
     if not tag:
         raise UserError("the chat template leaves out the end of the message that input.continue_final continues")
-    # CONTINUED ends with a space; if it is gone, the template strips messages, so that the content is stripped too
+    # if the space at the end of CONTINUED is gone, the template strips messages; the content is then stripped too
     return before if behind.startswith(" ") else before.rstrip()
 
 
@@ -191,8 +191,8 @@ def render_chat(
 ) -> tuple[str, int]:
     """Return the prompt as text, and the number of control tokens (such as `<|im_end|>`) in messages and tools.
 
-    tools: tools that the model may call. parse: whether control tokens in messages and tools stay tokens; if not, they
-    are marked to become plain text. Raises UserError if the chat template refuses the messages.
+    tools: tools that the model may call. parse: keep control tokens in messages and tools as tokens. If False, mark
+    them, so that they become plain text. Raises UserError if the chat template refuses the messages.
     """
     values = (conversation(chat, messages), list(tools))
     try:

@@ -102,7 +102,7 @@ def check_spec(spec: PromptSpec) -> None:
 
 
 def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
-    """Log a warning that lists the settings of the checkpoint's generation_config.json that the job ignores.
+    """Log a warning with the settings in the checkpoint's generation_config.json that the job ignores.
 
     Raises UserError if the id of an end token lies outside the vocabulary.
     """
@@ -117,7 +117,7 @@ def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
 def read_names(section: InputConfig) -> list[str]:
     """Return the names of the input columns that hold rows' prompts and settings, each name once.
 
-    If a template does not compile, raises UserError, which names the template's key in the job file.
+    Raises UserError, with the template's key in the job file, if a template does not compile.
     """
     names = [section.prompt_column, section.messages]
     texts = [("system, examples", text) for text in section.chat_texts if is_template(text)]

@@ -1,4 +1,4 @@
-"""The CPU stage: turns the rows of a shard into prompts of token ids.
+"""Turns the rows of a shard into prompts of token ids.
 
 Each row's text comes from a prompt column, a template or a chat. A row may have its own sampling parameters and labels.
 The texts of all rows are tokenized in batches. A prompt that does not fit the context is refused or truncated. A row
@@ -53,7 +53,7 @@ class Row:
     """A row that is being turned into a prompt. Once `error` is set, all further steps skip the row.
 
     Args:
-        label: Number of tokens of the longest label, plus one for the end token; 0 for a row without labels.
+        label_tokens: Number of tokens of the longest label, plus one for the end token; 0 for a row without labels.
         is_chat: Whether a chat template makes the prompt, including its special tokens.
         control_tokens: Number of control tokens in the row's values that stay tokens (`input.special_tokens: parse`).
         is_marked: Whether the prompt holds marked control tokens, which must become plain text (see `ControlTokens`).
@@ -65,7 +65,7 @@ class Row:
     sampling: str | None = None
     choices: list[str] | None = None
     form: OutputFormat | None = None
-    label: int = 0
+    label_tokens: int = 0
     is_chat: bool = False
     control_tokens: int = 0
     is_marked: bool = False
@@ -77,15 +77,13 @@ def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
     """Add the columns in `ADDED` to a shard's table. A row that fails gets an error and no token ids."""
     table, errors = schema.split_errors(table)
     rows = [Row(error=error) for error in errors]
-    values = iter(_python_rows(table, read_names(spec.input)))
-    good = [(row, own) for row, own in zip(rows, values, strict=True) if row.error is None]
-    for row, own in good:
-        _attempt(row, _read, own, spec)
+    for row, values in zip(rows, _python_rows(table, read_names(spec.input)), strict=True):
+        _attempt(row, _read, values, spec)
     labels = [*spec.choices, *(label for row in rows if row.error is None for label in row.choices or ())]
     label_ids = tokenize_labels(tokenizer_of(spec.checkpoint), labels) if labels else {}
-    label = longest(spec.choices, label_ids) + 1 if spec.choices else 0
+    label_tokens = longest(spec.choices, label_ids) + 1 if spec.choices else 0
     for row in rows:
-        _attempt(row, _bound, spec, label_ids, label)
+        _attempt(row, _bound, spec, label_ids, label_tokens)
         _attempt(row, _encode_marked, spec)
     for is_chat in (False, True):  # the tokenizer adds special tokens, except in chats, whose template writes them
         texts = [row for row in rows if row.error is None and row.is_chat == is_chat and isinstance(row.prompt, str)]
@@ -207,23 +205,23 @@ def _set_prompt(
             messages = [{"role": "user", "content": content}]
             if row.is_chat and _is_blank(content):
                 raise UserError("prompt is empty")
-    is_whole = not row.is_chat and template is None
+    is_whole = not row.is_chat and template is None  # the row gives the whole prompt
     parses = section.special_tokens == "parse" or (is_whole and section.special_tokens is None)
     if row.is_chat:
         assert spec.chat is not None
         chat = spec.chat.rendered(values)
-        row.prompt, spelled = render_chat(tokenizer, chat, read_messages(messages), tools, parse=parses)
+        row.prompt, count = render_chat(tokenizer, chat, read_messages(messages), tools, parse=parses)
     elif template is not None:
         rendered = partial(render, template)
-        row.prompt, spelled = control_tokens(tokenizer).prompt(rendered, values, source=template, parse=parses)
+        row.prompt, count = control_tokens(tokenizer).prompt(rendered, values, source=template, parse=parses)
     elif isinstance(content, list):
-        row.prompt, spelled = _checked_ids(content, spec.vocab_size), 0
+        row.prompt, count = _checked_ids(content, spec.vocab_size), 0
     else:
         text = _checked_text(content)
-        row.prompt, spelled = control_tokens(tokenizer).prompt(str, text, source="", parse=parses)
+        row.prompt, count = control_tokens(tokenizer).prompt(str, text, source="", parse=parses)
     if isinstance(row.prompt, str):
         _checked_text(row.prompt)
-    row.control_tokens, row.is_marked = spelled if parses else 0, bool(spelled and not parses)
+    row.control_tokens, row.is_marked = count if parses else 0, bool(count and not parses)
 
 
 def _own_form(values: Mapping[str, Any], spec: PromptSpec) -> OutputFormat | None:
@@ -261,19 +259,19 @@ def _checked_ids(ids: Sequence[int | None], vocab_size: int) -> list[int]:
     return [token for token in ids if token is not None]
 
 
-def _bound(row: Row, spec: PromptSpec, label_ids: Mapping[str, tuple[int, ...]], label: int) -> None:
-    """Set the row's `label`. Refuse a prompt text that is too long to tokenize, or shorten it with `truncate_left`.
+def _bound(row: Row, spec: PromptSpec, label_ids: Mapping[str, tuple[int, ...]], label_tokens: int) -> None:
+    """Set the row's `label_tokens`. Refuse a prompt text that is too long to tokenize; `truncate_left` shortens it.
 
-    label_ids: token ids of all labels. label: the row's `label` if the row has no labels of its own.
+    label_ids: token ids of all labels. label_tokens: the value for a row without labels of its own.
     """
-    row.label = longest(row.choices, label_ids) + 1 if row.choices else label
+    row.label_tokens = longest(row.choices, label_ids) + 1 if row.choices else label_tokens
     if not isinstance(row.prompt, str):
         return
     if spec.input.too_long == "truncate_left":
         row.prompt = row.prompt[-TRUNCATED_CHARACTERS:]
         return
     least = fewest_tokens(spec.checkpoint, row.prompt)
-    if least > spec.context_length - (row.label or 1):
+    if least > spec.context_length - (row.label_tokens or 1):
         raise _no_room(f"at least {least}", row, spec)
 
 
@@ -286,7 +284,7 @@ def _encode_marked(row: Row, spec: PromptSpec) -> None:
 
 
 def _fit(row: Row, spec: PromptSpec) -> None:
-    """Refuse or truncate a prompt (token ids) that leaves no room for the longest label or, without labels, one token.
+    """Refuse or truncate a prompt (token ids) that leaves no room for the longest label, or for one token of free text.
 
     A truncated prompt leaves room for the longest label or for `max_new_tokens`.
     """
@@ -294,8 +292,8 @@ def _fit(row: Row, spec: PromptSpec) -> None:
     assert isinstance(tokens, list)
     if not tokens:
         raise UserError("prompt has no tokens")
-    answer = row.label or row.params.max_new_tokens
-    if len(tokens) + (answer if truncates and answer < context else row.label or 1) <= context:
+    answer = row.label_tokens or row.params.max_new_tokens
+    if len(tokens) + (answer if truncates and answer < context else row.label_tokens or 1) <= context:
         return
     if not truncates:
         raise _no_room(str(len(tokens)), row, spec)
@@ -305,5 +303,5 @@ def _fit(row: Row, spec: PromptSpec) -> None:
 
 
 def _no_room(tokens: str, row: Row, spec: PromptSpec) -> UserError:
-    answer = f" for a label of {row.label - 1}" if row.label else ""
+    answer = f" for a label of {row.label_tokens - 1} tokens" if row.label_tokens else ""
     return UserError(f"prompt of {tokens} tokens leaves no room{answer} in a context of {spec.context_length}")

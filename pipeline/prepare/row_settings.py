@@ -19,7 +19,7 @@ _LARGEST = 2**31 - 1  # largest integer for all parameters except `seed`, becaus
 
 
 def from_json(text: str, name: str) -> Any:
-    """Parse a JSON text. Raises UserError if it is not JSON. name: what the text is, for the error message."""
+    """Parse a JSON text. Raises UserError if it is not JSON. name: name of the text in the error message."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -55,7 +55,7 @@ def read_overrides(value: Any) -> dict[str, Any]:
 def own_sampling(base: SamplingParams, changes: Mapping[str, Any]) -> tuple[SamplingParams, str | None]:
     """Return a row's sampling parameters: `base` (the job's) with the row's `changes`, and the changes alone as JSON.
 
-    The JSON is canonical, and None if there are no changes. Raises UserError for unknown names and impossible values.
+    The JSON is None if nothing changes; its keys are sorted. Raises UserError for unknown names or impossible values.
     """
     own = [name for name, value in changes.items() if value is not None]
     if not own:

@@ -1,4 +1,4 @@
-"""The prepare stage: turns rows of shards into prompts. A row that kills its process gets an error. Imports no ray."""
+"""Runs the prepare stage, which turns rows into prompts. A row that kills its process gets an error. Imports no ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.prepare.prompts import error_table, prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
-# time limit for a table, far above what its rows need; ends a process that hangs, for example in an endless template
+# time limit of a table: a constant + time for its rows + time for its bytes. Ends a process with an endless template
 DEADLINE_SECONDS, SECONDS_PER_ROW, BYTES_PER_SECOND = 20.0, 0.05, 1e5
 
 
@@ -28,7 +28,7 @@ def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine) 
 
     Args:
         batch: Columns shard, url, first_row and rows (the shard's rows as Arrow IPC bytes, which get prompts).
-        quarantine: Finds rows that kill their process, which Ray Data would retry for ever.
+        quarantine: Finds rows that kill their process. Without it, Ray Data would retry such a row for ever.
     """
     # in a worker, tokenize in one thread: Ray runs several workers on a machine
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -69,7 +69,7 @@ def _deadline(table: pa.Table, spec: PromptSpec) -> Iterator[None]:
 
 
 def prepare_isolated(table: pa.Table, spec: PromptSpec, attempt: ShardAttempt) -> pa.Table:
-    """Prepare a shard during which a process died. Record each group of rows before preparing it. Keep the order."""
+    """Prepare a shard on which a process has died. Record each group of rows before preparing it. Keep the order."""
     order = list(attempt.errors)
     tables = [error_table(table.take(order), list(attempt.errors.values()))] if order else []
     for group in attempt.groups:

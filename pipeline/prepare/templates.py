@@ -1,4 +1,4 @@
-"""Renders Jinja templates with a row's values, in a sandbox. Refuses missing values. Compiles once per process."""
+"""Renders Jinja templates with a row's values, in a sandbox. Refuses missing values. Caches compiled templates."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NOT_COMPILED = (SyntaxError, RecursionError, MemoryError, ValueError, OverflowEr
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Renders templates. `meta.items` in a template is the field `items` of the struct `meta`, if there is one.
+    """Renders templates. If the struct `meta` has a field `items`, `meta.items` is this field, not a Python method.
 
-    Of Jinja's globals only `range` is kept, because columns may have the names of other globals. The filter `random`
-    is removed, because a row must always give the same prompt.
+    `range` is the only Jinja global that is kept, because columns may have the names of other globals. The filter
+    `random` is removed, because a row must always give the same prompt.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -53,7 +53,7 @@ def compile_template(text: str) -> jinja2.Template:
 
 
 def _printable(value: Any) -> Any:
-    """Return a value that a template prints. Raises UndefinedError if the value is null, a method or a function."""
+    """Return a value that a template prints, unchanged. Raises UndefinedError if it is null, a method or a function."""
     if value is None:  # Jinja would print "None"
         raise jinja2.UndefinedError("a null is printed; if null is allowed, write {{ column or '' }}")
     if callable(value) and not isinstance(value, jinja2.Undefined):  # if `meta` is text, meta.title is a Python method
@@ -62,7 +62,7 @@ def _printable(value: Any) -> Any:
 
 
 def is_template(text: str) -> bool:
-    """Tell whether a text contains Jinja's braces and so is a template. `input.template` always is a template."""
+    """Tell whether a text contains Jinja's braces and so is a template. `input.template` is always one."""
     return any(mark in text for mark in ("{{", "{%", "{#"))
 
 

@@ -17,14 +17,14 @@ from pipeline.messages import is_unicode, one_line
 
 @dataclass(frozen=True)
 class KnownTokenizer:
-    """A checkpoint with its tokenizer's class name, which speeds up `load_tokenizer` and which comparisons ignore."""
+    """A checkpoint and its tokenizer's class name. The name only speeds up `load_tokenizer`; comparisons ignore it."""
 
     checkpoint: str | PinnedFolder | RemoteCheckpoint
     class_name: str | None = field(default=None, compare=False)
 
 
 Source = str | KnownTokenizer
-BATCH_CHARACTERS = 2**20  # characters tokenized at once; a tokenizer needs over 100 bytes per token
+BATCH_CHARACTERS = 2**20  # characters tokenized at once; a tokenizer needs over 100 bytes of memory per token
 SHORT_CHARACTERS = 2**16  # `fewest_tokens` is 0 for texts up to this length
 
 
@@ -35,7 +35,7 @@ def tokenizer_of(checkpoint: Source) -> Any:
     folder = fetch(known.checkpoint, weights=False)
     try:
         tokenizer = load_tokenizer(folder, known.class_name)
-        tokenizer("a")  # some damage shows only here
+        tokenizer("a")  # some damaged files raise an error only here
         return tokenizer
     except Exception as error:  # transformers raises errors of any class for a damaged file
         raise UserError(f"{shown_path(checkpoint)}: the tokenizer cannot be loaded: {one_line(error)}") from None
@@ -67,7 +67,7 @@ def fewest_tokens(checkpoint: Source, text: str) -> int:
 def tokenize(checkpoint: Source, texts: Sequence[str], special_tokens: bool) -> Iterator[list[int]]:
     """Yield the token ids of each text, with at most one BOS token. About `BATCH_CHARACTERS` are tokenized at once.
 
-    special_tokens: whether to add the tokenizer's special tokens; a chat template writes them itself.
+    special_tokens: whether to add the tokenizer's special tokens. False for chats, whose template writes them.
     """
     first = size = 0
     for end, text in enumerate(texts, 1):
@@ -91,7 +91,7 @@ def tokenize_labels(tokenizer: Any, labels: Iterable[str]) -> dict[str, tuple[in
 
 
 def longest(labels: Sequence[str], ids: Mapping[str, Sequence[int]]) -> int:
-    """Return the longest label's number of tokens. Raises UserError if a label has no tokens, or two have the same."""
+    """Return the longest label's number of tokens. Raises UserError if a label has no tokens, or another's tokens."""
     seen: dict[tuple[int, ...], str] = {}
     for label in labels:
         tokens = tuple(ids.get(label, ()))

@@ -69,7 +69,8 @@ def test_a_prompt_leaves_room_for_the_longest_label(checkpoint: Path) -> None:
     lengths = [len(load_tokenizer(checkpoint)(prompt)["input_ids"]) for prompt in prompts]
     assert lengths == [64 - size - 1, 64 - size]
     ids, _, errors = prepared(checkpoint, [[label, "a"]] * 2, prompts=prompts)
-    assert errors == [None, f"prompt of {lengths[1]} tokens leaves no room for a label of {size} in a context of 64"]
+    no_room = f"prompt of {lengths[1]} tokens leaves no room for a label of {size} tokens in a context of 64"
+    assert errors == [None, no_room]
     ids, _, errors = prepared(checkpoint, [[label, "a"], ["a"]], prompts=[prompts[1]] * 2, too_long="truncate_left")
     assert errors == [None, None] and [len(one) for one in ids] == [64 - size - 1, lengths[1]]
     _, _, errors = prepared(checkpoint, [["a " * 100]], too_long="truncate_left")

@@ -49,17 +49,17 @@ def test_types_that_fit(given: dict[str, Any], kind: pa.DataType) -> None:
 @pytest.mark.parametrize(
     ("given", "kind", "said"),
     [
-        ({"prompt": "x"}, pa.int64(), "a prompt must be string, or a list of token ids"),
+        ({"prompt": "x"}, pa.int64(), "a prompt must be a string or a list of token ids"),
         ({"prompt": "x"}, pa.list_(pa.float32()), "a prompt must be"),
         ({"prompt": "x", "system": "s"}, pa.list_(pa.int32()), "a chat needs text: remove chat and system"),
-        ({"messages": "x"}, MESSAGE, "messages must be a list of structs, or JSON as string"),
+        ({"messages": "x"}, MESSAGE, "messages must be a list of structs or a JSON string"),
         ({"messages": "x"}, pa.list_(TEXT), "messages must be"),
-        ({"sampling": "x"}, pa.int64(), "sampling must be a struct, a map with string keys, or JSON as string"),
+        ({"sampling": "x"}, pa.int64(), "sampling must be a struct, a map with string keys, or a JSON string"),
         ({"sampling": "x"}, pa.map_(pa.int32(), TEXT), "sampling must be"),
         ({"choices": "x"}, TEXT, "choices must be a list of strings"),
         ({"choices": "x"}, pa.list_(pa.int32()), "choices must be"),
         ({"id": "x"}, MESSAGE, "an id must be one plain value"),
-        ({"prompt": "x"}, pa.binary(), "a prompt must be string, or a list of token ids"),
+        ({"prompt": "x"}, pa.binary(), "a prompt must be a string or a list of token ids"),
     ],
 )
 def test_types_that_do_not_fit_are_refused(given: dict[str, Any], kind: pa.DataType, said: str) -> None:

@@ -484,7 +484,7 @@ def test_input_of_the_wrong_shape_is_refused(inputs: Path, checkpoint: Path) -> 
     assert said == f"{a}: no column 'question'; it has id, prompt, topic"
     assert f"{a}: no column 'x'" in refusal(job(inputs, checkpoint, input={"template": "{{ prompt }} {{ x }}"}))
     said = refusal(job(inputs, checkpoint, input={"prompt": "id"}))
-    assert said == f"{a}: column 'id' is int64; a prompt must be string, or a list of token ids"
+    assert said == f"{a}: column 'id' is int64; a prompt must be a string or a list of token ids"
 
     pq.write_table(table(4).drop_columns("prompt"), b)
     assert refusal(job(inputs, checkpoint)) == f"{b}: no column 'prompt'; it has id, topic"

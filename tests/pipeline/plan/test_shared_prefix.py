@@ -121,7 +121,7 @@ def test_a_sampled_row_that_kills_its_process_costs_the_prefix_and_not_the_drive
     assert plan(inputs, checkpoint, hardware=IsolatedPlanning()).batching.prefix == healthy.batching.prefix != ()
     monkeypatch.setattr(shared_prefix, "prompt_ids", poison_stages.deadly_prompt_ids)
     assert plan(inputs, checkpoint, hardware=IsolatedPlanning()).batching.prefix == ()
-    assert "no shared prefix: the process that sampled the first prompts died (killed by SIGKILL)" in caplog.text
+    assert "no shared prefix: the process that prepared the sampled rows died (killed by SIGKILL)" in caplog.text
 
 
 def test_texts_that_begin_differently_are_not_tokenized(
