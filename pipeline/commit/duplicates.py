@@ -126,9 +126,5 @@ def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
 def _ids(folder: Folder, name: str) -> pa.ChunkedArray:
     """Return the id of each input row, from a part (output file of one shard)."""
     with folder.open(name) as opened:
-        file = pq.ParquetFile(opened)
-        names = [one for one in ("id", "sample_index") if one in file.schema_arrow.names]
-        table = file.read(columns=names, use_threads=False)
-    if "sample_index" in names:
-        table = table.filter(pa.compute.equal(table["sample_index"], 0))
-    return table["id"]
+        table = pq.ParquetFile(opened).read(columns=["id", "sample_index"], use_threads=False)
+    return table.filter(pa.compute.equal(table["sample_index"], 0))["id"]
