@@ -80,8 +80,7 @@ def read_rows(
     for table in tables:
         for field in of_path:
             value = pa.scalar(values[field.name], pa.string()).cast(field.type)
-            column = pa.repeat(value, table.num_rows)
-            table = table.add_column(schema.get_field_index(field.name), field, column)
+            table = table.add_column(schema.get_field_index(field.name), field, pa.repeat(value, table.num_rows))
         yield table
 
 

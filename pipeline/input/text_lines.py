@@ -31,7 +31,7 @@ BOM = b"\xef\xbb\xbf"
 GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 CR, NEWLINE, SPACE, COMMA, QUOTE = b'\r\n ,"'
 _BLANK = {"jsonl": b" \t\r\n", "csv": b"\r\n"}  # bytes that a blank line may hold
-# _FIELD: a CSV field; empty match: a quote stays open. _RECORD: a CSV record; group 1: text after a closing quote
+# _FIELD: a CSV field; matches b"" at an unclosed quote. _RECORD: a CSV record; group 1: text after a closing quote
 _FIELD = re.compile(rb'(?:"(?:[^"]++|"")*+"|[^",\r\n][^,\r\n]*+)?+')
 _RECORD = re.compile(rb'(?:%b)?+%b(?:,%b)*+(?!")(\r*+[^\r\n])?+[^\n]*+\n' % (BOM, _FIELD.pattern, _FIELD.pattern))
 
@@ -84,7 +84,7 @@ def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> I
         starts, end = bounds[:-2], int(bounds[-2])
         first = np.frombuffer(block, np.uint8)[starts]
         is_filled = np.ones(len(starts), bool)
-        for place in np.flatnonzero((first <= SPACE) | (first == BOM[0])):  # only these may be blank
+        for place in np.flatnonzero((first <= SPACE) | (first == BOM[0])):  # other lines are not blank
             is_filled[place] = bool(block[starts[place] : ends[place]].removeprefix(BOM).strip(_BLANK[kind]))
         yield block[:end], starts[is_filled], ends[is_filled]
         rest, line = block[end:], line + int(np.count_nonzero(np.frombuffer(block, np.uint8, end) == NEWLINE))

@@ -1,7 +1,7 @@
 """Measures how often a new job's schedule agrees with full depth. Refuses the job if the agreement is too low.
 
-Jobs at full depth are not measured. The agreement is stored in the plan and in this machine's cache. Later
-jobs with the same checkpoint, schedule and prompts read it from the cache, e.g. the next run over a growing table.
+Jobs at full depth are not measured. The agreement is stored in the plan and in this machine's cache. Later jobs with
+the same checkpoint, schedule and prompts read it from the cache, for example the next run over a growing table.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def with_agreement(
     UserError if the agreement is below `schedule.min_agreement`.
     """
     on_vllm = generator["vllm"] is not None
-    if on_vllm:
+    if on_vllm:  # the library engine does the measurement, with a KV cache of its own
         generator = {**generator, "vllm": None, "cache_bytes": generator["cache_bytes"] or 2**30}
     record = _record(config, manifest.identity)
     agreement: Agreement | None = None

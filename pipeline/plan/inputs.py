@@ -1,4 +1,4 @@
-"""Checks that input files are not in the output folder, and have not changed since they were pinned."""
+"""Checks that input files are not in the output folder, and have not changed since the job was planned."""
 
 from __future__ import annotations
 
