@@ -215,7 +215,7 @@ def name_of(schedule: Schedule) -> str:
     """Return the name under which users see a schedule's speed, such as `2x`."""
     if schedule.is_full_depth:
         return "1x"
-    return f"{schedule.speedup:g}x" if schedule.speedup is not None else "the job's schedule"
+    return f"{schedule.speedup:g}x" if schedule.speedup is not None else "the configured depths"
 
 
 def schedules(job: PlannedJob) -> dict[str, Schedule]:

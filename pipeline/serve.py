@@ -31,6 +31,7 @@ from pipeline.config.input import InputConfig
 from pipeline.config.job import JobConfig, OutputConfig
 from pipeline.config.load import load_config
 from pipeline.config.serve import HttpConfig, ServeConfig
+from pipeline.estimate import name_of
 from pipeline.generate.settings import fetched, generator_settings
 from pipeline.plan.batching import plan_batching
 from pipeline.plan.hardware import Hardware
@@ -195,9 +196,8 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
                     serve.start(http_options={"host": host, "port": port}, logging_config=QUIET)
                 serve.run(application(planned), name=NAME, logging_config=QUIET)
                 _wait_for_http(host, port)
-                speed = planned.schedule.speedup or 1
                 name = f"{config.model.path} as {config.served_name!r}"
-                announce(f"serving {name} at {speed:g}x on http://{host}:{port}/v1 (Ctrl-C stops)")
+                announce(f"serving {name} at {name_of(planned.schedule)} on http://{host}:{port}/v1 (Ctrl-C stops)")
                 with suppress(Interrupted):
                     while ray.is_initialized():
                         time.sleep(1)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 from urllib.request import urlopen
 
 import openai
@@ -24,6 +25,7 @@ from ray.serve import Application
 from ray.serve.schema import ReplicaState
 
 from actors.generator import Generator
+from pipeline import serve as server
 from pipeline.config.load import validated
 from pipeline.config.serve import ServeConfig
 from pipeline.serve import application, plan_server
@@ -49,6 +51,23 @@ def tiny_application(checkpoint: Path, replicas: dict[str, Any]) -> Application:
 def test_as_many_replicas_are_asked_for_as_the_file_says(chat_checkpoint: Path, count: int) -> None:
     built = tiny_application(chat_checkpoint, {"count": count})
     assert built._bound_deployment.num_replicas == count
+
+
+def test_the_line_that_the_command_prints_names_a_speed_only_if_there_is_one(
+    chat_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    for name in ("ray_session", "serve", "ray", "_wait_for_http"):
+        monkeypatch.setattr(server, name, MagicMock())
+    server.ray.is_initialized.return_value = False  # type: ignore[attr-defined]
+    server.ray.exceptions.GetTimeoutError = TimeoutError  # type: ignore[misc]
+    monkeypatch.setattr(server, "application", lambda planned: None)
+    monkeypatch.setattr(server, "announce", said.append)
+    for schedule, speed in (({}, "2x"), ({"speedup": 1}, "1x"), ({"depths": [3, 1]}, "the configured depths")):
+        values = {"model": {"path": str(chat_checkpoint), "dtype": "float32"}, "http": {"port": free_port()}}
+        file = {**values, "schedule": {**schedule, "unadapted": True}}
+        server.run_server(validated(ServeConfig, file, "serve"), verbose=False)
+        assert f" at {speed} on http" in said[-2]
 
 
 @pytest.fixture
