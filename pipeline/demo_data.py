@@ -53,18 +53,35 @@ def make_prompt(rng: random.Random) -> str:
 
 
 def write_prompts(folder: Path, rows: int, files: int, seed: int) -> None:
-    """Write `rows` rows with the columns id and prompt to `files` Parquet files. Keep files that exist."""
+    """Write `rows` rows with the columns id and prompt to `files` Parquet files. Keep files that hold these rows.
+
+    Raises UserError if a file with the name of one of ours holds other rows.
+    """
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     prompts = [make_prompt(rng) for _ in range(rows)]
+    tables = {}
     for number in range(files):
         first, end = rows * number // files, rows * (number + 1) // files
-        path = folder / f"restaurants-{number:02d}.parquet"
-        if not path.exists():
-            ids = [f"demo-{row:05d}" for row in range(first, end)]
+        ids = [f"demo-{row:05d}" for row in range(first, end)]
+        tables[folder / f"restaurants-{number:02d}.parquet"] = pa.table({"id": ids, "prompt": prompts[first:end]})
+    held = set(folder.glob("restaurants-*.parquet"))
+    for path in sorted(held):
+        if path not in tables or not _holds(path, tables[path]):
+            raise UserError(f"{path}: exists with other prompts; repeat the earlier command, or name another folder")
+    for path, table in tables.items():
+        if path not in held:
             temporary = path.with_suffix(".tmp")
-            pq.write_table(pa.table({"id": ids, "prompt": prompts[first:end]}), temporary)
+            pq.write_table(table, temporary)
             temporary.replace(path)
+
+
+def _holds(path: Path, table: pa.Table) -> bool:
+    """Return whether a Parquet file holds this table."""
+    try:
+        return bool(pq.ParquetFile(path).read().equals(table))
+    except (pa.ArrowException, OSError):  # damaged, or not a Parquet file
+        return False
 
 
 def write_demo(folder: Path, rows: int = 2000) -> Path:
@@ -75,11 +92,6 @@ def write_demo(folder: Path, rows: int = 2000) -> Path:
         jobs = next(Path(str(file.locate())) for file in files("skipdecode") or () if file.name == jobs.name).resolve()
         checkpoint = jobs.parent / "checkpoint"
     job, text = folder / jobs.name, jobs.read_text()
-    there = [pq.read_metadata(file).num_rows for file in (folder / "prompts").glob("*.parquet")]
-    if len(there) == FILES and (held := sum(there)) != rows:
-        raise UserError(
-            f"{folder}: holds {held:,} prompts of an earlier demo; name another folder, or set --rows {held}"
-        )
     try:
         write_prompts(folder / "prompts", rows, FILES, 0)
         job.write_text(text.replace("work/demo", str(folder)).replace("configs/demo/checkpoint", str(checkpoint)))
@@ -90,7 +102,10 @@ def write_demo(folder: Path, rows: int = 2000) -> Path:
 
 def main(folder: Path, rows: int = 2000, files: int = FILES, seed: int = 0) -> None:
     """Write the demo's prompts to Parquet files in a folder."""
-    write_prompts(folder, rows, files, seed)
+    try:
+        write_prompts(folder, rows, files, seed)
+    except UserError as error:
+        raise SystemExit(str(error)) from None
     print(f"{rows} prompts in {files} files: {folder}")
 
 

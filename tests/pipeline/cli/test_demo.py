@@ -11,8 +11,9 @@ from shown_commands import ROOT
 from typer.testing import CliRunner
 
 from actors.engine.cpu.library import multiplies
+from actors.engine.errors import UserError
 from pipeline.cli.app import app
-from pipeline.demo_data import write_demo
+from pipeline.demo_data import write_demo, write_prompts
 
 pytestmark = [
     pytest.mark.usefixtures("in_process", "own_cache"),
@@ -49,11 +50,31 @@ def test_another_number_of_prompts_or_a_file_in_the_folders_place_is_refused(tmp
     write_demo(tmp_path / "demo", 16)
     (tmp_path / "file").write_text("")
     for folder, rows, says in (
-        ("demo", "24", "holds 16 prompts of an earlier demo"),
+        ("demo", "24", "exists with other prompts; repeat the earlier command, or name another folder"),
         ("file", "16", "cannot be written"),
     ):
         result = CliRunner().invoke(app, ["demo", str(tmp_path / folder), "--rows", rows])
         assert result.exit_code == 2 and says in result.stderr, result.output
+
+
+def test_a_demo_that_was_interrupted_goes_on_only_with_the_same_prompts(tmp_path: Path) -> None:
+    prompts = tmp_path / "demo" / "prompts"
+    write_demo(tmp_path / "demo", 16)
+    whole = {path.name: path.read_bytes() for path in prompts.iterdir()}
+    for name in sorted(whole)[3:]:
+        (prompts / name).unlink()
+    with pytest.raises(UserError, match=r"restaurants-00\.parquet: exists with other prompts"):
+        write_demo(tmp_path / "demo", 24)
+    assert len(list(prompts.iterdir())) == 3
+    write_demo(tmp_path / "demo", 16)
+    assert {path.name: path.read_bytes() for path in prompts.iterdir()} == whole
+    for rows, files, seed in ((16, 8, 1), (2, 1, 0)):  # other prompts, and a file too many
+        with pytest.raises(UserError, match="exists with other prompts"):
+            write_prompts(prompts, rows, files, seed)
+    write_prompts(prompts, 18, 9, 0)
+    (prompts / "restaurants-00.parquet").write_text("damaged")
+    with pytest.raises(UserError, match=r"restaurants-00\.parquet: exists with other prompts"):
+        write_demo(tmp_path / "demo", 18)
 
 
 def test_each_clone_prints_the_answers_that_readme_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
