@@ -33,7 +33,7 @@ from actors.engine.errors import UserError, flat
 from actors.engine.types import NOT_NUMBERS, Completion, FinishReason
 from actors.openai_answers import completion_body, shown_calls, shown_logprobs, usage
 from actors.openai_requests import CHAT, ENDPOINTS
-from actors.serving.loop import ClientGone, Event, OnlineLoop, QueueFull, Submission, wake
+from actors.serving.loop import ClientGone, Closed, Event, OnlineLoop, QueueFull, Submission, wake
 from actors.serving.model import Call, ServedModel
 
 HEALTH, METRICS = "/health", "/metrics"  # paths that require no API key
@@ -88,7 +88,6 @@ def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
         try:
             yield
         finally:
-            preparing.shutdown(wait=False, cancel_futures=True)
             model.loop.close()
 
     async def models(_: Request) -> Response:
@@ -236,6 +235,8 @@ class Completions:
             return ApiError(GONE, "the client has closed its connection")
         if isinstance(error, QueueFull):
             return ApiError(429, f"{error}: try again in 1 s", "rate_limit_exceeded", {"Retry-After": "1"})
+        if isinstance(error, Closed):
+            return ApiError(503, str(error))
         if isinstance(error, UserError):
             return ApiError(400, str(error))
         log.error("POST %s failed", self._url, exc_info=error)

@@ -27,11 +27,16 @@ PASS_TOKENS = 2048  # maximum number of prompt tokens in one prefill; rows in fl
 PATIENCE = 4  # maximum number of decode steps for which waiting rows are held back, so that more rows share a prefill
 SWITCH_SECONDS = 1e-4  # Python's switch interval between threads, see `OnlineLoop.start`
 MAX_FAILURES = 3  # the loop is unhealthy after this many failed steps since a row was last answered
+STOPS = "the server stops"
 log = logging.getLogger(__name__)
 
 
 class QueueFull(Exception):
     """Raised if the queue has no space for the rows of a request."""
+
+
+class Closed(Exception):
+    """Raised if the loop takes no more requests, because the server stops."""
 
 
 class ClientGone(Exception):
@@ -147,6 +152,7 @@ class OnlineLoop:
         Raises:
             UserError: A request can never run.
             QueueFull: The queue has no space for all requests.
+            Closed: `close` has been called.
         """
         for request in requests:
             limit = request.new_tokens_limit(self.engine.decoder.context_length)
@@ -164,7 +170,9 @@ class OnlineLoop:
         submission = Submission(streams)
         submission.rows = [ServedRow(request, submission, index) for index, request in enumerate(requests)]
         with self._changed:
-            if self._closed or self.waiting + len(requests) > self.max_waiting:
+            if self._closed:
+                raise Closed(STOPS)
+            if self.waiting + len(requests) > self.max_waiting:
                 raise QueueFull("too many requests are waiting")
             self._waiting += submission.rows
             self._changed.notify()
@@ -213,7 +221,7 @@ class OnlineLoop:
         if self._thread is not None:
             self._thread.join()
         self._loop.cancel(self._rows.keys())
-        self._fail([*self._rows.values(), *self._waiting], "the server stops")
+        self._fail([*self._rows.values(), *self._waiting], STOPS)
         self._rows.clear()
         self._waiting.clear()
 

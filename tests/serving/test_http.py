@@ -29,6 +29,7 @@ from starlette.testclient import TestClient
 from actors.engine.errors import UserError
 from actors.generator import Generator
 from actors.serving.http import Limits, create_app
+from actors.serving.model import ServedModel
 
 PROMPT = "name[Alimentum], area[city centre]"
 CHAT: Any = [{"role": "user", "content": PROMPT}]
@@ -273,6 +274,14 @@ def test_a_full_queue_is_429_with_retry_after(chat_checkpoint: Path, http: httpx
         assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
         patient = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=5)
         assert patient.completions.create(model="tiny", prompt="a", max_tokens=4).choices
+
+
+def test_a_request_while_the_server_closes_is_a_503_that_says_so(chat_checkpoint: Path) -> None:
+    app = create_app(ServedModel("tiny", {"checkpoint": str(chat_checkpoint), "dtype": "float32"}, 1), Limits())
+    with TestClient(app) as client:
+        pass
+    reply = client.post("/v1/completions", json={"prompt": "a"})
+    assert (reply.status_code, reply.json()["error"]["message"]) == (503, "the server stops")
 
 
 @pytest.mark.parametrize("stream", [True, False])
