@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from pydantic import BaseModel, ValidationError
 
-from actors.engine.errors import UserError, flat
+from actors.engine.errors import UserError
 from actors.engine.model.file_digests import file_digest
 from actors.engine.model.speed_adapter import WEIGHTS
 from actors.engine.schedule.schedule import MEASURED
@@ -42,7 +43,8 @@ from pipeline.storage.folder import filesystem
 from pipeline.storage.owned_folder import FILES, OwnedFolder, check_apart, local_path
 
 RECORD, FORMAT = "adapt.json", 3
-STAGES = ("sample", "answers", "tune", "before", "after")
+Stage = Literal["sample", "answers", "tune", "before", "after"]
+STAGES: tuple[str, ...] = get_args(Stage)
 START = "adapt.adapter.start"  # config key: a speed adapter to train further
 
 
@@ -78,7 +80,7 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
             f"{config.input.path[0]}: no row of {total} is left to train on: lower adapt.held_out = {options.held_out}"
         )
     stored, start = record.done.get("sample"), options.adapter.get("start")
-    resolved = resolve_checkpoint(config.model, config.storage, stored["settings"]["model"] if stored else None)
+    resolved = resolve_checkpoint(config.model, config.storage, stored["settings"].get("model") if stored else None)
     fs, path = filesystem(config.output.path, config.storage)
     others = {"output.path": [path]} if isinstance(fs, LocalFileSystem) else {}
     others["input.path"] = [file.url for file in files if "://" not in file.url]
@@ -184,6 +186,22 @@ def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]
     return plain
 
 
+class _Done(BaseModel):
+    """A finished stage in `adapt.json`."""
+
+    settings: dict[str, Any]
+    result: dict[str, Any]
+
+
+class _Values(BaseModel):
+    """The contents of `adapt.json`."""
+
+    format: Literal[3]  # FORMAT
+    done: dict[Stage, _Done]
+    seconds: dict[str, float]
+    job_text: str = ""
+
+
 class StageRecord:
     """The finished stages in an adaptation's folder: settings, results and seconds, stored in `adapt.json`.
 
@@ -200,12 +218,12 @@ class StageRecord:
         if not values.keys() - {FILES}:
             return  # no record, or no finished stage in it
         try:
-            if values["format"] != FORMAT:
-                raise UserError(f"format {values['format']}, this version writes {FORMAT}")
-            self.done, self.seconds = dict(values["done"]), dict(values["seconds"])
-            self.job_text = str(values.get("job_text", ""))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{folder}/{RECORD}: cannot be read: {flat(error)}; remove the folder") from None
+            read = _Values.model_validate(values).model_dump()
+        except ValidationError as error:
+            problem = error.errors()[0]
+            key = ".".join(map(str, problem["loc"]))
+            raise UserError(f"{folder}/{RECORD}: cannot be read: {key}: {problem['msg']}; remove the folder") from None
+        self.done, self.seconds, self.job_text = read["done"], read["seconds"], read["job_text"]
 
     def check(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise UserError if a finished stage had other settings than `settings`. The error names the keys."""

@@ -196,6 +196,27 @@ def test_a_failed_stage_is_one_line(fakes: Fakes, command: Run, error: Exception
     assert said in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"done": {"sample": 5}}, "done.sample: Input should be"),
+        ({"done": {"sample": {"settings": {}}}}, "done.sample.result: Field required"),
+        ({"done": {"other": {"settings": {}, "result": {}}}}, "done.other.[key]: Input should be"),
+        ({"seconds": {"sample": "long"}}, "seconds.sample: Input should be"),
+        ({"format": 2}, "format: Input should be 3"),
+    ],
+)
+def test_a_damaged_record_is_one_line(
+    tmp_path: Path, fakes: Fakes, command: Run, values: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "out-adapt").mkdir()
+    record = {"files": [], "format": 3, "done": {}, "seconds": {}, **values}
+    (tmp_path / "out-adapt" / "adapt.json").write_text(json.dumps(record))
+    result = command()
+    assert (result.exit_code, result.stderr.count("\n"), fakes.calls) == (2, 1, [])
+    assert f"adapt.json: cannot be read: {said}" in result.stderr and "; remove the folder" in result.stderr
+
+
 def test_a_folder_of_the_user_is_refused_and_untouched(tmp_path: Path, fakes: Fakes, command: Run) -> None:
     folder = tmp_path / "out-adapt"
     folder.mkdir()
