@@ -79,10 +79,13 @@ def count_repeated(
 
     examples = []
     for pair in places:
-        shard, offset = row(pair[0])
-        text = str(id_value(ids_of(shard)[offset]))
-        where = " and ".join(f"row {shard.first_row + offset} of {shard.url}" for shard, offset in map(row, pair))
-        examples.append(f"{text[:80]!r}: {where}")
+        both = [row(place) for place in pair]
+        first, second = (str(id_value(ids_of(shard)[offset])) for shard, offset in both)
+        if first != second:  # two texts with the same hash
+            found -= 1
+            continue
+        where = " and ".join(f"row {shard.first_row + offset} of {shard.url}" for shard, offset in both)
+        examples.append(f"{first[:80]!r}: {where}")
     return found, examples
 
 

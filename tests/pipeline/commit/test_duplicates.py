@@ -25,6 +25,11 @@ def counted(columns: list[pa.ChunkedArray]) -> tuple[int, list[str]]:
     return count_repeated(columns, shards, lambda shard: columns[shard.index])
 
 
+def test_two_texts_with_one_hash_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duplicates, "hash", lambda text: 7, raising=False)
+    assert counted([pa.chunked_array([["a", "b"]])]) == (0, [])
+
+
 IDS = st.lists(st.lists(st.one_of(st.none(), st.integers(-5, 5)), max_size=6), max_size=5)
 
 
