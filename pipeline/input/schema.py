@@ -16,14 +16,16 @@ from pyarrow import types
 from actors.engine.errors import UserError, flat
 from pipeline.messages import listed, printable
 
+UNTYPED = {b"skipdecode.untyped": b"1"}  # metadata of a text column for which no file has a type
 ERROR = "__error"  # column with the error of each row, null for a good row; no input column may have this name
 
 
 def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Schema:
-    """Return a schema, without metadata, that has one common, nullable type per column. files: URL -> schema.
+    """Return a schema that has one common, nullable type per column. files: URL -> schema.
 
-    A column or nested field that is null in every file becomes a string. Raises UserError if a column is missing or
-    has no common type. The message names file, column and types.
+    A column or nested field that is null in every file becomes a string. Such a column has the metadata `UNTYPED`, and
+    no other metadata is kept. Raises UserError if a column is missing or has no common type. The message names file,
+    column and types.
     """
     fields = []
     for name in columns:
@@ -38,7 +40,7 @@ def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Sch
                 raise UserError(f"{types_differ}; convert one of them")
             if both != kind:
                 kind, where = both, url
-        field = pa.field(name, _settled(kind))
+        field = pa.field(name, _settled(kind), metadata=UNTYPED if types.is_null(kind) else None)
         for url, here in kinds.items():
             if not _holds(here, field):
                 problem = f"{printable(here)}, which cannot be read and written as {printable(field.type)}"

@@ -24,7 +24,7 @@ from actors.engine.errors import UserError, flat
 from pipeline.config.input import LONGEST_RECORD
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import InputFile
-from pipeline.input.schema import ERROR, common, conform, is_text, rebuilt, split_errors
+from pipeline.input.schema import ERROR, UNTYPED, common, conform, is_text, rebuilt, split_errors
 from pipeline.input.shards import Shard
 from pipeline.input.text_lines import (
     GZIP_ERRORS,
@@ -121,7 +121,8 @@ class JsonTypes:
         fields = []
         for column in self._seen if self._lines else self._columns:
             kinds = self._columns.get(column, {}).values()
-            _, kind = max(kinds, key=itemgetter(0), default=(0, pa.null()))
+            known = [(count, kind) for count, kind in kinds if not types.is_null(kind)]
+            _, kind = max(known, key=itemgetter(0), default=(0, pa.null()))
             kind = pa.string() if column in as_json and not types.is_null(kind) else kind
             fields.append((column if is_unicode(column) else repr(column), kind))
         return pa.schema(fields)
@@ -177,7 +178,8 @@ def _misfit(value: Any, kind: pa.DataType) -> str | None:
 def json_array(values: Sequence[Any], field: pa.Field) -> tuple[pa.Array, dict[int, str]]:
     """Return the values as an array of the field's type, and the position and error of each value of another type.
 
-    A value of another type becomes JSON text in a text column, and null in other columns.
+    A value of another type becomes JSON text in a text column, and null in other columns. In a column that has no type
+    in any file, an empty object is null and no error, because Parquet has no type for it.
     """
     kind, fitted, errors = field.type, [], dict[int, str]()
     if is_json(field):
@@ -188,7 +190,7 @@ def json_array(values: Sequence[Any], field: pa.Field) -> tuple[pa.Array, dict[i
     except _NOT_ARROW:
         pass  # the values are converted one by one below
     for position, value in enumerate(values):
-        if value == {} and not types.is_struct(kind):
+        if value == {} and UNTYPED.items() <= (field.metadata or {}).items():
             value = None
         reason = _misfit(value, kind)
         if reason is not None:
@@ -256,7 +258,7 @@ def scan_text(
 
 
 def _row_ends(stream: BinaryIO, kind: str, field_bytes: int, limit: int | None, types: JsonTypes) -> Iterator[Offsets]:
-    """Yield the offsets where the first `limit` rows end, block by block. Add some JSON Lines rows to `types`."""
+    """Yield the offsets where the first `limit` rows end, block by block. Add a sample of JSON Lines rows to `types`."""
     offset, total, has_header = 0, 0, kind == "csv"
     for number, (block, starts, ends) in enumerate(records(stream, kind, field_bytes)):
         if has_header and len(ends):

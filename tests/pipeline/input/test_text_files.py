@@ -280,6 +280,16 @@ def test_the_type_of_most_rows_is_the_columns(tmp_path: Path) -> None:
     assert scan(path, TextColumns(["n"]))[1].field("n").type == pa.int64()
 
 
+def test_an_empty_object_is_null_only_in_a_column_without_a_type(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl", {"p": "a", "n": 1, "l": [1], "o": {}}, *[{"p": {}, "n": {}, "l": {}, "o": {}}] * 2
+    )
+    for name, kind in (("p", "string"), ("n", "int64"), ("l", "list<item: int64>")):
+        error = f"column {name}: an object that does not fit {kind}: {{}}"
+        assert [found for _, found in read(path, [name])] == [None, error, error]
+    assert read(path, ["o"]) == [({"o": None}, None)] * 3
+
+
 def test_types_are_those_of_the_first_rows_and_of_some_later_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
