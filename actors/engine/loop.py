@@ -122,7 +122,7 @@ class _Flight:
 class Loop:
     """Answers calls (lists of requests) one after the other. If `online`, rows of successive calls run together.
 
-    If memory runs out, the rows that have not ended run again: first without rows of other runs, then with half as
+    If memory runs out, the unfinished rows start again: first without rows of other runs, then with half as
     many rows in flight. If memory runs out for a single request, its completion has an error.
     """
 
@@ -130,7 +130,7 @@ class Loop:
     _: KW_ONLY
     budget_bytes: int  # maximum cache bytes of all rows in flight
     max_rows: int  # maximum number of rows in flight
-    share_prefixes: bool = True  # whether a prefix that only some prompts share is also computed only once
+    share_prefixes: bool = True  # whether to compute a prefix once even if only some of the prompts share it
     scheduler: str = "lock_step"  # one of SCHEDULERS
     # whether rows of successive calls may share decode steps, with mixed depths, as in a server. Slots are then
     # allocated for up to `max_rows` rows, with lengths rounded up, so that later calls seldom need larger slots

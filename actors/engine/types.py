@@ -141,7 +141,7 @@ def row_key(seed: int, source: str, row: int, sample: int = 0) -> int:
 class Request:
     """One row to answer."""
 
-    prompt_ids: Sequence[int]  # one or more token ids of the prompt
+    prompt_ids: Sequence[int]  # the prompt's token ids, at least one
     sampling: SamplingParams = SamplingParams()
     key: int = 0  # 64-bit key that alone determines the row's random numbers
     ending: StopStrings | None = None  # the row's stop strings

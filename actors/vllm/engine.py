@@ -114,7 +114,7 @@ class VllmEngine:
             "kv_cache_memory_bytes": cache_bytes // workers or None,
             "enable_prefix_caching": share_prefixes,
             "enforce_eager": not schedule.is_full_depth,
-            "distributed_executor_backend": "uni" if workers == 1 else "mp",  # not Ray, vLLM's default in actors
+            "distributed_executor_backend": "uni" if workers == 1 else "mp",  # in an actor, vLLM would use Ray
             "generation_config": "vllm",
             "structured_outputs_config": {"backend": "guidance"},
             "disable_log_stats": True,

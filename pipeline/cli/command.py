@@ -166,7 +166,7 @@ def setup(verbose: bool, log_json: bool = False) -> None:
         # time after which Ray frees a killed job's CPUs; a running job renews its request for CPUs every 10 s
         "RAY_DATA_AUTOSCALING_REQUEST_EXPIRE_TIME_S": "30",
     }
-    if not os.environ.get("RAY_ADDRESS"):  # a Ray that this process starts listens only on loopback, with a token
+    if not os.environ.get("RAY_ADDRESS"):  # then this process starts Ray, which listens only on loopback
         values |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
     if not verbose:
         values["RAY_BACKEND_LOG_LEVEL"] = "fatal"

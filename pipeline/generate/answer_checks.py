@@ -60,9 +60,9 @@ def count_answers(texts: Sequence[str]) -> dict[str, Any]:
 def warnings(
     counts: Mapping[str, int], common: Mapping[str, int], answers: int, least: int = LEAST_ANSWERS
 ) -> list[str]:
-    """Return a warning for each sign that too many answers show, see `CHECKS`; [] for fewer than `least` answers.
+    """Return a warning for each sign in `CHECKS` that occurs in too many answers; [] for fewer than `least` answers.
 
-    counts: sign -> number of answers that show it. common: text -> number of answers with this text. answers: number of
+    counts: sign -> its number of answers. common: text -> number of answers with this text. answers: number of
     answers without an error.
     """
     if answers < least:

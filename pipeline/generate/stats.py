@@ -114,7 +114,7 @@ class ShardStats(Counts):
                 if value is not None:
                     known[item.name] = _checked(item, value)
             except Exception as error:
-                log.warning("shard %d: no statistic %s is recorded: %s", shard, item.name, flat(error))
+                log.warning("shard %d: statistic %s is not recorded: %s", shard, item.name, flat(error))
         return cls(**known)
 
     @classmethod

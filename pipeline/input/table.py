@@ -63,10 +63,10 @@ class InputTable(Protocol):
         """
 
     def as_shown(self, snapshot: int, url: str, schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
-        """Return data file `url`'s `schema`. Add a column of type null for each of `names` that the file lacks.
+        """Return `schema`, that of data file `url`, with a null column for each of `names` that the file lacks.
 
-        A file lacks columns that were added to the table later. Raises UserError if the table lacks a column, if
-        the file has it under another name, or if a partition column is not in the file.
+        A file lacks columns that were added to the table later. Raises UserError if one of `names` is not
+        in the table or has another name in the file, or if a partition column is not in the file.
         """
 
 

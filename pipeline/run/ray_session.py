@@ -105,7 +105,7 @@ def on_cluster() -> bool:
 
 
 def actor_cpus(actors: ActorsConfig) -> float:
-    """Return an actor's CPUs: `actors.cpus`, else `actors.threads` (on a local Ray, at most an equal share)."""
+    """Return an actor's CPUs: `actors.cpus`, else `actors.threads`, on a local Ray at most CPUs ÷ number of actors."""
     if actors.cpus is not None:
         return actors.cpus
     cpus = float(actors.threads or 1)

@@ -1,4 +1,4 @@
-"""Gives worker processes access to Ray: calls of the coordinator, ids of the actor and node, export of metrics."""
+"""Gives worker processes access to Ray: calls to the coordinator, ids of the actor and node, export of metrics."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Quarantine:
         name, marker = marker_name(shard, self.stage), Marker(self.run)
         if self.folder.create(name, marker.encode()):
             return ShardAttempt(self, shard, rows, marker)
-        # if the marker is damaged or was just removed, use the new one: an attempt has died, but its rows are unknown
+        # an attempt has died; if its marker is damaged or was just removed, its rows are unknown: keep the new marker
         with suppress(FileNotFoundError, ValueError):
             marker = Marker.decode(self.folder.read(name), rows)
         if marker.run == self.run:

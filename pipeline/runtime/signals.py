@@ -83,7 +83,7 @@ _jobs = _Jobs()
 class Grace:
     """Gives running shards time to finish after the first signal. `graceful` creates it.
 
-    When `signal` is set, a background thread calls `stop` once. For a job in the main thread, the thread then calls
+    When `signal` is set, a background thread calls `stop` once. If the job runs in the main thread, it then calls
     `at_work` every 0.2 s, and interrupts the job when no shard is running or `seconds` have passed.
 
     stop: function that lets no new shard begin. `stop` and `at_work` return the indices of running shards. Attribute

@@ -13,7 +13,7 @@ from botocore import exceptions as boto
 from actors.engine.errors import flat
 from pipeline.storage.errors import NoSuchBucket, StoreFailed
 
-TEMPORARY_STATUS = {408, 409, 429, 500, 502, 503, 504}  # 409: a conflict of requests, for which S3 asks to retry
+TEMPORARY_STATUS = {408, 409, 429, 500, 502, 503, 504}  # 409: a conflict of requests, which S3 asks clients to retry
 # codes of temporary errors with status 400
 TEMPORARY_CODES = {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"}
 THROTTLED = re.compile("SlowDown|Throttl|LimitExceeded|TooManyRequests|ThroughputExceeded|PriorRequestNotComplete")

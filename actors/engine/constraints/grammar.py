@@ -1,8 +1,8 @@
 """Restricts answers to a JSON Schema, a regular expression or a grammar, with the library llguidance.
 
 https://github.com/guidance-ai/llguidance computes the allowed tokens. A format is compiled once to a matcher, and each
-row gets a copy of the matcher. A row ends when no token can follow. Where an answer may end or continue, the end tokens
-are allowed too.
+row gets a copy of the matcher. A row ends when no token can follow. Where an answer may end, the end tokens are
+allowed too.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def predicting_states(
     prompt_gradient: bool = True,
     recompute: bool = False,  # whether to use gradient checkpointing: the backward pass recomputes each layer
 ) -> Tensor:
-    """Return, for each schedule, the hidden states before the final norm that predict response tokens: [S, M, E]."""
+    """Return, for each schedule, the hidden states (before the final norm) that predict response tokens: [S, M, E]."""
     assert len({schedule.prompt_layers for schedule in schedules}) == 1
     shared = shared_tokens(pairs)
     above: list[Level] = []
@@ -69,8 +69,8 @@ def micro_batches(pairs: Sequence[Pair], schedules: int, tokens: int) -> Iterato
         pair["prompt_tokens"] - 1 - shared + schedules * (len(pair["input_ids"]) - pair["prompt_tokens"])
         for pair in pairs
     ]
-    room = max(tokens - shared, tokens // 4, 1)  # tokens of a batch without the shared prefix
-    each = sum(costs) / -(-sum(costs) // room)  # tokens of a batch if all batches have equal size
+    room = max(tokens - shared, tokens // 4, 1)  # maximum tokens of a batch, not counting the shared prefix
+    each = sum(costs) / -(-sum(costs) // room)  # tokens per batch if all batches have equal size
     first, cost = 0, 0
     for number, more in enumerate(costs):
         if number > first and (cost + more > room or cost + more / 2 > each):

@@ -78,7 +78,7 @@ def read_adapter(path: Path) -> SpeedAdapter:
 
 
 def base_digest(checkpoint: Path) -> str:
-    """Return the digest of the weights in a checkpoint folder, which an adapter records for its base."""
+    """Return the digest of the weights in a checkpoint folder. An adapter records this digest of its base."""
     found = digests(checkpoint)
     return weights_digest({name: found[name] for name in weight_files(checkpoint, names_in(checkpoint))})
 
