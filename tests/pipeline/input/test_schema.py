@@ -11,7 +11,7 @@ from arrow_values import values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.input.schema import ERROR, common, conform, one_schema, plain, split_errors
+from pipeline.input.schema import ERROR, UNTYPED, common, conform, one_schema, plain, split_errors
 
 STRUCT = pa.struct([("a", pa.int32()), ("b", pa.string())])
 TEXTS = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
@@ -188,7 +188,8 @@ def test_metadata_of_files_is_dropped() -> None:
         "b": pa.schema([("n", pa.null()), ("j", pa.string()), ("l", pa.list_(pa.string())), ("u", pa.binary(16))]),
     }
     schema = one_schema(["l", "u", "j", "n"], files)
-    expected = [("l", pa.list_(pa.string())), ("u", pa.binary(16)), ("j", pa.string()), ("n", pa.string())]
+    expected = [("l", pa.list_(pa.string())), ("u", pa.binary(16)), ("j", pa.string())]
+    expected.append(pa.field("n", pa.string(), metadata=UNTYPED))
     assert schema.equals(pa.schema(expected), check_metadata=True)
     assert schema.serialize() == one_schema(["l", "u", "j", "n"], dict(reversed(files.items()))).serialize()
     table = files["a"].empty_table()

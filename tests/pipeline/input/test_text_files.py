@@ -198,6 +198,17 @@ def test_csv_rows_are_those_of_the_standard_reader(
             assert error is not None and error.startswith(wrong) and values == {"b": None}
 
 
+def test_a_suffix_counts_in_any_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "GROUP_ROWS", 1)
+    (tmp_path / "A.JSONL.GZ").write_bytes(gzip.compress(b'{"n": 1}\n{"n": 2}\n'))
+    write(tmp_path / "b.Jsonl", {"n": 3})
+    assert [Path(url).name for url in list_files([str(tmp_path)], LOCAL, "jsonl")] == ["A.JSONL.GZ", "b.Jsonl"]
+    file, schema = scan(tmp_path / "A.JSONL.GZ", TextColumns(["n"]))
+    shards = cut_shards([file], 1, 10**6)
+    assert rows_of(file, schema, shards) == [({"n": 1}, None), ({"n": 2}, None)]
+    assert group_shards(shards, [file], 1, 10**6) == [shards]
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_a_quote_that_is_never_closed_is_refused_with_its_line(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
