@@ -183,7 +183,7 @@ class ScheduleSpec:
             raise UserError(f"decay = {self.decay!r}: must be one of {', '.join(DECAYS)}")
         if self.speedup is not None:
             if self.decay == "constant":
-                max_depth = min_depth = max(self.warmup, 1, round(Fraction(num_layers) / _ratio(self.speedup)))
+                max_depth = min_depth = max(self.warmup, 1, round(num_layers / _ratio(self.speedup)))
             else:
                 max_depth, min_depth = depths_for_speedup(num_layers, self.speedup, self.warmup)
         else:
@@ -237,8 +237,6 @@ def envelope(schedules: Collection[Schedule]) -> Schedule:
 
 def depths_for_speedup(num_layers: int, speedup: float, warmup: int = 1) -> tuple[int, int]:
     """Return (max depth, min depth) for a nominal speed-up s: max = round(4 L / (3 s)), min = round(2 L / s) - max."""
-    if not 1 <= speedup < math.inf:
-        raise UserError(f"speedup = {speedup}: must be at least 1")
     ratio = _ratio(speedup)
     lowest = min(warmup + 1, num_layers)
     max_depth = max(lowest, min(num_layers, round(Fraction(4 * num_layers, 3) / ratio)))
@@ -311,4 +309,6 @@ KEEP_ORDERS = {"paper": paper_order, "even": even_order, "early_exit": early_exi
 
 
 def _ratio(speedup: float) -> Fraction:
+    if not 1 <= speedup < math.inf:
+        raise UserError(f"speedup = {speedup}: must be at least 1")
     return Fraction(speedup).limit_denominator(10_000)
