@@ -276,6 +276,14 @@ def test_a_tokenizer_of_words_and_bytes() -> None:
         ({"json_schema": {"anyOf": None}}, "json_schema: not a JSON Schema: "),
         ({"json_schema": {"properties": ["a"]}}, "json_schema: not a JSON Schema: "),
         ({"json_schema": {"$schema": 5}, "check": "after"}, "json_schema: not a JSON Schema: "),
+        (
+            {"json_schema": {"not": {"pattern": "(?=a)b"}}, "check": "after"},
+            r"'\(\?=a\)b' cannot be checked \(look-around",
+        ),
+        (
+            {"json_schema": {"patternProperties": {"a": {}}, "unevaluatedProperties": False}, "check": "after"},
+            "json_schema: unevaluatedProperties cannot be checked with patternProperties: use",
+        ),
         ({"json_schema": {"type": "string", "format": "nonsense"}}, "json_schema: Unknown format: nonsense"),
         ({"grammar": "start: <|end|>"}, "grammar: .*special_token"),
     ],
@@ -297,6 +305,47 @@ def test_a_pattern_that_backtracks_costs_no_time() -> None:
     began = time.monotonic()
     assert not json_schema.matching("^(a+)+$", ["a" * 40 + "!"])
     assert time.monotonic() - began < 5
+
+
+BACKTRACKS = "^(a|aa)+$"  # Python's `re` would take hours for 60 times a, then b
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"additionalProperties": {"pattern": BACKTRACKS}},
+        {"propertyNames": {"pattern": BACKTRACKS}},
+        {"patternProperties": {BACKTRACKS: True, "^ab": False, "b$": False}},
+        {"patternProperties": {BACKTRACKS: True}, "additionalProperties": False},
+        {
+            "$schema": DIALECT,
+            "$defs": {"x": {"$schema": DIALECT, "pattern": BACKTRACKS}},
+            "propertyNames": {"$ref": "#/$defs/x"},
+        },
+        {"x": {"pattern": BACKTRACKS}, "propertyNames": {"$ref": "#/x"}},
+    ],
+)
+def test_a_check_after_generation_never_backtracks(schema: dict[str, Any]) -> None:
+    long = "a" * 60 + "b"
+    assert json_schema.problem(json.dumps({long: long}), json.dumps(schema)) is not None
+    assert json_schema.problem('{"aa": "aa"}', json.dumps(schema)) is None
+
+
+def test_a_check_after_generation_matches_patterns_as_jsonschema_does() -> None:
+    schema = {
+        "properties": {"c": {"pattern": '^[^"]*$'}},
+        "patternProperties": {"^a": {"type": "string"}, "b$": {"type": "null"}},
+        "additionalProperties": {"type": "integer"},
+    }
+    check = jsonschema.Draft202012Validator(schema)
+    for name in ("a", "ab", "b", "xb", "c", "ca", ""):
+        for value in ("a", 'a"b', None, 1, 1.5):
+            found = json_schema.problem(json.dumps({name: value}), json.dumps(schema))
+            assert (found is None) == check.is_valid({name: value}), (name, value, found)
+    assert json_schema.problem("1", '{"x": {"pattern": "(?=a)"}, "not": {"$ref": "#/x"}}') is not None
+    found = json_schema.problem('"a"', '{"x": {"pattern": "(?=a)"}, "$ref": "#/x"}')
+    assert found is not None and found.startswith("pattern '(?=a)' cannot be checked (look-around")
 
 
 def test_an_answer_that_cannot_be_checked_is_a_problem_of_its_row() -> None:

@@ -7,7 +7,7 @@ other by the value of a property (a discriminator) or by their types, the `oneOf
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -167,7 +167,7 @@ def overlap(schema: Schema) -> str | None:
 def matching(pattern: str, names: list[str]) -> list[str]:
     """Return the names that `pattern` matches; [] if the pattern is not valid, which another check reports.
 
-    llguidance does the matching, because Python's `re` may backtrack for hours.
+    llguidance does the matching, as it does in generation. Python's `re` may backtrack for hours.
     """
     from llguidance import LLMatcher, LLTokenizer
 
@@ -190,6 +190,8 @@ def problem(text: str, schema: str) -> str | None:
 
     try:
         error = next(iter(validator(schema).iter_errors(json.loads(text))), None)
+    except UserError as wrong:
+        return flat(wrong)
     except ValueError as wrong:
         return f"not JSON: {wrong}"
     except RecursionError:
@@ -203,7 +205,7 @@ def problem(text: str, schema: str) -> str | None:
 
 @lru_cache(256)
 def validator(schema: str) -> Any:
-    """Return a validator for `schema` (JSON text). Raises UserError if `schema` is not a JSON Schema."""
+    """Return a validator for `schema` (JSON text). Raises UserError if it is no JSON Schema, or cannot be checked."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
 
@@ -213,4 +215,67 @@ def validator(schema: str) -> Any:
         kind.check_schema(values)
     except SchemaError as error:
         raise UserError(f"not a JSON Schema: {error.json_path}: {flat(error.message)}") from None
-    return kind(values)
+    if all(f'"{name}":' in json.dumps(values) for name in ("unevaluatedProperties", "patternProperties")):
+        raise UserError("unevaluatedProperties cannot be checked with patternProperties: use additionalProperties")
+
+    def look(one: Schema, place: str) -> Schema:
+        for pattern in (*one.get("patternProperties", ()), *([one["pattern"]] if "pattern" in one else ())):
+            has_match(pattern, "")
+        return one
+
+    _mapped(values, look, "")
+    return _without_backtracking(kind)(values)
+
+
+def has_match(pattern: str, text: str) -> bool:
+    """Return whether `pattern` matches a part of `text`, in linear time. Raises UserError if it is not supported."""
+    return bool(_compiled(pattern).isinstance_python(text))
+
+
+@lru_cache(64)  # a compiled pattern has up to 10 MB
+def _compiled(pattern: str) -> Any:
+    from pydantic_core import SchemaError, SchemaValidator, core_schema
+
+    try:
+        return SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
+    except SchemaError as error:
+        reason = flat(str(error).rpartition("rror: ")[2])
+        raise UserError(f"pattern {pattern!r} cannot be checked ({reason}): write a simpler one") from None
+
+
+def _without_backtracking(kind: Any) -> Any:
+    """Return jsonschema's validator class `kind` with `has_match` in place of Python's `re`, which may take hours."""
+    from jsonschema.exceptions import ValidationError
+    from jsonschema.validators import extend
+
+    def pattern(validator: Any, pattern: str, instance: Any, schema: Schema) -> Iterator[Any]:
+        if isinstance(instance, str) and not has_match(pattern, instance):
+            yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+    def pattern_properties(validator: Any, patterns: Schema, instance: Any, schema: Schema) -> Iterator[Any]:
+        for pattern, one in patterns.items() if isinstance(instance, dict) else ():
+            for name in instance:
+                if has_match(pattern, name):
+                    yield from validator.descend(instance[name], one, path=name, schema_path=pattern)
+
+    def additional_properties(validator: Any, one: Any, instance: Any, schema: Schema) -> Iterator[Any]:
+        patterns = schema.get("patternProperties", ())
+        if patterns and isinstance(instance, dict):
+            schema = {"properties": schema.get("properties", {})}
+            instance = {
+                name: value
+                for name, value in instance.items()
+                if not any(has_match(pattern, name) for pattern in patterns)
+            }
+        yield from kind.VALIDATORS["additionalProperties"](validator, one, instance, schema)
+
+    def evolve(self: Any, **changes: Any) -> Any:
+        schema = changes.get("schema", self.schema)
+        if isinstance(schema, dict):  # jsonschema would go on with the class that `$schema` names
+            changes["schema"] = {key: value for key, value in schema.items() if key != "$schema"}
+        return kind.evolve(self, **changes)
+
+    keywords = {"patternProperties": pattern_properties, "additionalProperties": additional_properties}
+    found: Any = extend(kind, {"pattern": pattern, **keywords})
+    found.evolve = evolve
+    return found
