@@ -111,6 +111,9 @@ def test_the_need_is_what_the_loaded_model_holds(tmp_path: Path, family: str) ->
     if family == "opt":
         twice = {**folder_tensors(tmp_path), "lm_head.weight": StoredTensor("head", (97, 32))}
         assert need(twice, tied=True, dtype="float32", cache_bytes=0).parameters == held
+        head_only = {name: one for name, one in twice.items() if not name.endswith("embed_tokens.weight")}
+        assert len(head_only) == len(twice) - 1
+        assert need(head_only, tied=True, dtype="float32", cache_bytes=0).parameters == held
 
 
 def test_shards_load_as_one_file_does(tmp_path: Path) -> None:

@@ -142,8 +142,9 @@ def need(tensors: Mapping[str, StoredTensor], *, tied: bool, dtype: str, cache_b
     """Return the memory that a model needs in `dtype`. tied: whether head and embedding share a tensor in memory."""
     sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items() if not name.endswith(SCALES)}
     count = sum(4 * size if name.endswith(PACKED) else size for name, size in sizes.items())
-    if tied and len(sizes) > 1:
-        count -= sum(sizes.get(name, 0) for name in _HEADS)
+    shapes = [tensor.shape for tensor in tensors.values()]
+    if tied:  # the embedding has the head's shape; a checkpoint may also store only one of the two
+        count -= sum(sizes[name] for name in _HEADS if name in sizes and shapes.count(tensors[name].shape) > 1)
     return Need(count, count * ITEM_BYTES[dtype], cache_bytes)
 
 
