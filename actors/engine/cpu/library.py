@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from actors.engine.errors import flat
+from actors.engine.model.file_digests import cache_root
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ def _built(compiler: Sequence[str]) -> Path:
     version: str = run([*compiler, "--version"]).stdout
     source = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     identity = "\0".join((*source, version, *compiler, *FLAGS, platform.machine(), _processor()))
-    folder = Path(os.environ.get("SKIPDECODE_CACHE") or Path.home() / ".cache" / "skipdecode") / "kernels"
+    folder = cache_root(None) / "kernels"
     path = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
