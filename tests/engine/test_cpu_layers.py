@@ -385,9 +385,11 @@ def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     source = tmp_path / "kernels.cpp"
     source.write_text('extern "C" int threads() { return 1; }\n')
     monkeypatch.setattr(library, "SOURCE", source)
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SKIPDECODE_CACHE", "~/cache")
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     first = library._built(compiler)
+    assert first.parent == tmp_path / "cache" / "kernels"
     before = first.stat().st_mtime_ns
     assert library._built(compiler) == first and first.stat().st_mtime_ns == before
     assert [one.name for one in first.parent.iterdir()] == [first.name]
@@ -406,7 +408,10 @@ torch.set_num_threads(2)
 decoder = fastest_decoder(tiny_model("llama", max_position_embeddings=2**18))
 hidden, rotary = decoder.embed(torch.full((1, 2**18), 5), torch.arange(2**18)[None])
 logits, nothing = torch.zeros(2, 2**24), torch.zeros(1, dtype=torch.int64)
+few = torch.zeros(2, 2**22)
+sample(few, [RowSampling(SamplingParams(temperature=1.0), 1)] * 2)
 calls = {
+    "top_k": lambda: print("top_k: done", sample(few, [RowSampling(SamplingParams(temperature=1.0, top_k=2), 1)] * 2)),
     "prompts": lambda: decoder.stack.prompts(
         0, hidden, rotary[0], torch.tensor([0, 2**18]), nothing, nothing, None
     ),
@@ -429,6 +434,7 @@ def test_memory_that_kernels_lack_is_a_memory_error() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "top_k: done" in done.stdout, done.stdout  # it needs no more memory than the call before it
     for name in ("prompts", "sample"):
         assert f"{name}: the system has no memory" in done.stdout, done.stdout
 

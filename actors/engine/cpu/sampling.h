@@ -66,9 +66,12 @@ class Vocabulary {
     };
     using Iterator = std::vector<Place>::iterator;
 
+    // Allocates all memory: other functions run in parallel loops, which exceptions must not leave.
     explicit Vocabulary(int64_t width)
         : width(width), blocks((width + BLOCK - 1) / BLOCK), x(blocks * BLOCK, NEVER), weights(blocks * BLOCK),
-          highest_of(blocks), sums(blocks) {}
+          highest_of(blocks), sums(blocks), order(blocks) {
+        found.reserve(width);
+    }
 
     // Reads logits. Returns false if one is NaN or +infinity, or if all are -infinity.
     template <class T>
@@ -178,7 +181,7 @@ class Vocabulary {
 
     // Returns the `count` tokens with the highest logits, highest first; of equal logits, the lower token id first.
     const std::vector<Place>& highest_tokens(int64_t count) {
-        std::vector<float> order = highest_of;  // at least `count` tokens reach its `count`-th highest value
+        order = highest_of;  // at least `count` tokens reach its `count`-th highest value
         if (count < blocks) std::nth_element(order.begin(), order.begin() + count, order.end(), std::greater<float>());
         collect(count < blocks ? order[count] : NEVER);
         std::partial_sort(found.begin(), found.begin() + count, found.end(), earlier);
@@ -243,6 +246,7 @@ class Vocabulary {
         return *first;
     }
 
+    std::vector<float> order;
     std::vector<Place> found;
 };
 
