@@ -140,4 +140,7 @@ def _prompt(prompt: Any) -> str | list[int]:
         return prompt
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return prompt
-    raise UserError("body: prompt must be one text or one list of token ids; write one line for each prompt")
+    raise UserError(
+        "body: prompt must be one text or one list of token ids; a batch file needs one line for each prompt, a server "
+        "also accepts a list of prompts"
+    )

@@ -147,6 +147,11 @@ def test_parameters_have_the_names_of_this_program() -> None:
         (TEXT, {"prompt": "a", "response_format": {"type": "text"}}, "body: response_format is not supported"),
         (TEXT, {}, "body: prompt is missing"),
         (TEXT, {"prompt": ["a", "b"]}, "body: prompt must be one text or one list of token ids"),
+        (
+            TEXT,
+            {"prompt": 5},
+            "body: prompt must be one text or one list of token ids; a batch file needs one line for each prompt, a",
+        ),
         (TEXT, {"prompt": [1, True]}, "body: prompt must be one text or one list of token ids"),
         (TEXT, {"prompt": "a", "messages": MESSAGES}, "body: messages is not supported"),
         (TEXT, {"prompt": "a", "best_of": 2}, "body: best_of = 2 is not supported"),
