@@ -357,6 +357,12 @@ def test_scales_that_do_not_fit_are_refused(made: Callable[..., Path], kind: Kin
         f"{points.rpartition('.')[2]} of {name} is not zero, but .* symmetric; fetch", **{points: torch.ones(64, 1)}
     )
     refused(r"weight_zero_point has shape \[3, 1\]: both must have equally many numbers", **{points: torch.ones(3, 1)})
+    for shape in ((), (16,), (64,), (64, 1), (1, 16, 1)):
+        shown = str(list(shape)).replace("[", r"\[").replace("]", r"\]")
+        refused(f"weight_zero_point has shape {shown}: both", **{points: torch.ones(shape, dtype=torch.int32)})
+    for shape in ((0,), (0, 1), (64, 0)):
+        shown = str(list(shape)).replace("[", r"\[").replace("]", r"\]")
+        refused(f"weight_scale of {name} has shape {shown}, which does", **{f"{name}.weight_scale": torch.ones(shape)})
     if kind == "int8":
         no_weight = {f"{name}.weight": None, f"{name}.weight_packed": torch.ones(64, 7, dtype=torch.int32)}
         refused(rf"weight_packed of {name} has shape \[64, 7\], which does not fit the weight \[64, 32\]", **no_weight)

@@ -193,7 +193,7 @@ def _grids(parts: Parts, weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
     import torch
 
     found, (outputs, inputs) = parts[SCALE](), weight.shape
-    shape = (1, 1) if found.numel() == 1 else (len(found), found.numel() // len(found))
+    shape = (1, 1) if found.numel() == 1 else (len(found), found.numel() // max(len(found), 1))
     if shape[0] not in (1, outputs) or shape[1] == 0 or inputs % shape[1]:
         raise UserError(
             f"{what} has shape {list(found.shape)}, which does not fit the weight {list(weight.shape)}: there must be "
@@ -203,9 +203,11 @@ def _grids(parts: Parts, weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
     if ZERO_POINT not in parts:
         return scales, torch.zeros_like(scales)
     points = parts[ZERO_POINT]()
-    if points.dtype is torch.int32:  # zero points are packed along the outputs
+    packed = points.dtype is torch.int32  # along the outputs
+    fits = not packed or list(points.shape) == [-(-outputs // CODES_IN_INT32), shape[1]]
+    if packed and fits:
         points = _unpacked(points.T, outputs).T
-    if points.numel() != scales.numel():
+    if not fits or points.numel() != scales.numel():
         raise UserError(
             f"{what} has shape {list(found.shape)}, but weight_zero_point has shape {list(points.shape)}: both must "
             f"have equally many numbers; {AGAIN}"
