@@ -148,6 +148,20 @@ def test_sizes_that_no_model_has_are_refused(checkpoint: Path, name: str, value:
         inspect(checkpoint)
 
 
+@pytest.mark.parametrize("family", ["bloom", "mamba", "mpt"])
+def test_vllm_limits_the_context_of_a_model_whose_config_does_not(checkpoint: Path, family: str) -> None:
+    (checkpoint / "config.json").write_text(json.dumps({"model_type": family}))
+    assert inspect(checkpoint, by_vllm=True).context_length == 2**28
+
+
+@pytest.mark.parametrize(("family", "name"), [("encodec", "num_hidden_layers"), ("llama", "max_position_embeddings")])
+def test_vllm_gets_no_config_that_cannot_be_read(checkpoint: Path, family: str, name: str) -> None:
+    (checkpoint / "config.json").write_text(json.dumps({"model_type": family, "max_position_embeddings": None}))
+    with pytest.raises(UserError, match=rf"^{checkpoint}: config.json: \w+Error: .*{name}") as caught:
+        inspect(checkpoint, by_vllm=True)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "skipdecode.json"])
 def test_json_nested_too_deeply_is_refused_in_one_line(checkpoint: Path, name: str) -> None:
     (checkpoint / name).write_text("[" * 100_000)

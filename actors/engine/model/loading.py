@@ -35,13 +35,14 @@ if TYPE_CHECKING:
 
     from actors.engine.decoder import Decoder
 
+LENGTH = "max_position_embeddings"
 SIZE_LIMITS = {  # key of config.json -> largest accepted value; families use different keys for the same size
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 1024),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 4096),
     **dict.fromkeys(("hidden_size", "n_embd", "head_dim", "word_embed_proj_dim"), 2**18),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 2**20),
     "vocab_size": 2**24,
-    "max_position_embeddings": 2**28,
+    LENGTH: 2**28,
 }
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 log = logging.getLogger(__name__)
@@ -154,15 +155,15 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
                 GenerationConfig.from_pretrained(folder, local_files_only=True)
         else:
             config = config.get_text_config()
+        layers = config.num_hidden_layers
     except Exception as error:  # transformers may raise any exception for a damaged file
         kind = "" if isinstance(error, UserError) else f"{name}: {type(error).__name__}: "
         raise UserError(f"{folder}: {kind}{flat(error)}") from None
-    layers = config.num_hidden_layers
     spec = load_spec(folder, layers)
     trained = load_trained(folder, layers, spec)
-    return Checkpoint(
-        folder, config, spec, trained, layers, context_length(config), stored=stored, in_library=in_library
-    )
+    # without the key, as in Bloom, Mamba and MPT, vLLM refuses prompts that are too long
+    context = context_length(config) if hasattr(config, LENGTH) else SIZE_LIMITS[LENGTH]
+    return Checkpoint(folder, config, spec, trained, layers, context, stored=stored, in_library=in_library)
 
 
 def _is_in_library(values: Mapping[str, Any], folder: Path) -> bool:
@@ -172,7 +173,7 @@ def _is_in_library(values: Mapping[str, Any], folder: Path) -> bool:
         stored_weights(values, folder)
         family_named(values.get("model_type"))
         family_of(read_config(folder))
-    except UserError:
+    except Exception:  # `inspect` reports a damaged file
         return False
     return True
 
