@@ -9,7 +9,9 @@ import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import cache
+from string import digits
 
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
@@ -22,6 +24,7 @@ from pipeline.storage.folder import filesystem
 
 log = logging.getLogger(__name__)
 DIGEST_BYTES = 4 * 2**30  # if local files are larger in total, only their modification times are compared
+_DIGIT = re.compile(r"[0-9]|\[!?\]?[^]]*\]")  # a digit or a set of characters in a glob
 RUN_FOLDER = "2026-01-31T00-00-00Z"  # example name for the folder of an incremental run
 
 
@@ -45,8 +48,7 @@ def check_output_disjoint(
     for given in config.input.path if config.input.format != "iceberg" else ():
         path = _real(given, config.storage)
         if glob.has_magic(path) and not os.path.lexists(path):
-            pattern = re.compile(glob_translate(path))
-            if any(pattern.match(f"{folder}/{name}") for name in _future_names(config)):
+            if any(_may_match(path, folder, name) for name in _future_names(config)):
                 raise UserError(f"{key}: the input glob {given} matches files in {shown}; choose another folder")
         elif path == folder or path.startswith(f"{folder}/"):
             raise UserError(f"{key}: {shown} holds the input {given}; choose another folder")
@@ -106,11 +108,27 @@ def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFil
 
 
 def _future_names(config: JobConfig) -> Iterator[str]:
-    """Yield names of files that the job may write into its output folder."""
+    """Yield names of files that the job may write into its output folder. Other names differ only in their digits."""
     results = RESULT_NAMES if config.result_format in ("jsonl", "openai_batch") else ()
     for folder in ("", f"{RUN_FOLDER}/") if config.input.since else ("",):
-        yield from (f"{folder}part-{index:06d}.parquet" for index in range(1000))
-        yield from (f"{folder}{kind}.jsonl" for kind in results)
+        yield f"{folder}part-000000.parquet"
+        yield from (f"{folder}{kind}{number}.jsonl" for kind in results for number in ("", "-0001"))
+
+
+def _may_match(path: str, folder: str, name: str) -> bool:
+    """Tell whether the glob `path` matches the file `name` in `folder`, perhaps with other digits in `name`."""
+    segments = path.split("/")
+    depth = name.count("/") + 1
+    segments[-depth:] = [_DIGIT.sub(_any_digit, segment) for segment in segments[-depth:]]
+    return re.match(glob_translate("/".join(segments)), f"{folder}/{name}") is not None
+
+
+def _any_digit(found: re.Match[str]) -> str:
+    """Return a part of a glob that matches all digits and what `found` matches. A set without digits is unchanged."""
+    text = found[0]
+    if not any(fnmatchcase(digit, text) for digit in digits):
+        return text
+    return f"[0-9{text[1:] or ']'}" if text[1:2] != "!" else "?"
 
 
 def _is_local(url: str) -> bool:
