@@ -80,12 +80,12 @@ def count_repeated(
     examples = []
     for pair in places:
         both = [row(place) for place in pair]
-        first, second = (str(id_value(ids_of(shard)[offset])) for shard, offset in both)
-        if first != second:  # two texts with the same hash
+        texts = [str(id_value(ids_of(shard)[offset])) for shard, offset in both]
+        if texts[0] != texts[1]:  # they only have the same hash
             found -= 1
             continue
         where = " and ".join(f"row {shard.first_row + offset} of {shard.url}" for shard, offset in both)
-        examples.append(f"{first[:80]!r}: {where}")
+        examples.append(f"{texts[0][:80]!r}: {where}")
     return found, examples
 
 

@@ -42,7 +42,7 @@ class StoredWeights:
     """How a checkpoint stores 8-bit weights, according to its config.json."""
 
     kind: Kind  # type of the codes
-    multiplied: bool  # whether the checkpoint is meant for products of 8-bit codes with 8-bit activations
+    multiplied: bool  # whether the checkpoint is meant for 8-bit weights times 8-bit activations (W8A8)
     symmetric: bool = True  # whether all zero points are 0 or absent
 
     def run(self, dtype: str, *, on_gpu: bool) -> bool:
@@ -68,7 +68,7 @@ def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | N
 
 
 def _read(entry: Any, key: str) -> StoredWeights | str:
-    """Read `entry`, the value of `key` in config.json. If something in it is not supported, return its description."""
+    """Read `entry`, the value of `key` in config.json. Return a description of what is not supported in it."""
     if not isinstance(entry, dict):
         return key
     method = entry.get("quant_method", METHOD if "config_groups" in entry else key)
@@ -85,7 +85,7 @@ def _read(entry: Any, key: str) -> StoredWeights | str:
 
 
 def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
-    """Read one of the `config_groups` in config.json. If something in it is not supported, return its description."""
+    """Read one of the `config_groups` in config.json. Return a description of what is not supported in it."""
     weights, inputs, layout = group["weights"], group.get("input_activations"), group.get("format") or layout
     size, order = weights.get("group_size"), weights.get("actorder")
     strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")

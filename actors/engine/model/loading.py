@@ -1,4 +1,4 @@
-"""Loads decoder, tokenizer and schedule from a checkpoint folder. Reads only safetensors; never runs code from it."""
+"""Loads decoder, tokenizer and schedule from a checkpoint folder. Reads safetensors only; runs no code from it."""
 
 from __future__ import annotations
 
