@@ -119,7 +119,9 @@ def check_type(config: JobConfig, name: str, kind: pa.DataType, url: str) -> Non
     if name == section.id_column and pa.types.is_nested(kind):
         raise UserError(f"{url}: column {name!r} is {printable(kind)}; an id must be one plain value")
     if name == section.prompt_column and section.is_chat and _is_ids(kind):
-        raise UserError(f"{url}: column {name!r} is {printable(kind)}; a chat needs text: remove chat and system")
+        raise UserError(
+            f"{url}: column {name!r} is {printable(kind)}; a chat needs text: remove chat, system and examples"
+        )
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -51,7 +51,11 @@ def test_types_that_fit(given: dict[str, Any], kind: pa.DataType) -> None:
     [
         ({"prompt": "x"}, pa.int64(), "a prompt must be a string or a list of token ids"),
         ({"prompt": "x"}, pa.list_(pa.float32()), "a prompt must be"),
-        ({"prompt": "x", "system": "s"}, pa.list_(pa.int32()), "a chat needs text: remove chat and system"),
+        (
+            {"prompt": "x", "examples": [{"user": "u", "assistant": "a"}]},
+            pa.list_(pa.int32()),
+            "a chat needs text: remove chat, system and examples",
+        ),
         ({"messages": "x"}, MESSAGE, "messages must be a list of structs or a JSON string"),
         ({"messages": "x"}, pa.list_(TEXT), "messages must be"),
         ({"sampling": "x"}, pa.int64(), "sampling must be a struct, a map with string keys, or a JSON string"),
