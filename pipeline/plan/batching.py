@@ -71,7 +71,7 @@ def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
         return "refill"
     if config.actors.scheduler is not None:
         return config.actors.scheduler
-    if config.choices is not None:
+    if config.choices is not None or config.input.choices is not None:
         return "lock_step"
     if config.input.sampling is not None:
         return "refill"

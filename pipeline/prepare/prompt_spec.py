@@ -94,7 +94,11 @@ def check_spec(spec: PromptSpec) -> None:
             raise UserError(f"choices: {error} (counted from 0)") from None
         if most + 1 >= context:
             raise UserError(f"choices: a label of {most} tokens leaves prompts no room in a context of {context}")
-    elif spec.input.too_long == "truncate_left" and spec.sampling.max_new_tokens >= context:
+    elif (
+        spec.input.choices is None
+        and spec.input.too_long == "truncate_left"
+        and spec.sampling.max_new_tokens >= context
+    ):
         raise UserError(
             f"sampling.max_new_tokens = {spec.sampling.max_new_tokens} leaves truncated prompts no room in a context "
             f"of {context}: lower it, or set input.too_long: error"
@@ -109,7 +113,7 @@ def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
     folder, vocab_size = resolved.checkpoint.path, resolved.checkpoint.config.vocab_size
     end_tokens(folder, tokenizer_of(known_tokenizer(resolved)), vocab_size)
     left = settings_not_followed(folder, config.sampling.model_fields_set)
-    if left and not config.choices:
+    if left and config.choices is None and config.input.choices is None:
         asked = ", ".join(f"{name}: {value}" for name, value in left.items())
         log.warning("the job does not follow these settings of generation_config.json (see `sampling`): %s", asked)
 

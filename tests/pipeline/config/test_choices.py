@@ -82,6 +82,7 @@ def test_labels_of_the_job_are_checked_before_it_runs(checkpoint: Path) -> None:
         check_spec(spec_of(checkpoint, choices=labels, too_long="truncate_left"))
 
     check("yes", "yesterday")
+    check_spec(spec_of(checkpoint, own_choices="labels", too_long="truncate_left"))
     for labels, said in (
         (("yes", " yes"), "have the same tokens"),
         (("\ud800",), "has no tokens"),

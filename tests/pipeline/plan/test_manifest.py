@@ -24,6 +24,7 @@ from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import ActorsConfig, JobConfig, StorageConfig
 from pipeline.plan import inputs as inputs_module
 from pipeline.plan import manifest as manifests
+from pipeline.plan.batching import chosen_scheduler
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest, coverage_problems, difference, plan_job
 from pipeline.plan.plan_files import INPUTS, JOB, PLAN, SCHEMA, load, save
@@ -172,6 +173,11 @@ def test_the_plan_chooses_a_scheduler(inputs: Path, checkpoint: Path, keys: dict
     assert first.batching.scheduler == scheduler
     again = plan(job(inputs, checkpoint, **{**keys, "actors": {}}), stored=first)
     assert again.batching.scheduler == scheduler
+
+
+def test_labels_of_each_row_take_the_scheduler_of_labels(inputs: Path, checkpoint: Path) -> None:
+    config = job(inputs, checkpoint, input={"choices": "labels"}, sampling={"max_new_tokens": 50})
+    assert chosen_scheduler(config, resolve_checkpoint(config.model, config.storage).checkpoint) == "lock_step"
 
 
 def test_a_plan_covers_the_files_in_order_and_a_limit_cuts_the_last_shard(inputs: Path, checkpoint: Path) -> None:
