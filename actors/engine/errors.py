@@ -53,5 +53,5 @@ def alone_error(prompt_tokens: int, max_new_tokens: int) -> str:
     """Return the error message for a row that runs out of memory even if no other row is in flight."""
     return (
         f"out of memory: a row of {prompt_tokens} prompt tokens and up to {max_new_tokens} new tokens does not fit "
-        "alone: lower max_new_tokens or actors.cache_bytes, or shorten the prompt"
+        "alone: lower max_new_tokens, shorten the prompt, or run fewer actors per machine"
     )

@@ -264,6 +264,7 @@ def test_answers_are_those_of_a_machine_with_room(
             assert (one.token_ids, one.finish_reason) == ((), FinishReason.ERROR)
             assert len(request.prompt_ids) > numbers or (shared and len(PREFIX) > numbers)
             assert one.error.startswith(f"out of memory: a row of {len(request.prompt_ids)} prompt tokens and up to ")
+            assert "cache_bytes" not in one.error  # a row alone gets only the cache that it needs
     stats = engine.take_stats()
     assert stats.generated_tokens == sum(len(one.token_ids) for one in good)  # nothing is counted twice
     assert stats.decode_steps == sum(len(one.token_ids) - 1 for one in good)
