@@ -218,13 +218,12 @@ def validator(schema: str) -> Any:
     if all(f'"{name}":' in json.dumps(values) for name in ("unevaluatedProperties", "patternProperties")):
         raise UserError("unevaluatedProperties cannot be checked with patternProperties: use additionalProperties")
 
-    def look(one: Schema, place: str) -> Schema:
+    def checked(one: Schema, place: str) -> Schema:
         for pattern in (*one.get("patternProperties", ()), *([one["pattern"]] if "pattern" in one else ())):
             has_match(pattern, "")
-        return one
+        return {key: value for key, value in one.items() if key != "$schema"}  # jsonschema would change the class
 
-    _mapped(values, look, "")
-    return _without_backtracking(kind)(values)
+    return _without_backtracking(kind)(_mapped(values, checked, ""))
 
 
 def has_match(pattern: str, text: str) -> bool:
@@ -269,13 +268,5 @@ def _without_backtracking(kind: Any) -> Any:
             }
         yield from kind.VALIDATORS["additionalProperties"](validator, one, instance, schema)
 
-    def evolve(self: Any, **changes: Any) -> Any:
-        schema = changes.get("schema", self.schema)
-        if isinstance(schema, dict):  # jsonschema would go on with the class that `$schema` names
-            changes["schema"] = {key: value for key, value in schema.items() if key != "$schema"}
-        return kind.evolve(self, **changes)
-
     keywords = {"patternProperties": pattern_properties, "additionalProperties": additional_properties}
-    found: Any = extend(kind, {"pattern": pattern, **keywords})
-    found.evolve = evolve
-    return found
+    return extend(kind, {"pattern": pattern, **keywords})
