@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import typer
 
 from actors.engine.errors import UserError
+from pipeline.runtime.announce import announce
 
 # fmt: off
 NAMES = [
@@ -91,10 +92,14 @@ def write_demo(folder: Path, rows: int = 2000) -> Path:
     if not jobs.is_file():  # the program is installed from a wheel
         jobs = next(Path(str(file.locate())) for file in files("skipdecode") or () if file.name == jobs.name).resolve()
         checkpoint = jobs.parent / "checkpoint"
-    job, text = folder / jobs.name, jobs.read_text()
+    job = folder / jobs.name
+    text = jobs.read_text().replace("work/demo", str(folder)).replace("configs/demo/checkpoint", str(checkpoint))
     try:
         write_prompts(folder / "prompts", rows, FILES, 0)
-        job.write_text(text.replace("work/demo", str(folder)).replace("configs/demo/checkpoint", str(checkpoint)))
+        if job.exists() and job.read_text() != text:
+            announce(f"{job}: kept, because it has been changed; remove it to get the demo's own job file")
+        else:
+            job.write_text(text)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror}; name another folder") from None
     return job

@@ -66,8 +66,10 @@ def test_a_demo_that_was_interrupted_goes_on_only_with_the_same_prompts(tmp_path
     with pytest.raises(UserError, match=r"restaurants-00\.parquet: exists with other prompts"):
         write_demo(tmp_path / "demo", 24)
     assert len(list(prompts.iterdir())) == 3
+    (tmp_path / "demo" / "demo.yaml").write_text("changed")  # by the user
     write_demo(tmp_path / "demo", 16)
     assert {path.name: path.read_bytes() for path in prompts.iterdir()} == whole
+    assert (tmp_path / "demo" / "demo.yaml").read_text() == "changed"
     for rows, files, seed in ((16, 8, 1), (2, 1, 0)):  # other prompts, and a file too many
         with pytest.raises(UserError, match="exists with other prompts"):
             write_prompts(prompts, rows, files, seed)
