@@ -3,7 +3,7 @@
 A template is rendered twice. The first rendering, without markers, is the prompt. The second one has markers around the
 user's control tokens, which show who wrote each control token. It cannot be the prompt, because some templates write
 other text if a value holds markers. Markers and the encoding of marked text are those of transformers 5.23
-(`apply_chat_template` with `sanitize_control_tokens`). Earlier versions refuse rows whose text has control tokens.
+(`apply_chat_template` with `sanitize_control_tokens`). With earlier versions, rows with control tokens fail.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def completion_body(
         key: text that the ids in the body contain.
         created: seconds since 1970.
         model: name of the model.
-        job: fingerprint of what determines the answers besides the request: model, settings, versions.
+        job: fingerprint of the job, or of this start of the server.
         prompt_tokens: number of tokens of all prompts; needed if there are several prompts.
     """
     is_chat = url == CHAT

@@ -97,7 +97,7 @@ def write_demo(folder: Path, rows: int = 2000) -> Path:
     try:
         write_prompts(folder / "prompts", rows, FILES, 0)
         if job.exists() and job.read_text() != text:
-            announce(f"{job}: kept, because it has been changed; remove it to get the demo's own job file")
+            announce(f"{job}: kept, although it differs from the demo's job file; remove it to get that")
         else:
             job.write_text(text)
     except OSError as error:

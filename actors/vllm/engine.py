@@ -192,9 +192,10 @@ class VllmEngine:
                 self.step()
             except BaseException as error:
                 self.vllm.abort_request([str(ticket) for ticket in self.rows])
-                for owner in (call, *self._queue, *(owner for _, owner, _ in self.rows.values())):
+                for owner in (call, *(owner for _, owner, _ in self.rows.values())):
                     owner.error = error
-                self._queue.clear()
+                while self._queue:
+                    self._queue.popleft().error = error
                 self.rows.clear()
                 raise
             if call.on_drain is not None and len(self.rows) <= self.max_rows:

@@ -86,7 +86,7 @@ def list_files(
     Args:
         paths: files, folders or globs, local or s3://. A path that exists is not a glob, even if it looks like one.
         given: `input.format`, default Parquet. In a folder, only files with a suffix of this format are listed.
-        may_be_empty: accept a path without files. In S3 accept a missing folder: it disappears with its last file.
+        may_be_empty: accept a folder or glob without files. In S3 a folder disappears with its last file.
 
     Raises UserError if a path matches no file, cannot be read, is a broken link, or (if `given` is None) is a table.
     """

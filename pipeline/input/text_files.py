@@ -258,7 +258,7 @@ def scan_text(
 
 
 def _row_ends(stream: BinaryIO, kind: str, field_bytes: int, limit: int | None, types: JsonTypes) -> Iterator[Offsets]:
-    """Yield the offsets where the first `limit` rows end, block by block. Add a sample of JSON Lines rows to `types`."""
+    """Yield the offsets where the first `limit` rows end, block by block. Add a sample of the rows to `types`."""
     offset, total, has_header = 0, 0, kind == "csv"
     for number, (block, starts, ends) in enumerate(records(stream, kind, field_bytes)):
         if has_header and len(ends):

@@ -108,7 +108,7 @@ def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFil
 
 
 def _future_names(config: JobConfig) -> Iterator[str]:
-    """Yield names of files that the job may write into its output folder. Other names differ only in their digits."""
+    """Yield names of files that the job may write into its output folder; the others have other digits."""
     results = RESULT_NAMES if config.result_format in ("jsonl", "openai_batch") else ()
     for folder in ("", f"{RUN_FOLDER}/") if config.input.since else ("",):
         yield f"{folder}part-000000.parquet"
@@ -116,11 +116,10 @@ def _future_names(config: JobConfig) -> Iterator[str]:
 
 
 def _may_match(path: str, folder: str, name: str) -> bool:
-    """Tell whether the glob `path` matches the file `name` in `folder`, perhaps with other digits in `name`."""
-    segments = path.split("/")
-    depth = name.count("/") + 1
-    segments[-depth:] = [_DIGIT.sub(_any_digit, segment) for segment in segments[-depth:]]
-    return re.match(glob_translate("/".join(segments)), f"{folder}/{name}") is not None
+    """Tell whether the glob `path` matches the file `name` in `folder`, or this file with other digits in `name`."""
+    fixed = fixed_part(path)
+    pattern = fixed + _DIGIT.sub(_any_digit, path[len(fixed) :])
+    return re.match(glob_translate(pattern), f"{folder}/{name}") is not None
 
 
 def _any_digit(found: re.Match[str]) -> str:
@@ -128,7 +127,7 @@ def _any_digit(found: re.Match[str]) -> str:
     text = found[0]
     if not any(fnmatchcase(digit, text) for digit in digits):
         return text
-    return f"[0-9{text[1:] or ']'}" if text[1:2] != "!" else "?"
+    return "?" if text.startswith("[!") else "[0-9]" if len(text) == 1 else f"{text[:-1]}0-9]"
 
 
 def _is_local(url: str) -> bool:

@@ -137,7 +137,7 @@ def _nominal(manifest: Manifest, totals: Totals) -> str:
     layers, speedup = schedule["num_layers"], schedule["speedup"]
     prompt_layers = schedule["depths"][0] if schedule.get("prompt") == "first" else layers
     skips = totals.layer_steps < totals.full_layer_steps or prompt_layers < layers
-    asked = f"{speedup:g}x" if speedup else "not set, the job sets depths" if skips else "1x, full depth"
+    asked = f"{speedup:g}x" if speedup else "configured depths" if skips else "1x, full depth"
     prompts = f"; prompts run {prompt_layers} of {layers} layers" if prompt_layers < layers else ""
     return f"nominal speed-up: {asked}{prompts}"
 

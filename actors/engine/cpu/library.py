@@ -75,7 +75,7 @@ def library() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, AttributeError, subprocess.TimeoutExpired) as error:
         problem = f"{' '.join(compiler)}: {flat(error)}"
     log.warning(
-        "no CPU kernels, so generation takes two to six times as long: %s; install g++, or name a C++ compiler in $CXX",
+        "no CPU kernels, so generation takes two to six times as long: %s; they need g++ or the compiler in $CXX",
         problem,
     )
     return None

@@ -203,14 +203,12 @@ def _grids(parts: Parts, weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
     if ZERO_POINT not in parts:
         return scales, torch.zeros_like(scales)
     points = parts[ZERO_POINT]()
-    packed = points.dtype is torch.int32  # along the outputs
-    fits = not packed or list(points.shape) == [-(-outputs // CODES_IN_INT32), shape[1]]
-    if packed and fits:
-        points = _unpacked(points.T, outputs).T
-    if not fits or points.numel() != scales.numel():
+    if points.dtype is torch.int32 and list(points.shape) == [-(-outputs // CODES_IN_INT32), shape[1]]:
+        points = _unpacked(points.T, outputs).T  # packed along the outputs
+    if points.dtype is torch.int32 or points.numel() != scales.numel():
         raise UserError(
-            f"{what} has shape {list(found.shape)}, but weight_zero_point has shape {list(points.shape)}: both must "
-            f"have equally many numbers; {AGAIN}"
+            f"{what} has shape {list(found.shape)}, which weight_zero_point of type {points.dtype} and shape "
+            f"{list(points.shape)} does not fit; {AGAIN}"
         )
     return scales, points.to(weight.device).float().reshape(shape)
 

@@ -142,7 +142,7 @@ def stage_seconds(task: Task, row: RowCost) -> tuple[int, dict[str, float]]:
         tokens += ORDER_ROWS * (row.prompt + row.answer * CANDIDATES * task.resolved.checkpoint.num_layers / 4)
     evaluated = options.held_out * sum(row.prefill_seconds + row.decode_seconds * share for share in [1.0, *shares])
     return steps, {
-        "answers": drawn * row.seconds,
+        "answers": (drawn if options.responses is None else options.held_out) * row.seconds,
         "tune": tokens * row.prefill_seconds / max(row.prompt, 1.0),
         "before": evaluated,
         "after": options.runs * evaluated,

@@ -28,7 +28,7 @@ from pipeline.learn.adapt import configs
 from pipeline.learn.adapt.configs import Task
 from pipeline.learn.adapt.rows import layout
 from pipeline.learn.tune.adapters import check_targets, started
-from pipeline.learn.tune.plan import check_teacher
+from pipeline.learn.tune.plan import teacher_context
 from pipeline.learn.tune.workers import check_machine
 from pipeline.messages import install_command
 from pipeline.plan.columns import check_columns, needed_columns
@@ -42,7 +42,7 @@ from pipeline.runtime.announce import announce
 from pipeline.storage.folder import filesystem
 from pipeline.storage.owned_folder import FILES, OwnedFolder, check_apart, local_path
 
-RECORD, FORMAT = "adapt.json", 3
+RECORD = "adapt.json"
 Stage = Literal["sample", "answers", "tune", "before", "after"]
 STAGES: tuple[str, ...] = get_args(Stage)
 START = "adapt.adapter.start"  # config key: a speed adapter to train further
@@ -103,7 +103,7 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
             if recipe.adapter is not None:
                 check_targets(recipe.adapter, resolved.checkpoint.config)
             if recipe.loss.teacher is not None:
-                check_teacher(recipe.loss.teacher, tokenizer_of(spec.checkpoint))
+                teacher_context(recipe.loss.teacher, tokenizer_of(spec.checkpoint))
         except UserError as error:
             raise UserError(f"adapt.{error}") from None
     for speedup in options.speedups:
@@ -196,7 +196,7 @@ class _Done(BaseModel):
 class _Values(BaseModel):
     """The contents of `adapt.json`."""
 
-    format: Literal[3]  # FORMAT
+    format: Literal[3]
     done: dict[Stage, _Done]
     seconds: dict[str, float]
     job_text: str = ""
@@ -272,5 +272,5 @@ class StageRecord:
         self._save()
 
     def _save(self) -> None:
-        values = {"format": FORMAT, "done": self.done, "seconds": self.seconds, "job_text": self.job_text}
+        values = {"format": 3, "done": self.done, "seconds": self.seconds, "job_text": self.job_text}
         self.folder.save(values)

@@ -116,8 +116,7 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
     tokenizer = tokenizer_of(config.model.path)
     contexts = [data.max_tokens, start.context_length]
     if config.loss.teacher is not None:
-        check_teacher(config.loss.teacher, tokenizer)
-        contexts.append(inspect(config.loss.teacher).context_length)
+        contexts.append(teacher_context(config.loss.teacher, tokenizer))
     if config.adapter is not None:
         check_targets(config.adapter, architecture)
     longest = min(contexts)
@@ -136,15 +135,18 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
     return TrainingPlan(tokenizer, start.num_layers, train, dev, spec, schedules)
 
 
-def check_teacher(teacher: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if the checkpoint `teacher` cannot be read, or if `tokenizer` has another vocabulary."""
+def teacher_context(teacher: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the context length of the checkpoint `teacher`, in tokens.
+
+    Raises UserError if it cannot be read, or if `tokenizer` has another vocabulary.
+    """
     try:
-        inspect(teacher)
-        vocabulary = tokenizer_of(teacher).get_vocab()
+        context, vocabulary = inspect(teacher).context_length, tokenizer_of(teacher).get_vocab()
     except UserError as error:
         raise UserError(f"loss.teacher: {error}") from None
     if vocabulary != tokenizer.get_vocab():
         raise UserError(f"loss.teacher: {teacher} has another tokenizer than the model to train")
+    return context
 
 
 def training_steps(settings: TrainingConfig, rows: int) -> int:

@@ -342,7 +342,8 @@ def test_two_processes_learn_as_one(
     written = capfd.readouterr()
     assert not written.out and "dev set: step 12, eval_loss_1x" in written.err
     assert ports and not {address for _, address in ports if not loopback(address)}
-    assert train_recipe({**recipe, "output": "both", "workers": {"count": 2, "cpus": 0.5}}, bf16=False) == both  # finished
+    again = train_recipe({**recipe, "output": "both", "workers": {"count": 2, "cpus": 0.5}}, bf16=False)
+    assert again == both  # finished
 
 
 def test_two_processes_train_a_speed_adapter_as_one(

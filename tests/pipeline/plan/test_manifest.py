@@ -495,6 +495,7 @@ def test_an_output_folder_that_holds_the_input_is_refused_before_files_are_liste
         ("*/part[1-3]*.parquet", False),
         ("*/part-[a-f]*", False),
         ("other/part-001*", False),
+        ("out-2/**", False),
     ],
 )
 def test_a_glob_must_match_none_of_the_parts_that_the_job_may_write(checkpoint: Path, glob: str, matches: bool) -> None:
