@@ -24,7 +24,7 @@ from actors.engine.schedule.schedule import Schedule
 from actors.vllm.plan import PassPlan, cut_metadata
 
 CONTEXT_KEY = "skipdecode_plan"
-# for debugging: value in cache slots that no layer may read, and the output above which a layer has read one
+# for debugging: POISON is in cache slots that no layer may read; an output above POISONED shows that a layer did
 POISON, POISONED = 1e36, 1e18
 # arguments of vLLM's own layers or of transformers' layers that have one value per token
 TOKEN_ARGUMENTS = ("hidden_states", "residual", "positions", "position_ids", "position_embeddings")

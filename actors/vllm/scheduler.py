@@ -33,7 +33,7 @@ class PromptCache:
         manager.coordinator.cache_blocks, manager.get_computed_blocks = cache_blocks, get_computed_blocks
 
     def add_request(self, request: Any) -> None:
-        """Queue a request. Raises UserError for a request with streamed input: answers would join its prompt."""
+        """Queue a request. Raises UserError if its input is streamed: vLLM would add its answers to its prompt."""
         if request.resumable:
             raise UserError("skipdecode: input that streams into a request is not supported")
         super().add_request(request)  # type: ignore[misc]

@@ -49,9 +49,9 @@ class Section(BaseModel):
 
 
 def without_removed(stored: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
-    """Return recorded values without removed keys whose value is their last default.
+    """Return recorded values, except keys that this version no longer has and whose value is their last default.
 
-    This version can then resume a job that an earlier version recorded with these keys.
+    So a job that an earlier version recorded can be resumed.
     """
     kept: dict[str, Any] = {}
     for key, value in stored.items():

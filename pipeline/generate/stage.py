@@ -81,7 +81,7 @@ def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
 
 
 class _Turn:
-    """Two events of a shard, for which the next one waits. drains: slots become free. ended: all rows have ended."""
+    """Two events of a shard. The next shard waits for them. drains: slots become free. ended: all rows have ended."""
 
     def __init__(self) -> None:
         self.drains, self.ended = threading.Event(), threading.Event()

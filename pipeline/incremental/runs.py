@@ -230,7 +230,7 @@ def _folder(root: Folder, run: LedgerRun, config: JobConfig) -> Folder:
 
 
 def print_runs(console: Console, result: IncrementalResult) -> None:
-    """Print the finished runs or that nothing is new, and the files that are left for a later run."""
+    """Print which runs finished (or that nothing is new), and which files are left for a later run."""
     lines = [f"left for a later run: {ledgers.some(result.left)}"] if result.left else []
     good = [done for done in result.finished if done.run.state == "success"]
     if good:

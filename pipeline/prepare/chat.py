@@ -175,7 +175,7 @@ def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], to
     before, tag, behind = rendered.rpartition(CONTINUED.strip())
     if not tag:
         raise UserError("the chat template leaves out the end of the message that input.continue_final continues")
-    # if the space at the end of CONTINUED is gone, the template strips messages; the content is then stripped too
+    # if the space at the end of CONTINUED is gone, the template strips messages: strip the content's end too
     return before if behind.startswith(" ") else before.rstrip()
 
 

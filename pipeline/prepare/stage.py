@@ -27,7 +27,7 @@ def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine) 
     """Turn the rows of each shard into prompts. Return the columns of `batch` and the new column `prepare_seconds`.
 
     Args:
-        batch: Columns shard, url, first_row and rows (the shard's rows as Arrow IPC bytes, which get prompts).
+        batch: Columns shard, url, first_row and rows (Arrow IPC bytes, to which the prompts are added).
         quarantine: Finds rows that kill their process. Without it, Ray Data would retry such a row for ever.
     """
     # in a worker, tokenize in one thread: Ray runs several workers on a machine

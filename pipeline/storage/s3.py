@@ -172,7 +172,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             self._lacking = None
 
     async def _is_own(self, budget: _Budget, put: Mapping[str, Any]) -> bool:
-        """Return whether a put with the arguments `put` wrote the existing object."""
+        """Return whether the existing object was written by this call, whose arguments are `put`."""
         try:
             head = await self._retried(budget, "head_object", Bucket=put["Bucket"], Key=put["Key"])
         except FileNotFoundError:

@@ -207,8 +207,8 @@ def to_huge_pages(tensors: list[Tensor]) -> None:
 def quantize_weight(weight: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Round weight [O, I] to 8 bits: return int8 codes [O, G * 64] and float32 scales [O]; weight ≈ codes * scales.
 
-    scales: scales of the int8 codes from which the weight was expanded. The same codes are returned, because bfloat16
-    rounds the weight by at most a quarter of a scale. None: choose scales so that each output's largest code is 127.
+    scales: scales of the int8 codes from which the weight was expanded to bfloat16. Then the result is these codes,
+    because bfloat16 moved each weight by at most a quarter of a scale. None: each output's largest code is 127.
     """
     weight = weight.detach().float()
     if scales is None:

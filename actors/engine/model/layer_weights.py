@@ -18,7 +18,7 @@ SILU, GELU = ("silu", "swish"), "gelu_pytorch_tanh"
 
 @dataclass(frozen=True)
 class NormWeights:
-    """Float32 weights of a LayerNorm (with bias) or RMSNorm: [E]; of queries or keys: [D] or [heads * D]."""
+    """Float32 weights of a LayerNorm (with bias) or RMSNorm: [E]; of a norm of queries or keys: [D] or [heads * D]."""
 
     weight: Tensor
     bias: Tensor | None

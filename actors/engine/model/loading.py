@@ -161,7 +161,7 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
         raise UserError(f"{folder}: {kind}{flat(error)}") from None
     spec = load_spec(folder, layers)
     trained = load_trained(folder, layers, spec)
-    # without the key, as in Bloom, Mamba and MPT, vLLM refuses prompts that are too long
+    # Bloom, Mamba and MPT lack the key: set no limit here, because vLLM refuses prompts that are too long
     context = context_length(config) if hasattr(config, LENGTH) else SIZE_LIMITS[LENGTH]
     return Checkpoint(folder, config, spec, trained, layers, context, stored=stored, in_library=in_library)
 

@@ -147,7 +147,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
     taken = {slug(name): name for name in (*names, CHANCE)}
     for name in config.baselines:
         if slug(name) in taken:
-            raise UserError(f"baselines: {name!r} would write the same file as line {taken[slug(name)]!r}; rename it")
+            raise UserError(f"baselines: {name!r} and {taken[slug(name)]!r} would write the same file; rename {name!r}")
         taken[slug(name)] = name
     folder.check(output_files([*names, *config.baselines]))
     reserved, new_tokens = 1, config.sampling.max_new_tokens
