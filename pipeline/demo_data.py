@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import typer
 
 from actors.engine.errors import UserError
+from pipeline.messages import counted
 from pipeline.runtime.announce import announce
 
 # fmt: off
@@ -111,7 +112,7 @@ def main(folder: Path, rows: int = 2000, files: int = FILES, seed: int = 0) -> N
         write_prompts(folder, rows, files, seed)
     except UserError as error:
         raise SystemExit(str(error)) from None
-    print(f"{rows} prompts in {files} files: {folder}")
+    print(f"{counted(rows, 'prompt')} in {counted(files, 'file')}: {folder}")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def estimate(
         manifest, batching, rows_left = job.manifest, job.manifest.batching, sum(shard.rows for shard in left)
         log_memory_estimate(config, job.checkpoint, batching, backend)
         if not left:
-            raise NothingLeft(f"{config.output.path}: nothing left to do: every row is answered")
+            raise NothingLeft(f"{config.output.path}: nothing left to do: the output has every row")
         places = sample_places(left)
         spec = prompt_spec(job.config, job.checkpoint, batching.planned)
         with announced(f"preparing {sum(place.rows for place in places):,} rows"):

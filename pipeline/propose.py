@@ -179,7 +179,8 @@ def _propose_input(columns: Mapping[str, Sequence[Any]]) -> Proposal:
     likely = [name for name in columns if name.lower() in IDS or name.lower().endswith(("_id", "-id"))]
     likely.sort(key=lambda name: IDS.index(name.lower()) if name.lower() in IDS else 2)
     found = next((name for name in likely if _is_id(columns[name])), None)
-    keys, notes = {}, ["No column has a different value in each row: ids are made from file and row number."]
+    usual = f"No column with a usual name for ids ({', '.join(IDS)}, …_id) has a different value in each sampled row"
+    keys, notes = {}, [f"{usual}: ids are made from file and row number; `id: COLUMN` uses a column."]
     if found is not None:
         keys, notes = {"id": found}, [f"{found} has a different value in each sampled row: it becomes `id`."]
 

@@ -76,6 +76,7 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
     from pipeline.commit.verify import verify
     from pipeline.incremental.ledger import print_ledger
     from pipeline.incremental.ledger import read as read_ledger
+    from pipeline.messages import counted
     from pipeline.plan import plan_files
     from pipeline.report.job_page import REPORT, job_page
     from pipeline.report.summary import print_report
@@ -108,7 +109,7 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
             typer.echo(line)
             bad += 1
         if bad:
-            raise stop(FAILED, f"{url}: {bad:,} files differ from what was committed")
+            raise stop(FAILED, f"{url}: not as committed: {counted(bad, 'file')}")
         typer.echo(f"{url}: every part is as it was committed")
         return
     records = read_records(folder, manifest.fingerprint)

@@ -131,7 +131,7 @@ def try_rows(
         console = Console(soft_wrap=True)
         tried = answer_first_rows(config, rows, lambda line: console.print(line, markup=False, highlight=False))
         for row in tried:
-            lines = [f"\n[{row.id}]", f"  prompt: {row.prompt}" if row.prompt else ""]
+            lines = [f"\n[{'no id' if row.id is None else row.id}]", f"  prompt: {row.prompt}" if row.prompt else ""]
             for answer in row.answers:
                 if answer.error is not None:
                     lines.append(f"  error: {answer.error}")

@@ -19,6 +19,7 @@ from actors.engine.errors import UserError
 from pipeline.commit.sink import part_name
 from pipeline.generate.stats import Totals, id_value
 from pipeline.input.shards import Shard
+from pipeline.messages import counted
 from pipeline.plan.manifest import Manifest
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, read_json, write_json
@@ -108,7 +109,7 @@ def with_duplicates(folder: Folder, totals: Totals) -> Totals:
 def repeated_error(found: int, examples: Sequence[str]) -> UserError:
     """Return the error to raise for repeated ids if the job does not allow them (`input.duplicate_ids: error`)."""
     listed = "; ".join(examples)
-    problem = f"input.id: {found:,} rows have the id of an earlier row, such as {listed}"
+    problem = f"input.id: {counted(found, 'row')} with the id of an earlier row, such as {listed}"
     return UserError(f"{problem}; make the ids unique, or set input.duplicate_ids: warn")
 
 

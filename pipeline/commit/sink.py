@@ -37,6 +37,7 @@ from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.output import shard_metadata
 from pipeline.generate.stats import ShardStats
 from pipeline.input.shards import Shard
+from pipeline.messages import counted
 from pipeline.plan.plan_files import JOB
 from pipeline.runtime.announce import announced
 from pipeline.runtime.quarantine import clear_quarantine, release_shard
@@ -125,7 +126,7 @@ def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> S
         raise UserError(f"{name}: written by another {'job' if remedy else 'program'}; move it away{remedy}")
     named = all(metadata.get(key.encode()) == value.encode() for key, value in shard_metadata(shard).items())
     if not named or stats.rows != shard.rows:
-        rows = f"{shard.rows} rows from row {shard.first_row} of {shard.url}"
+        rows = f"{counted(shard.rows, 'row')} from row {shard.first_row} of {shard.url}"
         raise DamagedPart(f"{name}: does not hold shard {shard.index} ({rows}); {REPAIR}")
     return stats
 

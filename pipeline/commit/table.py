@@ -21,6 +21,7 @@ from pipeline.commit.records import read_records
 from pipeline.commit.sink import part_name
 from pipeline.config.job import JobConfig
 from pipeline.input.table import CommitConflict, OutputTable, PartFile, output_table, real_url, table_name
+from pipeline.messages import counted
 from pipeline.plan.manifest import Manifest
 from pipeline.runtime.announce import announced
 from pipeline.storage.folder import Folder, write_json
@@ -77,7 +78,7 @@ def commit_table(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
         tables = {**known, _key(config): TableRecord(name, digest, snapshot)}
         write_json(folder, RECORD, {key: asdict(table) for key, table in tables.items()})
 
-    with announced(f"adding {records.num_rows:,} parts to the table"):
+    with announced(f"adding {counted(records.num_rows, 'part')} to the table"):
         table = output_table(config.output, config.storage)
         snapshot = table.snapshot_of(manifest.fingerprint)
         if snapshot is None:

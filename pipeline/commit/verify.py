@@ -12,6 +12,7 @@ from pipeline.commit.sink import PARTS_AT_ONCE, REPAIR, SUCCESS, check_part, par
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import InputFile, check_unchanged
 from pipeline.input.rows import read_layout
+from pipeline.messages import counted
 from pipeline.plan.manifest import Manifest, coverage_problems
 from pipeline.plan.plan_files import PLAN
 from pipeline.storage.concurrency import in_parallel
@@ -68,7 +69,7 @@ def plan_problems(manifest: Manifest, storage: StorageConfig) -> list[str]:
         except (UserError, PermissionError, NoSuchBucket):
             return None
         same = found.group_rows == file.group_rows
-        return None if same else f"{file.url}: it holds {found.rows} rows, but the plan says {file.rows}"
+        return None if same else f"{file.url}: it holds {counted(found.rows, 'row')}, but the plan says {file.rows}"
 
     lines = [line for line in in_parallel(problem, manifest.files) if line is not None]
     return [*lines, *coverage_problems(manifest)]

@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, nearest
 from pipeline.config.base import Section, section_of
 from pipeline.config.evaluate import EvalConfig
 from pipeline.config.job import JobConfig
@@ -40,7 +40,9 @@ def described(section: str | None = None) -> str:
                 found.setdefault(key, f"{key}  ({kind_of(field.annotation)}){given}\n{meaning}")
     if not found:
         sections = sorted({key.partition(".")[0] for model in FILES.values() for key, _ in leaves(model) if "." in key})
-        raise UserError(f"{section}: no such section or key; sections: {', '.join(sections)}")
+        names = [*sections, *(key for model in FILES.values() for key, _ in leaves(model))]
+        near = nearest(section, names) or f"sections: {', '.join(sections)}"
+        raise UserError(f"{section}: no such section or key; {near}")
     return "\n".join(found.values())
 
 

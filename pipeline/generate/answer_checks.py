@@ -13,7 +13,7 @@ CHECKS = (  # sign; share of answers above which to warn; last words of the warn
     ("same_answers", 0.6, "are the same"),
     ("empty_answers", 0.2, "are empty"),
     ("repeating_answers", 0.2, "repeat the same words again and again"),
-    ("cut_off", 0.99, "reach the length limit: raise sampling.max_new_tokens, or check the tokens that end answers"),
+    ("cut_off", 0.5, "reach the length limit: raise sampling.max_new_tokens, or check the tokens that end answers"),
 )
 LEAST_ANSWERS = 5  # minimum number of answers for a warning; a share of fewer answers means little
 LEAST_TRIED = 20  # minimum number of answers for a warning by `try`

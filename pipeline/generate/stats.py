@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 KINDS = 3  # maximum number of kinds of errors in a shard's record; answers with other kinds are only counted
 MOST_LABELS = 256  # maximum number of distinct labels that are counted in a shard
 KIND_CHARS, EXAMPLE_CHARS, ID_CHARS = 160, 300, 80
+_PLACE = re.compile(r" \(row \d+ of [^\n]*, counted from 0\)$")  # see `text_files.py`
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{16,}\b|\d[\d,.]*\d|\d")
 
 
@@ -165,7 +166,7 @@ def _counts(part: pa.Table) -> dict[str, Any]:
         "answers": part.num_rows,
         "errors": error_rows(part),
         "duplicate_ids": lambda: duplicate_ids(part),
-        "prompt_tokens": lambda: pc.sum(first["prompt_tokens"].filter(pc.is_null(first["error"]))).as_py() or 0,
+        "prompt_tokens": lambda: pc.sum(first.filter(pc.field("generated_tokens") > 0)["prompt_tokens"]).as_py() or 0,
         "stopped": reasons.count("stop"),
         "cut_off": reasons.count("length"),
         "error_kinds": lambda: error_kinds(part),
@@ -199,7 +200,7 @@ def label_counts(part: pa.Table) -> str:
 
 def kind_of(error: str) -> str:
     """Return an error message without the parts that differ between rows: quoted texts, numbers and digests."""
-    return _VARIABLE.sub("…", error[:EXAMPLE_CHARS])[:KIND_CHARS]
+    return _VARIABLE.sub("…", _PLACE.sub("", error)[:EXAMPLE_CHARS])[:KIND_CHARS]
 
 
 def id_value(row_id: pa.Scalar) -> Any:
@@ -221,7 +222,9 @@ def error_kinds(part: pa.Table) -> str:
     listed: list[list[str | int]] = []
     for kind, count in Counter(kinds).most_common(KINDS):
         place = kinds.index(kind)
-        listed.append([kind, count, str(id_value(bad["id"][place]))[:ID_CHARS], errors[place][:EXAMPLE_CHARS]])
+        row_id = id_value(bad["id"][place])
+        shown = "" if row_id is None else str(row_id)[:ID_CHARS]
+        listed.append([kind, count, shown, errors[place][:EXAMPLE_CHARS]])
     rest = len(kinds) - sum(int(count) for _, count, *_ in listed)
     return json.dumps([*listed, ["", rest, "", ""]] if rest else listed) if listed else ""
 

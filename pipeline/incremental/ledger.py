@@ -326,8 +326,8 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
     most: dict[tuple[str, str], int] = {}  # a retry answers some rows of a file again; count them once
     for file in files:
         most[file.url, file.version] = max(file.rows, most.get((file.url, file.version), 0))
-    answered = f"{len({file.url for file in files}):,} files and {sum(most.values()):,} rows"
-    console.print(f"\n{answered} answered in {len(ledger.succeeded):,} runs", highlight=False)
+    answered = f"{counted(len({file.url for file in files}), 'file')} and {counted(sum(most.values()), 'row')}"
+    console.print(f"\n{answered} answered in {counted(len(ledger.succeeded), 'run')}", highlight=False)
 
 
 def some(urls: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from actors.tool_calls import form_of
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.input import InputConfig
 from pipeline.config.job import JobConfig
+from pipeline.messages import counted
 from pipeline.prepare.chat import Chat, check_chat
 from pipeline.prepare.row_settings import BATCH_COLUMNS
 from pipeline.prepare.templates import is_template, template_columns
@@ -93,7 +94,9 @@ def check_spec(spec: PromptSpec) -> None:
         except ValueError as error:
             raise UserError(f"choices: {error} (counted from 0)") from None
         if most + 1 >= context:
-            raise UserError(f"choices: a label of {most} tokens leaves prompts no room in a context of {context}")
+            raise UserError(
+                f"choices: a label of {counted(most, 'token')} leaves prompts no room in a context of {context}"
+            )
     elif (
         spec.input.choices is None
         and spec.input.too_long == "truncate_left"

@@ -22,7 +22,7 @@ from actors.openai_requests import CompletionRequest
 from actors.tool_calls import checked_tools, form_of
 from pipeline.config.forms import check_labels
 from pipeline.input import schema
-from pipeline.messages import is_unicode, one_line
+from pipeline.messages import counted, is_unicode, one_line
 from pipeline.prepare.chat import read_messages, render_chat
 from pipeline.prepare.prompt_spec import PromptSpec, read_names
 from pipeline.prepare.row_settings import own_sampling, read_batch_row, read_overrides
@@ -303,5 +303,5 @@ def _fit(row: Row, spec: PromptSpec) -> None:
 
 
 def _no_room(tokens: str, row: Row, spec: PromptSpec) -> UserError:
-    answer = f" for a label of {row.label_tokens - 1} tokens" if row.label_tokens else ""
+    answer = f" for a label of {counted(row.label_tokens - 1, 'token')}" if row.label_tokens else ""
     return UserError(f"prompt of {tokens} tokens leaves no room{answer} in a context of {spec.context_length}")

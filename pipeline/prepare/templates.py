@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -11,7 +12,7 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from actors.engine.errors import UserError
-from pipeline.messages import one_line
+from pipeline.messages import listed, one_line
 
 # errors that a template may raise when it is filled with a row's values
 TEMPLATE_ERRORS = (
@@ -20,6 +21,7 @@ TEMPLATE_ERRORS = (
 )
 # errors of a template that parses but does not compile, for example because it is nested too deeply
 NOT_COMPILED = (SyntaxError, RecursionError, MemoryError, ValueError, OverflowError)
+NULL = "a null is printed; if null is allowed, write {{ column or '' }}"
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -55,7 +57,7 @@ def compile_template(text: str) -> jinja2.Template:
 def _printable(value: Any) -> Any:
     """Return a value that a template prints, unchanged. Raises UndefinedError if it is null, a method or a function."""
     if value is None:  # Jinja would print "None"
-        raise jinja2.UndefinedError("a null is printed; if null is allowed, write {{ column or '' }}")
+        raise jinja2.UndefinedError(NULL)
     if callable(value) and not isinstance(value, jinja2.Undefined):  # if `meta` is text, meta.title is a Python method
         raise jinja2.UndefinedError("a method or function is printed, not a value of the row; is the column a struct?")
     return value
@@ -78,4 +80,10 @@ def render(text: str, row: Mapping[str, Any]) -> str:
     try:
         return compile_template(text).render(row)
     except TEMPLATE_ERRORS as error:
-        raise UserError(f"template: {one_line(error)}") from None
+        problem = one_line(error).removeprefix("UndefinedError: ")
+        if NULL in problem and (nulls := [name for name in template_columns(text) if row.get(name, "") is None]):
+            problem += f" (null here: {listed(nulls)})"
+        words = set(re.findall(r"\w+", problem))
+        if isinstance(error, TypeError) and "str" in words and words & {"int", "float"}:
+            problem += "; a column of a CSV file is text: write {{ column | int }} or {{ column | float }}"
+        raise UserError(f"template: {problem}") from None

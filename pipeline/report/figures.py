@@ -89,15 +89,20 @@ def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shar
         f"error; {totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} generated tokens"
     )
     yield _nominal(manifest, totals)
+    if totals.cut_off:
+        ended = totals.stopped + totals.cut_off
+        share = f"{totals.cut_off:,} of {counted(ended, 'answer')} ({totals.cut_off / ended:.1%})"
+        yield f"cut off at a length limit (sampling.max_new_tokens, context): {share}"
     decode = ""
     if totals.mean_depth is None:
-        yield "no decode steps: prefill gives the whole answer"
+        if totals.generated_tokens:
+            yield "no decode steps: prefill gives the whole answer"
     else:
         decode = f", decode {totals.decode_seconds:.1f}"
         ratio = "" if totals.layer_ratio is None else f", layer ratio {totals.layer_ratio:.2f}x"
         yield (
             f"mean depth {totals.mean_depth:.2f} of {manifest.identity['schedule']['num_layers']}{ratio}: "
-            f"{totals.layer_steps:,} layer steps, but {totals.full_layer_steps:,} at full depth"
+            f"{totals.layer_steps:,} layer steps, {totals.full_layer_steps:,} at full depth"
         )
     yield (
         f"actor seconds: prefill {totals.prefill_seconds:.1f}{decode}, total {totals.generate_seconds:.1f}; "
@@ -124,7 +129,7 @@ def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shar
         yield f"{shared} were computed only once for several rows: shared prefixes, prompts and samples"
     if totals.out_of_memory:
         yield (
-            f"memory ran out in {totals.out_of_memory:,} batches, which were halved and run again: lower "
+            f"memory ran out {counted(totals.out_of_memory, 'time')}, and the batch was halved and run again: lower "
             "actors.cache_bytes or max_new_tokens to avoid this"
         )
     if totals.control_tokens:

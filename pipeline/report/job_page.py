@@ -144,7 +144,7 @@ def _render(values: Mapping[str, Any]) -> bytes:
     environment = Environment(
         loader=DictLoader(texts), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(count=count, duration=duration, when=when)
+    environment.filters.update(count=count, counted=counted, duration=duration, when=when)
     text = environment.get_template("job_page.html").render(values)
     return text.encode(errors="replace")  # a name may hold a lone surrogate
 

@@ -56,10 +56,12 @@ def print_report(
     console.print()
     lines = [*total_lines(manifest, totals, runs, shards), *([_labels(totals, manifest)] if totals.labels else [])]
     kinds = [kind for kind in error_kinds(shards) if kind["kind"]][:SHOWN_KINDS]
-    lines += [f"error: {one['answers']:,} x {one['example']} (row {one['row_id']})" for one in kinds]
+    for one in kinds:
+        row = f" (row {one['row_id']})" if one["row_id"] else ""
+        lines.append(f"error: {one['answers']:,} x {one['example']}{row}")
     lines += [f"warning: {line}" for line in totals.warnings]
     if totals.duplicate_ids:
-        lines.append(f"warning: {totals.duplicate_ids:,} rows have the id of an earlier row")
+        lines.append(f"warning: {counted(totals.duplicate_ids, 'row')} with the id of an earlier row")
         lines += [f"  {example}" for example in totals.duplicate_examples]
     console.print("\n".join(lines), markup=False, highlight=False)
 
@@ -99,7 +101,7 @@ def _labels(totals: Totals, manifest: Manifest) -> str:
 def print_result(console: Console, folder: Folder, result: JobResult, show: int) -> None:
     """Print `show` rows with their answers, the statistics of a run, and the paths of its output."""
     for row, full_depth in shown_rows(folder, result.manifest, show) if show else []:
-        console.print(f"\n[{row['id']}]", markup=False, highlight=False)
+        console.print(f"\n[{'no id' if row['id'] is None else row['id']}]", markup=False, highlight=False)
         for name in ("prompt", "generated_text", "error"):
             if row.get(name) is not None:
                 title = "answer" if name == "generated_text" else name
@@ -113,7 +115,8 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
         of_all = result.fresh_rows < result.totals.rows
         lines = [f"this run answered {counted(result.fresh_rows, 'row')} of them"] if of_all else []
     else:
-        lines = [f"nothing left to do: all {result.totals.rows:,} rows are answered already"]
+        rows = f"{counted(result.totals.rows, 'row')}, {result.totals.errors:,} with an error"
+        lines = [f"nothing left to do: the output has {rows}"]
     if written := sorted(recorded(folder)):
         lines.append(f"JSON Lines: {', '.join(f'{folder.url}/{name}' for name in written)}")
     lines += [f"table: {table.table}, snapshot {table.snapshot}" for table in table_records(folder).values()]

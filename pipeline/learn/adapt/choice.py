@@ -17,7 +17,7 @@ from pipeline.learn.evaluate.results import Line, Scores, uselessness
 from pipeline.learn.keep_order import CANDIDATES
 from pipeline.learn.keep_order import ROWS as ORDER_ROWS
 from pipeline.learn.tune.plan import training_steps
-from pipeline.messages import duration
+from pipeline.messages import counted, duration
 from pipeline.run.ray_session import on_cluster
 
 SPREAD = 2.0  # an estimated time is shown as an interval: from time ÷ SPREAD to time × SPREAD
@@ -93,7 +93,7 @@ class BreakEven:
 
     def sentences(self, speed: str) -> list[str]:
         """Return cost and savings as sentences. speed: name of the chosen speed."""
-        job, without = f"this job has {self.rows:,} rows", self.rows * self.full / self.actors
+        job, without = f"this job has {counted(self.rows, 'row')}", self.rows * self.full / self.actors
         if self.at_rows is None:
             verdict = f"never: {speed} saves no time on this hardware, so adaptation does not pay"
         elif self.rows < self.at_rows:

@@ -28,7 +28,7 @@ from pipeline.learn.adapt.configs import Task
 from pipeline.learn.adapt.plan import plan_adaptation
 from pipeline.learn.adapt.rows import draw, prompt_ids, read_sample
 from pipeline.learn.keep_order import ROWS, Row, batches, measured_order
-from pipeline.messages import duration
+from pipeline.messages import counted, duration
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.runtime.announce import announce
 from pipeline.runtime.wide_console import wide
@@ -152,7 +152,7 @@ def print_probe(console: Console, found: Mapping[str, Any]) -> None:
     console, seconds, tokens = wide(console), found["seconds"], found["tokens"]
     total = seconds["prompt"] + seconds["decode"]
     console.print(
-        f"{found['probed']} rows at full depth, on average: {tokens['prompt']:,.0f} prompt tokens, "
+        f"{counted(found['probed'], 'row')} at full depth, on average: {tokens['prompt']:,.0f} prompt tokens, "
         f"{tokens['answer']:,.0f} answer tokens, {duration(total)}. Time: prompts {seconds['prompt'] / total:.0%}, "
         f"decode layers {max(seconds['decode'] - seconds['head'], 0) / total:.0%}, head {seconds['head'] / total:.0%}"
     )

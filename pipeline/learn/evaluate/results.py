@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.learn.evaluate.metrics import CONFIDENCE, METRICS, Score
+from pipeline.messages import counted
 from pipeline.runtime.wide_console import wide
 
 RECORD = "evaluate.json"
@@ -154,7 +155,7 @@ def print_tables(console: Console, evaluation: Evaluation) -> None:
     console.print(_further_table(evaluation))
     metric = METRICS[evaluation.metric]
     console.print(
-        f"\n{evaluation.rows:,} rows, batches of up to {evaluation.batch}. In brackets: "
+        f"\n{counted(evaluation.rows, 'row')}, batches of up to {evaluation.batch}. In brackets: "
         f"{100 * CONFIDENCE:g}% intervals, paired bootstrap over rows.\n"
         f"Loss: {metric.title} lost compared with {evaluation.full_depth}; a loss below 0 is a gain."
     )

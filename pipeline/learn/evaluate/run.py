@@ -33,6 +33,7 @@ from pipeline.learn.evaluate.line_statistics import by_chance, line_statistics
 from pipeline.learn.evaluate.metrics import paired_scores
 from pipeline.learn.evaluate.results import Evaluation, Line, Scores, answers_file, output_files, write_table
 from pipeline.learn.keep_order import ROWS, measured_order
+from pipeline.messages import counted
 from pipeline.runtime.announce import RowProgress, announce
 
 
@@ -81,7 +82,7 @@ def load_models(inputs: EvalInputs) -> tuple[Generator, Generator, dict[str, Gen
     Returns the model without its speed adapter, the model with its speed adapter (the same object if it has none), and
     line name -> reference model or baseline.
     """
-    config, rows = inputs.config, f", for {len(inputs.rows):,} rows"
+    config, rows = inputs.config, f", for {counted(len(inputs.rows), 'row')}"
     announce(f"loading {config.model.path}{rows}")
     full = fast = inputs.load(inputs.model)
     if inputs.model.adapter is not None:
@@ -155,7 +156,7 @@ def answer(generator: Generator, schedule: Schedule, prompts: Sequence[Prompt], 
         raise UserError(f"{prompts[bad.row].source}: row {prompts[bad.row].row}: {bad.error}")
     stats = scheduled.take_stats()
     if stats.out_of_memory:  # batches without enough memory were split, so their times cannot be compared
-        raise UserError(f"memory ran out in {stats.out_of_memory} batches, so times are wrong: lower max_batch")
+        raise UserError(f"memory ran out {counted(stats.out_of_memory, 'time')}, so times are wrong: lower max_batch")
     return TimedRun(answers, stats, [seconds], [stats.decode_seconds])
 
 

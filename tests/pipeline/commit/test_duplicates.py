@@ -87,25 +87,27 @@ def test_a_job_says_how_many_rows_repeat_an_id_of_another_shard(
     files = [f"{tmp_path}/in/{number}.parquet" for number in range(2)]
     example = f"'b': row 1 of {files[0]} and row 1 of {files[1]}"
     assert done.exit_code == 0, done.output
-    assert f"warning: 1 rows have the id of an earlier row\n  {example}\n" in done.stdout
+    assert f"warning: 1 row with the id of an earlier row\n  {example}\n" in done.stdout
     summary = json.loads((tmp_path / "out" / "_job" / "summary.json").read_text())
     assert (summary["duplicate_ids"], summary["duplicate_examples"]) == (1, [example])
     assert example.replace("'", "&#39;") in (tmp_path / "out" / "_job" / "report.html").read_text()
     assert example in report(tmp_path / "out").stdout
     assert run_in_process(JobConfig.model_validate(values)).totals.duplicate_ids == 1  # finished
     values["input"]["duplicate_ids"] = "error"
-    with pytest.raises(UserError, match=r"^input\.id: 1 rows have the id of an earlier row"):
+    with pytest.raises(UserError, match=r"^input\.id: 1 row with the id of an earlier row"):
         run_in_process(JobConfig.model_validate(values))
 
 
 def test_error_refuses_before_anything_is_written(values: dict[str, Any], tmp_path: Path) -> None:
     values["input"]["duplicate_ids"] = "error"
-    with pytest.raises(UserError, match=r"^input\.id: 1 rows have the id of an earlier row, such as 'b': row 1 of "):
+    with pytest.raises(UserError, match=r"^input\.id: 1 row with the id of an earlier row, such as 'b': row 1 of "):
         run_in_process(JobConfig.model_validate(values))
     assert not (tmp_path / "out").exists()
 
 
-def test_rows_that_cannot_be_read_repeat_no_id_and_say_where_they_are(values: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_that_cannot_be_read_repeat_no_id_and_say_where_they_are(
+    values: dict[str, Any], tmp_path: Path, in_process: None, reports: None
+) -> None:
     (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "alpha"}\n{\n{"id": "b", "prompt": "b"}\nx\n')
     values["input"] |= {"path": str(tmp_path / "in.jsonl"), "duplicate_ids": "error"}
     result = run_in_process(JobConfig.model_validate({**values, "shard_rows": 2}))
@@ -115,12 +117,16 @@ def test_rows_that_cannot_be_read_repeat_no_id_and_say_where_they_are(values: di
     for number in (1, 3):
         assert answered[number]["error"].startswith("not JSON: ")
         assert answered[number]["error"].endswith(f" (row {number} of 'in.jsonl', counted from 0)")
+    again = invoke(tmp_path, {**values, "shard_rows": 2}, "--show", "3").stdout
+    assert "\n[no id]\n  error: not JSON: " in again and "[None]" not in again
+    assert "nothing left to do: the output has 4 rows, 2 with an error\n" in again
+    assert ">None<" not in (tmp_path / "out" / "_job" / "report.html").read_text()
 
 
 def test_error_refuses_text_input_at_the_end_without_success(values: dict[str, Any], tmp_path: Path) -> None:
     lines = [json.dumps({"id": one, "prompt": "alpha"}) for one in "abcdb"]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     values["input"] |= {"path": str(tmp_path / "in.jsonl"), "duplicate_ids": "error"}
-    with pytest.raises(UserError, match=r"^input\.id: 1 rows have the id of an earlier row"):
+    with pytest.raises(UserError, match=r"^input\.id: 1 row with the id of an earlier row"):
         run_in_process(JobConfig.model_validate({**values, "shard_rows": 2}))
     assert len(list((tmp_path / "out").glob("part-*.parquet"))) == 3 and not (tmp_path / "out" / "_SUCCESS").exists()

@@ -270,7 +270,7 @@ def test_a_job_is_verified(local: Folder) -> None:
     differences = ("differs from the file that was committed (sha256)", "damaged", "gone", "another job", "no shard")
     for line, said in zip(lines, differences, strict=True):
         assert said in line
-    assert "5 files differ from what was committed" in result.stderr
+    assert "not as committed: 5 files" in result.stderr
     assert files_of(local.url) == before
 
 

@@ -31,8 +31,14 @@ def test_keys_shows_a_section_a_key_or_all_of_them() -> None:
     assert described("schedule.speedup").startswith("schedule.speedup  (number)\n    nominal")
     assert "input.examples[].user  (text)  required" in described("input")
     assert described("price_per_hour") in described()
-    with pytest.raises(UserError, match=r"inputs: no such section or key; sections: actors, .*, input, "):
-        described("inputs")
+    for name, said in (
+        ("xyz", "sections: actors, .*, input, "),
+        ("inputs", r"did you mean input\?"),
+        ("input.choic", r"did you mean input\.choices\?"),
+        ("choic", r"did you mean choices\?"),
+    ):
+        with pytest.raises(UserError, match=f"^{name}: no such section or key; {said}"):
+            described(name)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONFIGS)))

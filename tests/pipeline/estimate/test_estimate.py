@@ -210,7 +210,7 @@ def test_a_finished_job_has_nothing_left_and_that_is_no_error(
     run_in_process(JobConfig.model_validate(values))
     said, as_json = (invoke(tmp_path, values, *options, command="plan") for options in ((), ("--json",)))
     assert (said.exit_code, as_json.exit_code) == (0, 0)
-    assert said.stdout == f"{values['output']['path']}: nothing left to do: every row is answered\n"
+    assert said.stdout == f"{values['output']['path']}: nothing left to do: the output has every row\n"
     assert json.loads(as_json.stdout)["rows_left"] == 0
 
 

@@ -38,6 +38,12 @@ def test_shares_above_the_table_are_warnings(texts: list[str], expected: list[st
     assert all(line.startswith(begin) for line, begin in zip(found, expected, strict=True))
 
 
+def test_more_than_half_at_the_length_limit_is_a_warning() -> None:
+    texts = [f"text {n}" for n in range(10)]
+    assert warnings_of(texts, cut_off=5) == []
+    assert warnings_of(texts, cut_off=6)[0].startswith("6 of 10 answers (60.0%) reach the length limit")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -346,7 +346,7 @@ def test_the_readmes_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     table = catalog.load_table("demo.answers")
     (snapshot,) = table.snapshots()
     assert f"table: demo.answers, snapshot {snapshot.snapshot_id}" in said[0]
-    assert "nothing left to do: all 40 rows are answered already" in said[1]
+    assert "nothing left to do: the output has 40 rows, 0 with an error" in said[1]
     assert said[2].count("answer:") == 5
     rows = table.scan().to_arrow()
     assert len(rows) == 40 and rows["generated_text"].null_count == 0

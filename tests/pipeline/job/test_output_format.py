@@ -58,6 +58,7 @@ def test_answers_that_are_cut_off_keep_their_text_in_every_sample(tmp_path: Path
     assert (result.totals.errors, result.totals.answers) == (8, 16)
     rows = pq.read_table(job["output"]["path"]).to_pylist()
     assert [row["sample_index"] for row in rows] == [0, 1] * 8
+    assert result.totals.prompt_tokens == sum(row["prompt_tokens"] for row in rows) / 2 > 0
     for row in rows:
         assert row["generated_tokens"] == 5 and row["finish_reason"] == "length"
         assert row["error"] == "json_schema: the answer was cut off after 5 tokens: raise max_new_tokens"

@@ -79,7 +79,7 @@ def test_system_message_and_examples_may_be_templates_over_the_row(chat_checkpoi
     assert texts[0] == f"<s>[system]about hi</s>{shots}[user]hi</s>[assistant]"
     assert errors == [None, "prompt is null"]
     _, errors = prepared(chat_checkpoint, ["hi"], **{**chat, "system": "{{ m.x }}"})
-    assert errors[0].startswith("template: UndefinedError")
+    assert errors[0].startswith("template: 'str object' has no attribute 'x'")
 
 
 def test_a_templates_text_becomes_a_users_message(chat_checkpoint: Path) -> None:

@@ -262,7 +262,7 @@ def test_values_of_rows_are_not_rendered_as_templates(chat_checkpoint: Path) -> 
 
 
 def test_row_errors_are_short() -> None:
-    with pytest.raises(ValueError, match=r"^template: UndefinedError") as caught:
+    with pytest.raises(ValueError, match=r"^template: 'dict object' has no attribute") as caught:
         render("{{ meta['" + "x" * 50_000 + "'] }}", {"meta": {}})
     assert len(str(caught.value)) < 1100
 

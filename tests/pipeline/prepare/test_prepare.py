@@ -220,14 +220,17 @@ def test_what_templates_render(checkpoint: Path, template: str, row: dict[str, A
         ("{{ 1 / x }}", "TypeError"),
         ("{{ x.index('q') }}", "ValueError"),
         ("{{ 1 // (x | length - 1) }}", "ZeroDivisionError"),
-        ("{{ meta.none.deeper }}", "UndefinedError: 'None' has no attribute 'deeper'"),
-        ("{{ meta.none }}", "UndefinedError: a null is printed"),
-        ("{{ x[0].title }}", "UndefinedError: a method or function is printed"),
-        ("{{ range }}", "UndefinedError: a method or function is printed"),
+        ("{{ meta.none.deeper }}", "'None' has no attribute 'deeper'"),
+        ("{{ meta.none }}", "a null is printed; if null is allowed, write {{ column or '' }}"),
+        ("{{ q }}{{ x }}", "a null is printed; if null is allowed, write {{ column or '' }} (null here: q)"),
+        ("{{ x[0] > 3 }}", "TypeError: '>' not supported between instances of 'str' and 'int'; a column of a CSV file"),
+        ("{{ x[0] + 1.5 }}", 'TypeError: can only concatenate str (not "float") to str; a column of a CSV file is'),
+        ("{{ x[0].title }}", "a method or function is printed"),
+        ("{{ range }}", "a method or function is printed"),
     ],
 )
 def test_a_failing_template_is_a_row_error(checkpoint: Path, template: str, error: str) -> None:
-    ids, errors = by_template(checkpoint, template, x=["a"], meta=[{"question": "why", "none": None}])
+    ids, errors = by_template(checkpoint, template, x=["a"], q=[None], meta=[{"question": "why", "none": None}])
     assert ids == [[]] and errors[0] is not None
     assert errors[0].startswith(f"template: {error}") and "\n" not in errors[0]
 

@@ -113,6 +113,11 @@ def test_columns_have_their_roles(columns: dict[str, list[Any]], keys: dict[str,
     assert all(found[name] == value for name, value in keys.items() if value is not None)
 
 
+def test_ids_are_sought_only_in_columns_with_usual_names() -> None:
+    note = propose({"ticket": [1, 2], "prompt": ["a", "b"]}).notes[0]
+    assert note.startswith("No column with a usual name for ids (id, uuid, ")
+
+
 def test_an_input_without_prompts_is_refused_in_one_line(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": [1, 2], "score": [0.5, 1.0]}), tmp_path / "in.parquet")
     done, job = written(tmp_path, str(tmp_path / "in.parquet"))

@@ -167,8 +167,8 @@ def test_the_report_can_be_read() -> None:
     text = printed(shards)
     assert "10 rows in 3 shards, 2 with an error" in text
     assert f"mean depth 3.00 of {LAYERS}, layer ratio 1.33x" in text
-    assert "2 rows have the id of an earlier row" in text
-    assert "agreement" not in text
+    assert "2 rows with the id of an earlier row" in text
+    assert "agreement" not in text and "cut off at a length limit (sampling.max_new_tokens, context): 8 of 8" in text
     tokens = sum(part_stats(shard).generated_tokens for shard in SHARDS)
     assert "cost at work: 24.0 device-seconds and money 0.06; " in text
     assert f"; {24e6 / tokens:,.0f} device-seconds and money {0.06e6 / tokens:,.4g} for a million" in text
@@ -181,7 +181,10 @@ def test_the_report_can_be_read() -> None:
     assert "no shard is committed yet: 0 of 10 rows" in printed(to_table([]))
     assert "4 of 10 rows in 1 shard" in printed(to_table([part_stats(SHARDS[0])]))
     none = [replace(part_stats(SHARDS[2]), duplicate_ids=0)]
-    assert "no decode steps" in printed(to_table(none)) and "have the id" not in printed(to_table(none))
+    assert "no decode steps" in printed(to_table(none)) and "the id of an" not in printed(to_table(none))
+    failed = {"generated_tokens": 0, "cut_off": 0, "error_kinds": json.dumps([["bad", 1, "", "bad (row 0 of 'f')"]])}
+    text = printed(to_table([replace(none[0], **failed)]))
+    assert "no decode steps" not in text and "cut off" not in text and "error: 1 x bad (row 0 of 'f')\n" in text
 
 
 def test_answers_of_one_token_have_no_columns_of_decode_steps() -> None:
