@@ -26,6 +26,7 @@ from pipeline.input.rows import read_columns
 from pipeline.input.schema import MissingColumn
 from pipeline.learn.evaluate.results import RECORD, output_files, slug
 from pipeline.learn.rows import Text, is_text, token_ids
+from pipeline.messages import counted
 from pipeline.prepare.tokenizer import longest, tokenize_labels
 from pipeline.storage.owned_folder import OwnedFolder, check_apart, local_path
 
@@ -203,7 +204,7 @@ def read_rows(data: EvalDataConfig, choices: Sequence[str] | None, storage: Stor
                     raise UserError(f"{row}: label {label!r} is not one of choices; add it, or leave the row out")
             rows.append(EvalRow(prompt, right, name, path, number))
     if len(rows) < 2:
-        raise UserError(f"{data.path[0]}: {len(rows)} rows to score, but intervals need at least 2; add rows")
+        raise UserError(f"{data.path[0]}: {counted(len(rows), 'row')} to score, but intervals need 2 or more; add rows")
     return rows
 
 

@@ -274,7 +274,7 @@ BAD = [
     ({"data": {"prompt": "empty"}}, "row 1: column 'empty' must hold text or token ids"),
     ({"data": {"prompt": "wild"}}, "row 2: the prompt is empty, or has a token outside the model's"),
     ({"data": {"prompt": "long"}}, r"row 0: prompt of \d+ tokens leaves no room in a context of 64"),
-    ({"data": {"limit": 1}}, "1 rows to score, but intervals need at least 2"),
+    ({"data": {"limit": 1}}, "1 row to score, but intervals need 2 or more"),
     ({"data": {"references": "label"}, "choices": ["red", "green"]}, "row 3: label 'Blue ' is not one of choices"),
     ({"choices": ["red", "red"]}, "'red' is repeated"),
     ({"choices": ["red", "blue"], "sampling": {"stop": ["x"]}}, "choices cannot be combined with sampling.stop"),
