@@ -84,7 +84,8 @@ def plan_job(
         preview: plan only the first `limit` rows. Later rows are not read, and prompts share no prefix.
 
     Raises:
-        UserError: input is missing or unreadable, has the wrong type, or has changed since the stored job began.
+        UserError: input is missing or unreadable, has the wrong type, or has changed since the stored job began; or all
+            sampled rows of a new job have an error (unless `files` is given, or `max_error_rate` is at least 0.5).
         NoRows: the input has no rows.
     """
     if files is not None:
@@ -106,10 +107,11 @@ def plan_job(
         shards = limited(cut_shards(pinned, batching.shard_rows, batching.shard_bytes), limit)
         root = input_root(config.input, config.storage, listed)
         batching = replace(batching, planned=float(int(time.time())), root=root)
-        if config.shared_prefix and not preview:
+        refuse = files is None and config.max_error_rate < 0.5  # incremental runs go on in spite of a bad file
+        if (config.shared_prefix or refuse) and not preview:
             spec = prompt_spec(config, resolved, batching.planned)
-            prefix = sampled_prefix(pinned, shards, schema, config.storage, spec, hardware or Hardware())
-            batching = replace(batching, prefix=tuple(prefix))
+            prefix = sampled_prefix(pinned, shards, schema, config.storage, spec, hardware or Hardware(), refuse)
+            batching = replace(batching, prefix=tuple(prefix) if config.shared_prefix else ())
     else:
         schema, batching, shards = stored.schema, stored.batching, stored.shards
         pinned = unchanged_files(stored.files, listed)

@@ -1,4 +1,7 @@
-"""Finds the shared prefix of a new job's prompts: the token ids with which all prompts in a sample of rows begin."""
+"""Samples rows of a new job: finds the token ids with which all sampled prompts begin (shared prefix).
+
+A job in which no sampled row can be answered is refused.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
+from actors.engine.errors import UserError
 from actors.engine.scheduler import SHORTEST_PREFIX, constant_prefix
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import InputFile
@@ -19,12 +23,13 @@ from pipeline.input.schema import is_text
 from pipeline.input.shards import Shard
 from pipeline.plan.hardware import Hardware
 from pipeline.prepare.prompt_spec import PromptSpec
-from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
+from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table
 from pipeline.runtime.isolated import Died
 from pipeline.storage.folder import STORE_ERRORS
 
 log = logging.getLogger(__name__)
 SAMPLE_ROWS = 16  # rows read from each sampled shard
+LEAST_ERRORS = 32  # minimum number of sampled rows, all with an error, for which a job is refused
 SPECIAL_TOKENS = 4  # maximum number of special tokens that a tokenizer puts before a text
 
 
@@ -35,11 +40,12 @@ def sampled_prefix(
     storage: StorageConfig,
     spec: PromptSpec,
     hardware: Hardware,
+    refuse: bool = False,
 ) -> list[int]:
     """Return the token ids with which all sampled prompts begin. Rows of the first, middle and last shard are sampled.
 
     Rows are prepared in an isolated process. If a row kills the process, the result is []; that row will be quarantined
-    when the job runs.
+    when the job runs. refuse: raise UserError if at least `LEAST_ERRORS` rows were sampled and all have an error.
     """
     sampled = [shards[place] for place in sorted({0, len(shards) // 2, len(shards) - 1})] if shards else []
     by_url = {file.url: file for file in files}
@@ -51,28 +57,38 @@ def sampled_prefix(
         return []
     rows = [to_ipc(table) for table in readable]
     try:
-        return constant_prefix(hardware.call_isolated(prompt_ids, rows, spec))
+        ids, errors = hardware.call_isolated(prompt_ids, rows, spec)
     except Died as error:
         log.warning("no shared prefix: the process that prepared the sampled rows died (%s); the job continues", error)
         return []
+    if refuse and not ids and len(errors) >= LEAST_ERRORS:
+        raise UserError(
+            f"none of {len(errors):,} sampled rows can be answered; the first error: {errors[0]} "
+            "(max_error_rate: 1 runs the job all the same)"
+        )
+    return constant_prefix(ids)
 
 
-def prompt_ids(tables: Sequence[bytes], spec: PromptSpec) -> list[list[int]]:
-    """Return the prompt token ids of every row in `tables` (Arrow IPC bytes). Rows with an error are skipped."""
-    prepared = [prepare_table(from_ipc(table), spec)[PROMPT_IDS].to_pylist() for table in tables]
-    return [ids for ids in itertools.chain.from_iterable(prepared) if ids]
+def prompt_ids(tables: Sequence[bytes], spec: PromptSpec) -> tuple[list[list[int]], list[str]]:
+    """Return the prompt token ids of the rows in `tables` (Arrow IPC bytes), and the errors of the other rows."""
+    prepared = [prepare_table(from_ipc(table), spec) for table in tables]
+    ids, errors = (
+        [one for table in prepared for one in table[name].to_pylist() if one] for name in (PROMPT_IDS, ERROR)
+    )
+    return ids, errors
 
 
 def _differ(table: pa.Table, spec: PromptSpec) -> bool:
     """Return whether the prompt column's texts differ so early that they cannot share `SHORTEST_PREFIX` tokens.
 
-    A token has at least one byte, so comparing the first bytes is enough.
+    A token has at least one byte, so comparing the first bytes is enough. False if all texts may be too long.
     """
     column = spec.input.prompt_column
     if column is None or spec.chat is not None or not is_text(table.schema.field(column).type):
         return False
     texts = [text for text in table[column].cast(pa.binary()).to_pylist() if text]
-    return len({text[: SHORTEST_PREFIX - SPECIAL_TOKENS] for text in texts}) > 1
+    differ = len({text[: SHORTEST_PREFIX - SPECIAL_TOKENS] for text in texts}) > 1
+    return differ and min(map(len, texts)) < spec.context_length - SPECIAL_TOKENS
 
 
 def _beginning(file: InputFile, shard: Shard) -> Shard:

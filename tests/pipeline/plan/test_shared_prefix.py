@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import InProcess
 
+from actors.engine.errors import UserError
 from actors.engine.model.loading import load_tokenizer
 from actors.engine.scheduler import SHORTEST_PREFIX, constant_prefix
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.input.files import Files, list_files
 from pipeline.plan import shared_prefix
 from pipeline.plan.hardware import Hardware
 from pipeline.plan.manifest import Manifest, plan_job
@@ -33,13 +35,14 @@ def plan(
     checkpoint: Path,
     stored: Manifest | None = None,
     hardware: Hardware | None = None,
+    files: Files | None = None,
     **sections: Any,
 ) -> Manifest:
     values = {"output": {"path": "out"}, "model": {"path": str(checkpoint)}, "shard_rows": 40, **sections}
     values["input"] = {"path": str(folder), "template": RULES + " {{ q }}", **sections.get("input", {})}
     config = JobConfig.model_validate(values)
     found = resolve_checkpoint(config.model, config.storage)
-    return plan_job(config, found, found.checkpoint.schedule({}), None, stored, hardware=hardware)
+    return plan_job(config, found, found.checkpoint.schedule({}), None, stored, files, hardware=hardware)
 
 
 @pytest.fixture
@@ -85,9 +88,28 @@ def test_a_templates_beginning_is_found_and_pinned(inputs: Path, checkpoint: Pat
 
 def test_bad_rows_have_no_say_and_alone_no_prefix(inputs: Path, checkpoint: Path) -> None:
     """`n` is null but in the last row of each file; `q` has three letters in the first ten."""
-    assert plan(inputs, checkpoint, input={"template": RULES + " {{ 1 + n }}"}).batching.prefix == ()
+    bad = {"template": RULES + " {{ 1 + n }}"}
+    assert plan(inputs, checkpoint, input=bad, max_error_rate=1).batching.prefix == ()
     mixed = plan(inputs, checkpoint, input={"template": RULES + " {{ 1 // (q | length - 3) }} {{ q }}"})
     assert len(mixed.batching.prefix) >= len(load_tokenizer(checkpoint)(RULES)["input_ids"]) - 1
+
+
+@pytest.mark.parametrize("shared_prefix", [True, False])
+def test_a_job_of_which_no_sampled_row_can_be_answered_is_refused(
+    tmp_path: Path, inputs: Path, checkpoint: Path, shared_prefix: bool
+) -> None:
+    told = r"none of 32 sampled rows can be answered; the first error: .*max_error_rate: 1 runs the job all the same"
+    bad = {"shared_prefix": shared_prefix, "input": {"template": "{{ 1 + n }}"}}
+    with pytest.raises(UserError, match=told):
+        plan(inputs, checkpoint, **bad)
+    assert plan(inputs, checkpoint, files=list_files([str(inputs)], StorageConfig()), **bad).rows == 200  # incremental
+    (inputs / "b.parquet").unlink()
+    assert plan(inputs, checkpoint, **bad).rows == 100  # too few rows are sampled
+    texts = {"p": [f"{row} " + "alpha " * 200 for row in range(100)]}
+    for name in ("a", "b"):
+        pq.write_table(pa.table(texts), tmp_path / "in" / f"{name}.parquet")
+    with pytest.raises(UserError, match="leaves no room"):
+        plan(inputs, checkpoint, input={"prompt": "p", "template": None}, shared_prefix=shared_prefix)
 
 
 def test_only_the_first_rows_are_read(tmp_path: Path, checkpoint: Path) -> None:
