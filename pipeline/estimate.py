@@ -250,7 +250,7 @@ def _sample(
     spread = [good[place * len(good) // count] for place in range(count)]
     announce(
         f"answering up to {counted(count, 'row')} at {', '.join(speeds)} on {counted(workers, 'actor')}, "
-        f"about {seconds:g} s"
+        f"for at most about {seconds:g} s"
     )
     generator = {**generator_arguments(job), "speed_adapter": job.checkpoint.pinned_adapter()}
     size = min(batching.shard_rows, batching.max_batch * (4 if batching.scheduler == "refill" else 2))

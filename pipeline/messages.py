@@ -65,9 +65,11 @@ def listed(names: Iterable[object]) -> str:
 
 
 def where_sought(path: str | Path) -> str:
-    """Return the end of a "no such file" message: the host in a submitted Ray job; "" in other cases or for a URL."""
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ or "://" in str(path):
+    """Return the end of a "no such file" message: the current folder, or the host of a submitted Ray job; or ""."""
+    if "://" in str(path):
         return ""
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
+        return "" if os.path.isabs(path) else f" in the current folder, {os.getcwd()}"
     host = f" on host {socket.gethostname()} of the cluster"
     if os.path.isabs(path):
         return f"{host}; give a path that every node can reach, or one below the folder that --working-dir uploads"

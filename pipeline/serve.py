@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.request import urlopen
@@ -189,7 +189,7 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
                 f"{host}: other machines can send requests without an API key; set http.api_key_env to require a key"
             )
         announce(planned.described)
-        with ray_session(planned.config.replicas, verbose):
+        with ExitStack() as ending, ray_session(planned.config.replicas, verbose):
             announce("starting Ray Serve and loading the model")
             try:
                 with suppress(ray.exceptions.GetTimeoutError):  # if the proxy starts late, `_wait_for_http` waits
@@ -203,6 +203,8 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
                         time.sleep(1)
                 announce("stopping")
             finally:
+                if not verbose:  # Ray prints that the call which ends its controller has failed
+                    ending.enter_context(redirect_stdout(None))
                 serve.shutdown()
 
 

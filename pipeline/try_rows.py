@@ -16,7 +16,7 @@ from pipeline.generate.settings import fetched
 from pipeline.generate.stage import prompts
 from pipeline.generate.stats import id_value
 from pipeline.input.rows import read_shards
-from pipeline.plan.agreement import announce_no_gain
+from pipeline.plan.agreement import announce_no_gain, is_measured
 from pipeline.plan.columns import check_columns
 from pipeline.plan.hardware import Hardware
 from pipeline.planned import generator_arguments, plan
@@ -68,6 +68,8 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
         note = "a chat ends with an assistant's message, but the model starts a new message"
         say(f"{note}; to continue the last one, set input.continue_final: true")
     say(f"answers end at {', '.join(_ends(job.checkpoint.checkpoint.path, spec)) or 'no token (the model names none)'}")
+    if is_measured(job.config, job.schedule, spec):
+        say("`try` does not measure agreement with full depth; `plan` and `run` do, and refuse a job with too little")
     with announced("answering"):
         answers = generator.answer([prompt for _, prompt, _ in prepared])
     tokenizer = tokenizer_of(spec.checkpoint)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actors.engine.errors import UserError
-from pipeline.cli.command import FAILED, command, stop
+from pipeline.cli.command import FAILED, Changes, command, stop
 
 if TYPE_CHECKING:
     from pipeline.config.job import StorageConfig
@@ -21,6 +21,7 @@ def report(
             metavar="OUTPUT", help="A job's output folder, the root of incremental runs, or a job file (.yaml)."
         ),
     ],
+    changes: Changes = None,
     endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint; default: as in the job file.")] = None,
     check: Annotated[
         bool,
@@ -45,7 +46,7 @@ def report(
             raise UserError("--to needs --html; add it")
         if to is not None and (to.is_dir() or not to.parent.is_dir()):
             raise UserError(f"--to {to}: give the name of a file in an existing folder")
-        url, storage = _location(output, endpoint_url)
+        url, storage = _location(output, changes, endpoint_url)
         if url.startswith("s3://") and storage.endpoint_url is None:
             advice.failed = "if the bucket is not on AWS, give --endpoint-url or the job file"
         if html and (check or write):
@@ -53,15 +54,17 @@ def report(
         _report(url, storage, check=check, write=write, html=html, to=to)
 
 
-def _location(output: str, endpoint_url: str | None) -> tuple[str, StorageConfig]:
+def _location(output: str, changes: list[str] | None, endpoint_url: str | None) -> tuple[str, StorageConfig]:
     """Return URL and storage settings of the output folder. output: the folder or a job file."""
     from pipeline.config.job import JobConfig, StorageConfig
     from pipeline.config.load import load_config, validated
 
     given = {} if endpoint_url is None else {"endpoint_url": endpoint_url}
     if output.endswith((".yaml", ".yml")) and "://" not in output and not Path(output).is_dir():
-        config = load_config(JobConfig, output)
+        config = load_config(JobConfig, output, changes or [])
         return config.output.path, validated(StorageConfig, config.storage.model_dump() | given, "--endpoint-url")
+    if changes:
+        raise UserError("--set needs a job file; name it instead of the output folder")
     return output, validated(StorageConfig, given, "--endpoint-url")
 
 

@@ -78,7 +78,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
     # with --log-json and --json, print no tables, because all output must be JSON
     console = Console(soft_wrap=True, stderr=as_json, quiet=as_json and goes_to_log())
     for folder, result in done:
-        print_result(console, folder, result, show)
+        print_result(console, folder, result, show, config.storage)
     if answered is not None:
         print_runs(console, answered)
     values = [
@@ -153,6 +153,8 @@ def try_rows(
         cut_off = sum(answer.finish_reason == "length" for answer in answers)
         for line in warnings_of(texts_of(answers), LEAST_TRIED, cut_off):
             console.print(f"warning: {line}", markup=False, highlight=False)
+        if all(answer.error is not None for answer in answers):
+            raise stop(ROW_ERRORS, f"none of {counted(len(tried), 'row')} has an answer")
 
 
 def plan(

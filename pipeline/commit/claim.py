@@ -93,7 +93,8 @@ def check_same_job(folder: Folder, stored: Manifest | None, planned: Manifest) -
     """Raise UserError if `stored`, the folder's job, is not the planned job. The message names the keys that differ."""
     if stored is not None and stored.fingerprint != planned.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, planned.identity))
-        raise UserError(f"{folder.url}: holds another job, which differs in {names}; --overwrite replaces it")
+        remedy = "--overwrite replaces it, another output.path keeps it"
+        raise UserError(f"{folder.url}: holds another job, which differs in {names}; {remedy}")
 
 
 def claim(folder: Folder, stored: Manifest | None, planned: Manifest, *, overwrite: bool) -> None:

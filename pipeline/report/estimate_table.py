@@ -13,6 +13,8 @@ from pipeline.config.job import JobConfig
 from pipeline.messages import counted, duration
 from pipeline.runtime.wide_console import wide
 
+LEAST_ROWS = 8  # minimum number of answered rows for which a speed's interval is shown
+
 
 def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]) -> None:
     """Print an estimate: rows, prompts, batches, a table of speeds, and the saving and loss of the job's speed."""
@@ -37,10 +39,11 @@ def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]
         f"{batching['cache_bytes'] / 2**20:,.0f} MiB of KV cache per actor; {counted(found['actors'], 'actor')}\n"
     )
     console.print(_table(found))
+    answered, actors = found["sample"]["rows"], "an actor" if found["actors"] == 1 else "actors"
     say(
-        f"\nwall clock includes {found['startup']['seconds']:.0f} s of start-up; brackets: 90% interval, from "
-        f"{found['sample']['rows']:,} rows that {'an actor' if found['actors'] == 1 else 'actors'} answered here; "
-        "ideal: speed-up if time were proportional to the layers run"
+        f"\n*: the job's speed; wall clock includes {found['startup']['seconds']:.0f} s of start-up; "
+        f"{'brackets: 90% interval; ' * (answered >= LEAST_ROWS)}measured on {counted(answered, 'row')} that {actors} "
+        "answered here; ideal: speed-up if time were proportional to the layers run"
     )
     if saves := found["saves"]:
         money = f"{abs(saves['money']):,.2f} and " if "money" in saves else ""
@@ -70,7 +73,7 @@ def _table(found: Mapping[str, Any]) -> Table:
         {
             "speed": line["speed"] + (" *" if line is found["chosen"] else ""),
             "wall clock": duration(line["seconds"]),
-            "": f"[{duration(line['low'])}, {duration(line['high'])}]",
+            "": f"[{duration(line['low'])}, {duration(line['high'])}]" if line["sampled"] >= LEAST_ROWS else "",
             "tokens/s": f"{line['tokens_per_second']:,.0f}",
             "new tokens": f"{line['generated_tokens']:,}",
             "layer ratio": _ratio(line["layer_ratio"]),

@@ -23,6 +23,7 @@ from pipeline.commit.sink import part_name
 from pipeline.config.job import StorageConfig
 from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up, slowest_shards
 from pipeline.input.rows import read_shards
+from pipeline.input.shards import Shard
 from pipeline.messages import counted, duration, one_line, without_secrets, write_log
 from pipeline.plan.manifest import Manifest
 from pipeline.report.figures import error_kinds, run_spans, total_lines
@@ -103,17 +104,17 @@ def _answers(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
         for index in sorted(shards["shard"].to_pylist()):
             if len(found) >= SHOWN_ANSWERS:
                 break
+            shard = replace(manifest.shards[index], rows=min(manifest.shards[index].rows, SHOWN_ANSWERS))
             rows = [row for row in read_parquet(folder.read(part_name(index))).to_pylist() if not row["sample_index"]]
-            for row, prompt in zip(rows, _prompts(manifest, index, storage), strict=False):
+            for row, prompt in zip(rows, prompt_texts(manifest, shard, storage), strict=False):
                 texts = {name: None if row[name] is None else str(row[name])[:ANSWER_CHARS] for name in names}
                 found.append({"prompt": prompt, **texts})
     return found[:SHOWN_ANSWERS]
 
 
-def _prompts(manifest: Manifest, index: int, storage: StorageConfig) -> list[str]:
-    """Return the prompt columns of each of a shard's first rows as one text; empty texts if the input is unreadable."""
-    shard, section = manifest.shards[index], manifest.identity.get("input", {})
-    shard = replace(shard, rows=min(shard.rows, SHOWN_ANSWERS))
+def prompt_texts(manifest: Manifest, shard: Shard, storage: StorageConfig) -> list[str]:
+    """Return the prompt columns of each row of a shard as one text; empty texts if the input is unreadable."""
+    section = manifest.identity.get("input", {})
     try:
         ((_, table),) = read_shards(manifest.files, [shard], manifest.schema, storage)
     except (*STORE_ERRORS, UserError, pa.ArrowException):

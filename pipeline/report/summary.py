@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -17,12 +16,13 @@ from pipeline.commit.results import recorded
 from pipeline.commit.runs import JobRun, read_runs
 from pipeline.commit.sink import SUCCESS, part_name
 from pipeline.commit.table import recorded as table_records
+from pipeline.config.job import StorageConfig
 from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals, slowest_shards
 from pipeline.messages import counted
 from pipeline.plan import plan_files
 from pipeline.plan.manifest import Manifest
 from pipeline.report.figures import error_kinds, total_lines
-from pipeline.report.job_page import REPORT
+from pipeline.report.job_page import REPORT, prompt_texts
 from pipeline.storage.folder import Folder, read_json
 from pipeline.storage.parquet import read_parquet
 
@@ -98,9 +98,9 @@ def _labels(totals: Totals, manifest: Manifest) -> str:
     return f"{line}; never chosen: {names}" if unused and not totals.unnamed_labels else line
 
 
-def print_result(console: Console, folder: Folder, result: JobResult, show: int) -> None:
+def print_result(console: Console, folder: Folder, result: JobResult, show: int, storage: StorageConfig) -> None:
     """Print `show` rows with their answers, the statistics of a run, and the paths of its output."""
-    for row, full_depth in shown_rows(folder, result.manifest, show) if show else []:
+    for row, full_depth in shown_rows(folder, result.manifest, show, storage) if show else []:
         console.print(f"\n[{'no id' if row['id'] is None else row['id']}]", markup=False, highlight=False)
         for name in ("prompt", "generated_text", "error"):
             if row.get(name) is not None:
@@ -139,8 +139,10 @@ def last_errors(folder: Folder) -> list[tuple[int, int]]:
     return [] if retries or totals is None else [(totals.errors, totals.rows)]
 
 
-def shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[dict[str, Any], str | None]]:
-    """Return up to `count` pairs (row, its answer at full depth). Without such answers: the first rows, with None."""
+def shown_rows(
+    folder: Folder, manifest: Manifest, count: int, storage: StorageConfig
+) -> list[tuple[dict[str, Any], str | None]]:
+    """Return up to `count` pairs (row with prompt, answer at full depth). Without such answers: first rows, None."""
     urls = {file.digest or file.version: file.url for file in manifest.files}
     shown: list[tuple[dict[str, Any], str | None]] = []
     for example in () if manifest.agreement is None else manifest.agreement.examples:
@@ -151,8 +153,13 @@ def shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[dic
             if shard.url == urls.get(example.content) and 0 <= place < shard.rows:
                 part = read_parquet(folder.read(part_name(shard.index)))
                 if part.num_rows == shard.rows:  # each row has one answer
-                    shown.append((part.slice(place, 1).to_pylist()[0], example.text))
-    if shown:
-        return shown
-    parts = (read_parquet(folder.read(part_name(shard.index))).to_pylist() for shard in manifest.shards)
-    return [(row, None) for row in islice(chain.from_iterable(parts), count)]
+                    prompt = prompt_texts(manifest, replace(shard, rows=place + 1), storage)[-1]
+                    shown.append(({"prompt": prompt or None, **part.slice(place, 1).to_pylist()[0]}, example.text))
+    for shard in () if shown else manifest.shards:
+        if len(shown) >= count:
+            break
+        prompts = iter(prompt_texts(manifest, replace(shard, rows=min(shard.rows, count)), storage))
+        for row in read_parquet(folder.read(part_name(shard.index))).to_pylist():
+            prompt = prompt if row["sample_index"] else next(prompts, "")
+            shown.append(({"prompt": prompt or None, **row}, None))
+    return shown[:count]

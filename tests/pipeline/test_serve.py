@@ -152,7 +152,7 @@ def test_the_command_serves_replaces_a_replica_that_dies_and_stops(chat_checkpoi
     )
     command = [sys.executable, "-m", "pipeline", "serve", str(file)]
     environment = {**os.environ, "MY_KEY": "secret", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     said = [next(line for line in process.stderr if line.startswith("serving"))]
     assert f" as 'tiny' at 2x on http://127.0.0.1:{port}/v1" in said[0]
@@ -181,7 +181,8 @@ def test_the_command_serves_replaces_a_replica_that_dies_and_stops(chat_checkpoi
         began = time.monotonic()
     finally:
         process.send_signal(signal.SIGTERM)
-        said.append(process.communicate(timeout=120)[1])
+        printed, errors = process.communicate(timeout=120)
+        said.append(errors)
     assert process.returncode == 0, said
     assert time.monotonic() - began < 30
-    assert "stopping" in said[1] and "graceful_shutdown" not in said[1] and "secret" not in "".join(said)
+    assert "stopping" in said[1] and "graceful_shutdown" not in printed + said[1] and "secret" not in "".join(said)

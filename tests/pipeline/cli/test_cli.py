@@ -63,6 +63,7 @@ def refused(tmp_path: Path, job: dict[str, Any], *options: str, command: str = "
         ({"input": {"prompt": "question"}}, "no column 'question'; it has id, prompt, n"),
         ({"input": {"template": "{{ prompt }"}}, "input.template: line 1"),
         ({"input": {"path": "/none/at/all.parquet"}}, "/none/at/all.parquet: no such file or folder"),
+        ({"input": {"path": "no.csv"}}, f"no.csv: no such file or folder in the current folder, {os.getcwd()}"),
         ({"output": {"keep": ["error"]}}, "output.keep: error is the name of an answer column"),
         ({"model": {"path": "/none"}}, "/none: no such checkpoint folder"),
         ({"modell": {}}, "unknown key modell; did you mean model?"),
@@ -134,8 +135,11 @@ def test_a_report_of_a_job_file_uses_its_endpoint(
     says = f"skipdecode: {tmp_path}/out: no job here (no _job/job.json); name an output folder\n"
     assert (result.exit_code, result.stderr) == (2, says)
     (tmp_path / "out").write_text("a file, such as a part")
-    result = invoke(tmp_path, job, command="report")
+    job["output"]["path"] = "elsewhere"
+    result = invoke(tmp_path, job, "--set", f"output.path={tmp_path}/out", command="report")
     assert (result.exit_code, result.stderr) == (2, says)
+    result = CliRunner().invoke(app, ["report", "out", "--set", "output.path=other"])
+    assert result.exit_code == 2 and "--set needs a job file" in result.stderr
 
 
 def test_a_report_that_cannot_reach_a_bucket_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:

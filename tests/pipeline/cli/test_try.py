@@ -54,6 +54,11 @@ def test_prompts_answers_and_row_errors_are_printed_and_nothing_is_written(
     assert shown[1][1:] == ["  error: prompt is null"]
 
 
+def test_if_no_row_has_an_answer_the_exit_status_is_3(tmp_path: Path, values: dict[str, Any]) -> None:
+    result = tried(tmp_path, values, "--set", "input.template={{ 1 + prompt }}", "--rows", "2")
+    assert result.exit_code == 3 and result.stderr.endswith("skipdecode: none of 2 rows has an answer\n")
+
+
 def test_its_answers_are_those_of_the_job(values: dict[str, Any], tmp_path: Path) -> None:
     config = JobConfig.model_validate(values)
     tried = answer_first_rows(config, 6)
@@ -72,8 +77,12 @@ def test_an_id_that_python_cannot_hold_is_a_question_mark(values: dict[str, Any]
 
 
 def test_keys_can_be_set_and_a_mistake_is_one_line(tmp_path: Path, values: dict[str, Any]) -> None:
+    values["schedule"] = {}  # with the default of agreement_rows
     result = tried(tmp_path, values, "--rows", "1", "--set", "sampling.n=2")
     assert result.exit_code == 0 and "  answer 0: " in result.stdout and "  answer 1: " in result.stdout
+    assert "`try` does not measure agreement with full depth" in result.stdout
+    result = tried(tmp_path, values, "--rows", "1", "--set", "schedule.speedup=1")
+    assert result.exit_code == 0 and "agreement" not in result.output
     result = tried(tmp_path, values, "--set", "input.prompt=nothing")
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and "nothing" in result.stderr
 
@@ -100,8 +109,9 @@ def test_control_tokens_that_a_prompt_column_spells_are_counted_in_try_and_at_th
     assert result.exit_code == 0 and "control token" not in result.stdout
     done = run_in_process(JobConfig.model_validate(values))
     assert done.totals.control_tokens == 2
-    print_result(Console(width=200), open_folder(str(tmp_path / "out"), StorageConfig()), done, 0)
-    assert said in capsys.readouterr().out
+    print_result(Console(width=200), open_folder(str(tmp_path / "out"), StorageConfig()), done, 2, StorageConfig())
+    shown = capsys.readouterr().out
+    assert said in shown and "\n[a]\n  prompt: alpha<pad>bravo<sep>\n  answer: " in shown
 
 
 def test_end_tokens_and_settings_that_are_not_followed_are_named(

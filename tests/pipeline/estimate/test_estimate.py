@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,11 @@ def test_a_trained_checkpoint_is_planned_at_its_speeds(
     costs = {**found, "saves": {"seconds": -3.0, "device_hours": -0.1, "money": -1.5}}
     print_estimate(Console(file=(shown := io.StringIO())), config, costs)
     assert "2x costs 1.50 and 3.0 s against 1x" in shown.getvalue()
+    assert "90% interval" in shown.getvalue() and re.search(r" \[[\d.]+ [a-z]+, ", shown.getvalue())
+    few = {**found, "sample": {"rows": 2}, "speeds": [{**line, "sampled": 2} for line in found["speeds"]]}
+    few["chosen"] = few["speeds"][0]
+    print_estimate(Console(file=(shown := io.StringIO())), config, few)
+    assert "interval" not in shown.getvalue() and not re.search(r" \[[\d.]+ [a-z]+, ", shown.getvalue())
     assert found["chosen"]["speed"] == "2x" and found["saves"]["money"] == pytest.approx(
         found["saves"]["device_hours"] * 2
     )

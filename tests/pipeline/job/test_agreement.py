@@ -104,9 +104,9 @@ def test_it_is_printed_and_kept_and_measured_once(
     stored = plan_files.load(open_folder(str(tmp_path / "out"), config.storage))
     assert stored is not None and stored.agreement == found
     console = Console(file=io.StringIO(), width=200)
-    print_result(console, open_folder(str(tmp_path / "out"), config.storage), result, 3)
+    print_result(console, open_folder(str(tmp_path / "out"), config.storage), result, 3, config.storage)
     printed = console.file.getvalue()
-    assert printed.count("  full depth's answer: ") == 3
+    assert printed.count("  full depth's answer: ") == printed.count("  prompt: ") == 3
     assert [f"\n[a.parquet:{example.row}]\n" in printed for example in found.examples[:4]] == [True, True, True, False]
     monkeypatch.setattr(plans, "measure_agreement", no_measurement)
     (tmp_path / "out" / "part-000000.parquet").unlink()
