@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import logging
 import pickle
 import re
@@ -114,10 +115,12 @@ def test_a_local_folder_is_taken_as_it_is(
 
 
 def test_a_path_of_no_checkpoint_is_refused() -> None:
-    assert "no such checkpoint folder; for a model on the hub, add @revision" in refusal("owner/name")
-    assert "owner/name@main" in refusal("owner/name")
-    for path in ("/nowhere/at/all", "nowhere", "a/b/c", "./owner/name"):
-        assert refusal(path).endswith("no such checkpoint folder")
+    said = refusal("owner/name")
+    assert "owner/name: no such checkpoint folder in the current folder, " in said
+    assert said.endswith("; for a model on the hub, add @revision, for example owner/name@main or owner/name@COMMIT")
+    for path in ("nowhere", "a/b/c", "./owner/name"):
+        assert refusal(path).endswith(f"no such checkpoint folder in the current folder, {os.getcwd()}")
+    assert refusal("/nowhere/at/all").endswith("no such checkpoint folder")
     assert "local folder, s3:// or the hub" in refusal("gs://bucket/model")
 
 
