@@ -173,7 +173,7 @@ def _is_in_library(values: Mapping[str, Any], folder: Path) -> bool:
         stored_weights(values, folder)
         family_named(values.get("model_type"))
         family_of(read_config(folder))
-    except Exception:  # `inspect` reports a damaged file
+    except UserError:
         return False
     return True
 
@@ -191,10 +191,16 @@ def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
-    """Return transformers' config of a checkpoint, without the quantization keys: `expand` handles quantization."""
+    """Return transformers' config of a checkpoint, without the quantization keys: `expand` handles quantization.
+
+    Raises UserError if transformers cannot read the config.
+    """
     from transformers import AutoConfig
 
-    config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers may raise any exception for a damaged file
+        raise UserError(f"config.json: {type(error).__name__}: {flat(error)}") from None
     for key in CONFIG_KEYS:
         if hasattr(config, key):
             delattr(config, key)
