@@ -6,8 +6,8 @@ import difflib
 import gc
 from collections.abc import Iterable
 
-# torch reports some out-of-memory errors as a plain RuntimeError whose message contains one of these texts. The texts
-# come from the CPU allocator, from cuBLAS, and from the CUDA runtime
+# Texts of the CPU allocator, cuBLAS and the CUDA runtime. A RuntimeError of torch that contains one of them is an
+# out-of-memory error
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 
 

@@ -77,7 +77,7 @@ class ApiError(Exception):
 def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
     """Return an ASGI application that serves `model`. Its lifespan starts and closes the model's loop."""
     metrics = Metrics(model.loop)
-    # a thread beside the event loop, since `ServedModel.call` may take long; one thread, since `call` allows only one
+    # `ServedModel.call` may take long, so it runs outside the event loop; it allows only one thread
     preparing = ThreadPoolExecutor(1, "prepare")
     shown = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "skipdecode"}
 

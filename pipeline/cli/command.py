@@ -1,4 +1,4 @@
-"""Defines what all commands share: options, process settings, and last line and exit status after an error."""
+"""Defines the options, process settings, error messages and exit statuses that all commands share."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def setup(verbose: bool, log_json: bool = False) -> None:
         logging.basicConfig(level=level, format=lines, stream=sys.stderr)
     for name in ("pipeline.plan.memory", "pipeline.checkpoints.resolve"):  # always show their INFO messages
         logging.getLogger(name).setLevel(logging.INFO)
-    values = {  # variables that libraries read on import; most of them reduce what is printed
+    values = {  # libraries read these variables on import; most of them make the libraries print less
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -15,7 +15,7 @@ from pipeline.config.input import InputConfig, TableFormat, one_or_many
 
 
 class BudgetConfig(Section):
-    """Limits on what all runs of a job use together. The job stops when it reaches one of them."""
+    """Limits on the total use of all runs of a job. The job stops when it reaches one of them."""
 
     hours: float | None = Field(None, gt=0, description="maximum device-hours: hours × GPUs, or hours × actors on CPUs")
     money: float | None = Field(None, gt=0, description="maximum money: device-hours × price_per_hour")

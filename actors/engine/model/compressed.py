@@ -68,7 +68,7 @@ def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | N
 
 
 def _read(entry: Any, key: str) -> StoredWeights | str:
-    """Read `entry`, the value of `key` in config.json. Return a description of what is not supported in it."""
+    """Read `entry`, `key` of config.json. Return the stored weights, or the name of what is unsupported."""
     if not isinstance(entry, dict):
         return key
     method = entry.get("quant_method", METHOD if "config_groups" in entry else key)
@@ -85,7 +85,7 @@ def _read(entry: Any, key: str) -> StoredWeights | str:
 
 
 def _scheme(group: Mapping[str, Any], layout: Any) -> StoredWeights | str:
-    """Read one of the `config_groups` in config.json. Return a description of what is not supported in it."""
+    """Read one of `config_groups` in config.json. Return the stored weights, or the name of what is unsupported."""
     weights, inputs, layout = group["weights"], group.get("input_activations"), group.get("format") or layout
     size, order = weights.get("group_size"), weights.get("actorder")
     strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
