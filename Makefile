@@ -6,7 +6,7 @@ IDLE = tests/engine tests/serving tests/pipeline/learn tests/pipeline/input
 RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline tests/test_wheel.py --include='test_*.py')
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo real real-model wheel test test-vllm coverage test-slow test-mutations test-ceph lint bench bench-full bench-scale bench-serve peers peers-faults faults soak clean evidence-e2e evidence-slots evidence-dense evidence-real-text evidence-real-labels evidence-real-gemma evidence-real-summaries
+.PHONY: demo real real-model wheel test test-vllm coverage test-slow test-mutations test-ceph lint bench bench-full bench-scale peers peers-faults faults soak clean evidence-e2e evidence-slots evidence-dense evidence-real-text evidence-real-labels evidence-real-gemma evidence-real-summaries
 
 demo: .venv/installed
 	@.venv/bin/skipdecode demo work/demo
@@ -110,10 +110,6 @@ work/peers/ray-data/installed work/peers/daft/installed work/peers/datatrove/ins
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet $(PACKAGES)
 	touch $@
-
-# A server under 1, 8 and 32 clients on loopback, beside the bulk engine; a few minutes.
-bench-serve: .venv/installed-dev
-	.venv/bin/python tests/benchmarks/serve_load.py
 
 # About ten minutes; infra/SCALE.md holds its figures.
 bench-scale: .venv/installed-dev
