@@ -63,9 +63,10 @@ class AnswerStream:
             has_calls: Whether the answer calls tools.
         """
         thinking = thinking or ""
-        if self._is_plain:
-            text, thinking = thinking + text, ""
-        return self._part(text, thinking, len(self._sent_text.strip() if has_calls else self._sent_text))
+        head, thinking = (thinking, "") if self._is_plain else ("", thinking)  # head: thinking that was sent as text
+        behind = self._sent_text[len(head) :]
+        blank = len(behind) - len(behind.lstrip()) if has_calls else 0  # `text` begins without this white space
+        return self._part(head + text, thinking, len(self._sent_text) - blank)
 
     def _part(self, text: str, thinking: str, sent: int) -> tuple[str, str]:
         part = text[sent:], thinking[len(self._sent_thinking) :]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from actors.engine.constraints.reasoning import Reasoning
@@ -104,13 +104,21 @@ def test_a_stop_string_in_the_thinking_ends_no_streamed_text() -> None:
     assert "".join(stream.push([ord(one)])[0] for one in "a.b</think>so. No") == "a.b</think>so"
 
 
-@given(st.lists(st.sampled_from(PIECES), max_size=7), CUTS)
+@example(["yes ", "<tool_call>", PIECES[3], "</tool_call>", "yes "], [1] * 60, None)
+@example([" \n", "</think>", "yes ", "<tool_call>", PIECES[3]], [1] * 60, Reasoning())
+@given(st.lists(st.sampled_from(PIECES), max_size=7), CUTS, st.sampled_from([None, Reasoning()]))
 @pytest.mark.parametrize("form", ["hermes", "llama3_json"])
-def test_calls_are_no_part_of_a_streamed_text(form: ToolFormat, pieces: list[str], cuts: list[int]) -> None:
+def test_calls_are_no_part_of_a_streamed_text(
+    form: ToolFormat, pieces: list[str], cuts: list[int], marks: Reasoning | None
+) -> None:
     raw = "".join(pieces)
+    thinking, text = (None, raw) if marks is None else marks.split(raw, begun=False)
     try:
-        text, calls = split_calls(raw, form)
+        text, calls = split_calls(text, form)
     except ValueError:
-        text, calls = raw, []
-    got, thinking = joined_parts(raw, cuts, calls=form)
-    assert thinking == "" and (got.strip() if calls else got) == text
+        calls = []
+    got = joined_parts(raw, cuts, calls=form, marks=marks, begun=False)
+    if marks is None:
+        assert (got[0].strip() if calls else got[0], got[1]) == (text, "")
+    if form == "hermes":  # behind thinking without a start delimiter, a Llama call is sent as text too
+        assert (got[1] + got[0]).split() == f"{thinking or ''}{text}".split()
