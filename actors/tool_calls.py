@@ -173,6 +173,8 @@ def checked_tools(value: Any) -> list[dict[str, Any]]:
             raise UserError(f'tool {number} must be {{"type": "function", "function": object}}')
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise UserError(f"tool {number} has no name")
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise UserError(f"tool {number}: parameters must be an object")
         tools.append({"type": "function", **tool})
     return tools
 

@@ -127,6 +127,7 @@ def test_tools_are_json_or_a_list_whose_null_fields_are_dropped() -> None:
         ("[1]", "tool 1 must be"),
         ([TOOL, {"type": "web_search"}], "tool 2 must be"),
         ([{"type": "function", "function": {}}], "tool 1 has no name"),
+        ('[{"function": {"name": "f", "parameters": "text"}}]', "tool 1: parameters must be an object"),
     ],
 )
 def test_wrong_tools_are_named(value: Any, message: str) -> None:
