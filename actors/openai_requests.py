@@ -6,6 +6,7 @@ not define are taken from vLLM's server.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ class CompletionRequest:
     prompt: str | list[int] | None  # the prompt of a completion; None for a chat
     sampling: dict[str, Any]  # sampling parameters that the body sets, named as in `SamplingParams`
     output_format: OutputFormat | None = None
-    tools: Any = None  # tools that a chat offers
+    tools: str | None = None  # tools that a chat offers, as JSON, in which `checked_tools` keeps nulls
     tool_choice: Any = None  # OpenAI's `tool_choice` if the answer must call tools, else None
 
     def checked_form(self, tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> OutputFormat | None:
@@ -103,6 +104,7 @@ def read_request(url: str, body: Mapping[str, Any], others: Iterable[str] = ()) 
         raise UserError(f"body: tool_choice = {choice!r} needs tools")
     if form is not None and tools:
         raise UserError("body: response_format cannot be combined with tools: a tool call has another format")
+    tools = None if tools in (None, []) else json.dumps(tools)
     return CompletionRequest(given["messages"], None, sampling, form, tools, forced)
 
 

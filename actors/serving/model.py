@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import reprlib
 import secrets
 import uuid
@@ -151,8 +150,7 @@ class ServedModel:
         return Call(rest.get("model"), keys.stream, keys.stream_options.include_usage, rows, owners, tokens)
 
     def _prompt(self, number: int, request: CompletionRequest, labels: list[str] | None) -> Prompt:
-        # as JSON text, in which `checked_tools` keeps nulls, e.g. {"const": null}; it drops them from a list
-        tools = () if request.tools is None else checked_tools(json.dumps(request.tools))
+        tools = checked_tools(request.tools)
         form = request.checked_form(tools, self.tokenizer)
         if labels is not None and (form is not None or tools):
             raise UserError("body: choices cannot be combined with response_format or tools")

@@ -66,14 +66,6 @@ def test_a_call_that_the_request_asks_for(served: Running, choice: Any) -> None:
     assert not any(chunk.delta.content or chunk.delta.tool_calls for chunk in earlier) and not last.delta.content
 
 
-def test_a_null_in_a_tools_schema_is_a_value(served: Running) -> None:
-    schema = {"type": "object", "properties": {"a": {"const": None}}, "required": ["a"], "additionalProperties": False}
-    tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    how: Any = {"model": "tiny", "messages": CHAT, "tools": [tool], "tool_choice": "required", "max_tokens": 1900}
-    [choice] = chats(served).create(**how).choices
-    assert choice.message.tool_calls and json.loads(choice.message.tool_calls[0].function.arguments) == {"a": None}
-
-
 def test_a_conversation_goes_on_after_a_call(served: Running) -> None:
     how: Any = {"model": "tiny", "tools": TOOLS, "max_tokens": 5, "temperature": 0}
     [asked] = chats(served).create(**how, messages=CHAT, tool_choice="none").choices

@@ -14,6 +14,7 @@ from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
 from actors.openai_requests import CHAT, TEXT, read_request
+from actors.tool_calls import checked_tools
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, SAMPLING, prepare_table
 from pipeline.prepare.row_settings import BATCH_COLUMNS
 
@@ -161,6 +162,12 @@ def test_what_is_not_supported_is_named(url: str, body: dict[str, Any], refusal:
     with pytest.raises(UserError) as refused:
         read_request(url, body)
     assert str(refused.value).startswith(refusal)
+
+
+def test_a_null_in_a_tools_schema_is_a_value_at_any_depth() -> None:
+    nested = json.loads('{"const": ' * 700 + "null" + "}" * 700)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": nested}}]
+    assert checked_tools(read_request(CHAT, {"messages": MESSAGES, "tools": tools}).tools) == tools
 
 
 def requested(checkpoint: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
