@@ -13,10 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory_folder import MemoryFolder
 
+from actors.engine.types import NOT_NUMBERS
 from pipeline.commit import results
 from pipeline.commit.results import answer_lines, batch_lines, cut, recorded, remove_results, result_problems
 from pipeline.input.shards import Shard
 from pipeline.storage.parquet import parquet_bytes
+
+FAILED = "json_schema: Parser Error: too many items"  # of an answer that has tokens
 
 
 def part(rows: list[dict[str, Any]]) -> bytes:
@@ -64,6 +67,7 @@ def test_a_request_has_one_line_with_all_its_samples() -> None:
         "top": [{"token_id": 3, "token": "d", "logprob": -0.5}, {"token_id": 4, "token": "\ufffd", "logprob": -1.0}],
     }
     text = {"url": "/v1/completions", "sample_index": 0}
+    ended = {"finish_reason": "error", "generated_text": "{"}
     rows = [
         {"id": "a", "url": "/v1/chat/completions", "sample_index": 0, **answer, "generated_text": "x"},
         {"id": "a", "url": "/v1/chat/completions", "sample_index": 1, **answer, "generated_text": "y"},
@@ -71,10 +75,13 @@ def test_a_request_has_one_line_with_all_its_samples() -> None:
         {"id": "cut", **text, **answer, "generated_text": "{", "error": "cut off"},
         {"id": "c", **text, **failed, "error": "memory"},
         {"id": "d", **text, **answer, "generated_text": "z", "logprobs": [token] * 2},
+        {"id": "e", **text, **answer, "generated_text": "z"},
+        {"id": "e", **text, **answer, "sample_index": 1, **ended, "error": FAILED},
+        {"id": "f", **text, **answer, **ended, "error": NOT_NUMBERS},
     ]
     lines = batch_lines(part(rows), Shard(2, "in.jsonl", 10, 5), "f" * 64, 17, "model")
-    assert [kind for kind, _ in lines] == ["results", "errors", "results", "errors", "results"]
-    chat, bad, cut_off, memory, logged = (json.loads(line) for _, line in lines)
+    assert [kind for kind, _ in lines] == ["results", "errors", "results", "errors", "results", "errors", "errors"]
+    chat, bad, cut_off, memory, logged, form, numbers = (json.loads(line) for _, line in lines)
     assert (chat["custom_id"], chat["error"], chat["response"]["status_code"]) == ("a", None, 200)
     body = chat["response"]["body"]
     assert body["object"] == "chat.completion" and (body["created"], body["model"]) == (17, "model")
@@ -85,6 +92,8 @@ def test_a_request_has_one_line_with_all_its_samples() -> None:
     assert cut_off["response"]["body"]["choices"][0]["text"] == "{"
     assert memory["response"]["status_code"] == 500
     assert memory["response"]["body"]["error"]["type"] == "server_error"
+    assert (form["response"]["status_code"], numbers["response"]["status_code"]) == (400, 500)
+    assert form["response"]["body"]["error"]["message"] == FAILED
     assert logged["response"]["body"]["choices"][0]["logprobs"] == {
         "tokens": ["d", "d"],
         "token_logprobs": [-0.5, -0.5],
