@@ -57,7 +57,7 @@ class RequestBuilder:
         self.vocab_size, self.stop_ids = vocab_size, frozenset(stop_ids)
         self.has_logprobs = row_logprobs or sampling.logprobs is not None
         self.special_ids = special_tokens(tokenizer)
-        self.token_text = lru_cache(2**16)(lambda token: str(tokenizer.decode([token])))  # special tokens included
+        self.token_text = lru_cache(2**16)(self._token_text)
         self.choices = None if choices is None else tuple(choices)
         self.output_format, self.reasoning = output_format, reasoning
         self._compiler: GrammarCompiler | None = None
@@ -76,6 +76,11 @@ class RequestBuilder:
         """Return a completion's log-probabilities, see `TokenLogprob.to_dict`; None if they were not asked for."""
         found = completion.logprobs
         return None if found is None else [token.to_dict(self.token_text) for token in found]
+
+    def _token_text(self, token: int) -> str:
+        """Return a token's text, also of a special token, with the space that decoding drops at a text's beginning."""
+        once, twice = (str(self.tokenizer.decode([token] * count)) for count in (1, 2))
+        return twice[len(once) :]
 
     def prompt(self, value: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
         """Convert `value` (a text, token ids or messages) to a `Prompt`.

@@ -25,8 +25,9 @@ from actors.engine.constraints.grammar import GrammarCompiler
 from actors.engine.constraints.output_format import KEPT_CHARACTERS, OutputFormat, library_grammar
 from actors.engine.sampling.sampler import sample
 from actors.engine.sampling.state import RowSampling
-from actors.engine.types import Request
+from actors.engine.types import Request, SamplingParams
 from actors.generator import Generator
+from actors.requests import RequestBuilder
 
 REGEXES = [r"[a-z]{3,9}( [a-z]+){0,2}\.?", r"(yes|no|perhaps), [0-9]{1,3}%", r" ?The [A-Z][a-z]*", r"x{0,2}"]
 SCHEMA = {
@@ -206,9 +207,13 @@ def test_a_tokenizer_of_words_and_bytes() -> None:
     vocabulary = {name: token for token, name in enumerate(names)}
     model = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
     spaces = decoders.Replace("\u2581", " ")
-    model.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse()])
+    model.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     model.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", unk_token="<unk>")
+    how: Any = {"seed": 0, "strip": True, "vocab_size": len(names), "stop_ids": [END]}
+    builder = RequestBuilder(tokenizer, SamplingParams(), None, None, **how)
+    shown = ["</s>", "<0xC3>", "\u2581", "\u2581cheap", "cheap"]  # as log-probabilities show them
+    assert [builder.token_text(vocabulary[one]) for one in shown] == ["</s>", "\ufffd", " ", " cheap", "cheap"]
     for vocab_size in (len(names), len(names) + 70):
         grammar = GrammarCompiler(tokenizer, vocab_size, [END]).compile(OutputFormat("regex", " ?(cheap|\u00e9a) 1"))
         progress, spelled = grammar.begin(), ["\u2581", "<0xC3>", "<0xA9>", "a", "\u25811"]
