@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 import ray
 from ray import serve
@@ -128,7 +128,7 @@ def check_port(http: HttpConfig) -> None:
             listener.bind((http.host, http.port))
         except OSError as error:
             where = f"{http.host}:{http.port}"
-            raise UserError(f"http.port: cannot listen on {where}: {flat(error.strerror)}; use another port") from None
+            raise UserError(f"http: cannot listen on {where}: {flat(error.strerror)}; change host or port") from None
 
 
 def render(tokenizer: Any, messages: Any, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, int]:
@@ -213,11 +213,11 @@ def _wait_for_http(host: str, port: int) -> None:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/health"
     deadline = time.monotonic() + READY_SECONDS
+    opener = build_opener(ProxyHandler({}))  # a proxy that the environment names may not reach this machine
     while True:
         try:
-            with urlopen(url, timeout=10) as reply:
-                if reply.status == 200:
-                    return
+            with opener.open(url, timeout=10):
+                return
         except OSError as error:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{url} does not answer after {READY_SECONDS:g} s: {flat(error)}") from None

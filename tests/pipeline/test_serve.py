@@ -19,10 +19,13 @@ from urllib.request import urlopen
 import openai
 import psutil
 import pytest
-from leaks import assert_listens_here_alone, listening
+from http_server import listening
+from leaks import assert_listens_here_alone
+from leaks import listening as ports_of
 from ray import serve
 from ray.serve import Application
 from ray.serve.schema import ReplicaState
+from starlette.responses import PlainTextResponse
 
 from actors.generator import Generator
 from pipeline import serve as server
@@ -68,6 +71,13 @@ def test_the_line_that_the_command_prints_names_a_speed_only_if_there_is_one(
         file = {**values, "schedule": {**schedule, "unadapted": True}}
         server.run_server(validated(ServeConfig, file, "serve"), verbose=False)
         assert f" at {speed} on http" in said[-2]
+
+
+def test_a_proxy_of_the_environment_is_not_asked_whether_the_server_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setattr(server, "READY_SECONDS", 0.0)
+    with listening(PlainTextResponse("ok")) as url:
+        server._wait_for_http("127.0.0.1", int(url.rpartition(":")[2]))
 
 
 @pytest.fixture
@@ -165,7 +175,7 @@ def test_the_command_serves_replaces_a_replica_that_dies_and_stops(chat_checkpoi
         direct = client.completions.create(**how).choices[0].text
         assert "".join(part.choices[0].text for part in client.completions.create(**how, stream=True)) == direct
         # a replica takes calls of other replicas on every address: Ray Serve has no setting for it, SECURITY.md says so
-        assert_listens_here_alone({port for port in listening(process.pid) if not port[0].startswith("ray::Serve")})
+        assert_listens_here_alone({port for port in ports_of(process.pid) if not port[0].startswith("ray::Serve")})
         others = psutil.Process(process.pid).children(recursive=True)
         [replica] = [one for one in others if "ServeReplica" in " ".join(one.cmdline())]
         replica.kill()

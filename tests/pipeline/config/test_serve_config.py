@@ -46,7 +46,8 @@ def refusal(*arguments: str) -> str:
             "model.weights: int8 runs only on CPUs; leave it out",
         ),
         (("{file}", "--set", "replicas.cache_bytes=99999999999999"), "do not fit in this machine's"),
-        (("{file}", "--port", "{used}"), "use another port"),
+        (("{file}", "--port", "{used}"), "http: cannot listen on 127.0.0.1:"),
+        (("{file}", "--set", "http.host=192.0.2.1"), "change host or port"),
     ],
 )
 def test_refusals_are_one_line_and_name_the_key(
