@@ -36,12 +36,15 @@ def _type(schema: Any, root: Any, place: str, above: tuple[str, ...]) -> pa.Data
 
     if not isinstance(schema, Mapping):
         raise refuse("allows any value")
+    for key in ("$ref", "allOf", "anyOf", "oneOf"):
+        if key in schema and "properties" in schema:
+            raise refuse(f"has properties beside {key}")
     if "$ref" in schema:
         target = schema["$ref"]
         if target in above:
             raise refuse(f"refers to itself by {target}")
         return _type(_resolved(target, root, refuse), root, place, (*above, target))
-    if len(schema.get("allOf", ())) == 1 and "properties" not in schema:
+    if len(schema.get("allOf", ())) == 1:
         return _type(schema["allOf"][0], root, f"{place}/allOf/0", above)
     for key in ("anyOf", "oneOf"):
         if key in schema:
