@@ -179,9 +179,8 @@ class ServedModel:
             read = partial(constraint.text, label=None)
         return AnswerStream(
             read,
-            row.sampling.stop,
+            row.ending,
             row.sampling.all_stop_ids(builder.stop_ids),
-            builder.answer_start(row.prompt_ids),
             marks=builder.reasoning,
             begun=builder.begins_thinking(row),
             text_at_end=thinks_first or has_label,

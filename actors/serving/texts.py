@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from actors.engine.constraints.reasoning import Reasoning
+from actors.engine.sampling.stopping import StopStrings
 from actors.openai_answers import REPLACEMENT
 from actors.tool_calls import BEGIN, PYTHON_TAG, ToolFormat
 
@@ -20,9 +21,8 @@ class AnswerStream:
     """
 
     decode: Callable[[list[int]], str]  # token ids -> text
-    stop: Sequence[str] = ()  # stop strings
+    ending: StopStrings | None = None  # the answer's stop strings
     stop_ids: frozenset[int] = frozenset()  # tokens that end the answer and have no text
-    answer_start: Callable[[str], int | None] = lambda text: 0  # see `StopStrings`
     _: KW_ONLY
     marks: Reasoning | None = None  # delimiters of thinking; None: thinking is not separated from the text
     begun: bool = False  # whether the prompt ends inside thinking
@@ -75,10 +75,11 @@ class AnswerStream:
 
     def _certain(self) -> int:
         """Return how many characters can be sent: those before a stop string, or a suffix that may become one."""
-        text, answer = self._decoded, self.answer_start(self._decoded)
-        found = [] if answer is None else [text.find(string, answer) for string in self.stop]
-        found = [place for place in found if place >= 0]
-        return min(found) if found else len(text) - max((_overlap(text, string) for string in self.stop), default=0)
+        if self.ending is None:
+            return len(self._decoded)
+        found = self.ending.first(self._ids, self._decoded)
+        held = max(_overlap(self._decoded, string) for string in self.ending.strings)
+        return len(self._decoded) - held if found is None else found
 
     def _split(self, raw: str, marks: Reasoning) -> tuple[str, str]:
         """Split raw text into (text, thinking). Leave out a suffix that may become a delimiter."""

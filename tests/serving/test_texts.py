@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def test_parts_joined_are_the_text(tokenizer: Any, steps: list[list[int]], data:
     decode = decode_with(tokenizer)
     text = decode([token for step in steps for token in step])
     stops = data.draw(st.lists(st.sampled_from([text[3:6], text[4:5], "na", "zz", "\n"]).filter(bool), max_size=3))
-    stream = AnswerStream(decode, stops)
+    stream = AnswerStream(decode, StopStrings(stops, decode) if stops else None)
     sent: list[int] = []
     joined = ""
     for step in steps:
@@ -99,8 +100,14 @@ def test_parts_joined_are_thinking_and_text(pieces: list[str], cuts: list[int], 
         assert got[0] + got[1] in (raw, raw.replace(marks.end, "", 1))
 
 
+def test_a_stop_string_before_the_minimum_length_holds_no_text_back() -> None:
+    stream = AnswerStream(characters, StopStrings(["."], characters, min_new_tokens=3))
+    assert "".join(stream.push([ord(one)])[0] for one in "a.bc.d") == "a.bc"
+
+
 def test_a_stop_string_in_the_thinking_ends_no_streamed_text() -> None:
-    stream = AnswerStream(characters, ["."], answer_start=lambda text: Reasoning().answer_start(text, begun=True))
+    answer_start = partial(Reasoning().answer_start, begun=True)
+    stream = AnswerStream(characters, StopStrings(["."], characters, answer_start=answer_start))
     assert "".join(stream.push([ord(one)])[0] for one in "a.b</think>so. No") == "a.b</think>so"
 
 

@@ -40,7 +40,7 @@ class StopStrings:
         if not any(string in text for string in self.strings):
             return False
         # check the whole text too, because a window that begins inside a character may decode to other text
-        return self._first(tokens, self.decode(list(tokens))) is not None
+        return self.first(tokens, self.decode(list(tokens))) is not None
 
     def _may_end_in(self, token: int) -> bool:
         """Return whether the text of `token` contains the last character of a stop string, or a part of a character."""
@@ -55,9 +55,9 @@ class StopStrings:
     def cut(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens` before the first stop string."""
         text = self.decode(list(tokens))
-        return text[: self._first(tokens, text)]
+        return text[: self.first(tokens, text)]
 
-    def _first(self, tokens: Sequence[int], text: str) -> int | None:
+    def first(self, tokens: Sequence[int], text: str) -> int | None:
         """Return the index of the answer's first stop string that ends after `min_new_tokens` tokens, or None."""
         answer = self.answer_start(text)
         if answer is None:
