@@ -92,10 +92,10 @@ def _entry(token: Mapping[str, Any]) -> dict[str, Any]:
     return {"token": token["token"], "logprob": token["logprob"], "bytes": spelled}
 
 
-def error_body(message: str, *, is_request: bool) -> dict[str, Any]:
-    """Return the body of an error response. is_request: whether the request, not the server, caused the error."""
-    kind = "invalid_request_error" if is_request else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+def error_body(message: str, status: int, code: str | None = None) -> dict[str, Any]:
+    """Return the body of an error response with an HTTP status. code: error code for programs."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def shown_calls(calls: Sequence[Mapping[str, str]], key: str) -> list[dict[str, Any]]:

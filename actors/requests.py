@@ -82,11 +82,8 @@ class RequestBuilder:
         once, twice = (str(self.tokenizer.decode([token] * count)) for count in (1, 2))
         return twice[len(once) :]
 
-    def prompt(self, value: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
-        """Convert `value` (a text, token ids or messages) to a `Prompt`.
-
-        tools: the result of `checked_tools`; without effect unless `value` is messages.
-        """
+    def prompt(self, value: Any) -> Prompt:
+        """Convert `value` (a text, token ids or messages) to a `Prompt`."""
         ids: list[int] = []
         error = None
         try:
@@ -97,8 +94,7 @@ class RequestBuilder:
             elif isinstance(value, bytes | bytearray):
                 error = "prompt is bytes, not text: decode it"
             elif isinstance(value[0], Mapping):
-                chat = list(map(dict, value)), list(map(dict, tools))
-                ids = self.chat_ids(*control_tokens(self.tokenizer).prompt(self._render, chat))
+                ids = self.chat_ids(*control_tokens(self.tokenizer).prompt(self._render, list(map(dict, value))))
             elif all(not isinstance(token, bool) and token == int(token) >= 0 for token in value):
                 ids = [int(token) for token in value]
             else:
@@ -108,12 +104,11 @@ class RequestBuilder:
         # chat templates and values of unexpected types raise these errors
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
             error = f"prompt cannot be read: {' '.join(str(problem).split())}"
-        return Prompt(ids, f"prompt:{ids}", 0, error, tools=bool(tools))
+        return Prompt(ids, f"prompt:{ids}", 0, error)
 
-    def _render(self, chat: tuple[list[Any], list[Any]]) -> str:
-        """Render a pair (messages, tools) with the tokenizer's chat template."""
-        how: dict[str, Any] = {"tools": chat[1] or None, "tokenize": False, "add_generation_prompt": True}
-        return str(self.tokenizer.apply_chat_template(chat[0], **how))
+    def _render(self, messages: list[Any]) -> str:
+        """Render messages with the tokenizer's chat template."""
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
     def chat_ids(self, text: str, marked: int) -> list[int]:
         """Return the token ids of a rendered chat. text, marked: the results of `ControlTokens.prompt`."""

@@ -66,7 +66,7 @@ class PlannedServer:
 
     def load(self) -> ServedModel:
         """Fetch the checkpoint to this node, compare it with the plan, and load the model."""
-        return ServedModel(self.config.served_name, fetched(self.generator), MAX_WAITING, render)
+        return ServedModel(self.config.served_name, fetched(self.generator), render, MAX_WAITING)
 
 
 def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardware | None = None) -> PlannedServer:

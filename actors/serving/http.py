@@ -31,19 +31,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.engine.errors import UserError, flat
 from actors.engine.types import NOT_NUMBERS, Completion, FinishReason
-from actors.openai_answers import completion_body, shown_calls, shown_logprobs, usage
+from actors.openai_answers import completion_body, error_body, shown_calls, shown_logprobs, usage
 from actors.openai_requests import CHAT, ENDPOINTS
 from actors.serving.loop import ClientGone, Closed, Event, OnlineLoop, QueueFull, Submission, wake
 from actors.serving.model import Call, ServedModel
 
 HEALTH, METRICS = "/health", "/metrics"  # paths that require no API key
 GONE = 499  # status if the client has closed its connection; only the metrics show this status
-ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 DONE = b"data: [DONE]\n\n"
 log = logging.getLogger(__name__)
@@ -65,9 +59,7 @@ class ApiError(Exception):
         self, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message)
-        kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-        self.status, self.headers = status, dict(headers or {})
-        self.body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+        self.status, self.headers, self.body = status, dict(headers or {}), error_body(message, status, code)
 
     def response(self) -> JSONResponse:
         """Return the HTTP response."""

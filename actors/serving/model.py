@@ -88,16 +88,14 @@ class ServedModel:
     Args:
         name: The model's name in requests.
         generator: Arguments of `Generator`. Its `sampling` holds defaults for keys that a body leaves out.
+        render: Renders a chat as a prompt, or raises UserError.
         max_waiting: Maximum number of rows in the queue; further requests get status 429.
-        render: Renders a chat as a prompt, or raises UserError. None: transformers renders the chat template.
 
     Raises:
         UserError: The settings, the checkpoint or the device cannot be used. The message is one line.
     """
 
-    def __init__(
-        self, name: str, generator: Mapping[str, Any], max_waiting: int = 256, render: Render | None = None
-    ) -> None:
+    def __init__(self, name: str, generator: Mapping[str, Any], render: Render, max_waiting: int = 256) -> None:
         self.name, self._render = name, render
         own = {"row_logprobs": True, "strip": False, "cumulative_logprob": False}
         self.generator = Generator(**{**generator, **own})
@@ -154,17 +152,11 @@ class ServedModel:
         form = request.checked_form(tools, self.tokenizer)
         if labels is not None and (form is not None or tools):
             raise UserError("body: choices cannot be combined with response_format or tools")
-        value = request.prompt
-        if value is None and self._render is not None:
-            text, spelled = self._render(self.tokenizer, request.messages, tools)
-            ids = self._builder.chat_ids(text, spelled)
+        if request.prompt is None:
+            ids = self._builder.chat_ids(*self._render(self.tokenizer, request.messages, tools))
             prompt = Prompt(ids, "", 0, None if ids else "prompt has no tokens", tools=bool(tools))
-        elif value is None:
-            if not isinstance(request.messages, list) or not all(isinstance(one, Mapping) for one in request.messages):
-                raise UserError("body: messages must be a list of objects with role and content")
-            prompt = self._builder.prompt(request.messages, tools=tools)
         else:
-            prompt = self._builder.prompt(value)
+            prompt = self._builder.prompt(request.prompt)
         # with a seed, equal requests get equal answers; without a seed, each request gets other random numbers
         source = "seed" if "seed" in request.sampling else f"{uuid.uuid4()}-{secrets.randbits(64)}"
         return replace(prompt, source=source, row=number, sampling=request.sampling, output_format=form, choices=labels)

@@ -186,7 +186,7 @@ def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model
             name, status = ERRORS, 400 if is_request else 500
             names_row = first["id"] is not None or first["error"].endswith(", counted from 0)")  # see text_files.py
             where = "" if names_row else f"row {row_number} of {shard.url}: "
-            body = error_body(f"{where}{first['error']}", is_request=is_request)
+            body = error_body(f"{where}{first['error']}", status)
         response = {"status_code": status, "request_id": f"req_{key}", "body": body}
         line = {"id": f"batch_req_{key}", "custom_id": first["id"], "response": response, "error": None}
         lines.append((name, _line(line)))

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from actors.serving.http import Limits, create_app
 from actors.serving.model import ServedModel
+from pipeline.serve import render
 
 SAMPLING = {"max_new_tokens": 16, "temperature": 1.0}
 
@@ -41,7 +42,7 @@ def running(
 ) -> Iterator[Running]:
     """A server for the block. generator: arguments of `Generator`."""
     arguments = {"checkpoint": str(checkpoint), "dtype": "float32", "sampling": SAMPLING, "max_batch": 8}
-    model = ServedModel("tiny", {**arguments, **generator}, max_waiting)
+    model = ServedModel("tiny", {**arguments, **generator}, render, max_waiting)
     with listening(create_app(model, limits or Limits())) as url:
         yield Running(url, model)
 

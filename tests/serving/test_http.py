@@ -30,6 +30,7 @@ from actors.engine.errors import UserError
 from actors.generator import Generator
 from actors.serving.http import Limits, create_app
 from actors.serving.model import ServedModel
+from pipeline.serve import render
 
 PROMPT = "name[Alimentum], area[city centre]"
 CHAT: Any = [{"role": "user", "content": PROMPT}]
@@ -196,7 +197,7 @@ TEXT_REFUSED: list[tuple[Any, int, str]] = [
     ({"prompt": None}, 400, "prompt is missing"),
 ]
 CHAT_REFUSED: list[tuple[Any, int, str]] = [
-    ({"messages": "hello"}, 400, "messages must be a list"),
+    ({"messages": "hello"}, 400, "messages: not JSON"),
     ({"tools": [{}]}, 400, "tool 1 must be"),
     ({"response_format": {"type": "xml"}}, 400, "response_format"),
     (
@@ -277,7 +278,7 @@ def test_a_full_queue_is_429_with_retry_after(chat_checkpoint: Path, http: httpx
 
 
 def test_a_request_while_the_server_closes_is_a_503_that_says_so(chat_checkpoint: Path) -> None:
-    app = create_app(ServedModel("tiny", {"checkpoint": str(chat_checkpoint), "dtype": "float32"}, 1), Limits())
+    app = create_app(ServedModel("tiny", {"checkpoint": str(chat_checkpoint), "dtype": "float32"}, render), Limits())
     with TestClient(app) as client:
         pass
     reply = client.post("/v1/completions", json={"prompt": "a"})
