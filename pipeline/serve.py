@@ -101,6 +101,8 @@ def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardwar
         "cache_bytes": batching.cache_bytes,
         "max_batch": batching.max_batch,
     }
+    if "seed" in config.sampling.model_fields_set:  # without a seed, requests get random ones
+        generator["sampling"]["seed"] = config.sampling.seed
     replicas = config.replicas.model_copy(update={"threads": batching.threads})
     need = actor_need(config.model, replicas, checkpoint, batching)
     if on_this_machine:

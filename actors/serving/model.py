@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import reprlib
 import secrets
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -158,7 +157,8 @@ class ServedModel:
         else:
             prompt = self._builder.prompt(request.prompt)
         # with a seed, equal requests get equal answers; without a seed, each request gets other random numbers
-        source = "seed" if "seed" in request.sampling else f"{uuid.uuid4()}-{secrets.randbits(64)}"
+        seed = request.sampling.get("seed", self._builder.sampling.seed)
+        source = secrets.token_hex(16) if seed is None else "seed"
         return replace(prompt, source=source, row=number, sampling=request.sampling, output_format=form, choices=labels)
 
     def answer_stream(self, call: Call, index: int) -> AnswerStream:

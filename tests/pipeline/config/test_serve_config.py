@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
+from actors.openai_requests import TEXT
 from pipeline.cli.app import app
 from pipeline.config.load import validated
 from pipeline.config.serve import ServeConfig
@@ -75,6 +76,12 @@ def test_a_plan_holds_what_a_replica_needs_and_no_key(checkpoint: Path, monkeypa
     assert generator["checkpoint"] == str(checkpoint.resolve())
     assert (generator["max_batch"], generator["cache_bytes"]) == (7, 10**8)
     assert generator["sampling"]["temperature"] == 1.0
+
+
+def test_a_seed_in_the_file_is_that_of_requests_without_one(checkpoint: Path) -> None:
+    for sampling, keys in (({"seed": 3}, 1), ({}, 2)):
+        model = plan_server(config_of(checkpoint, sampling=sampling), on_this_machine=False).load()
+        assert len({model.call(TEXT, {"prompt": "alpha"}).rows[0].key for _ in range(2)}) == keys
 
 
 def test_a_schedule_that_was_not_trained_is_refused_unless_allowed(checkpoint: Path, tmp_path: Path) -> None:
