@@ -44,7 +44,6 @@ from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.signals import Interrupted, interruptible
 
 MAX_WAITING = 256  # maximum answers that wait in the queue; further requests get status 429
-MAX_BODY_BYTES = 8 * 2**20  # maximum bytes of a request
 NAME = "skipdecode"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 READY_SECONDS = 300.0  # time limit for the server to answer after the model is loaded
@@ -75,7 +74,7 @@ def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardwar
     on_this_machine: whether the replicas must fit into this machine's memory.
     hardware: hardware to plan for; None: that of this process.
     """
-    limits = Limits(config.http.timeout_seconds, MAX_BODY_BYTES, key_digest(config.http))
+    limits = Limits(config.http.timeout_seconds, key_sha256=key_digest(config.http))
     checkpoint = resolve_checkpoint(config.model, config.storage)
     schedule = checkpoint.schedule(config.schedule.changes(), config.model, unadapted=config.schedule.unadapted)
     job = JobConfig.model_validate(

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 from urllib.request import urlopen
 
 import openai
@@ -31,6 +30,7 @@ from actors.generator import Generator
 from pipeline import serve as server
 from pipeline.config.load import validated
 from pipeline.config.serve import ServeConfig
+from pipeline.estimate import name_of
 from pipeline.serve import application, plan_server
 
 PROMPT = "name[Zizzi], priceRange[cheap]"
@@ -56,21 +56,11 @@ def test_as_many_replicas_are_asked_for_as_the_file_says(chat_checkpoint: Path, 
     assert built._bound_deployment.num_replicas == count
 
 
-def test_the_line_that_the_command_prints_names_a_speed_only_if_there_is_one(
-    chat_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    for name in ("ray_session", "serve", "ray", "_wait_for_http"):
-        monkeypatch.setattr(server, name, MagicMock())
-    server.ray.is_initialized.return_value = False  # type: ignore[attr-defined]
-    server.ray.exceptions.GetTimeoutError = TimeoutError  # type: ignore[misc]
-    monkeypatch.setattr(server, "application", lambda planned: None)
-    monkeypatch.setattr(server, "announce", said.append)
+def test_a_server_without_a_speed_up_is_not_said_to_run_at_1x(chat_checkpoint: Path) -> None:
     for schedule, speed in (({}, "2x"), ({"speedup": 1}, "1x"), ({"depths": [3, 1]}, "the configured depths")):
-        values = {"model": {"path": str(chat_checkpoint), "dtype": "float32"}, "http": {"port": free_port()}}
-        file = {**values, "schedule": {**schedule, "unadapted": True}}
-        server.run_server(validated(ServeConfig, file, "serve"), verbose=False)
-        assert f" at {speed} on http" in said[-2]
+        values = {"model": {"path": str(chat_checkpoint)}, "schedule": {**schedule, "unadapted": True}}
+        planned = plan_server(validated(ServeConfig, values, "serve"), on_this_machine=False)
+        assert name_of(planned.schedule) == speed
 
 
 def test_a_proxy_of_the_environment_is_not_asked_whether_the_server_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:

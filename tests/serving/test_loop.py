@@ -24,7 +24,7 @@ from actors.engine.engine import Engine
 from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec, envelope
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams
-from actors.serving.loop import ClientGone, Closed, OnlineLoop, QueueFull, ServedRow, Submission, wake
+from actors.serving.loop import Closed, OnlineLoop, QueueFull, ServedRow, Submission, wake
 
 SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
 FULL = ScheduleSpec().build(LAYERS)
@@ -195,19 +195,6 @@ def test_rows_of_one_prefill_have_a_bounded_number_of_prompt_tokens(
     assert (loop.in_flight, loop.waiting) == (2, 1)
 
 
-def test_a_cancelled_row_leaves_within_a_turn(llama: Decoder) -> None:
-    engine = Engine(llama, SCHEDULE, ())
-    loop, _ = loop_of(engine)
-    submissions = [loop.submit([row_of([key + 3], 50, key, ignore_eos=True)], streams=True) for key in range(4)]
-    for _ in range(3):
-        loop.turn()
-    assert len(engine.rows) == 4
-    loop.cancel(submissions[1])
-    loop.cancel(submissions[3])
-    loop.turn()
-    assert sorted(row.request.key for row in engine.rows) == [0, 2]
-
-
 def test_the_queue_is_bounded_and_refuses_what_can_never_run(llama: Decoder) -> None:
     engine = Engine(llama, SCHEDULE, ())
     loop, _ = loop_of(engine, engine.row_bytes(5, 5), max_rows=1, max_waiting=3)
@@ -353,13 +340,3 @@ def test_a_slow_reader_gets_every_token_once_and_in_order(steps: list[tuple[int,
 
     sent, got = asyncio.run(read())
     assert got == sent
-
-
-def test_a_client_that_has_gone_waits_for_nothing() -> None:
-    async def read() -> None:
-        submission = Submission(streams=True)
-        asyncio.get_running_loop().call_later(0.01, submission.leave)
-        await submission.take()
-
-    with pytest.raises(ClientGone):
-        asyncio.run(read())

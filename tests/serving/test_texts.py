@@ -61,15 +61,6 @@ def test_parts_joined_are_the_text(tokenizer: Any, steps: list[list[int]], data:
     assert joined + stream.finish(whole)[0] == whole
 
 
-def test_a_character_of_several_tokens_comes_whole(tokenizer: Any) -> None:
-    decode = decode_with(tokenizer)
-    ids = tokenizer("é😀!", add_special_tokens=False)["input_ids"]
-    stream = AnswerStream(decode)
-    parts = [stream.push([token])[0] for token in ids]
-    assert "\ufffd" not in "".join(parts) and any(parts)
-    assert "".join(parts) + stream.finish(decode(ids))[0] == decode(ids)
-
-
 def joined_parts(raw: str, cuts: list[int], **how: Any) -> tuple[str, str]:
     """Text and thinking from the parts of a text that comes in pieces of `cuts` characters."""
     stream, place = AnswerStream(characters, **how), 0
