@@ -75,12 +75,11 @@ class ServedRow:
     def take(self) -> Event | None:
         """Return the row's output since the last call; None if there is none."""
         completion, first = self.completion, self.taken
-        self.taken = max(first, self.count)  # `count` may fall: if memory runs out, the row starts again at 0
-        if self.has_ended or (completion is None and first == self.taken):
+        tokens = tuple(self.tokens[first : self.count])  # fewer than before if memory ran out: the row starts again
+        if self.has_ended or (completion is None and not tokens):
             return None
-        self.has_ended = completion is not None
-        new = slice(first, self.taken)
-        return Event(self.index, tuple(self.tokens[new]), tuple(self.logprobs[new]), completion)
+        self.has_ended, self.taken = completion is not None, first + len(tokens)
+        return Event(self.index, tokens, tuple(self.logprobs[first : self.taken]), completion)
 
 
 @dataclass(eq=False)

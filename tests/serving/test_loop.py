@@ -340,3 +340,12 @@ def test_a_slow_reader_gets_every_token_once_and_in_order(steps: list[tuple[int,
 
     sent, got = asyncio.run(read())
     assert got == sent
+
+
+def test_tokens_taken_while_a_row_starts_again_are_not_lost() -> None:
+    row = ServedRow(row_of(), Submission(streams=True), 0)
+    row.put([1, 2, 3], None)
+    row.tokens = [1]  # memory ran out, and `put` has not set the new count yet
+    taken = [row.take()]
+    row.put([1, 2, 3, 4], None)
+    assert [event and event.tokens for event in (*taken, row.take())] == [(1,), (2, 3, 4)]
