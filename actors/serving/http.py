@@ -242,7 +242,7 @@ def finished(model: ServedModel, call: Call, index: int, completion: Completion)
         is_failure = error == NOT_NUMBERS or error.startswith("the server failed")
         # 400: the row has tokens, so the error concerns the requested format. 503: out of memory, or the server stops
         raise ApiError(500 if is_failure else 400 if completion.token_ids else 503, error)
-    return model.answer(call, index, completion)
+    return vars(model.generator.completed(call.prompts[index], 0, index, call.rows[index], completion))
 
 
 class Chunks:
@@ -316,7 +316,7 @@ class Metrics(Collector):
         loop, stats = self._loop, self._loop.engine.stats
         for kind, name, text, value in (
             (GaugeMetricFamily, "rows_waiting", "Rows that wait to begin.", loop.waiting),
-            (GaugeMetricFamily, "rows_in_flight", "Rows being answered.", loop.in_flight),
+            (GaugeMetricFamily, "rows_in_flight", "Rows being answered.", len(loop.engine.rows)),
             (GaugeMetricFamily, "cache_bytes", "Bytes of the KV cache.", loop.engine.executor.used_bytes()),
             (GaugeMetricFamily, "cache_bytes_limit", "Maximum bytes of the KV cache.", loop.cache_bytes),
             (CounterMetricFamily, "ended", "Rows answered.", loop.ended),

@@ -189,11 +189,6 @@ class OnlineLoop:
         return len(self._waiting) + max(0, len(self._rows) - len(self.engine.rows))
 
     @property
-    def in_flight(self) -> int:
-        """Number of rows in flight."""
-        return len(self.engine.rows)
-
-    @property
     def healthy(self) -> bool:
         """False if `MAX_FAILURES` steps have failed since a row was last answered, or if the thread has ended."""
         return self.failures < MAX_FAILURES and (self._thread is None or self._thread.is_alive())

@@ -15,7 +15,7 @@ from actors.answers import Prompt
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import AfterReasoning
 from actors.engine.errors import UserError, flat
-from actors.engine.types import Completion, Request
+from actors.engine.types import Request
 from actors.generator import Generator
 from actors.openai_requests import CHAT, TEXT, CompletionRequest, read_request
 from actors.serving.loop import OnlineLoop
@@ -139,8 +139,9 @@ class ServedModel:
         for prompt in prompts:
             try:
                 samples = self._builder.requests(prompt)
-            except UserError as error:
-                raise UserError(_as_in_bodies(str(error))) from None
+            except UserError as error:  # use the names of the keys in request bodies
+                named = str(error).replace("max_new_tokens", "max_tokens").replace("min_new_tokens", "min_tokens")
+                raise UserError(named.removeprefix("sampling: ")) from None
             rows += [replace(sample, schedule=schedule) for sample in samples]
             owners += [prompt] * len(samples)
         tokens = sum(len(prompt.ids) for prompt in prompts)
@@ -179,10 +180,6 @@ class ServedModel:
             calls=form_of(self.tokenizer) if prompt.tools else None,
         )
 
-    def answer(self, call: Call, index: int, completion: Completion) -> dict[str, Any]:
-        """Convert a row's completion, which must have tokens, to the fields that `completion_body` reads."""
-        return vars(self.generator.completed(call.prompts[index], 0, index, call.rows[index], completion))
-
 
 def _prompts(value: Any) -> list[Any]:
     """Return the prompts of a body as a list. value: the body's `prompt`, which is one prompt or a list of prompts."""
@@ -191,9 +188,3 @@ def _prompts(value: Any) -> list[Any]:
             raise UserError(f"body: prompt has {len(value)} prompts; a request may have at most {MAX_PROMPTS}")
         return value
     return [value]
-
-
-def _as_in_bodies(error: str) -> str:
-    """Replace names of sampling parameters in an error message with the names of the keys in request bodies."""
-    renamed = error.replace("max_new_tokens", "max_tokens").replace("min_new_tokens", "min_tokens")
-    return renamed.removeprefix("sampling: ")

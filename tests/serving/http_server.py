@@ -31,7 +31,7 @@ class Running:
     def wait_idle(self, seconds: float = 20) -> None:
         """Until no row waits or is in flight."""
         until = time.monotonic() + seconds
-        while self.model.loop.waiting or self.model.loop.in_flight:
+        while self.model.loop.waiting or self.model.loop.engine.rows:
             assert time.monotonic() < until, "rows are left"
             time.sleep(0.01)
 

@@ -295,7 +295,7 @@ def test_a_client_that_goes_away_frees_its_rows(served: Running, stream: bool, m
         async with httpx2.AsyncClient() as client:
             body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "stream": stream, "n": 3}
             asking = asyncio.ensure_future(client.post(f"{served.url}/v1/completions", json=body))
-            while loop.in_flight < 3:
+            while len(loop.engine.rows) < 3:
                 await asyncio.sleep(0.01)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
