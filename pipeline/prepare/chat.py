@@ -125,8 +125,8 @@ def _call(name: str, call: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping):
         raise UserError(f"{name}: a tool call must have the form {{function: {{name, arguments}}}}")
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = from_json(arguments, f"{name}: arguments of a tool call")
+    if isinstance(arguments, str):  # some clients write "" for no arguments
+        arguments = from_json(arguments or "{}", f"{name}: arguments of a tool call")
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -72,6 +72,8 @@ def test_the_prompt_is_transformers_own(tool_checkpoint: Path) -> None:
     chat = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [spoken]}, {"role": "tool", "content": "here"}]
     messages = read_messages(chat)
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"place": "é"}
+    bare = {"role": "assistant", "tool_calls": [{"function": {"name": "find", "arguments": ""}}]}
+    assert read_messages([bare])[0]["tool_calls"][0]["function"]["arguments"] == {}
     expected = tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, tokenize=False)
     assert render_chat(tokenizer, Chat(), messages, TOOLS) == (expected, 0)
     assert '(find {"place": "é"})' in expected and expected.startswith("find:")
