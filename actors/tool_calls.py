@@ -30,7 +30,7 @@ _OTHERS = {
     "<|channel|>": "gpt-oss's <|channel|>",
     "functools[": "Functionary's functools[…]",
 }
-_DECODER = json.JSONDecoder()
+_DECODER = json.JSONDecoder(strict=False)  # models write unescaped line ends and tabs in strings
 ToolCall = dict[str, str]  # keys: `name`, and `arguments` (the text of a JSON object)
 
 

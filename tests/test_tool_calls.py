@@ -56,9 +56,9 @@ def test_a_damaged_call_is_an_error(text: str, message: str) -> None:
         split_calls(text, "hermes")
 
 
-def test_the_last_call_may_lack_its_end_which_some_models_leave_out() -> None:
-    text = '<tool_call>{"name": "f", "arguments": {"a": 1}}'
-    assert split_calls(text, "hermes") == ("", [{"name": "f", "arguments": '{"a": 1}'}])
+def test_a_call_may_lack_its_end_and_have_unescaped_line_ends_as_some_models_write_it() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": "\t1\n2"}}'
+    assert split_calls(text, "hermes") == ("", [{"name": "f", "arguments": '{"a": "\\t1\\n2"}'}])
 
 
 @pytest.mark.parametrize(
