@@ -24,7 +24,7 @@ from actors.engine.engine import Engine
 from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec, envelope
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams
-from actors.serving.loop import Closed, OnlineLoop, QueueFull, ServedRow, Submission, wake
+from actors.serving.loop import OnlineLoop, QueueFull, ServedRow, Submission, wake
 
 SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
 FULL = ScheduleSpec().build(LAYERS)
@@ -293,8 +293,6 @@ def test_threads_submit_and_cancel_while_the_loop_runs(llama: Decoder) -> None:
     last = loop.submit([row_of(new=60, ignore_eos=True)], streams=False)
     loop.close()
     assert (last, 0) in reader.done and not loop.engine.rows
-    with pytest.raises(Closed, match="the server stops"):
-        loop.submit([rows[0]], streams=False)
 
 
 @pytest.mark.parametrize("prepared", [False, True])

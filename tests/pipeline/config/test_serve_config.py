@@ -78,10 +78,10 @@ def test_a_plan_holds_what_a_replica_needs_and_no_key(checkpoint: Path, monkeypa
     assert generator["sampling"]["temperature"] == 1.0
 
 
-def test_a_seed_in_the_file_is_that_of_requests_without_one(checkpoint: Path) -> None:
-    for sampling, keys in (({"seed": 3}, 1), ({}, 2)):
-        model = plan_server(config_of(checkpoint, sampling=sampling), on_this_machine=False).load()
-        assert len({model.call(TEXT, {"prompt": "alpha"}).rows[0].key for _ in range(2)}) == keys
+@pytest.mark.parametrize(("sampling", "body", "keys"), [({}, {}, 2), ({"seed": 3}, {}, 1), ({}, {"seed": 3}, 1)])
+def test_equal_seeds_of_file_or_body_give_equal_answers(checkpoint: Path, sampling: Any, body: Any, keys: int) -> None:
+    model = plan_server(config_of(checkpoint, sampling=sampling), on_this_machine=False).load()
+    assert len({model.call(TEXT, {"prompt": "alpha", **body}).rows[0].key for _ in range(2)}) == keys
 
 
 def test_a_schedule_that_was_not_trained_is_refused_unless_allowed(checkpoint: Path, tmp_path: Path) -> None:
@@ -105,8 +105,6 @@ def test_messages_are_checked_and_rendered_by_the_sandbox(chat_checkpoint: Path,
     from actors.engine.model.loading import load_tokenizer
 
     tokenizer = load_tokenizer(chat_checkpoint)
-    text, _ = render(tokenizer, [{"role": "user", "content": "hi"}])
-    assert text.endswith("[user]hi</s>[assistant]")
     named = [
         render(tokenizer, [{"role": role, "content": "be kind"}, {"role": "user", "content": "hi"}])
         for role in ("system", "developer")
