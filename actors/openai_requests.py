@@ -75,6 +75,8 @@ def read_request(url: str, body: Mapping[str, Any], others: Iterable[str] = ()) 
     if url not in ENDPOINTS:
         raise UserError(f"url {url!r} is not supported; known: {', '.join(ENDPOINTS)}")
     given = {name: value for name, value in body.items() if value is not None}
+    if isinstance(given.get("tool_choice"), Mapping) and given.get("parallel_tool_calls") is False:
+        del given["parallel_tool_calls"]  # a named function is called only once
     foreign = _OF_TEXT if url == CHAT else _OF_CHAT
     known = {*_SAME, *_RENAMED, *_NO_EFFECT, *_ONLY, *_OF_CHAT, *_OF_TEXT, "logprobs"} - {*foreign}
     for name, value in given.items():

@@ -141,9 +141,9 @@ def test_a_request_can_force_a_call(tmp_path: Path, tool_checkpoint: Path, monke
     for a float, such as 1e999, which is an error of its row.
     """
     monkeypatch.setattr(requests, "row_key", lambda seed, source, *place: row_key(seed, "", *place))
-    named = {"type": "function", "function": {"name": "f"}}
+    named = {"tool_choice": {"type": "function", "function": {"name": "f"}}, "parallel_tool_calls": False}
     body = {"tools": [FIND, BARE], "temperature": 1.0, "max_tokens": 200}
-    bodies = [{**body, "seed": n, "tool_choice": named if n % 2 else "required"} for n in range(8)]
+    bodies = [{**body, "seed": n, **(named if n % 2 else {"tool_choice": "required"})} for n in range(8)]
     rows = run_and_read(of_requests(tmp_path, tool_checkpoint, bodies))
     for number, row in enumerate(rows):
         if row["error"] is not None:

@@ -138,6 +138,7 @@ def test_parameters_have_the_names_of_this_program() -> None:
         (CHAT, {"messages": MESSAGES, "stream": 0}, "body: stream = 0 is not supported"),
         (CHAT, {"messages": MESSAGES, "prompt": "a"}, "body: prompt is not supported"),
         (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "body: tool_choice = 'required' needs tools"),
+        (CHAT, {"messages": MESSAGES, "parallel_tool_calls": False}, "body: parallel_tool_calls = False is not supp"),
         (CHAT, {"messages": MESSAGES, "logprobs": 1}, "body: logprobs = 1: must be true or false in a chat"),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 1}, "body: top_logprobs needs logprobs: true"),
         (CHAT, {"messages": MESSAGES, "model": 1}, "body: model must be text"),
