@@ -191,6 +191,11 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
             )
         announce(planned.described)
         with ExitStack() as ending, ray_session(planned.config.replicas, verbose):
+            if (running := serve.status()).proxies or running.applications:
+                raise UserError(
+                    "RAY_ADDRESS: Ray Serve runs on this cluster already, and its applications would end with this "
+                    "server: deploy pipeline.serve:build there, or use another cluster"
+                )
             announce("starting Ray Serve and loading the model")
             try:
                 with suppress(ray.exceptions.GetTimeoutError):  # if the proxy starts late, `_wait_for_http` waits

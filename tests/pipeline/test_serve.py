@@ -26,6 +26,7 @@ from ray.serve import Application
 from ray.serve.schema import ReplicaState
 from starlette.responses import PlainTextResponse
 
+from actors.engine.errors import UserError
 from actors.generator import Generator
 from pipeline import serve as server
 from pipeline.config.load import validated
@@ -109,6 +110,9 @@ def test_replicas_answer_stream_and_free_the_rows_of_clients_that_leave(deployed
     while counted(deployed, "skipdecode_rows_in_flight") or counted(deployed, "skipdecode_rows_waiting"):
         assert time.monotonic() < until
         time.sleep(0.1)
+    values = {"model": {"path": str(chat_checkpoint)}, "http": {"port": free_port()}}
+    with pytest.raises(UserError, match="Ray Serve runs on this cluster already"):
+        server.run_server(validated(ServeConfig, values, "serve"), verbose=False)
     assert urlopen(f"{deployed}/health").status == 200
 
 
