@@ -50,23 +50,18 @@ class _ServerKeys(BaseModel):
     guided_choice: list[str] | None = Field(None, min_length=1)
     structured_outputs: _StructuredOutputs | None = None
 
-    def labels(self) -> list[str] | None:
-        """Return the labels to choose an answer from. Raises UserError if more than one key gives labels."""
-        structured = None if self.structured_outputs is None else self.structured_outputs.choice
-        given = [labels for labels in (self.choices, self.guided_choice, structured) if labels is not None]
+    def labels_and_form(self) -> tuple[list[str] | None, OutputFormat | None]:
+        """Return the labels to choose an answer from, and the format in `structured_outputs`; None for a missing one.
+
+        Raises UserError if several keys give labels, or if `structured_outputs` does not hold exactly one key.
+        """
+        form = {} if self.structured_outputs is None else self.structured_outputs.model_dump(exclude_none=True)
+        if self.structured_outputs is not None and len(form) != 1:
+            raise UserError("body: structured_outputs needs exactly one of choice, json, regex")
+        given = [one for one in (self.choices, self.guided_choice, form.pop("choice", None)) if one is not None]
         if len(given) > 1:
             raise UserError("body: give only one of these: choices, guided_choice, structured_outputs")
-        return given[0] if given else None
-
-    def form(self) -> OutputFormat | None:
-        """Return the output format in `structured_outputs`; None if the key is missing or gives labels.
-
-        Raises UserError if `structured_outputs` is empty or holds several keys.
-        """
-        given = {} if self.structured_outputs is None else self.structured_outputs.model_dump(exclude_none=True)
-        if self.structured_outputs is not None and len(given) != 1:
-            raise UserError("body: structured_outputs needs exactly one of choice, json, regex")
-        return None if not given or "choice" in given else OutputFormat.of(given)
+        return given[0] if given else None, OutputFormat.of(form) if form else None
 
 
 @dataclass(frozen=True)
@@ -128,8 +123,8 @@ class ServedModel:
             [rest] if url == CHAT else [{**rest, "prompt": prompt} for prompt in _prompts(rest.pop("prompt", None))]
         )
         requests = [read_request(url, each, _ServerKeys.model_fields) for each in bodies]
-        schedule, labels = None if keys.speed is None else self._schedule_at(keys.speed), keys.labels()
-        if (form := keys.form()) is not None:
+        schedule, (labels, form) = None if keys.speed is None else self._schedule_at(keys.speed), keys.labels_and_form()
+        if form is not None:
             if any(request.output_format is not None or request.tools for request in requests):
                 raise UserError("body: structured_outputs cannot be combined with response_format or tools")
             requests = [replace(request, output_format=form) for request in requests]
