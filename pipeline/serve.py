@@ -39,7 +39,7 @@ from pipeline.plan.memory import actor_need, check_fits, describe
 from pipeline.prepare.chat import Chat, read_messages, render_chat
 from pipeline.prepare.prompt_spec import marks_of_thinking
 from pipeline.run.ray_data import RayData
-from pipeline.run.ray_session import actor_cpus, ray_session
+from pipeline.run.ray_session import actor_cpus, is_own_ray, ray_session
 from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.signals import Interrupted, interruptible
 
@@ -182,8 +182,9 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with interruptible():
         check_port(config.http)
+        cluster = None if is_own_ray() else RayData(verbose=verbose)  # whose nodes are not like this machine
         with announced("reading the checkpoint's description"):
-            planned = plan_server(config, on_this_machine=True)
+            planned = plan_server(config, on_this_machine=cluster is None, hardware=cluster)
         host, port = config.http.host, config.http.port
         if host not in LOOPBACK and config.http.api_key_env is None:
             announce(

@@ -110,7 +110,8 @@ def test_replicas_answer_stream_and_free_the_rows_of_clients_that_leave(deployed
     while counted(deployed, "skipdecode_rows_in_flight") or counted(deployed, "skipdecode_rows_waiting"):
         assert time.monotonic() < until
         time.sleep(0.1)
-    values = {"model": {"path": str(chat_checkpoint)}, "http": {"port": free_port()}}
+    model, larger = {"path": str(chat_checkpoint)}, {"cache_bytes": 2**50}  # larger than this machine, which plans only
+    values = {"model": model, "http": {"port": free_port()}, "replicas": larger}
     with pytest.raises(UserError, match="Ray Serve runs on this cluster already"):
         server.run_server(validated(ServeConfig, values, "serve"), verbose=False)
     assert urlopen(f"{deployed}/health").status == 200
