@@ -193,9 +193,8 @@ class RequestBuilder:
         for label, tokens in zip(labels, ids, strict=True):
             if tokens and max(tokens) >= self.vocab_size:
                 raise UserError(f"choices: {label!r} holds a token outside the model's vocabulary of {self.vocab_size}")
-        eos = self.tokenizer.eos_token_id
         try:
-            return ChoiceTrie(ids, eos if eos in self.stop_ids else min(self.stop_ids, default=None), labels)
+            return ChoiceTrie(ids, sorted(self.stop_ids), labels)
         except ValueError as error:
             raise UserError(f"choices: {error} (counted from 0)") from None
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -295,6 +297,23 @@ def test_choices_of_the_job_and_of_a_row(checkpoint: Path) -> None:
     assert got[3].error == "choices cannot be combined with sampling.stop: the label alone ends the answer"
     assert got[4].error == "choices: no choices (counted from 0)"
     assert got[5].generated_text == done["generated_text"][5]
+
+
+def test_any_end_token_chooses_a_label_that_begins_another(checkpoint: Path, tmp_path: Path) -> None:
+    """Gemma and Phi-3 end a turn in a chat with another token than the tokenizer's EOS."""
+    labels, full = ["cheap", "cheap food"], {"speedup": 1}
+    free, bound = make(checkpoint, schedule=full), make(checkpoint, schedule=full, choices=labels)
+    short = free.tokenizer(labels[0], add_special_tokens=False)["input_ids"]
+    rows = prompts(free, [f"a {row}" for row in range(20)])
+    longer = [row for row, one in zip(rows, bound.answer(rows), strict=True) if one.generated_text == labels[1]]
+    [after] = free.answer([replace(longer[0], ids=[*longer[0].ids, *short])])
+    assert after.token_ids is not None and after.token_ids[0] not in free.engine.stop_ids
+    folder = shutil.copytree(checkpoint, tmp_path / "two-ends")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings["eos_token_id"] = [settings["eos_token_id"], after.token_ids[0]]
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    [ended] = make(folder, schedule=full, choices=labels).answer(longer[:1])
+    assert (ended.generated_text, ended.finish_reason, ended.error) == (labels[0], "stop", None)
 
 
 def test_a_shared_beginning_changes_no_answer(generator: Generator) -> None:

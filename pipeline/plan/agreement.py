@@ -49,7 +49,7 @@ def can_gain(schedule: Schedule, spec: PromptSpec) -> bool:
         return spec.sampling.max_new_tokens > 1
     tokenizer = tokenizer_of(spec.checkpoint)
     ids = tokenize_labels(tokenizer, spec.choices)
-    return ChoiceTrie([ids[label] for label in spec.choices], tokenizer.eos_token_id).most_tokens > 1
+    return ChoiceTrie([ids[label] for label in spec.choices], [tokenizer.eos_token_id]).most_tokens > 1
 
 
 def announce_no_gain(schedule: Schedule, spec: PromptSpec) -> None:

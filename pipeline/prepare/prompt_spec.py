@@ -90,7 +90,7 @@ def check_spec(spec: PromptSpec) -> None:
         ids = tokenize_labels(tokenizer, spec.choices)
         most = longest(spec.choices, ids)
         try:
-            ChoiceTrie([ids[label] for label in spec.choices], tokenizer.eos_token_id)
+            ChoiceTrie([ids[label] for label in spec.choices], [tokenizer.eos_token_id])
         except ValueError as error:
             raise UserError(f"choices: {error} (counted from 0)") from None
         if most + 1 >= context:

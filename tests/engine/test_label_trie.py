@@ -42,7 +42,7 @@ def exact(decoder: Decoder, schedule: Schedule, prompt: list[int], temperature: 
 
 
 def bound(prompt: list[int], key: int = 0, **sampling: float) -> Request:
-    return Request(prompt, SamplingParams(max_new_tokens=1, **sampling), key, constraint=ChoiceTrie(LABELS, END))  # type: ignore[arg-type]
+    return Request(prompt, SamplingParams(max_new_tokens=1, **sampling), key, constraint=ChoiceTrie(LABELS, [END]))  # type: ignore[arg-type]
 
 
 def test_every_answer_is_a_label_with_its_probability(llama: Decoder) -> None:
@@ -78,14 +78,14 @@ def test_a_row_ends_where_one_label_alone_is_left(llama: Decoder) -> None:
     lengths = {LABELS[one.choice]: len(one.token_ids) for one in answers if one.choice is not None}
     wanted = {(5, 6, 7): 3, (5, 6): 3, (5, 9): 2, (11,): 2, (11, 12, 13, 14): 2, (20, 21, 22): 1}
     assert lengths == {label: wanted[label] for label in lengths} and len(lengths) > 3
-    single = Request([4], constraint=ChoiceTrie([(8, 9)], END))
+    single = Request([4], constraint=ChoiceTrie([(8, 9)], [END]))
     [one] = answer(engine, [single])
     assert (one.token_ids, one.choice, one.choice_probability) == ((8,), 0, 1.0)
 
 
 @given(st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=4).map(tuple), min_size=1, max_size=12, unique=True))
 def test_every_way_through_the_trie_ends_at_its_label(labels: list[tuple[int, ...]]) -> None:
-    trie = ChoiceTrie(labels, END)
+    trie = ChoiceTrie(labels, [END])
     reached = []
 
     def walk(drawn: tuple[int, ...]) -> None:
@@ -109,7 +109,7 @@ def test_every_way_through_the_trie_ends_at_its_label(labels: list[tuple[int, ..
 
 def test_a_label_may_be_long() -> None:
     long = [tuple(range(3, 3000)), (*range(3, 2999), 7)]
-    trie = ChoiceTrie(long, END)
+    trie = ChoiceTrie(long, [END])
     assert trie.most_tokens == 2997
 
 
@@ -117,12 +117,12 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
     for labels, end, message in (
         ([], END, "no choices"),
         ([(5,), ()], END, "choice 1 has no tokens"),
-        ([(5,), (5, END)], END, "choice 1 contains the token that ends an answer"),
+        ([(5,), (5, END)], END, "choice 1 contains a token that ends an answer"),
         ([(5, 6), (7,), (5, 6)], END, "choices 0 and 2 have the same tokens"),
         ([(5, 6), (5,)], None, "choice 1 is the start of another choice, and the model has no end token"),
     ):
         with pytest.raises(ValueError, match=message):
-            ChoiceTrie(labels, end)
+            ChoiceTrie(labels, [end])
 
 
 def test_choices_that_do_not_fit_the_context_are_refused(llama: Decoder) -> None:

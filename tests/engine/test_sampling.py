@@ -104,7 +104,7 @@ def test_penalties_equal_the_library_and_their_definitions() -> None:
 
 
 def only(*tokens: int) -> AllowedTokens:
-    return ChoiceTrie([(token,) for token in tokens], None).begin()
+    return ChoiceTrie([(token,) for token in tokens], []).begin()
 
 
 def test_barred_tokens_never_come_and_allowed_ones_alone_do() -> None:

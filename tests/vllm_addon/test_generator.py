@@ -208,7 +208,7 @@ def test_wrong_engine_arguments_are_refused(options: dict[str, Any], message: st
 
 
 def test_the_grammar_of_labels_ends_at_the_token_that_decides() -> None:
-    trie = ChoiceTrie([[5, 6, 7], [5, 8], [5, 8, 9], [4]], 2, "abcd")
+    trie = ChoiceTrie([[5, 6, 7], [5, 8], [5, 8, 9], [4]], [2], "abcd")
     assert trie_grammar(trie).splitlines()[1:] == [
         "start: n0",
         "n0: (<[5]> n1 | <[4]>)",

@@ -1,7 +1,8 @@
 """Restricts answers to a list of labels, with a trie (prefix tree) of the labels' tokens.
 
 A row ends as soon as only one label is possible, because the label's remaining tokens are certain. If a label is a
-prefix of another label, the model's end token chooses the shorter label.
+prefix of another label, any of the model's end tokens chooses the shorter label: a chat model may end its turn with
+another token than the tokenizer's EOS.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class ChoiceTrie:
 
     Args:
         labels: Token ids of each label. There must be at least one label.
-        end_id: Token that ends an answer; None if the model has no end token.
+        end_ids: Tokens that end an answer; None among them is ignored.
         texts: The labels' texts, which `text` returns.
 
     Raises:
@@ -34,16 +35,18 @@ class ChoiceTrie:
 
     name = "choices"
 
-    def __init__(self, labels: Sequence[Sequence[int]], end_id: int | None, texts: Sequence[str] = ()) -> None:
+    def __init__(
+        self, labels: Sequence[Sequence[int]], end_ids: Collection[int | None], texts: Sequence[str] = ()
+    ) -> None:
         if not labels:
             raise UserError("no choices")
-        self.end_id, self.texts = end_id, texts
+        self.end_ids, self.texts = [token for token in end_ids if token is not None], texts
         self.root = Node()
         for number, tokens in enumerate(labels):
             if not tokens:
                 raise UserError(f"choice {number} has no tokens")
-            if end_id in tokens:
-                raise UserError(f"choice {number} contains the token that ends an answer")
+            if not set(tokens).isdisjoint(self.end_ids):
+                raise UserError(f"choice {number} contains a token that ends an answer")
             node = self.root
             for token in tokens:
                 node = node.children.setdefault(token, Node())
@@ -59,7 +62,7 @@ class ChoiceTrie:
             order += node.children.values()
         deepest: dict[int, int] = {}
         for node in reversed(order):
-            if node.label is not None and node.children and self.end_id is None:
+            if node.label is not None and node.children and not self.end_ids:
                 raise UserError(f"choice {node.label} is the start of another choice, and the model has no end token")
             labels = {child.only for child in node.children.values()}
             if node.label is not None:
@@ -88,8 +91,8 @@ class LabelProgress:
         self.label: int | None = None
 
     def _allowed(self) -> Collection[int]:
-        node, end_id = self.node, self.trie.end_id
-        return node.children.keys() if node.label is None or end_id is None else [*node.children, end_id]
+        node = self.node
+        return node.children.keys() if node.label is None else [*node.children, *self.trie.end_ids]
 
     def allows(self, token: int) -> bool:
         return token in self._allowed()
@@ -98,10 +101,11 @@ class LabelProgress:
         bits[:] = 0
         masks = bits.view("uint32")
         for token in self._allowed():
-            masks[token // 32] |= 1 << token % 32
+            if token < 32 * len(bits):  # an end token may have no logit
+                masks[token // 32] |= 1 << token % 32
 
     def advance(self, token: int) -> bool:
-        if token == self.trie.end_id:
+        if token in self.trie.end_ids:
             self.label = self.node.label
         else:
             self.node = self.node.children[token]

@@ -156,7 +156,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
         tokenizer = load_tokenizer(model.checkpoint.path)
         ids = tokenize_labels(tokenizer, config.choices)
         longest(config.choices, ids)  # only checks the labels: its error names the bad label, ChoiceTrie's does not
-        trie = ChoiceTrie([ids[label] for label in config.choices], tokenizer.eos_token_id)
+        trie = ChoiceTrie([ids[label] for label in config.choices], [tokenizer.eos_token_id])
         reserved = new_tokens = trie.most_tokens
     prompts = _tokenized(rows, model, reserved)
     others: dict[str, ResolvedCheckpoint] = {}
