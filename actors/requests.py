@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
 from actors.answers import Answer, Prompt
 from actors.control_tokens import control_tokens, one_bos, special_tokens
 from actors.engine.constraints.constraint import Constraint
@@ -16,7 +14,7 @@ from actors.engine.constraints.grammar import GrammarCompiler
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import AfterReasoning, Reasoning
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from actors.engine.sampling.stopping import StopStrings
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams, check_compatible, row_key
 from actors.tool_calls import form_of, split_calls
@@ -101,9 +99,8 @@ class RequestBuilder:
                 error = "prompt holds values that are not token ids"
         except UserError as problem:
             error = str(problem)
-        # chat templates and values of unexpected types raise these errors
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
-            error = f"prompt cannot be read: {' '.join(str(problem).split())}"
+        except Exception as problem:  # a chat template may raise any exception
+            error = f"prompt cannot be read: {flat(problem)}"
         return Prompt(ids, f"prompt:{ids}", 0, error)
 
     def _render(self, messages: list[Any]) -> str:

@@ -342,11 +342,13 @@ def test_prompts_may_be_token_ids_or_messages(checkpoint: Path, generator: Gener
     chat = [{"role": "user", "content": "cheap food"}]
     ids = np.array(generator.tokenizer("a")["input_ids"])
     wrong = [[5, 10**6], [{"role": "user"}], [], [1.0, np.nan], 7, ["a"], " ", b"cheap food", [True, False]]
-    done = chatty({"prompt": column([chat, ids, "a", *wrong])})
+    deep = [{"role": "user", "content": json.loads("[" * 600 + "]" * 600)}]  # a RecursionError of `ControlTokens`
+    done = chatty({"prompt": column([chat, ids, "a", *wrong, deep])})
     written = chatty.tokenizer("user: cheap food assistant: ", add_special_tokens=False)["input_ids"]
     assert done["generated_text"][0] == chatty.answer([Prompt(written, "", 0)])[0].generated_text
     assert done["generated_text"][1] == done["generated_text"][2] == answers(generator, ["a"])[0][0]
-    assert done["error"][3:].tolist() == [
+    assert done["error"][-1].startswith("prompt cannot be read: maximum recursion depth exceeded")
+    assert done["error"][3:-1].tolist() == [
         "prompt: token 1000000 lies outside the model's vocabulary of 300",
         "prompt cannot be read: no content",
         "prompt is null or empty",
