@@ -359,8 +359,16 @@ def test_an_answer_that_cannot_be_checked_is_a_problem_of_its_row() -> None:
     )
     deep = '{"items": {"$ref": "#"}}'
     assert json_schema.problem("[" * 400 + "]" * 400, deep) == "nested too deeply to be checked"
-    for number in ("1e999", "1" * 400):
-        assert json_schema.problem(number, '{"multipleOf": 0.5}') == "a number is too large to be checked"
+    assert json_schema.problem("1e999", '{"multipleOf": 0.5}') == "a number is too large to be checked"
+
+
+def test_a_price_is_a_multiple_of_a_cent() -> None:
+    """As floats, 19.99 / 0.01 is 1998.9999999999998."""
+    found = [
+        json_schema.problem(price, '{"multipleOf": 0.01}') for price in ("19.99", "-4.35", "1e300", "1" * 400, '"a"')
+    ]
+    assert found == [None] * 5
+    assert json_schema.problem("1.001", '{"multipleOf": 0.01}') == "$: 1.001 is not a multiple of 0.01"
 
 
 @pytest.mark.parametrize(

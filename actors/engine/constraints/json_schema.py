@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -243,14 +245,26 @@ def _compiled(pattern: str) -> Any:
         raise UserError(f"pattern {pattern!r} cannot be checked ({reason}): write a simpler one") from None
 
 
+def _exact(number: float) -> Fraction:
+    """Return the number that JSON text says, which a float only approximates. Raises OverflowError for infinity."""
+    return Fraction(Decimal(repr(number)))
+
+
 def _without_backtracking(kind: Any) -> Any:
-    """Return jsonschema's validator class `kind` with `has_match` in place of Python's `re`, which may take hours."""
+    """Return jsonschema's validator class `kind` with `has_match` in place of Python's `re`, which may take hours.
+
+    `multipleOf` divides exact numbers, because the float 19.99 is no multiple of the float 0.01.
+    """
     from jsonschema.exceptions import ValidationError
     from jsonschema.validators import extend
 
     def pattern(validator: Any, pattern: str, instance: Any, schema: Schema) -> Iterator[Any]:
         if isinstance(instance, str) and not has_match(pattern, instance):
             yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+    def multiple_of(validator: Any, step: float, instance: Any, schema: Schema) -> Iterator[Any]:
+        if validator.is_type(instance, "number") and _exact(instance) % _exact(step):
+            yield ValidationError(f"{instance!r} is not a multiple of {step!r}")
 
     def pattern_properties(validator: Any, patterns: Schema, instance: Any, schema: Schema) -> Iterator[Any]:
         for pattern, one in patterns.items() if isinstance(instance, dict) else ():
@@ -270,4 +284,4 @@ def _without_backtracking(kind: Any) -> Any:
         yield from kind.VALIDATORS["additionalProperties"](validator, one, instance, schema)
 
     keywords = {"patternProperties": pattern_properties, "additionalProperties": additional_properties}
-    return extend(kind, {"pattern": pattern, **keywords})
+    return extend(kind, {"pattern": pattern, "multipleOf": multiple_of, **keywords})
