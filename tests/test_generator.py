@@ -161,7 +161,7 @@ def test_a_row_that_does_not_fit_the_cache_is_a_row_error(checkpoint: Path, gene
     assert answers(make(checkpoint, cache_bytes=large), [long]) == answers(generator, [long])
 
 
-def test_a_jobs_schedule_goes_on_top_of_the_stored_one(checkpoint: Path, generator: Generator) -> None:
+def test_a_jobs_schedule_goes_on_top_of_the_stored_one(checkpoint: Path, generator: Generator, tmp_path: Path) -> None:
     full = make(checkpoint, schedule={"speedup": 1})
     assert full({"prompt": column(["a"])})["mean_depth"].tolist() == [float(LAYERS)]
     assert generator.schedule.speedup == 2 and len(generator.schedule.depths) == 6
@@ -170,10 +170,18 @@ def test_a_jobs_schedule_goes_on_top_of_the_stored_one(checkpoint: Path, generat
     with pytest.raises(ValueError, match=r"not adapted to this schedule .*another keep_order.* or pass unadapted=True"):
         make(checkpoint, schedule={"keep_order": "early_exit"})
     assert make(checkpoint, schedule={"keep_order": "early_exit"}, unadapted=True).schedule.keep_order == (0, 1, 2, 3)
+    with pytest.raises(UserError, match=r"^schedule: .* unexpected keyword argument 'speed'$"):
+        make(checkpoint, schedule={"speed": 2})
+    with pytest.raises(UserError, match=r"^schedule: .* not supported between instances of"):
+        make(checkpoint, schedule={"speedup": "2"})
     with pytest.raises(ValueError, match="top_p = 0"):
         make(checkpoint, sampling={"top_p": 0})
     with pytest.raises(ValueError, match="no such checkpoint folder"):
         make(checkpoint / "none")
+    folder = shutil.copytree(checkpoint, tmp_path / "damaged")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=rf"^{folder}: the tokenizer cannot be loaded: [A-Za-z]+: .+$"):
+        make(folder)
 
 
 def test_statistics_are_of_what_was_answered(generator: Generator) -> None:

@@ -66,7 +66,7 @@ class Checkpoint:
         """Return the stored schedule with a job's `changes`. Raises UserError if it does not fit the model."""
         try:
             return (self.spec or ScheduleSpec()).overridden(changes).build(self.num_layers)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:  # TypeError: an unknown key, or a value of a wrong type
             raise UserError(f"schedule: {error}") from None
 
     def adapted_schedule(self, changes: dict[str, Any], name: str, remedy: str) -> Schedule:
@@ -150,19 +150,19 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
         config = read_config(folder)
         if in_library:
             family_of(config)
-            name = "generation_config.json"
-            if (folder / name).is_file():
-                GenerationConfig.from_pretrained(folder, local_files_only=True)
         else:
             config = config.get_text_config()
         layers = config.num_hidden_layers
+        # Bloom, Mamba and MPT lack the key: set no limit here, because vLLM refuses prompts that are too long
+        context = context_length(config) if hasattr(config, LENGTH) else SIZE_LIMITS[LENGTH]
+        name = "generation_config.json"
+        if in_library and (folder / name).is_file():
+            GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers may raise any exception for a damaged file
         kind = "" if isinstance(error, UserError) else f"{name}: {type(error).__name__}: "
         raise UserError(f"{folder}: {kind}{flat(error)}") from None
     spec = load_spec(folder, layers)
     trained = load_trained(folder, layers, spec)
-    # Bloom, Mamba and MPT lack the key: set no limit here, because vLLM refuses prompts that are too long
-    context = context_length(config) if hasattr(config, LENGTH) else SIZE_LIMITS[LENGTH]
     return Checkpoint(folder, config, spec, trained, layers, context, stored=stored, in_library=in_library)
 
 
@@ -249,7 +249,7 @@ def memory_needed(
 
 
 def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTrainedTokenizerBase:
-    """Return the checkpoint's tokenizer.
+    """Return the checkpoint's tokenizer. Raises UserError if it is damaged.
 
     Args:
         path: the checkpoint's folder.
@@ -260,7 +260,11 @@ def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTraine
 
     module, name = (class_name or "transformers:AutoTokenizer").split(":")
     loader = getattr(importlib.import_module(module), name)
-    tokenizer = loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    try:
+        tokenizer = loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer("a")  # some damaged files raise an error only here
+    except Exception as error:  # transformers raises errors of any class for a damaged file
+        raise UserError(f"{path}: the tokenizer cannot be loaded: {type(error).__name__}: {flat(error)}") from None
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 
