@@ -90,7 +90,8 @@ def build_engine(
             merge(model, adapter)
         decoder = fastest_decoder(model, max(tokenizer.get_vocab().values()) + 1, int8=int8)
         ends = end_tokens(checkpoint.path, tokenizer, checkpoint.config.vocab_size)
-        return Engine(decoder, schedule, ends, cumulative_logprob=cumulative_logprob)
+        sampled = [token for token in ends if token < decoder.vocab_size]  # no token of the padding is ever sampled
+        return Engine(decoder, schedule, sampled, cumulative_logprob=cumulative_logprob)
 
 
 def current_device(device: torch.device) -> AbstractContextManager[None]:

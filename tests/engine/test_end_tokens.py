@@ -107,6 +107,8 @@ def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         head = embeddings if request.param else torch.cat([model.lm_head.weight[:tokens], embeddings[tokens:]])
         model.lm_head.weight = torch.nn.Parameter(head)
         model.config.tie_word_embeddings = request.param
+        if extra:  # a token of the padding is among the end tokens
+            model.generation_config.eos_token_id = [2, tokens + 1]
         model.save_pretrained(folder)
     return plain, padded
 

@@ -101,8 +101,7 @@ class LabelProgress:
         bits[:] = 0
         masks = bits.view("uint32")
         for token in self._allowed():
-            if token < 32 * len(bits):  # an end token may have no logit
-                masks[token // 32] |= 1 << token % 32
+            masks[token // 32] |= 1 << token % 32
 
     def advance(self, token: int) -> bool:
         if token in self.trie.end_ids:

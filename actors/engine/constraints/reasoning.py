@@ -145,8 +145,7 @@ class ReasoningProgress:
         bits[:] = -1
         masks = bits.view("uint32")
         for token in self._constraint.stop_ids:
-            if token < 32 * len(bits):
-                masks[token // 32] &= ~(1 << token % 32) & 0xFFFFFFFF
+            masks[token // 32] &= ~(1 << token % 32) & 0xFFFFFFFF
 
     def advance(self, token: int) -> bool:
         if self._thinking is None:
