@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -64,7 +65,10 @@ class Engine:
         self.executor = CpuExecutor(decoder) if isinstance(decoder, StackDecoder) else LibraryExecutor(decoder)
         self._tickets = 0
         self._free: list[int] = []  # free slots; the last slot in the list is used next
-        self._row_bytes: dict[tuple[int, int], int] = {}
+        # worth caching: few lengths occur, and each needs a sum over all layers
+        self._row_bytes = lru_cache(2**14)(
+            lambda prompt, new: SlotShape(schedule, 1, prompt, new).bytes(decoder.token_bytes)
+        )
         self._shape = SlotShape(schedule, 0, 0, 0)
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> int:
@@ -72,12 +76,9 @@ class Engine:
 
         schedule: see `open`.
         """
-        lengths = prompt_tokens, max_new_tokens
         if schedule is not None:
-            return SlotShape(schedule, 1, *lengths).bytes(self.decoder.token_bytes)
-        if lengths not in self._row_bytes:  # worth caching: few lengths occur, and each needs a sum over all layers
-            self._row_bytes[lengths] = SlotShape(self.schedule, 1, *lengths).bytes(self.decoder.token_bytes)
-        return self._row_bytes[lengths]
+            return SlotShape(schedule, 1, prompt_tokens, max_new_tokens).bytes(self.decoder.token_bytes)
+        return self._row_bytes(prompt_tokens, max_new_tokens)
 
     def at(self, schedule: Schedule) -> Engine:
         """Return an engine with the same decoder and another schedule. Only one of the two may have rows in flight.

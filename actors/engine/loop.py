@@ -152,10 +152,9 @@ class Loop:
         on_batch: OnBatch | None = None,
         on_drain: Callable[[], None] | None = None,  # see `Call`
     ) -> Call:
-        """Queue requests; return the call that holds their answers. Any thread may call this.
+        """Queue requests, each of which must fit the budget. Return the call that holds their answers.
 
-        Raises:
-            UserError: A prompt is empty or too long, or a row needs more cache than the budget.
+        Any thread may call this. Raises UserError if a prompt is empty or too long.
         """
         lengths = [len(request.prompt_ids) for request in requests]
         limits = [request.new_tokens_limit(self.engine.decoder.context_length) for request in requests]

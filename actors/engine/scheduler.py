@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from actors.engine.errors import UserError
-
 SPREAD = 2  # maximum ratio of longest to shortest prompt in a run, because every slot is as long as the longest prompt
 SHORTEST_PREFIX = 16  # minimum tokens in a prefix of all prompts; sharing a shorter prefix costs more than it saves
 LEAST_TOKENS = 32  # a prefix of only some prompts must be this many tokens longer than the prefix that all share
@@ -37,16 +35,13 @@ def plan_batches(
     *,
     # (maximum prompt tokens, maximum new tokens) over the rows of a batch -> cache bytes per row
     row_bytes: Callable[[int, int], int],
-    budget_bytes: int,  # maximum cache bytes of a batch
+    budget_bytes: int,  # maximum cache bytes of a batch; every row alone must need at most this
     max_rows: int,  # maximum number of rows in a batch
     groups: Sequence[int] | None = None,  # number of the group to which each row belongs; None: one group
 ) -> list[list[int]]:
     """Divide rows into batches (lists of row indices). Long prompts come first, so that memory runs out early or never.
 
     Rows of a group stay next to each other. The group with the longest prompt comes first.
-
-    Raises:
-        UserError: A row exceeds the budget even if it is alone in a batch.
     """
     groups = groups or [0] * len(prompt_tokens)
     longest_of: dict[int, int] = {}
@@ -67,12 +62,7 @@ def plan_batches(
                 longest, most_new = long, new
                 continue
         longest, most_new = prompt_tokens[row], max_new_tokens[row]
-        alone = row_bytes(longest, most_new)
-        if alone > budget_bytes:
-            raise UserError(
-                f"a row of {longest} prompt and {most_new} new tokens needs {alone} bytes of cache, "
-                f"but the budget is {budget_bytes}: lower max_new_tokens, or raise actors.cache_bytes"
-            )
+        assert row_bytes(longest, most_new) <= budget_bytes, "a row exceeds the budget even if it is alone"
         batches.append([row])
     return batches
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -303,13 +302,7 @@ def test_a_form_that_cannot_be_followed_is_refused_by_name(value: dict[str, Any]
 @settings(deadline=None)
 def test_a_pattern_matches_as_in_python(pattern: str, name: str) -> None:
     assume(not ("$" in pattern and name.endswith("\n")))  # Python's $ is before a last line end too
-    assert json_schema.matching(pattern, ["b", name]) == [one for one in ("b", name) if re.search(pattern, one)]
-
-
-def test_a_pattern_that_backtracks_costs_no_time() -> None:
-    began = time.monotonic()
-    assert not json_schema.matching("^(a+)+$", ["a" * 40 + "!"])
-    assert time.monotonic() - began < 5
+    assert json_schema.has_match(pattern, name) == bool(re.search(pattern, name))
 
 
 BACKTRACKS = "^(a|aa)+$"  # Python's `re` would take hours for 60 times a, then b

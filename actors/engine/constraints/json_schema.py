@@ -143,7 +143,8 @@ def _resolved(schema: Any, root: Schema) -> Schema:
 def overlap(schema: Schema) -> str | None:
     """Return an error message if a `patternProperties` pattern matches a property that has another schema; else None.
 
-    With such a pattern, llguidance would let the model begin the property's name, but never end it.
+    With such a pattern, llguidance would let the model begin the property's name, but never end it. Raises UserError if
+    a pattern is not supported.
     """
     found: list[str] = []
 
@@ -154,36 +155,16 @@ def overlap(schema: Schema) -> str | None:
             properties = [item for part in parts for item in (part.get("properties") or {}).items()]
             patterns = [item for part in parts for item in (part.get("patternProperties") or {}).items()]
             for pattern, of_pattern in patterns:
-                names = matching(pattern, [name for name, other in properties if other != of_pattern])
                 found.extend(
                     f"patternProperties {pattern!r} at #{place} matches the property {name!r}, whose schema differs: "
                     f"write a pattern that does not match it, or {CHECKED}"
-                    for name in names
+                    for name, other in properties
+                    if other != of_pattern and has_match(pattern, name)
                 )
         return one
 
     _mapped(schema, look, "")
     return found[0] if found else None
-
-
-def matching(pattern: str, names: list[str]) -> list[str]:
-    """Return the names that `pattern` matches; [] if the pattern is not valid, which another check reports.
-
-    llguidance does the matching, as it does in generation. Python's `re` may backtrack for hours.
-    """
-    from llguidance import LLMatcher, LLTokenizer
-
-    found: list[str] = []
-    if not names:
-        return found
-    grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)  # tokens are single bytes
-    for name in [] if matcher.is_error() else names:
-        text = list(json.dumps(name, ensure_ascii=False).encode())
-        if matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting():
-            found.append(name)
-        matcher.reset()
-    return found
 
 
 def problem(text: str, schema: str) -> str | None:
