@@ -324,13 +324,6 @@ def test_any_end_token_chooses_a_label_that_begins_another(checkpoint: Path, tmp
     assert (ended.generated_text, ended.finish_reason, ended.error) == (labels[0], "stop", None)
 
 
-def test_a_shared_beginning_changes_no_answer(generator: Generator) -> None:
-    rows = prompts(generator, [f"name[Alimentum], area[city centre] {word}" for word in PROMPTS])
-    plain = generator.answer(rows)
-    shared = generator.answer(rows, prefix=rows[0].ids[:9])
-    assert [one.token_ids for one in shared] == [one.token_ids for one in plain]
-
-
 def test_white_space_is_kept_if_asked(checkpoint: Path, generator: Generator) -> None:
     kept = make(checkpoint, strip=False)
     texts = [one.generated_text or "" for one in kept.answer(prompts(kept, PROMPTS))]

@@ -169,18 +169,6 @@ def test_what_does_not_fit_ends_in_single_rows(rows: int, capacity: int) -> None
     assert sorted(alone) == list(range(rows)) and tries <= 2 * rows + 8
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_the_same_requests_run_in_the_same_groups(llama: Decoder, scheduler: str) -> None:
-    rows = requests(20, seed=2, sampled=True)
-    groups = []
-    for _ in range(2):
-        engine = Watched(llama, SCHEDULE, STOP)
-        engine.told, engine.admitted = [row.key for row in rows], []
-        generate(engine, rows, budget_bytes=2**40, max_rows=6, scheduler=scheduler)
-        groups.append(engine.admitted)
-    assert groups[0] == groups[1] and sum(len(group) for group in groups[0]) == 20
-
-
 def test_what_has_ended_is_kept_when_memory_runs_out(llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 40 rows in four places, memory runs out once, in the middle: only rows that had not ended run again."""
     rows = [Request([5, 6], SamplingParams(max_new_tokens=6), key) for key in range(40)]
