@@ -99,7 +99,8 @@ class VllmEngine:
             raise UserError(f"device = {device!r}: this vLLM is built for {self.device.type}: leave device out")
         folder, self.vocab_size = str(checkpoint.path), checkpoint.config.vocab_size
         self.end_id = tokenizer.eos_token_id
-        self.stop_ids = frozenset(end_tokens(checkpoint.path, tokenizer, self.vocab_size))
+        ends, last = end_tokens(checkpoint.path, tokenizer, self.vocab_size), max(tokenizer.get_vocab().values())
+        self.stop_ids = frozenset(token for token in ends if token <= last)  # llguidance refuses tokens of the padding
         self.cumulative_logprob = cumulative_logprob
         settings = {key: value for key, value in schedule.to_dict().items() if key != "num_layers"}
         settings["unadapted"] = True  # skips the worker's check of the schedule, because the caller has checked it
@@ -281,7 +282,7 @@ class VllmEngine:
                     f"{request.constraint.name}: the tokenizer's EOS is not an end token of the model: add it to "
                     "eos_token_id in generation_config.json"
                 )
-            form = StructuredOutputsParams(grammar=grammar(request.constraint))
+            form = StructuredOutputsParams(grammar=grammar(request.constraint, self.end_id))
         if params.temperature > HIGHEST_TEMPERATURE:
             raise UserError(f"temperature = {params.temperature:g}: engine vllm allows at most {HIGHEST_TEMPERATURE:g}")
         scores = self.cumulative_logprob or isinstance(request.constraint, ChoiceTrie)
@@ -329,10 +330,10 @@ class VllmEngine:
         return done
 
 
-def grammar(constraint: Constraint) -> str:
+def grammar(constraint: Constraint, eos: int) -> str:
     """Convert a constraint to a grammar of llguidance. Raises UserError if the constraint applies after thinking."""
     if isinstance(constraint, ChoiceTrie):
-        return trie_grammar(constraint)
+        return trie_grammar(constraint, eos)
     if isinstance(constraint, Grammar):
         return constraint.lark
     raise UserError(
@@ -340,11 +341,14 @@ def grammar(constraint: Constraint) -> str:
     )
 
 
-def trie_grammar(trie: ChoiceTrie) -> str:
-    """Return a grammar of the labels' tokens. An answer ends as soon as only one label is possible."""
+def trie_grammar(trie: ChoiceTrie, eos: int) -> str:
+    """Return a grammar of the labels' tokens. An answer ends as soon as only one label is possible.
+
+    vLLM allows the token `eos` where an answer may end. All other end tokens must be part of the grammar.
+    """
     rules, nodes = [], [trie.root]
     for number, node in enumerate(nodes):  # the list grows in the loop
-        ways = []
+        ways = [f"<[{token}]>" for token in trie.end_ids if node.label is not None and token != eos]
         for token, child in node.children.items():
             if child.only is not None:
                 ways.append(f"<[{token}]>")

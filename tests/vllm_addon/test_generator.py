@@ -208,10 +208,10 @@ def test_wrong_engine_arguments_are_refused(options: dict[str, Any], message: st
 
 
 def test_the_grammar_of_labels_ends_at_the_token_that_decides() -> None:
-    trie = ChoiceTrie([[5, 6, 7], [5, 8], [5, 8, 9], [4]], [2], "abcd")
-    assert trie_grammar(trie).splitlines()[1:] == [
+    trie = ChoiceTrie([[5, 6, 7], [5, 8], [5, 8, 9], [4]], [2, 3], "abcd")
+    assert trie_grammar(trie, 2).splitlines()[1:] == [
         "start: n0",
         "n0: (<[5]> n1 | <[4]>)",
         "n1: (<[6]> | <[8]> n2)",
-        "n2: (<[9]>)?",
+        "n2: (<[3]> | <[9]>)?",
     ]
