@@ -341,13 +341,16 @@ def test_where_the_kernels_do_not_multiply_the_librarys_products_run() -> None:
 # --------------------------------------------------------------------------------------------------- build and memory
 
 
-@pytest.mark.parametrize("compiler", ["/nowhere/g++", "false", "sh", "g++ --no-such-flag"])
-def test_without_a_compiler_the_librarys_layers_are_run(
-    compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+@pytest.mark.parametrize(
+    ("compiler", "cache"),
+    [("/nowhere/g++", ""), ("false", ""), ("sh", ""), ("g++ --no-such-flag", ""), ("g++", "~no-such-user")],
+)
+def test_without_a_compiler_or_a_home_folder_the_librarys_layers_are_run(
+    compiler: str, cache: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """One line says so."""
     monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
+    monkeypatch.setenv("SKIPDECODE_CACHE", cache or str(tmp_path))
     library.library.cache_clear()
     try:
         decoder = prepared("llama")

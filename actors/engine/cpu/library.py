@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from actors.engine.errors import flat
+from actors.engine.errors import UserError, flat
 from actors.engine.model.file_digests import cache_root
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def library() -> ctypes.CDLL | None:
         lines = [line for line in error.stderr.splitlines() if "error" in line] or [f"status {error.returncode}"]
         problem = f"{' '.join(compiler)}: {lines[0]}"
     # no compiler, a missing or read-only home folder, or a library file without an expected function
-    except (OSError, RuntimeError, AttributeError, subprocess.TimeoutExpired) as error:
+    except (OSError, UserError, AttributeError, subprocess.TimeoutExpired) as error:
         problem = f"{' '.join(compiler)}: {flat(error)}"
     log.warning(
         "no CPU kernels, so generation takes two to six times as long: %s; they need g++ or the compiler in $CXX",

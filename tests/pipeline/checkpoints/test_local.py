@@ -49,6 +49,12 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def test_a_user_without_a_home_folder_is_told_what_to_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", "~no-such-user")
+    with pytest.raises(UserError, match=r"^~no-such-user: this user has no home folder: set SKIPDECODE_CACHE to a fol"):
+        file_digests.digests(folder)
+
+
 def test_weights_are_hashed_again_if_they_have_another_size_time_or_inode(folder: Path, hashed: list[str]) -> None:
     first = file_digests.digests(folder)
     assert set(first) == {path.name for path in folder.iterdir()}
