@@ -107,10 +107,11 @@ def test_a_saved_checkpoint_answers_as_the_model_in_memory(name: str, tmp_path: 
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}}, CONTEXT),
         ("llama", {"rope_parameters": {**LONG, "rope_theta": 100.0, "original_max_position_embeddings": 24}}, 24),
         ("phi3", {**ON_THE_HUB, "partial_rotary_factor": 1.0}, 24),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 3.5, "original_max_position_embeddings": 24}}, 84),
     ],
-    ids=["dynamic", "longrope", "phi3-longrope"],
+    ids=["dynamic", "longrope", "phi3-longrope", "yarn"],
 )
-def test_rows_end_before_a_rotary_type_turns_earlier_keys_anew(name: str, changes: dict[str, Any], limit: int) -> None:
+def test_rows_end_at_the_context_of_their_rotary_type(name: str, changes: dict[str, Any], limit: int) -> None:
     decoder = Decoder(tiny_model(name, **changes))
     assert decoder.context_length == limit
     rows = requests(6, seed=11, most_new=60)

@@ -328,12 +328,16 @@ def context_length(config: PretrainedConfig) -> int:
     """Return the maximum number of tokens of a prompt and its answer together.
 
     The rope types `dynamic` and `longrope` rotate all keys differently once a row exceeds a certain length. Cached keys
-    would keep the old rotation, so rows must end at that length. For `dynamic` it is `max_position_embeddings`.
+    would keep the old rotation, so rows must end at that length. For `dynamic` it is `max_position_embeddings`. Many
+    configs with `yarn` keep the original length in `max_position_embeddings`: the factor extends it, as in vLLM.
     """
     lengths: list[int] = [config.max_position_embeddings]
     for parameters in _rope_parameters(config):
+        original = parameters.get("original_max_position_embeddings") or lengths[0]
         if parameters.get("rope_type") == "longrope":
-            lengths.append(parameters["original_max_position_embeddings"])
+            lengths.append(original)
+        elif parameters.get("rope_type") == "yarn":
+            lengths[0] = max(lengths[0], int(original * parameters["factor"]))
     return min(lengths)
 
 
