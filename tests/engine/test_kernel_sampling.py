@@ -30,6 +30,7 @@ class Allowed:
     """A constraint in which the same tokens may come at every step."""
 
     label = error = None
+    ends = ()
 
     def __init__(self, tokens: set[int], scored: bool) -> None:
         self.tokens, self.scored = tokens, scored

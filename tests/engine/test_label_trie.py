@@ -19,7 +19,7 @@ from actors.engine.engine import Engine
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 from actors.engine.types import FinishReason, Request, SamplingParams
 
-END = 2
+END, ENDS = 2, [2, 3]
 LABELS = [(5, 6, 7), (5, 6), (5, 9), (11,), (11, 12, 13, 14), (20, 21, 22)]  # two are beginnings of others
 SCHEDULE = ScheduleSpec(max_depth=6, min_depth=2, horizon=4).build(LAYERS)
 
@@ -34,15 +34,16 @@ def exact(decoder: Decoder, schedule: Schedule, prompt: list[int], temperature: 
             going_on = {other[place] for other in LABELS if len(other) > place and other[:place] == begun}
             options = sorted(going_on | ({END} if begun in LABELS else set()))
             if len(options) > 1:
-                logits = oracle_logits(decoder, schedule, prompt, list(begun)) / temperature
-                probability *= float(logits[options].softmax(-1)[options.index(token)])
+                logits = oracle_logits(decoder, schedule, prompt, list(begun)).clone()
+                logits[END] = logits[ENDS].logsumexp(0)
+                probability *= float((logits[options] / temperature).softmax(-1)[options.index(token)])
         found.append(probability)
     assert abs(sum(found) - 1) < 1e-5
     return found
 
 
 def bound(prompt: list[int], key: int = 0, **sampling: float) -> Request:
-    return Request(prompt, SamplingParams(max_new_tokens=1, **sampling), key, constraint=ChoiceTrie(LABELS, [END]))  # type: ignore[arg-type]
+    return Request(prompt, SamplingParams(max_new_tokens=1, **sampling), key, constraint=ChoiceTrie(LABELS, ENDS))  # type: ignore[arg-type]
 
 
 def test_every_answer_is_a_label_with_its_probability(llama: Decoder) -> None:
@@ -56,7 +57,7 @@ def test_every_answer_is_a_label_with_its_probability(llama: Decoder) -> None:
     for prompt, one in zip(prompts, answers, strict=True):
         assert one.choice is not None and one.choice_probability is not None
         assert one.finish_reason == FinishReason.STOP
-        drawn = [token for token in one.token_ids if token != END]
+        drawn = [token for token in one.token_ids if token not in ENDS]
         assert drawn == list(LABELS[one.choice][: len(drawn)])
         assert abs(one.choice_probability - exact(llama, SCHEDULE, prompt)[one.choice]) < 1e-4
     assert len({one.choice for one in answers}) > 1

@@ -26,6 +26,7 @@ class AllowedTokens(Protocol):
 
     scored: whether log-probabilities among the allowed tokens are needed. label: index of the label that the row has
     chosen; None for a grammar, or before the choice is final. error: why the row cannot continue; None if it can.
+    ends: next tokens that mean the same, so that sampling adds their probabilities.
     """
 
     @property
@@ -36,6 +37,9 @@ class AllowedTokens(Protocol):
 
     @property
     def error(self) -> str | None: ...
+
+    @property
+    def ends(self) -> Sequence[int]: ...
 
     def allows(self, token: int) -> bool:
         """Return whether `token` may come next. For one token, this is usually faster than `write`."""

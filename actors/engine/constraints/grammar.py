@@ -83,6 +83,7 @@ class GrammarProgress:
 
     scored = False
     label = None
+    ends = ()
 
     def __init__(self, matcher: LLMatcher, stop_ids: frozenset[int]) -> None:
         self._matcher, self._stop_ids = matcher, stop_ids

@@ -90,9 +90,12 @@ class LabelProgress:
         self.trie, self.node = trie, trie.root
         self.label: int | None = None
 
+    @property
+    def ends(self) -> Sequence[int]:
+        return () if self.node.label is None else self.trie.end_ids
+
     def _allowed(self) -> Collection[int]:
-        node = self.node
-        return node.children.keys() if node.label is None else [*node.children, *self.trie.end_ids]
+        return [*self.node.children, *self.ends]
 
     def allows(self, token: int) -> bool:
         return token in self._allowed()

@@ -126,6 +126,10 @@ class ReasoningProgress:
         return self._thinking is None and self._inner.scored
 
     @property
+    def ends(self) -> Sequence[int]:
+        return self._inner.ends if self._thinking is None else ()
+
+    @property
     def label(self) -> int | None:
         return self._inner.label
 

@@ -38,13 +38,18 @@ def _shift(bits: Tensor, count: int) -> Tensor:
 
 
 def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
-    """Sample the next token of each row from logits [B, V], without changing the rows' states.
+    """Sample the next token of each row from logits [B, V], without changing the rows' states. May change the logits.
 
     A row gets `NO_TOKEN` if one of its logits is NaN or +inf, or all are -inf. logprobs: whether to compute the tokens'
     log-probabilities. They need an exponential of each logit, which is most of the work for a greedy row.
     """
     if is_greedy(rows, logprobs=logprobs):
         return greedy(argmax(logits).tolist())
+    for index, row in enumerate(rows):
+        if row.allowed is not None and len(ends := list(row.allowed.ends)) > 1:  # the first stands for all of them
+            together = logits[index, ends].float().logsumexp(dim=0).to(logits.dtype)
+            logits[index, ends] = -torch.inf
+            logits[index, ends[0]] = together
     if library.available(logits.dtype, logits.device) and logits.is_contiguous():
         return kernel_sampling.sample(logits, rows, logprobs=logprobs)
     return sample_by_torch(logits, rows, logprobs=logprobs)
