@@ -9,7 +9,7 @@ from typing import Any
 
 from actors.control_tokens import one_bos
 from actors.engine.errors import UserError
-from actors.engine.model.loading import load_tokenizer, tokenizer_class_name
+from actors.engine.model.loading import load_tokenizer
 from pipeline.checkpoints.local import PinnedFolder
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch
 from pipeline.messages import is_unicode
@@ -38,7 +38,8 @@ def tokenizer_of(checkpoint: Source) -> Any:
 def known_tokenizer(checkpoint: ResolvedCheckpoint) -> KnownTokenizer:
     """Load the tokenizer, and return the checkpoint with the tokenizer's class name. Raises UserError if damaged."""
     unknown = KnownTokenizer(checkpoint.pinned())
-    return replace(unknown, class_name=tokenizer_class_name(tokenizer_of(unknown)))
+    kind = type(tokenizer_of(unknown))
+    return replace(unknown, class_name=f"{kind.__module__}:{kind.__name__}")
 
 
 def shown_path(checkpoint: Source) -> str:

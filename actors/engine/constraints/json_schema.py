@@ -93,12 +93,12 @@ def _tag(branches: list[Any], root: Schema) -> str | None:
     values = [
         {
             name: {json.dumps(value) for value in (one["enum"] if "enum" in one else [one["const"]])}
-            for name, one in _resolved(branch, root).get("properties", {}).items()
-            if _resolved(branch, root).get("type") == "object"
+            for name, one in branch.get("properties", {}).items()
+            if branch.get("type") == "object"
             and isinstance(one, dict)
             and ("const" in one or isinstance(one.get("enum"), list))
         }
-        for branch in branches
+        for branch in (_resolved(one, root) for one in branches)
     ]
     name: str
     for name in values[0] if values else ():
@@ -226,11 +226,6 @@ def _compiled(pattern: str) -> Any:
         raise UserError(f"pattern {pattern!r} cannot be checked ({reason}): write a simpler one") from None
 
 
-def _exact(number: float) -> Fraction:
-    """Return the number that JSON text says, which a float only approximates. Raises OverflowError for infinity."""
-    return Fraction(Decimal(repr(number)))
-
-
 def _without_backtracking(kind: Any) -> Any:
     """Return jsonschema's validator class `kind` with `has_match` in place of Python's `re`, which may take hours.
 
@@ -244,7 +239,10 @@ def _without_backtracking(kind: Any) -> Any:
             yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
     def multiple_of(validator: Any, step: float, instance: Any, schema: Schema) -> Iterator[Any]:
-        if validator.is_type(instance, "number") and _exact(instance) % _exact(step):
+        if not validator.is_type(instance, "number"):
+            return
+        exact, exact_step = (Fraction(Decimal(repr(number))) for number in (instance, step))
+        if exact % exact_step:
             yield ValidationError(f"{instance!r} is not a multiple of {step!r}")
 
     def pattern_properties(validator: Any, patterns: Schema, instance: Any, schema: Schema) -> Iterator[Any]:

@@ -253,7 +253,7 @@ def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTraine
 
     Args:
         path: the checkpoint's folder.
-        class_name: class of the tokenizer, from `tokenizer_class_name`. None: AutoTokenizer chooses the class, but
+        class_name: class of the tokenizer as `module:name`. None: AutoTokenizer chooses the class, but
             imports torch and all model configurations, which takes about five seconds in a new process.
     """
     from transformers import PreTrainedTokenizerBase
@@ -267,11 +267,6 @@ def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTraine
         raise UserError(f"{path}: the tokenizer cannot be loaded: {type(error).__name__}: {flat(error)}") from None
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
-
-
-def tokenizer_class_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the class of a loaded tokenizer as `module:name`. With it, `load_tokenizer` is faster."""
-    return f"{type(tokenizer).__module__}:{type(tokenizer).__name__}"
 
 
 def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device, *, keep_codes: bool = False) -> Decoder:

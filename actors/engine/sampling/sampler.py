@@ -98,9 +98,8 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
     choice_normalizer = missing.clone()
     if members:
         at = torch.tensor(members, device=logits.device)
-        everyone = len(members) == len(rows)
-        possible = (adjusted if everyone else adjusted[at]).masked_fill(excluded, -torch.inf)
-        adjusted = possible if everyone else adjusted.index_copy(0, at, possible)
+        possible = adjusted[at].masked_fill(excluded, -torch.inf)
+        adjusted = adjusted.index_copy(0, at, possible)
         tokens[at] = argmax(possible).clamp(min=0)
         scored = [
             place for place, row in enumerate(members) if (allowed := rows[row].allowed) is not None and allowed.scored

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -121,13 +121,8 @@ class Schedule:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values that determine which layers run, for example for a job's fingerprint."""
-        return {
-            "num_layers": self.num_layers,
-            "depths": list(self.depths),
-            "keep_order": list(self.keep_order),
-            "warmup": self.warmup,
-            "prompt": self.prompt,
-        }
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "speedup"}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
