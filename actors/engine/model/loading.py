@@ -135,7 +135,13 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
         raise UserError(f"{folder}: not a checkpoint: no config.json; give the folder of a checkpoint")
     values = read_object(folder / "config.json")
     _check_values(values, folder / "config.json")
-    in_library = not by_vllm or _is_in_library(values, folder)
+    in_library = not by_vllm
+    if by_vllm:
+        with suppress(UserError):
+            stored_weights(values, folder)
+            family_named(values.get("model_type"))
+            family_of(read_config(folder))
+            in_library = True
     stored = stored_weights(values, folder) if in_library else None
     weight_files(folder, names_in(folder) if names is None else names)
     if not any((folder / name).is_file() for name in TOKENIZERS):
@@ -164,18 +170,6 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
     spec = load_spec(folder, layers)
     trained = load_trained(folder, layers, spec)
     return Checkpoint(folder, config, spec, trained, layers, context, stored=stored, in_library=in_library)
-
-
-def _is_in_library(values: Mapping[str, Any], folder: Path) -> bool:
-    from actors.engine.model.families import family_named, family_of
-
-    try:
-        stored_weights(values, folder)
-        family_named(values.get("model_type"))
-        family_of(read_config(folder))
-    except UserError:
-        return False
-    return True
 
 
 def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
