@@ -270,6 +270,8 @@ def _input_identity(config: JobConfig) -> dict[str, Any]:
             del values[name]
     if any(map(is_template, config.input.chat_texts)):
         values["chat_texts"] = "templates"  # old versions did not fill these templates, so their prompts differ
+    if any("tojson" in text for text in (config.input.template or "", *config.input.chat_texts)):
+        values["tojson"] = "not escaped"  # old versions escaped JSON for HTML
     return values
 
 

@@ -15,7 +15,7 @@ from actors.control_tokens import control_tokens
 from actors.engine.errors import UserError
 from pipeline.messages import one_line
 from pipeline.prepare.row_settings import from_json
-from pipeline.prepare.templates import TEMPLATE_ERRORS, is_template, render
+from pipeline.prepare.templates import is_template, render
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -147,7 +147,7 @@ log = logging.getLogger(__name__)
 
 
 def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
-    """Return the prompt text that the chat template makes from messages. Raises one of `TEMPLATE_ERRORS`.
+    """Return the prompt text that the chat template makes from messages. Raises errors of any class.
 
     If the answer continues the last message, the prompt ends with the content of this message, as in transformers.
     """
@@ -199,7 +199,7 @@ def render_chat(
         return control_tokens(tokenizer).prompt(lambda both: _apply(tokenizer, chat, *both), values, parse=parse)
     except UserError:
         raise
-    except TEMPLATE_ERRORS as error:
+    except Exception as error:  # `_apply` raises errors of any class
         raise UserError(f"chat template: {one_line(error)}") from None
 
 
@@ -224,7 +224,7 @@ def check_chat(tokenizer: Any, chat: Chat, path: object) -> None:
         raise UserError(f"{path}: the chat template does not parse: {one_line(error)}") from None
     except SyntaxError as error:
         raise UserError(f"{path}: the chat template cannot be compiled: {one_line(error)}") from None
-    except TEMPLATE_ERRORS as error:
+    except Exception as error:
         if chat.system is not None or chat.examples:
             raise UserError(f"input: the chat template refuses system or examples: {one_line(error)}") from None
         return

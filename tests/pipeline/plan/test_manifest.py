@@ -301,6 +301,7 @@ def test_where_and_how_fast_is_not_what(inputs: Path, checkpoint: Path, sections
         ({"sampling": {"seed": 1}}, ["sampling.seed"]),
         ({"sampling": {"max_new_tokens": 9, "top_k": 3}}, ["sampling.max_new_tokens", "sampling.top_k"]),
         ({"input": {"template": "{{ prompt }}!"}}, ["input.template"]),
+        ({"input": {"template": "{{ prompt | tojson }}"}}, ["input.template", "input.tojson"]),
         ({"input": {"too_long": "truncate_left"}}, ["input.too_long"]),
         ({"input": {"special_tokens": "text"}}, ["input.special_tokens"]),
         ({"output": {"keep": ["topic"]}}, ["output.keep"]),

@@ -206,6 +206,9 @@ def test_values_that_python_cannot_hold_are_a_row_error(checkpoint: Path) -> Non
         ("Write a poem.", {"n": 1}, "Write a poem."),
         ("a{{ n or '' }}", {"n": None}, "a"),
         ("{% for one in n %}{{ loop.index }}={{ one.k }};{% endfor %}", {"n": [{"k": "a"}, {"k": "b"}]}, "1=a;2=b;"),
+        ("{{ n | tojson }}", {"n": ["it's <é> & \"", None]}, '["it\'s <é> & \\"", null]'),
+        ("{{ n | default('', true) | trim }}a{{ n | int ~ (n or '') }}", {"n": None}, "a0"),
+        ("{{ n | reject('none') | join('-') }} {{ n | length }}", {"n": ["a", None]}, "a 2"),
     ],
 )
 def test_what_templates_render(checkpoint: Path, template: str, row: dict[str, Any], text: str) -> None:
@@ -225,12 +228,18 @@ def test_what_templates_render(checkpoint: Path, template: str, row: dict[str, A
         ("{{ q }}{{ x }}", "a null is printed; if null is allowed, write {{ column or '' }} (null here: q)"),
         ("{{ x[0] > 3 }}", "TypeError: '>' not supported between instances of 'str' and 'int'; a column of a CSV file"),
         ("{{ x[0] + 1.5 }}", 'TypeError: can only concatenate str (not "float") to str; a column of a CSV file is'),
+        *(
+            (template, "a null is printed; if null is allowed, ")
+            for template in ("{{ q | trim }}", "{{ 'a' ~ q }}", "{{ [q] | join }}", "{{ '%s' | format(q) }}")
+        ),
+        ("{{ b | upper }}", "binary data is printed, not text; write {{ column.decode() }}"),
+        ("{{ x[0] | truncate(2) }}", "AssertionError: expected length >= 3, got 2"),
         ("{{ x[0].title }}", "a method or function is printed"),
         ("{{ range }}", "a method or function is printed"),
     ],
 )
 def test_a_failing_template_is_a_row_error(checkpoint: Path, template: str, error: str) -> None:
-    ids, errors = by_template(checkpoint, template, x=["a"], q=[None], meta=[{"question": "why", "none": None}])
+    ids, errors = by_template(checkpoint, template, x=["a"], q=[None], b=[b"a"], meta=[{"none": None}])
     assert ids == [[]] and errors[0] is not None
     assert errors[0].startswith(f"template: {error}") and "\n" not in errors[0]
 
