@@ -163,7 +163,7 @@ def checked_tools(value: Any) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise UserError(f"tools: not JSON: {flat(error)}") from None
     else:
-        value = _without_nulls(value)  # a column of structs has all fields in each row; unused fields are null
+        value = without_nulls(value)
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UserError(f"tools is of type {type(value).__name__}; it must be a list")
     tools: list[dict[str, Any]] = []
@@ -179,9 +179,10 @@ def checked_tools(value: Any) -> list[dict[str, Any]]:
     return tools
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """Drop null fields at any depth: a column of structs has all fields in each row, and unused fields are null."""
     if isinstance(value, dict):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
     if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
+        return [without_nulls(each) for each in value]
     return value

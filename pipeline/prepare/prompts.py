@@ -19,7 +19,7 @@ from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams, check_compatible
 from actors.openai_requests import CompletionRequest
-from actors.tool_calls import checked_tools, form_of
+from actors.tool_calls import checked_tools, form_of, without_nulls
 from pipeline.config.forms import check_labels
 from pipeline.input import schema
 from pipeline.messages import counted, is_unicode, one_line
@@ -197,7 +197,7 @@ def _set_prompt(
     else:
         row.is_chat = section.is_chat
         if section.messages is not None:
-            messages = values[section.messages]
+            messages = without_nulls(values[section.messages])
         elif template is None or row.is_chat:
             content = values[str(section.prompt_column)] if template is None else render(template, values)
             if content is None:

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from in_process import job_values, run_and_read
 from openai.types.chat import ChatCompletion
+from prompt_specs import spec_of
 
 from actors import requests
 from actors.engine.errors import UserError
@@ -19,6 +20,7 @@ from actors.engine.model.loading import load_tokenizer
 from actors.engine.types import row_key
 from actors.requests import RequestBuilder
 from pipeline.prepare.chat import Chat, read_messages, render_chat
+from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
 
 TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool.function.name }}:{{ tool | tojson | length }} {% endfor %}
 <tool_call>{% endif %}{% for message in messages %}[{{ message.role }}]{{ message.content }}
@@ -77,6 +79,16 @@ def test_the_prompt_is_transformers_own(tool_checkpoint: Path) -> None:
     expected = tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, tokenize=False)
     assert render_chat(tokenizer, Chat(), messages, TOOLS) == (expected, 0)
     assert '(find {"place": "é"})' in expected and expected.startswith("find:")
+
+
+def test_a_call_in_structs_has_its_own_arguments_alone(tool_checkpoint: Path) -> None:
+    """Arrow gives each struct the fields of all calls in the column."""
+    given: list[dict[str, Any]] = [{"place": "x"}, {"day": {"from": 1}}, {"day": {"to": None}}]
+    calls = [{"function": {"name": "find", "arguments": arguments}} for arguments in given]
+    rows = [[*CHAT, {"role": "assistant", "content": "", "tool_calls": [call]}] for call in calls]
+    prepared = prepare_table(pa.table({"m": rows}), spec_of(tool_checkpoint, 512, messages="m"))
+    texts = load_tokenizer(tool_checkpoint).batch_decode(prepared[PROMPT_IDS].to_pylist())
+    assert [text.partition("find ")[2] for text in texts] == ['{"place": "x"})', '{"day": {"from": 1}})', '{"day": {}})']
 
 
 @pytest.mark.parametrize("as_text", [True, False])
