@@ -124,6 +124,7 @@ class JsonTypes:
             known = [(count, kind) for count, kind in kinds if not types.is_null(kind)]
             _, kind = max(known, key=itemgetter(0), default=(0, pa.null()))
             kind = pa.string() if column in as_json and not types.is_null(kind) else kind
+            kind = pa.int64() if kind == pa.uint32() else kind
             fields.append((column if is_unicode(column) else repr(column), kind))
         return pa.schema(fields)
 
@@ -132,7 +133,10 @@ def _type_of(value: Any) -> pa.DataType:
     """Return the Arrow type that holds a JSON value unchanged.
 
     Return null if there is no such type, for example for an array of mixed types, or if the value is an empty object.
+    Return uint32 for an integer that fits both int64 and uint64.
     """
+    if type(value) is int and value >= 0:
+        return pa.uint32() if value < 2**63 else pa.uint64() if value < 2**64 else pa.null()
     try:
         kind = _without_empty(pa.infer_type([value]))
     except _NOT_ARROW:

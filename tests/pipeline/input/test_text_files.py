@@ -291,6 +291,17 @@ def test_the_type_of_most_rows_is_the_columns(tmp_path: Path) -> None:
     assert scan(path, TextColumns(["n"]))[1].field("n").type == pa.int64()
 
 
+def test_ids_may_be_unsigned(tmp_path: Path) -> None:
+    """About half of all 64-bit hashes do not fit int64."""
+    ids = [5, 2**64 - 1, 2**63, None, 2**63 - 1, 0]
+    path = write(tmp_path / "a.jsonl", *[{"n": one} for one in ids], {"n": 2**64})
+    found = read(path, ["n"])
+    assert found[:-1] == [({"n": one}, None) for one in ids]
+    assert found[-1] == ({"n": None}, f"column n: a number that does not fit uint64: {2**64}")
+    path = write(tmp_path / "b.jsonl", {"n": 5}, {"n": 2**63}, {"n": -1})
+    assert [values["n"] for values, _ in read(path, ["n"])] == [5, None, -1]
+
+
 def test_an_empty_object_is_null_only_in_a_column_without_a_type(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.jsonl", {"p": "a", "n": 1, "l": [1], "o": {}}, *[{"p": {}, "n": {}, "l": {}, "o": {}}] * 2
