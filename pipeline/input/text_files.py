@@ -11,7 +11,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any, BinaryIO, NoReturn, TypeVar
@@ -212,13 +212,11 @@ class TextColumns:
     Args:
         names: names of the columns.
         as_json: names of columns whose lists and objects are kept as JSON text.
-        numbers: column name -> type, for CSV columns that are not text.
         field_bytes: maximum length of a quoted CSV field, in bytes.
     """
 
     names: Sequence[str]
     as_json: frozenset[str] = frozenset()
-    numbers: Mapping[str, pa.DataType] = field(default_factory=dict)
     field_bytes: int = LONGEST_RECORD
 
 
@@ -250,7 +248,7 @@ def scan_text(
             stream.seek(0)
             groups = list(_groups(_row_ends(stream, kind, columns.field_bytes, limit, types)))
             if kind == "csv":
-                schema = pa.schema([(name, columns.numbers.get(name, pa.string())) for name in header])
+                schema = pa.schema([(name, pa.string()) for name in header])
             else:
                 schema = types.schema(columns.as_json)
     except GZIP_ERRORS as error:

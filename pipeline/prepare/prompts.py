@@ -25,7 +25,7 @@ from pipeline.input import schema
 from pipeline.messages import counted, is_unicode, one_line
 from pipeline.prepare.chat import read_messages, render_chat
 from pipeline.prepare.prompt_spec import PromptSpec, read_names
-from pipeline.prepare.row_settings import own_sampling, read_batch_row, read_overrides
+from pipeline.prepare.row_settings import column_overrides, own_sampling, read_batch_row, read_overrides
 from pipeline.prepare.templates import render
 from pipeline.prepare.tokenizer import fewest_tokens, longest, tokenize, tokenize_labels, tokenizer_of
 
@@ -163,7 +163,7 @@ def _read(row: Row, values: Mapping[str, Any] | Exception, spec: PromptSpec) -> 
         row.form = request.checked_form(tools, tokenizer)
     else:
         own = section.sampling or {}
-        changes = read_overrides(values[own]) if isinstance(own, str) else {key: values[own[key]] for key in own}
+        changes = read_overrides(values[own]) if isinstance(own, str) else column_overrides(values, own)
         row.form = _own_form(values, spec)
     row.params, row.sampling = own_sampling(spec.sampling, changes)
     row.choices = None if section.choices is None else values[section.choices]
@@ -225,9 +225,9 @@ def _set_prompt(
 
 
 def _own_form(values: Mapping[str, Any], spec: PromptSpec) -> OutputFormat | None:
-    """Return the answer format in the row's own columns; None if the row has no format of its own."""
+    """Return the answer format in the row's own columns; None if the row has no format of its own (null or "")."""
     for kind, column in (spec.input.output_format or {}).items():
-        if values[column] is not None:
+        if values[column]:
             after = spec.output_format is not None and spec.output_format.after and kind == "json_schema"
             form = OutputFormat(kind, values[column], after)
             form.check()

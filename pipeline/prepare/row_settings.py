@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from actors.engine.errors import UserError, flat
@@ -50,6 +51,25 @@ def read_overrides(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise UserError(f"sampling is a {type(value).__name__}; it must be an object")
     return {str(name): parameter for name, parameter in value.items()}
+
+
+def column_overrides(values: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return the sampling parameters in a row's columns. columns: parameter -> column.
+
+    A text, as all cells of a CSV file are, becomes the number or truth value that it spells, and an empty text null.
+    """
+    return {name: _spelled(name, values[column]) for name, column in columns.items()}
+
+
+def _spelled(name: str, value: Any) -> Any:
+    if not isinstance(value, str) or (name == "stop" and value):
+        return value
+    if value.lower() in ("", "true", "false"):
+        return value.lower() == "true" if value else None
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(value)
+    return value
 
 
 def own_sampling(base: SamplingParams, changes: Mapping[str, Any]) -> tuple[SamplingParams, str | None]:

@@ -25,13 +25,13 @@ SCHEMA = {
     "required": ["place", "stars"],
     "additionalProperties": False,
 }
-REGEXES = ["[a-c]{2}", "(yes|no)", None, "(?=a)b"]
+REGEXES = ["[a-c]{2}", "(yes|no)", None, "(?=a)b", "[a-c]{2}", "(yes|no)", "", "(?=a)b"]  # an empty cell of a CSV is ""
 
 
 def values(folder: Path, checkpoint: Path, **changes: Any) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     prompts = [f"name[Zizzi], food[{row}]" for row in range(8)]
-    pq.write_table(pa.table({"prompt": prompts, "form": [*REGEXES, *REGEXES]}), folder / "in.parquet")
+    pq.write_table(pa.table({"prompt": prompts, "form": REGEXES}), folder / "in.parquet")
     own = {"schedule": {"speedup": 2}, "sampling": {"max_new_tokens": 36, "temperature": 1.0}}
     own |= {"output": {"strip": False}}
     return job_values(folder / "in.parquet", folder / "out", checkpoint, **{**own, **changes})
@@ -69,7 +69,7 @@ def test_each_row_has_a_form_of_its_own_or_the_jobs(tmp_path: Path, checkpoint: 
     job = values(tmp_path, checkpoint, output_format={"grammar": 'start: "all " /[x-z]/'})
     job["input"]["output_format"] = {"regex": "form"}
     rows = run_and_read(job)
-    for row, pattern in zip(rows, [*REGEXES, *REGEXES], strict=True):
+    for row, pattern in zip(rows, REGEXES, strict=True):
         if pattern == REGEXES[3]:
             assert "look-around" in row["error"] and row["generated_text"] is None
         else:

@@ -88,7 +88,8 @@ def test_a_call_in_structs_has_its_own_arguments_alone(tool_checkpoint: Path) ->
     rows = [[*CHAT, {"role": "assistant", "content": "", "tool_calls": [call]}] for call in calls]
     prepared = prepare_table(pa.table({"m": rows}), spec_of(tool_checkpoint, 512, messages="m"))
     texts = load_tokenizer(tool_checkpoint).batch_decode(prepared[PROMPT_IDS].to_pylist())
-    assert [text.partition("find ")[2] for text in texts] == ['{"place": "x"})', '{"day": {"from": 1}})', '{"day": {}})']
+    written = ['{"place": "x"})', '{"day": {"from": 1}})', '{"day": {}})']
+    assert [text.partition("find ")[2] for text in texts] == written
 
 
 @pytest.mark.parametrize("as_text", [True, False])

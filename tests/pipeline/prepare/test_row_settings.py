@@ -44,6 +44,20 @@ def test_overrides_from_a_struct_a_map_json_and_columns_agree(checkpoint: Path) 
     assert prepared(checkpoint, columns, sampling=mapping) == (expected, [None] * 3)
 
 
+def test_cells_of_a_csv_file_spell_numbers(checkpoint: Path) -> None:
+    """pandas writes whole numbers as 5.0 if a cell of the column is empty."""
+    columns = {"n": ["5.0", " 7", ""], "t": ["0.5", "1e-1", ""], "s": ["1.5", "", "x"], "e": ["True", "false", ""]}
+    own = {"max_new_tokens": "n", "temperature": "t", "stop": "s", "ignore_eos": "e"}
+    found, errors = prepared(checkpoint, columns, sampling=own)
+    assert errors == [None] * 3 and found == [
+        {"max_new_tokens": 5, "temperature": 0.5, "stop": ["1.5"], "ignore_eos": True},
+        {"max_new_tokens": 7, "temperature": 0.1, "ignore_eos": False},
+        {"stop": ["x"]},
+    ]
+    _, errors = prepared(checkpoint, {"t": ["hot", "5.5"]}, sampling={"max_new_tokens": "t"})
+    assert errors[0] == "sampling: max_new_tokens = 'hot': must be a whole number" and "= 5.5: must be" in errors[1]
+
+
 def test_lists_of_stops(checkpoint: Path) -> None:
     columns = {"stops": [["a", "b"], [], None], "ids": [[1], None, None]}
     found, errors = prepared(checkpoint, columns, sampling={"stop": "stops", "stop_token_ids": "ids"})
