@@ -103,11 +103,10 @@ class DeltaInput:
     def __init__(self, path: str, storage: StorageConfig) -> None:
         self.root = real_url(path)
         self.storage = storage
-        self._at(None)  # raises UserError if there is no table
+        self._table = self._opened(None)
 
     def newest(self) -> TablePin | None:
-        table = self._at(None)
-        return TablePin(str(table.metadata().id), table.version())
+        return TablePin(str(self._table.metadata().id), self._table.version())
 
     def data_files(self, snapshot: int) -> dict[str, int]:
         table = self._at(snapshot)
@@ -161,7 +160,13 @@ class DeltaInput:
                 schema = schema.append(pa.field(name, pa.null()))
         return schema
 
-    def _at(self, version: int | None) -> DeltaTable:
+    def _at(self, version: int) -> DeltaTable:
+        """Return the table at a version. It is opened once, and not for each of its files."""
+        if self._table.version() != version:
+            self._table = self._opened(version)
+        return self._table
+
+    def _opened(self, version: int | None) -> DeltaTable:
         table = find_table(self.root, self.storage, version)
         if table is None:
             raise UserError(f"input.path: {self.root} holds no Delta table")

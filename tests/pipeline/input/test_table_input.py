@@ -34,6 +34,7 @@ from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.cli.app import app
 from pipeline.config.adapt import AdaptConfig
 from pipeline.config.job import CatalogConfig, JobConfig, StorageConfig
+from pipeline.input.delta import find_table
 from pipeline.input.files import list_input
 from pipeline.input.iceberg import open_catalog
 from pipeline.input.rows import read_rows
@@ -312,6 +313,16 @@ def test_a_table_without_rows_is_refused(tables: Tables, checkpoint: Path) -> No
     else:
         DeltaTable.create(tables.path(NAME), Schema.from_arrow(prompts(0, 0).schema))
     assert refusal(job_over(tables, checkpoint)) == f"{tables.path(NAME)}: the table has no rows"
+
+
+def test_a_delta_tables_log_is_not_read_for_each_file(
+    delta: DeltaTables, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Any] = []
+    monkeypatch.setattr("pipeline.input.delta.find_table", lambda *asked: opened.append(asked) or find_table(*asked))
+    for number in range(6):
+        delta.append(NAME, prompts(number, 1))
+    assert planned(job_over(delta, checkpoint)).rows == 6 and len(opened) == 4
 
 
 def test_a_mapped_delta_table_is_refused(delta: DeltaTables, checkpoint: Path) -> None:
