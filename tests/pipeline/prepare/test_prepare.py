@@ -310,9 +310,10 @@ def test_values_that_transformers_refuses_are_one_line(
         load(str(folder))
 
 
-@pytest.mark.parametrize("text", ["{{ a", "{% for x in y %}", "{{ a | no_such_filter }}", "a\n{% nothing %}"])
+@pytest.mark.parametrize("text", ["{{ a", "{{ Review Text }}", "{% for x in y %}", "{{ a | no }}", "a\n{% nothing %}"])
 def test_a_template_that_does_not_parse_is_refused_in_one_line(text: str) -> None:
     for refuse in (compile_template, template_columns):
         with pytest.raises(ValueError, match=r"^line \d+: ") as caught:
             refuse(text)
         assert "\n" not in str(caught.value)
+        assert ("; rename a column whose name is not one word" in str(caught.value)) == ("Review" in text)
