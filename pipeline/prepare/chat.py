@@ -120,13 +120,16 @@ def _message(name: str, message: Any) -> dict[str, Any]:
 
 
 def _call(name: str, call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, which chat templates need. OpenAI's format has JSON text."""
+    """Return a tool call with its arguments as an object, which chat templates need. OpenAI's format has JSON text.
+
+    A call without arguments has null or "" instead; it gets {}.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise UserError(f"{name}: a tool call must have the form {{function: {{name, arguments}}}}")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):  # some clients write "" for no arguments
-        arguments = from_json(arguments or "{}", f"{name}: arguments of a tool call")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = from_json(arguments, f"{name}: arguments of a tool call")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -220,10 +223,8 @@ def check_chat(tokenizer: Any, chat: Chat, path: object) -> None:
     trial = conversation(chat, [{"role": "user", "content": "?"}])
     try:
         text = _apply(tokenizer, chat, trial)
-    except jinja2.TemplateSyntaxError as error:
+    except (jinja2.TemplateSyntaxError, SyntaxError) as error:
         raise UserError(f"{path}: the chat template does not parse: {one_line(error)}") from None
-    except SyntaxError as error:
-        raise UserError(f"{path}: the chat template cannot be compiled: {one_line(error)}") from None
     except Exception as error:
         if chat.system is not None or chat.examples:
             raise UserError(f"input: the chat template refuses system or examples: {one_line(error)}") from None

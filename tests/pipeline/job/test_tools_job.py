@@ -70,7 +70,8 @@ def of_requests(folder: Path, checkpoint: Path, bodies: list[dict[str, Any]]) ->
 
 def test_the_prompt_is_transformers_own(tool_checkpoint: Path) -> None:
     tokenizer = load_tokenizer(tool_checkpoint)
-    spoken = {"id": "call_0", "type": "function", "function": {"name": "find", "arguments": '{"place": "é"}'}}
+    function: dict[str, Any] = {"name": "find", "arguments": '{"place": "é"}'}
+    spoken: dict[str, Any] = {"id": "call_0", "type": "function", "function": function}
     chat = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [spoken]}, {"role": "tool", "content": "here"}]
     messages = read_messages(chat)
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"place": "é"}
@@ -79,6 +80,9 @@ def test_the_prompt_is_transformers_own(tool_checkpoint: Path) -> None:
     expected = tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, tokenize=False)
     assert render_chat(tokenizer, Chat(), messages, TOOLS) == (expected, 0)
     assert '(find {"place": "é"})' in expected and expected.startswith("find:")
+    for none in ("", None):
+        spoken["function"] = {**function, "arguments": none}
+        assert "(find {})" in render_chat(tokenizer, Chat(), read_messages(chat), TOOLS)[0]
 
 
 def test_a_call_in_structs_has_its_own_arguments_alone(tool_checkpoint: Path) -> None:
