@@ -30,7 +30,7 @@ BUFFER = 2**20  # bytes read at once
 BOM = b"\xef\xbb\xbf"
 # errors of a gzip stream that is cut short or damaged
 GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
-CR, NEWLINE, SPACE, COMMA, QUOTE = b'\r\n ,"'
+NEWLINE, SPACE, QUOTE = b'\n "'
 _BLANK = {"jsonl": b" \t\r\n", "csv": b"\r\n"}  # bytes that a blank line may hold
 # _FIELD: a CSV field; matches b"" at an unclosed quote. _RECORD: a CSV record; group 1: text after a closing quote
 _FIELD = re.compile(rb'(?:"(?:[^"]++|"")*+"|[^",\r\n][^,\r\n]*+)?+')
@@ -59,7 +59,7 @@ def open_text(url: str, storage: StorageConfig) -> Iterator[BinaryIO]:
 def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> Iterator[tuple[bytes, Offsets, Offsets]]:
     """Yield consecutive blocks of the stream, each with the start and end offsets of the records in the block.
 
-    Blank lines are part of a block, but not of any record. The ends are found with numpy, which releases the GIL.
+    Blank lines are part of a block, but not of any record.
 
     Args:
         stream: a file, positioned at the start of a record.
@@ -94,25 +94,10 @@ def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> I
 def _ends(block: bytes, kind: str, *, is_whole: bool = False) -> Offsets:
     """Return the offset where each complete record or blank line in `block` ends.
 
-    If all CSV quotes enclose whole fields, counting quotes is enough: after an odd number, a line end is in a field.
     is_whole: whether the block ends where a record ends. A quote that is open there then means a damaged record.
     """
-    data = np.frombuffer(block, np.uint8)
-    lines = np.flatnonzero(data == NEWLINE) + 1
-    quotes = np.flatnonzero(data == QUOTE) if kind == "csv" else lines[:0]
-    if not quotes.size:
-        return lines
-    before, after = data[quotes[::2] - 1], data[np.minimum(quotes[1::2] + 1, len(data) - 1)]
-    before[0] = before[0] if quotes[0] else NEWLINE
-    returned = data[np.minimum(np.flatnonzero(data == CR) + 1, len(data) - 1)]
-    if (
-        (len(quotes) % 2 == 0 or not is_whole)
-        and np.isin(before, [NEWLINE, COMMA, QUOTE]).all()
-        and np.isin(after, [CR, NEWLINE, COMMA, QUOTE]).all()
-        and (returned == NEWLINE).all()
-    ):
-        outside: Offsets = lines[np.searchsorted(quotes, lines) % 2 == 0]
-        return outside
+    if kind == "jsonl" or b'"' not in block:
+        return np.flatnonzero(np.frombuffer(block, np.uint8) == NEWLINE) + 1
     found, end = [], 0
     while end < len(block) and ((match := _RECORD.match(block, end)) or is_whole):
         end = match.end() if match and match[1] is None else block.index(b"\n", end) + 1
