@@ -37,7 +37,7 @@ from pipeline.input.text_lines import (
     open_text,
     records,
 )
-from pipeline.messages import counted, is_unicode, one_line, printable
+from pipeline.messages import counted, is_unicode, one_line, printable, shortened
 
 AS_JSON = {b"skipdecode.json": b"1"}  # metadata of a text column that keeps lists, objects and numbers as JSON text
 _NAMES = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
@@ -175,8 +175,7 @@ def _misfit(value: Any, kind: pa.DataType) -> str | None:
         return "text is not valid Unicode: it holds a lone surrogate"
     except _NOT_ARROW:
         pass
-    shown = json.dumps(value)
-    return f"{_NAMES[type(value)]} that does not fit {printable(kind)}: {shown[:80]}{'…' * (len(shown) > 80)}"
+    return f"{_NAMES[type(value)]} that does not fit {printable(kind)}: {shortened(json.dumps(value), 80)}"
 
 
 def json_array(values: Sequence[Any], field: pa.Field) -> tuple[pa.Array, dict[int, str]]:

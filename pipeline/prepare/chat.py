@@ -40,16 +40,12 @@ class Chat:
 
     def rendered(self, row: Mapping[str, Any]) -> Chat:
         """Fill the templates in `system` and `examples` with a row's values. Raises UserError if a template fails."""
-        if not any(map(is_template, self.texts)):
-            return self
-        system, *others = [render(text, row) if is_template(text) else text for text in self.texts]
-        examples = tuple(zip(others[::2], others[1::2], strict=True))
-        return replace(self, system=None if self.system is None else system, examples=examples)
 
-    @property
-    def texts(self) -> list[str]:
-        """Return the system message (or "") followed by the texts of all examples."""
-        return [self.system or "", *(text for exchange in self.examples for text in exchange)]
+        def filled(text: str) -> str:
+            return render(text, row) if is_template(text) else text
+
+        examples = tuple((filled(user), filled(assistant)) for user, assistant in self.examples)
+        return replace(self, system=self.system and filled(self.system), examples=examples)
 
 
 def conversation(chat: Chat, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -217,10 +217,11 @@ def _set_prompt(
     elif isinstance(content, list):
         row.prompt, count = _checked_ids(content, spec.vocab_size), 0
     else:
-        text = _checked_text(content)
-        row.prompt, count = control_tokens(tokenizer).prompt(str, text, source="", parse=parses)
-    if isinstance(row.prompt, str):
-        _checked_text(row.prompt)
+        row.prompt, count = control_tokens(tokenizer).prompt(str, content, source="", parse=parses)
+    if isinstance(row.prompt, str) and _is_blank(row.prompt):
+        raise UserError("prompt is empty")
+    if isinstance(row.prompt, str) and not is_unicode(row.prompt):
+        raise UserError("prompt is not valid Unicode: it holds a lone surrogate")
     row.control_tokens, row.is_marked = count if parses else 0, bool(count and not parses)
 
 
@@ -235,14 +236,6 @@ def _own_form(values: Mapping[str, Any], spec: PromptSpec) -> OutputFormat | Non
         if spec.output_format is None:
             raise UserError(f"output_format: {kind} is null")
     return None
-
-
-def _checked_text(text: str) -> str:
-    if _is_blank(text):
-        raise UserError("prompt is empty")
-    if not is_unicode(text):
-        raise UserError("prompt is not valid Unicode: it holds a lone surrogate")
-    return text
 
 
 def _is_blank(text: str) -> bool:
