@@ -133,12 +133,6 @@ def json_lines(data: bytes) -> list[bytes]:
 def csv_rows(data: bytes) -> list[CsvRow]:
     """Return each CSV record's fields, and an error if the record cannot be read. `data` must hold whole records."""
     csv.field_size_limit(LONGEST_RECORD)  # applies to the whole process; the default is 128 KiB
-    try:
-        if BOM not in data:
-            whole = csv.reader(io.StringIO(data.decode(), newline="\n"), strict=True)
-            return [(fields, None) for fields in whole if fields]
-    except (UnicodeDecodeError, csv.Error):
-        pass  # the rows are read one by one below
     rows: list[CsvRow] = []
     data += b"\n" * (not data.endswith(b"\n"))
     for start, end in pairwise([0, *_ends(data, "csv", is_whole=True)]):

@@ -93,8 +93,11 @@ def check_columns(config: JobConfig) -> None:
 def check_type(config: JobConfig, name: str, kind: pa.DataType, url: str) -> None:
     """Raise UserError if the job cannot read the type `kind` of the column `name` in the file `url`."""
     section = config.input
+    chat = section.prompt_column if section.is_chat else None
     for column, fits, rule in (
+        (section.id_column, not pa.types.is_nested(kind), "an id must be one plain value"),
         (section.prompt_column, is_text(kind) or _is_ids(kind), "a prompt must be a string or a list of token ids"),
+        (chat, is_text(kind), "a chat needs text: remove chat, system and examples"),
         (section.messages, is_text(kind) or _is_structs(kind), "messages must be a list of structs or a JSON string"),
         (
             section.sampling,
@@ -108,12 +111,6 @@ def check_type(config: JobConfig, name: str, kind: pa.DataType, url: str) -> Non
     ):
         if name == column and not fits:
             raise UserError(f"{url}: column {name!r} is {printable(kind)}; {rule}")
-    if name == section.id_column and pa.types.is_nested(kind):
-        raise UserError(f"{url}: column {name!r} is {printable(kind)}; an id must be one plain value")
-    if name == section.prompt_column and section.is_chat and _is_ids(kind):
-        raise UserError(
-            f"{url}: column {name!r} is {printable(kind)}; a chat needs text: remove chat, system and examples"
-        )
 
 
 def _is_list(kind: pa.DataType) -> bool:
