@@ -187,11 +187,6 @@ def json_array(values: Sequence[Any], field: pa.Field) -> tuple[pa.Array, dict[i
     kind, fitted, errors = field.type, [], dict[int, str]()
     if is_json(field):
         values = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
-    try:
-        if all(_fits(value, kind) for value in values):
-            return pa.array(values, kind), {}
-    except _NOT_ARROW:
-        pass  # the values are converted one by one below
     for position, value in enumerate(values):
         if value == {} and UNTYPED.items() <= (field.metadata or {}).items():
             value = None
