@@ -30,7 +30,7 @@ BUFFER = 2**20  # bytes read at once
 BOM = b"\xef\xbb\xbf"
 # errors of a gzip stream that is cut short or damaged
 GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
-NEWLINE, SPACE, QUOTE = b'\n "'
+NEWLINE, QUOTE = b'\n"'
 _BLANK = {"jsonl": b" \t\r\n", "csv": b"\r\n"}  # bytes that a blank line may hold
 # _FIELD: a CSV field; matches b"" at an unclosed quote. _RECORD: a CSV record; group 1: text after a closing quote
 _FIELD = re.compile(rb'(?:"(?:[^"]++|"")*+"|[^",\r\n][^,\r\n]*+)?+')
@@ -83,10 +83,8 @@ def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> I
         if sizes.max() > LONGEST_RECORD:
             raise Unreadable(f"a line is longer than {LONGEST_RECORD // 2**20} MiB; shorten or remove it")
         starts, end = bounds[:-2], int(bounds[-2])
-        first = np.frombuffer(block, np.uint8)[starts]
-        is_filled = np.ones(len(starts), bool)
-        for place in np.flatnonzero((first <= SPACE) | (first == BOM[0])):  # other lines are not blank
-            is_filled[place] = bool(block[starts[place] : ends[place]].removeprefix(BOM).strip(_BLANK[kind]))
+        lines = (block[start:stop].removeprefix(BOM) for start, stop in zip(starts, ends, strict=True))
+        is_filled = np.fromiter((bool(one.strip(_BLANK[kind])) for one in lines), bool, len(ends))
         yield block[:end], starts[is_filled], ends[is_filled]
         rest, line = block[end:], line + int(np.count_nonzero(np.frombuffer(block, np.uint8, end) == NEWLINE))
 
