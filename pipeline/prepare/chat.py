@@ -179,10 +179,9 @@ def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], to
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without null fields, and with its reasoning under both keys that chat templates read."""
-    fields = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((fields[name] for name in REASONING if name in fields), None)
-    return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+    """Return a message with its reasoning under both keys that chat templates read."""
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def render_chat(

@@ -18,7 +18,7 @@ from actors.engine.types import SamplingParams
 from actors.requests import RequestBuilder
 from pipeline.config.job import JobConfig
 from pipeline.job import run
-from pipeline.prepare.chat import Chat, check_chat, render_chat
+from pipeline.prepare.chat import Chat, check_chat, read_messages, render_chat
 from pipeline.prepare.prompt_spec import check_spec
 from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, SAMPLING, prepare_table
 from pipeline.prepare.templates import compile_template, template_columns
@@ -255,7 +255,7 @@ def test_a_chat_template_renders_as_in_transformers(chat_checkpoint: Path, templ
     ]
     values = {"thinking": False, "enable": ["a", 1]}
     expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **values)
-    assert render_chat(tokenizer, Chat(values=values), messages) == (expected, 0)
+    assert render_chat(tokenizer, Chat(values=values), read_messages(messages)) == (expected, 0)
 
 
 @pytest.mark.parametrize(
