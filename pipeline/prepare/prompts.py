@@ -203,7 +203,7 @@ def _set_prompt(
             if content is None:
                 raise UserError("prompt is null")
             messages = [{"role": "user", "content": content}]
-            if row.is_chat and _is_blank(content):
+            if row.is_chat and not content.strip():
                 raise UserError("prompt is empty")
     is_whole = not row.is_chat and template is None  # the row gives the whole prompt
     parses = section.special_tokens == "parse" or (is_whole and section.special_tokens is None)
@@ -218,7 +218,7 @@ def _set_prompt(
         row.prompt, count = _checked_ids(content, spec.vocab_size), 0
     else:
         row.prompt, count = control_tokens(tokenizer).prompt(str, content, source="", parse=parses)
-    if isinstance(row.prompt, str) and _is_blank(row.prompt):
+    if isinstance(row.prompt, str) and not row.prompt.strip():
         raise UserError("prompt is empty")
     if isinstance(row.prompt, str) and not is_unicode(row.prompt):
         raise UserError("prompt is not valid Unicode: it holds a lone surrogate")
@@ -236,10 +236,6 @@ def _own_form(values: Mapping[str, Any], spec: PromptSpec) -> OutputFormat | Non
         if spec.output_format is None:
             raise UserError(f"output_format: {kind} is null")
     return None
-
-
-def _is_blank(text: str) -> bool:
-    return not text or text.isspace()
 
 
 def _checked_ids(ids: Sequence[int | None], vocab_size: int) -> list[int]:

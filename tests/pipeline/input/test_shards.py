@@ -124,17 +124,6 @@ def test_read_tasks_keep_to_one_file_and_their_limits() -> None:
     assert names == {"a": 3, "b": 3}
 
 
-def test_shards_of_one_row_group_are_one_read_task() -> None:
-    """Whatever the limits, and of those alone that a resumed job has left; its neighbours have tasks of their own."""
-    files = [InputFile("a", 1, "v", (4, 0, 100, 4, 4), (40, 0, 1000, 40, 40))]
-    shards = cut_shards(files, 10, 10**9)
-    assert [shard.rows for shard in shards] == [4, *[10] * 10, 8]
-    for limits in ((20, 10**9), (10**9, 100), (1, 1)):
-        assert rows_of(group_shards(shards, files, *limits)) == [[4], [10] * 10, [8]]
-    assert rows_of(group_shards(shards, files, 112, 10**9)) == [[4, *[10] * 10, 8]]
-    assert rows_of(group_shards(shards[3:7:2], files, 1, 1)) == [[10, 10]]
-
-
 @given(input_files(), st.integers(1, 50), st.integers(1, 600), st.integers(1, 80), st.integers(1, 900))
 @settings(max_examples=200, deadline=None)
 def test_no_row_group_is_in_two_read_tasks(

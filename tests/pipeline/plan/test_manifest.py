@@ -180,21 +180,6 @@ def test_labels_of_each_row_take_the_scheduler_of_labels(inputs: Path, checkpoin
     assert chosen_scheduler(config, resolve_checkpoint(config.model, config.storage).checkpoint) == "lock_step"
 
 
-def test_a_plan_covers_the_files_in_order_and_a_limit_cuts_the_last_shard(inputs: Path, checkpoint: Path) -> None:
-    config = job(inputs, checkpoint, shard_rows=4)
-    whole = plan(config).shards
-    assert [(Path(one.url).name, one.first_row, one.rows) for one in whole] == [
-        ("a.parquet", 0, 4),
-        ("a.parquet", 4, 2),
-        ("b.parquet", 0, 4),
-    ]
-    for limit, rows in ((1, [1]), (4, [4]), (5, [4, 1]), (7, [4, 2, 1]), (10, [4, 2, 4]), (99, [4, 2, 4])):
-        cut = plan(config, limit)
-        assert [shard.rows for shard in cut.shards] == rows and cut.rows == min(limit, 10)
-        for one, before in zip(cut.shards, whole, strict=False):
-            assert (one.index, one.url, one.first_row) == (before.index, before.url, before.first_row)
-
-
 def test_a_plan_survives_its_files(inputs: Path, checkpoint: Path, folder: Folder) -> None:
     assert load(folder) is None
     manifest = plan(job(inputs, checkpoint, shard_rows=4, schedule={"speedup": 2}), 9)

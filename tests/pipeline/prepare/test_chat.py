@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from actors.requests import RequestBuilder
 from pipeline.config.job import JobConfig
 from pipeline.job import run
 from pipeline.prepare.chat import Chat, check_chat, read_messages, render_chat
-from pipeline.prepare.prompt_spec import check_spec
-from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, SAMPLING, prepare_table
+from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.templates import compile_template, template_columns
 
 USER = [{"role": "user", "content": "hi"}]
@@ -161,22 +159,6 @@ def test_a_job_without_a_chat_template_ends_before_ray(
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
         run(config)
     assert not started and not (tmp_path / "out").exists()
-
-
-def test_all_settings_of_a_job_survive_pickling(chat_checkpoint: Path) -> None:
-    """Ray pickles the spec; a chat has system message, examples, sampling and choices from job and row."""
-    chat = {"messages": "m", "system": "s", "examples": [{"user": "a", "assistant": "b"}]}
-    own: dict[str, Any] = {"sampling": {"temperature": "t"}, "own_choices": "c", "choices": ("yes", "no")}
-    more = {"chat_template_kwargs": {"thinking": False}, "too_long": "truncate_left"}
-    spec = pickle.loads(pickle.dumps(spec_of(chat_checkpoint, **chat, **own, **more)))
-    check_spec(spec)
-    done = prepare_table(pa.table({"m": [USER, USER], "t": [0.5, None], "c": [None, ["a"]]}), spec)
-    tokenizer, ids = load_tokenizer(chat_checkpoint), done[PROMPT_IDS].to_pylist()[0]
-    whole = "<s>[system]s</s>[user]a</s>[assistant]b</s>[user]hi</s>[assistant]quick "
-    room = 1 + max(len(tokenizer(label, add_special_tokens=False)["input_ids"]) for label in ("yes", "no"))
-    assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"][room - 64 :]
-    assert done[SAMPLING].to_pylist() == ['{"temperature":0.5}', None]
-    assert done[CHOICES].to_pylist() == [None, ["a"]] and done[ERROR].null_count == 2
 
 
 def test_templates_read_the_time_of_the_plan_and_have_no_random_numbers(chat_checkpoint: Path) -> None:

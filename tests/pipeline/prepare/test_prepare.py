@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -26,7 +25,7 @@ from actors.engine.model.loading import inspect, load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.input.rows import from_ipc, to_ipc
-from pipeline.prepare.prompt_spec import PromptSpec, check_spec
+from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.stage import prepare
 from pipeline.prepare.templates import compile_template, template_columns
@@ -124,30 +123,6 @@ def test_invalid_token_ids_are_a_row_error(checkpoint: Path) -> None:
     assert [bool(one) for one in ids] == [error is None for error in errors]
 
 
-def test_a_shard_is_tokenized_in_one_call(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    tokenizer = load_tokenizer(checkpoint)
-
-    def counted(texts: list[str], **options: Any) -> Any:
-        calls.append(texts)
-        return tokenizer(texts, **options)
-
-    counted.bos_token_id = tokenizer.bos_token_id  # type: ignore[attr-defined]
-    monkeypatch.setattr("pipeline.prepare.tokenizer.tokenizer_of", lambda folder: counted)
-    ids, _ = prepared(checkpoint, {"prompt": ["a", None, "b"]})
-    assert calls == [["a", "b"]] and [bool(one) for one in ids] == [True, False, True]
-
-
-def test_planning_leaves_the_environment_of_its_process_unchanged(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    before = dict(os.environ)
-    tokenizer_of.cache_clear()
-    check_spec(spec(checkpoint, choices=("a", "b")))
-    assert dict(os.environ) == before
-
-
 @pytest.mark.parametrize("declared", [None, "GPT2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast", "Unknown"])
 def test_the_planned_class_loads_what_auto_tokenizer_loads(
     checkpoint: Path, tmp_path: Path, declared: str | None
@@ -242,13 +217,6 @@ def test_a_failing_template_is_a_row_error(checkpoint: Path, template: str, erro
     ids, errors = by_template(checkpoint, template, x=["a"], q=[None], b=[b"a"], meta=[{"none": None}])
     assert ids == [[]] and errors[0] is not None
     assert errors[0].startswith(f"template: {error}") and "\n" not in errors[0]
-
-
-def test_a_bad_row_affects_no_other(checkpoint: Path) -> None:
-    ids, errors = by_template(checkpoint, "{{ 6 // n }} {{ q }}", n=[1, 0, 2, None, 3], q=["a", "b", "c", "d", "e"])
-    good = {0: "6 a", 2: "3 c", 4: "2 e"}
-    assert [error is None for error in errors] == [row in good for row in range(5)]
-    assert {row: ids[row] for row in good} == {row: tokens(checkpoint, text) for row, text in good.items()}
 
 
 def test_text_that_is_not_utf8_is_a_row_error(checkpoint: Path) -> None:
