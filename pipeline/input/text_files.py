@@ -103,7 +103,7 @@ class JsonTypes:
         for column, kinds in self._columns.items():
             for value in (values[column] for values in rows if values.get(column) is not None):
                 count, known = kinds.get(_NAMES[type(value)], (0, pa.null()))
-                kinds[_NAMES[type(value)]] = count + 1, common(known, _type_of(value)) or known
+                kinds[_NAMES[type(value)]] = count + 1, common(known, _type_of(value) or pa.null()) or known
 
     def may_find(self, block: bytes) -> bool:
         """Tell whether `block` may hold a value of a column that has no type yet."""
@@ -123,29 +123,35 @@ class JsonTypes:
             kinds = self._columns.get(column, {}).values()
             known = [(count, kind) for count, kind in kinds if not types.is_null(kind)]
             _, kind = max(known, key=itemgetter(0), default=(0, pa.null()))
-            kind = pa.string() if column in as_json and not types.is_null(kind) else kind
-            kind = pa.int64() if kind == pa.uint32() else kind
+            kind = pa.string() if column in as_json and not types.is_null(kind) else _signed(kind)
             fields.append((column if is_unicode(column) else repr(column), kind))
         return pa.schema(fields)
 
 
-def _type_of(value: Any) -> pa.DataType:
-    """Return the Arrow type that holds a JSON value unchanged.
+def _type_of(value: Any) -> pa.DataType | None:
+    """Return the Arrow type that holds a JSON value unchanged; None if there is none, as for an array of mixed types.
 
-    Return null if there is no such type, for example for an array of mixed types, or if the value is an empty object.
-    Return uint32 for an integer that fits both int64 and uint64.
+    An empty object has type null. uint32 stands for an integer that fits both int64 and uint64.
     """
+    kind: pa.DataType | None = pa.null()
+    if isinstance(value, dict):
+        children = [(name, _type_of(one)) for name, one in value.items()]
+        fits = all(child is not None and is_unicode(name) for name, child in children)
+        return None if not fits else pa.struct(children) if children else kind
+    if isinstance(value, list):
+        for one in map(_type_of, value):
+            kind = None if kind is None or one is None else common(kind, one)
+        return None if kind is None else pa.list_(kind)
     if type(value) is int and value >= 0:
-        return pa.uint32() if value < 2**63 else pa.uint64() if value < 2**64 else pa.null()
-    try:
-        kind = _without_empty(pa.infer_type([value]))
-    except _NOT_ARROW:
-        return pa.null()
-    return kind if _fits(value, kind) else pa.null()
+        return pa.uint32() if value < 2**63 else pa.uint64() if value < 2**64 else None
+    if type(value) is int:
+        return pa.int64() if value >= -(2**63) else None
+    return {bool: pa.bool_(), float: pa.float64(), str: pa.string()}.get(type(value), kind)
 
 
-def _without_empty(kind: pa.DataType) -> pa.DataType:
-    return pa.null() if types.is_struct(kind) and not kind.num_fields else rebuilt(kind, _without_empty)
+def _signed(kind: pa.DataType) -> pa.DataType:
+    """Replace uint32, the type of integers that fit int64, by int64."""
+    return pa.int64() if kind == pa.uint32() else rebuilt(kind, _signed)
 
 
 def _fits(value: Any, kind: pa.DataType) -> bool:

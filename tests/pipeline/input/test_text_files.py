@@ -298,6 +298,8 @@ def test_ids_may_be_unsigned(tmp_path: Path) -> None:
     found = read(path, ["n"])
     assert found[:-1] == [({"n": one}, None) for one in ids]
     assert found[-1] == ({"n": None}, f"column n: a number that does not fit uint64: {2**64}")
+    nested = [{"n": [{"hash": one, "t": None}, {}]} for one in (1, 2**64 - 1)]
+    assert [values["n"][0]["hash"] for values, _ in read(write(tmp_path / "c.jsonl", *nested), ["n"])] == [1, 2**64 - 1]
     path = write(tmp_path / "b.jsonl", {"n": 5}, {"n": 2**63}, {"n": -1})
     assert [values["n"] for values, _ in read(path, ["n"])] == [5, None, -1]
 
