@@ -76,12 +76,11 @@ def check_columns(config: JobConfig) -> None:
     for name in needed_columns(config):
         if name in ADDED and name not in config.output.keep:
             raise UserError(f"input: column {printable(name)} has a name that the job itself uses; rename it")
-    for name in config.output.keep:
-        if config.output.keep.count(name) > 1:
-            raise UserError(f"output.keep: {printable(name)} is listed twice; remove one")
     answers = {PARSED, *ANSWER_TYPES, *OPTIONAL_TYPES}
     parsed_column(config)
     for name in config.output.keep:
+        if config.output.keep.count(name) > 1:
+            raise UserError(f"output.keep: {printable(name)} is listed twice; remove one")
         if name in answers or name in ADDED:
             raise UserError(
                 f"output.keep: {printable(name)} is the name of an answer column; remove it or rename the input column"

@@ -130,12 +130,8 @@ def _python_rows(table: pa.Table, columns: Sequence[str]) -> list[Any]:
 
     Such values are, for example, a date in the year 300,000, or text that is not UTF-8, which Arrow does not check.
     """
-    selected = table.select(list(columns))
-    try:
-        return list(selected.to_pylist())
-    except _NOT_PYTHON:
-        rows: list[Any] = []
-    for number in range(selected.num_rows):
+    selected, rows = table.select(list(columns)), list[Any]()
+    for number in range(table.num_rows):
         try:
             rows += selected.slice(number, 1).to_pylist()
         except _NOT_PYTHON as error:
