@@ -34,8 +34,12 @@ SUFFIXES = {
 }
 HIDDEN = re.compile(r"[_.]")
 INT96_UNIT = "us"  # unit in which Spark's INT96 timestamps are read; in ns, dates after 2262 would be silently wrong
-DELTA_LOG = "_delta_log"
-_TABLE_FILE = re.compile(rf"(?P<folder>.+?)/((?P<delta>{DELTA_LOG})/|metadata/[^/]+\.metadata\.json/?$)")
+_TABLE_FILE = re.compile(r"(?P<folder>.+?)/((?P<mark>_delta_log|\.hoodie)/|metadata/[^/]+\.metadata\.json/?$)")
+_TABLES = {  # folder that marks a table -> kind of table, and remedy
+    "_delta_log": ("a Delta table", "set input.format to delta"),
+    ".hoodie": ("a Hudi table", "write its current rows to Parquet files elsewhere"),
+    None: ("an Iceberg table", "set input.format to iceberg, and input.path to the table's name"),
+}
 _MAGIC = {  # first bytes of formats that are often mistaken for Parquet
     b"ARROW1": "an Arrow IPC file",
     b"PARE": "encrypted Parquet",
@@ -206,11 +210,12 @@ def _broken_link(path: str) -> UserError:
 
 
 def _check_no_table(fs: fsspec.AbstractFileSystem, folder: str) -> None:
-    """Raise UserError if `folder` is in a Delta or Iceberg table, whose files may still hold deleted rows."""
+    """Raise UserError if `folder` is in a table, whose files may still hold deleted rows."""
     while "=" in os.path.basename(folder):  # a partition folder
         folder = os.path.dirname(folder)
-    if fs.isdir(f"{folder}/{DELTA_LOG}"):
-        _refuse_table(f"{folder}/{DELTA_LOG}/", fs)
+    for mark in filter(None, _TABLES):
+        if fs.isdir(f"{folder}/{mark}"):
+            _refuse_table(f"{folder}/{mark}/", fs)
     if os.path.basename(folder) == "data":  # an Iceberg table has the folders `data` and `metadata`
         folder = os.path.dirname(folder)
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -219,13 +224,11 @@ def _check_no_table(fs: fsspec.AbstractFileSystem, folder: str) -> None:
 
 
 def _refuse_table(name: str, fs: fsspec.AbstractFileSystem) -> None:
-    """Raise UserError if `name` is a metadata file or folder of a Delta or Iceberg table."""
+    """Raise UserError if `name` is a metadata file or folder of a table."""
     if not (table := _TABLE_FILE.match(name)):
         return
     url = table["folder"] if isinstance(fs, LocalFileSystem) else f"s3://{table['folder']}"
-    kind, remedy = "a Delta table", "set input.format to delta"
-    if not table["delta"]:
-        kind, remedy = "an Iceberg table", "set input.format to iceberg, and input.path to the table's name"
+    kind, remedy = _TABLES[table["mark"]]
     raise UserError(f"{url}: this is {kind}, whose files may hold rows that were deleted from the table; {remedy}")
 
 

@@ -228,6 +228,7 @@ def test_a_broken_link_is_named(tmp_path: Path) -> None:
     [
         ("_delta_log/00000000000000000000.json", "set input.format to delta"),
         ("metadata/00000-1.metadata.json", "set input.format to iceberg, and input.path to the table's name"),
+        (".hoodie/hoodie.properties", "write its current rows to Parquet files elsewhere"),
     ],
 )
 def test_a_table_is_not_read_as_its_files(
@@ -241,7 +242,7 @@ def test_a_table_is_not_read_as_its_files(
         storage = request.getfixturevalue("s3")
         root = uploaded(tmp_path, storage)
     paths = ["lake/t", "lake", "lake/t/*.parquet", "lake/t/dt=*/*.parquet", "lake/t/dt=2", "lake/t/c.parquet"]
-    for path in paths if remedy.endswith("delta") else [*paths, "lake/t/data/dt=1/*", "lake/t/data"]:
+    for path in paths if "iceberg" not in remedy else [*paths, "lake/t/data/dt=1/*", "lake/t/data"]:
         message = refusal([f"{root}/{path}"], storage)
         assert message.startswith(f"{root}/lake/t: ") and message.endswith(f"; {remedy}"), path
     assert len(list_files([f"{root}/lake/t"], storage, "parquet")) == 3  # asked for: the files as they are
