@@ -72,12 +72,7 @@ def file_format(url: str, given: InputFormat | None) -> str:
     """Return parquet, jsonl or csv: from `given` (`input.format`) if set, else from the suffix, else parquet."""
     if given is not None:
         return {"openai_batch": "jsonl", "iceberg": "parquet", "delta": "parquet"}.get(given, given)
-    return next((kind for kind, suffixes in SUFFIXES.items() if has_suffix(url, suffixes)), "parquet")
-
-
-def has_suffix(name: str, suffixes: str | tuple[str, ...]) -> bool:
-    """Tell whether `name` ends with one of the suffixes (which are in lower case), in any case."""
-    return name.lower().endswith(suffixes)
+    return next((kind for kind, suffixes in SUFFIXES.items() if url.lower().endswith(suffixes)), "parquet")
 
 
 def list_files(
@@ -142,10 +137,10 @@ def _named(
     below = _files_below(fs, inside, None, given)
     suffixes = SUFFIXES[file_format("", given)]
     nothing = f"{path}: folder without {suffixes[0]} files"
-    others = sorted({kind for kind, ends in SUFFIXES.items() if any(has_suffix(name, ends) for name in below)})
+    others = sorted({kind for kind, ends in SUFFIXES.items() if any(name.lower().endswith(ends) for name in below)})
     if others and given is None:
         nothing += f"; it has {' and '.join(others)} files: set input.format"
-    return {name: entry for name, entry in below.items() if has_suffix(name, suffixes)}, nothing
+    return {name: entry for name, entry in below.items() if name.lower().endswith(suffixes)}, nothing
 
 
 def fixed_part(pattern: str) -> str:

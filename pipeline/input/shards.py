@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from actors.engine.errors import flat
 from pipeline.config.job import StorageConfig
-from pipeline.input.files import INT96_UNIT, InputFile, has_suffix
+from pipeline.input.files import INT96_UNIT, InputFile
 from pipeline.storage.folder import filesystem
 
 STREAM_BYTES = 128 * 2**20  # a row group with more uncompressed bytes is fetched page by page
@@ -147,9 +147,10 @@ def group_shards(
     rows, size = 0, 0.0
     for _, run in groupby(located, key=lambda item: (item[0].url, item[0] if item[1] is None else item[1])):
         unit = list(run)
+        url = unit[0][0].url
         more_rows, more_size = sum(shard.rows for shard, _, _ in unit), sum(shard_bytes for _, _, shard_bytes in unit)
-        fits = (rows + more_rows <= task_rows and size + more_size <= task_bytes) or has_suffix(unit[0][0].url, ".gz")
-        if not (tasks and tasks[-1][0].url == unit[0][0].url and fits):
+        fits = (rows + more_rows <= task_rows and size + more_size <= task_bytes) or url.lower().endswith(".gz")
+        if not (tasks and tasks[-1][0].url == url and fits):
             tasks.append([])
             rows, size = 0, 0.0
         tasks[-1] += [shard for shard, _, _ in unit]

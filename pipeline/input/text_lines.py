@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from pipeline.config.input import LONGEST_RECORD
 from pipeline.config.job import StorageConfig
-from pipeline.input.files import has_suffix
 from pipeline.messages import one_line
 from pipeline.storage.folder import filesystem
 
@@ -49,7 +48,7 @@ def open_text(url: str, storage: StorageConfig) -> Iterator[BinaryIO]:
     """Open a file; unpack it if its name ends with .gz. Seeking back in a .gz file reads it again from its start."""
     fs, path = filesystem(url, storage)
     with fs.open(path, "rb") as raw, io.BufferedReader(raw, BUFFER) as file:
-        if not has_suffix(url, ".gz"):
+        if not url.lower().endswith(".gz"):
             yield file
             return
         with gzip.GzipFile(fileobj=file) as unpacked, io.BufferedReader(cast(io.RawIOBase, unpacked), BUFFER) as text:
