@@ -35,6 +35,11 @@ _BLANK = {"jsonl": b" \t\r\n", "csv": b"\r\n"}  # bytes that a blank line may ho
 _FIELD = re.compile(rb'(?:"(?:[^"]++|"")*+"|[^",\r\n][^,\r\n]*+)?+')
 _RECORD = re.compile(rb'(?:%b)?+%b(?:,%b)*+(?!")(\r*+[^\r\n])?+[^\n]*+\n' % (BOM, _FIELD.pattern, _FIELD.pattern))
 
+_CSV_ERRORS = {  # part of an error of Python's csv reader -> message
+    "unexpected end": "a quote is opened and not closed",
+    "new-line character": "a carriage return is not followed by a line feed; convert the file's line ends",
+}
+
 Offsets = npt.NDArray[np.int64]
 CsvRow = tuple[list[str], str | None]  # the fields, and an error if the record cannot be read
 
@@ -138,8 +143,8 @@ def csv_rows(data: bytes) -> list[CsvRow]:
         except UnicodeDecodeError:
             rows.append(([], "not UTF-8"))
         except csv.Error as error:
-            is_open = "unexpected end" in str(error)
-            rows.append(([], f"not CSV: {'a quote is opened and not closed' if is_open else one_line(error)}"))
+            known = (problem for sign, problem in _CSV_ERRORS.items() if sign in str(error))
+            rows.append(([], f"not CSV: {next(known, one_line(error))}"))
         else:
             rows += [(fields, None)] if fields else []
     return rows

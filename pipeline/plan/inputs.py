@@ -62,7 +62,7 @@ def with_digests(files: Sequence[InputFile]) -> list[InputFile]:
     If the local files together are larger than `DIGEST_BYTES`, none gets a digest, because that would take long. Files
     in S3 need no digest, because their version is the ETag.
     """
-    local = [file for file in files if _is_local(file.url)]
+    local = [file for file in files if "://" not in file.url]
     if sum(file.size for file in local) > DIGEST_BYTES:
         return list(files)
     found = dict(zip(local, in_parallel(lambda file: _digest(file.url, file.version), local), strict=True))
@@ -77,7 +77,7 @@ def has_same_content(url: str, before: tuple[int, str], digest: str, now: tuple[
     """
     if before == now:
         return True
-    return before[0] == now[0] and bool(digest) and _is_local(url) and _digest(url, now[1]) == digest
+    return before[0] == now[0] and bool(digest) and "://" not in url and _digest(url, now[1]) == digest
 
 
 def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFile]:
@@ -92,7 +92,7 @@ def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFil
         size, version = listed[file.url]
         if not has_same_content(file.url, (file.size, file.version), file.digest, (size, version)):
             sizes = f"{file.size} bytes then, {size} now"
-            if size == file.size and _is_local(file.url):
+            if size == file.size and "://" not in file.url:
                 sizes = "same size, other content" if file.digest else "same size, no digest of its content"
             raise UserError(
                 f"{file.url}: changed since the job began ({sizes}); put the old file back, or start again with "
@@ -128,10 +128,6 @@ def _any_digit(found: re.Match[str]) -> str:
     if not any(fnmatchcase(digit, text) for digit in digits):
         return text
     return "?" if text.startswith("[!") else "[0-9]" if len(text) == 1 else f"{text[:-1]}0-9]"
-
-
-def _is_local(url: str) -> bool:
-    return not url.startswith("s3://")
 
 
 def _real(url: str, storage: StorageConfig) -> str:

@@ -51,8 +51,7 @@ def compile_template(text: str) -> jinja2.Template:
         tree.set_environment(environment)
         return environment.from_string(tree)
     except jinja2.TemplateSyntaxError as error:
-        is_name = "'end of print statement', got" in str(error.message)  # such as {{ Review Text }}
-        remedy = "; rename a column whose name is not one word" if is_name else ""
+        remedy = "; rename a column whose name is not one word" if "statement', got" in str(error.message) else ""
         raise UserError(f"line {error.lineno}: {error.message}{remedy}") from None
     except Exception as error:  # for example a RecursionError or a SyntaxError, if the template is nested too deeply
         raise UserError(f"cannot be compiled: {one_line(error)}") from None

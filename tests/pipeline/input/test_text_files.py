@@ -385,6 +385,7 @@ def test_csv_fields_are_text(tmp_path: Path) -> None:
         ("a.jsonl", b"p\n", "1 line read, and none holds a JSON object"),
         ("a.jsonl.gz", gzip.compress(b'{"p": 1}\n' * 99)[:-9], "not readable as gzip: "),
         ("a.jsonl.gz", b'{"p": 1}\n', "not readable as gzip: Not a gzipped file"),
+        ("a.csv", b"p,q\r1,2\r", "the first line must name the columns: not CSV: a carriage return is not followed by"),
         ("a.csv", b"", "the file is empty; its first line must name the columns"),
         ("a.csv", b"id;text\n1;a\n", "the first line has no comma, but ';': columns must be separated by commas"),
         ("a.csv", b"q\n1\n", "no column 'p'; it has q"),
