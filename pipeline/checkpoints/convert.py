@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -40,7 +40,8 @@ ROPE_FACTORS = re.compile(r"(^|\.)rope_(freqs|factors)")  # names of tensors tha
 OTHER_SCALING = {("gemma2", 46): "Gemma 2 27B", ("gemma3", 62): "Gemma 3 27B"}
 # pre-tokenization rules that `_tokenizer` supports, by llama.cpp's names; a test compares token ids. Tekken and gpt-4o
 # are missing, because llama.cpp splits accents differently than the models' own tokenizers
-WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")  # rules that never split a word of the vocabulary
+# rules that never split a word of the vocabulary; they put BOS before a text unless the file says otherwise
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")
 PRE_TOKENIZERS = ("gpt-2", "olmo", "smollm", "dbrx", "smaug-bpe", "qwen2", "deepseek-r1-qwen", *WHOLE_WORDS)
 UNREADABLE = (ValueError, KeyError, OSError, TypeError, AttributeError)  # errors of transformers for a bad file
 
@@ -198,16 +199,20 @@ def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokeni
             f"{header.path}: tokenizer.ggml.pre = {rule!r} is not supported: llama.cpp may split texts differently; "
             f"supported rules: {', '.join(PRE_TOKENIZERS)}; use the safetensors checkpoint"
         )
+    begins = rule in WHOLE_WORDS and "tokenizer.ggml.add_bos_token" not in header.values
+    options = {"add_bos_token": True} if begins else {}
     try:
-        tokenizer: PreTrainedTokenizerBase = _read(header, AutoTokenizer, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = _read(header, AutoTokenizer, trust_remote_code=False, **options)
     except UNREADABLE as error:
         raise UserError(f"{header.path}: its tokenizer cannot be read: {flat(error)}") from None
+    backend = cast(Any, tokenizer).backend_tokenizer
     if is_bpe:
-        backend = cast(Any, tokenizer).backend_tokenizer
         backend.model.ignore_merges = rule in WHOLE_WORDS
         if rule == "smollm":
             digits = pre_tokenizers.Digits(individual_digits=True)
             backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    elif not header.values.get("tokenizer.ggml.add_space_prefix", True) and "gemma" not in header.architecture:
+        backend.normalizer, backend.pre_tokenizer = normalizers.Replace(" ", "\u2581"), None
     tokenizer.model_max_length = config.max_position_embeddings
     return tokenizer
 

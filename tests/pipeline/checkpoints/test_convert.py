@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_files import CUTS, TEMPLATE, TEXTS, byte_level_tokenizer, uncut_tokenizer, write_gguf
+from gguf_files import CUTS, SPECIAL, TEMPLATE, TEXTS, byte_level_tokenizer, uncut_tokenizer, write_gguf
 from tiny_models import tiny_model
+from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
@@ -101,6 +102,29 @@ def test_texts_are_cut_as_llama_cpp_cuts_them(tmp_path: Path, rule: str) -> None
     ours = load_tokenizer(tmp_path / "out")
     found = [ours(text, add_special_tokens=False)["input_ids"] for text in CUTS]
     assert {text: (got, want) for text, got, want in zip(CUTS, found, wanted, strict=True) if got != want} == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "keys", "tokens"),
+    [
+        ("llama-bpe", {}, ["<s>", "The"]),  # also with a file that does not say so
+        ("llama-bpe", {"tokenizer__ggml__add_bos_token": 0}, ["The"]),
+        ("gpt-2", {}, ["The"]),
+        (None, {}, ["<s>", "\u2581The"]),
+        (None, {"tokenizer__ggml__add_space_prefix": 0}, ["<s>", "The"]),
+    ],
+)
+def test_a_text_begins_as_in_llama_cpp(
+    tmp_path: Path, rule: str | None, keys: dict[str, Any], tokens: list[str]
+) -> None:
+    tokenizer = byte_level_tokenizer()
+    if rule is None:  # SentencePiece
+        vocab = {token: place for place, token in enumerate([*SPECIAL, "\u2581", *"The", "he", "The", "\u2581The"])}
+        tokenizer = Tokenizer(models.BPE(vocab, [("h", "e"), ("T", "he"), ("\u2581", "The")]))
+        keys = {**keys, "without": "tokenizer.ggml.model", "tokenizer__ggml__model": "llama"}
+    model = tiny_model("llama", vocab_size=tokenizer.get_vocab_size(), num_hidden_layers=1)
+    converted(write_gguf(tmp_path / "m.gguf", model, "llama", tokenizer=tokenizer, pre=rule, **keys), tmp_path / "out")
+    assert load_tokenizer(tmp_path / "out").tokenize("The", add_special_tokens=True) == tokens
 
 
 @pytest.mark.parametrize("rule", ["default", "gpt2", "tekken", "gpt-4o", "llama-bpe-2", None])
