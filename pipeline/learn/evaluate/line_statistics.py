@@ -20,7 +20,6 @@ from pipeline.learn.evaluate.metrics import (
     kappa_statistics,
     rouge_l_statistics,
     same_statistics,
-    warn_of_other_scripts,
 )
 from pipeline.runtime.announce import RowProgress
 
@@ -49,7 +48,6 @@ def line_statistics(
     """
     texts = {name: [answer.generated_text or "" for answer in given] for name, given in answers.items()}
     expected, references = texts[full_depth], [row.references for row in inputs.rows]
-    warn_of_other_scripts(expected)
     statistics: dict[str, dict[str, Array]] = {name: {} for name in answers}
     for name, own in texts.items():
         found = statistics[name]

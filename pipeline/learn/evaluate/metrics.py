@@ -6,7 +6,6 @@ Shapes: N rows have statistics [N, K]; S data sets have sums [S, K] and scores [
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,19 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from rouge_score.rouge_scorer import RougeScorer
+from rouge_score.tokenizers import Tokenizer
 from sacrebleu.metrics.bleu import BLEU
 
 from pipeline.config.forms import normalized
 from pipeline.generate.answer_checks import repeated_ngrams
 
-log = logging.getLogger(__name__)
 Array = npt.NDArray[np.float64]
 ORDER = 4  # longest n-gram of BLEU
 TOKENS, OWN_TOKENS, REPEATS, GRAMS, REGRET = range(5)  # columns of `answer_statistics`
 CONFIDENCE = 0.95  # an interval holds this share of the resampled scores
 SAMPLES, SEED = 1000, 0  # number of resampled data sets, and the random seed that draws them
 DRAWN_AT_ONCE = 2**22  # limit for the row numbers drawn at once, which take 32 MiB
-_SCORER = RougeScorer(["rougeL"])
+# a character of a script without spaces between words (Thai to Burmese, Khmer, Japanese, Chinese) counts as a word
+_SPACELESS = re.compile("[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ def _bleu(sums: Array) -> Array:
     scores = []
     for counts in sums.astype(int).tolist():
         correct, total = counts[2 : 2 + ORDER], counts[2 + ORDER :]
-        scores.append(BLEU.compute_bleu(correct, total, counts[0], counts[1], smooth_method="exp").score)
+        length, reference = counts[:2]
+        found = BLEU.compute_bleu(correct, total, length, reference, smooth_method="exp", effective_order=True)
+        scores.append(found.score)
     return np.array(scores)
 
 
@@ -101,11 +103,12 @@ def bleu_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -
     """Return [rows, 10]: answer length, closest reference's length; matched n-grams and all n-grams, each for n = 1-4.
 
     sacrebleu counts with tokenizer 13a, in lower case, against all references of a row. The sums over rows give the
-    corpus BLEU.
+    corpus BLEU. If no answer has four words, it counts only n-grams of the longest answer's length or shorter.
     """
     # effective_order changes no count, but without it sacrebleu warns about every sentence
     metric = BLEU(lowercase=True, tokenize="13a", effective_order=True)
-    scores = [metric.sentence_score(text, each) for text, each in zip(texts, references, strict=True)]
+    pairs = zip(texts, references, strict=True)
+    scores = [metric.sentence_score(_spaced(text), [*map(_spaced, each)]) for text, each in pairs]
     counts = [[score.sys_len, score.ref_len, *score.counts, *score.totals] for score in scores]
     return np.array(counts, dtype=np.float64)
 
@@ -132,7 +135,7 @@ def kappa_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
 def rouge_l_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
     """Return [rows, 2]: the text's best ROUGE-L F score over its references, without stemming; and a constant 1.
 
-    rouge_score counts only words of a-z and 0-9. A text that equals a reference scores 1 in every script.
+    A text that equals a reference scores 1 even if it has no words.
     """
     pairs = zip(texts, references, strict=True)
     return mean_statistics([max(_rouge_l(reference, text) for reference in each) for text, each in pairs])
@@ -158,11 +161,18 @@ def mean_statistics(values: Sequence[float] | Array) -> Array:
     return np.stack([first, np.ones_like(first)], axis=1)
 
 
-def warn_of_other_scripts(texts: Sequence[str]) -> None:
-    """Log a warning if most of the texts hold no word that ROUGE-L counts."""
-    unseen = sum(1 for text in texts if text.strip() and not re.search("[a-z0-9]", text.lower()))
-    if 2 * unseen > len(texts):
-        log.warning("ROUGE-L counts only words of a-z and 0-9, and %d of %d texts have none", unseen, len(texts))
+def _spaced(text: str) -> str:
+    return _SPACELESS.sub(r" \g<0> ", text)
+
+
+class _Words(Tokenizer):  # type: ignore[misc]
+    """Splits a text into words of letters and digits of any script. rouge_score's own tokenizer drops all but a-z."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return re.findall(r"[^\W_]+", _spaced(text).lower())
+
+
+_SCORER = RougeScorer(["rougeL"], tokenizer=_Words())
 
 
 def _rouge_l(reference: str, text: str) -> float:

@@ -48,7 +48,7 @@ def test_a_resampled_bleu_is_sacrebleus_own_of_the_resampled_corpus(seed: int, r
     for one, score in zip(counts.astype(int), found, strict=True):
         drawn = [row for row in range(rows) for _ in range(one[row])]
         streams: Any = [[(*references[row], None, None)[place] for row in drawn] for place in range(3)]
-        bleu = sacrebleu.BLEU(lowercase=True, tokenize="13a")
+        bleu = sacrebleu.BLEU(lowercase=True, tokenize="13a", effective_order=True)
         assert score == pytest.approx(bleu.corpus_score([texts[row] for row in drawn], streams).score, abs=1e-9)
 
 
@@ -100,7 +100,16 @@ def test_rouge_l_is_the_librarys_best_over_references() -> None:
     scorer = RougeScorer(["rougeL"])
     want = [scorer.score_multi(each, text)["rougeL"].fmeasure for text, each in zip(texts, references, strict=True)]
     np.testing.assert_allclose(metrics.rouge_l_statistics(texts, references)[:, 0], want)
-    assert metrics.rouge_l_statistics(["", "你好"], [[""], ["你好"]])[:, 0].tolist() == [1, 1]  # words it cannot see
+    assert metrics.rouge_l_statistics(["", "!"], [[""], ["!"]])[:, 0].tolist() == [1, 1]
+
+
+def test_texts_of_any_script_and_length_are_scored() -> None:
+    texts = ["New York", "Привет, МИР!", "你好世界", "Élan"]
+    references = [["new york"], ["привет мир"], ["你好，世人"], ["lan"]]
+    assert metrics.rouge_l_statistics(texts, references)[:, 0].tolist() == [1, 1, 0.75, 0]
+    counts = metrics.bleu_statistics(texts, references)
+    assert counts[2, 2:6].tolist() == [3, 1, 0, 0]  # 你 好 世, and 你 好
+    assert METRICS["bleu"].score(counts[:1]) == pytest.approx(100)
 
 
 def test_exact_match_ignores_case_and_outer_space_and_agreement_does_not() -> None:
