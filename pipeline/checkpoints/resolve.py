@@ -228,8 +228,7 @@ def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True
         return folder
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(root / f"{source.key}.lock")
-        lock.acquire()
+        lock = FileLock(root / f"{source.key}.lock").acquire()
     except OSError as error:
         raise UserError(f"{root}: cannot hold checkpoints: {error.strerror}; set model.cache") from None
     with lock:

@@ -218,6 +218,10 @@ class HubStore:
         except (errors.SafetensorsParsingError, errors.HFValidationError) as error:
             raise UserError(f"{name}: {flat(error)}") from None
         except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
+            if getattr(error, "errno", None) and not isinstance(error, ConnectionError | TimeoutError):
+                raise UserError(
+                    f"{self._cache()}: cannot hold {name}: {flat(error)}; free space, or set model.cache"
+                ) from None
             raise StoreFailed(
                 f"{name}: the hub at {where} cannot be reached or does not answer: {flat(error)[:200]}; "
                 "without network use a local folder or s3://"

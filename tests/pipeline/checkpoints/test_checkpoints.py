@@ -249,6 +249,8 @@ def test_a_damaged_download_is_tried_once_more_then_refused(
         fetch(resolved.source)
     assert "\n" not in str(caught.value) and damages == [97]
     assert WEIGHTS not in held(place)
+    damages[0] = 0
+    assert fetch(resolved.source) == folder  # the failed fetch, whose error is still in use, does not hold the lock
 
 
 @pytest.mark.parametrize("damage", ["short", "no record", "wrong record"])
@@ -456,11 +458,16 @@ def test_quantized_weights_on_the_hub_are_refused_before_they_are_fetched(hub: H
     assert "m.Q4_1.gguf is GGUF: fetch it and convert it (skipdecode convert)" in refusal(f"{REPO}@main")
 
 
-def test_a_missing_model_or_revision_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_or_revision_is_one_line(hub: Hub, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no such model on the hub, or no access" in refusal("someone/else@main")
     assert "no such revision: give a branch, tag or commit" in refusal(f"{REPO}@v9")
     hub.gated = True
     assert "ask for access on the hub, and set HF_TOKEN" in refusal(f"{REPO}@main")
+    hub.gated = False
+    place.mkdir(parents=True)
+    (place / "hub").touch()
+    with pytest.raises(ValueError, match=rf"^{place}/hub: cannot hold {REPO}@\w+: .* Not a directory.*set model.cache$"):
+        of_hub()
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(StoreFailed, match=rf"^{REPO}@main: the hub at http://127\.0\.0\.1:9 cannot be reached"):
         of_hub()
