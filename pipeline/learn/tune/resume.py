@@ -89,16 +89,16 @@ def _is_recorded(config: TuneConfig) -> bool:
 
 def _recipe(config: TuneConfig) -> dict[str, Any]:
     """Return the values that a resumed training must share: config (without keys in `FREE`) and file versions."""
-    files = list[Path]()
+    data = dict[str, Any]()
     for path in (*config.data.train, *config.data.dev):
-        files += [Path(path)] if Path(path).is_file() else map(Path, list_files([path], StorageConfig()))
-    for checkpoint in (config.model.path, config.loss.teacher):
-        if checkpoint is not None:
-            files += sorted(Path(checkpoint).glob("*.safetensors"))
+        listed = {} if Path(path).is_file() else list_files([path], StorageConfig())
+        data |= {url: [size, int(tag) if tag.isdecimal() else tag] for url, (size, tag) in listed.items()}
+        data |= {} if listed else _versions([Path(path)])
+    models = [Path(path) for path in (config.model.path, config.loss.teacher) if path is not None]
     start = _start(config)
     return {
         "config": config.model_dump(mode="json", exclude=FREE),
-        "files": _versions(files),
+        "files": data | _versions([path for model in models for path in sorted(model.glob("*.safetensors"))]),
         "start": _versions([] if start is None else [Path(start) / name for name in FILES]),
     }
 

@@ -24,12 +24,14 @@ from actors.engine.library.divergence import Model, teacher_forced
 from actors.engine.model.loading import inspect, load_decoder, load_tokenizer, with_adapter
 from actors.engine.model.speed_adapter import FILES, WEIGHTS, base_digest, merge
 from actors.engine.schedule.schedule import ScheduleSpec
+from pipeline.config.job import StorageConfig
 from pipeline.config.tune import TuneConfig, TuneDataConfig
 from pipeline.learn.rows import token_ids
 from pipeline.learn.tune.plan import encode, plan_training, read_pairs
 from pipeline.learn.tune.run import tune
 from pipeline.learn.tune.trainer import Training
 from pipeline.prepare.tokenizer import tokenize
+from pipeline.storage.folder import open_folder
 
 
 def parquet(path: Path, **columns: Any) -> str:
@@ -105,6 +107,20 @@ def test_a_finished_run_is_unchanged_until_a_file_changes(recipe: dict[str, Any]
         train_recipe(recipe)
     shutil.rmtree(tmp_path / "out" / "_training")
     with pytest.raises(ValueError, match="holds a checkpoint already"):
+        train_recipe(recipe)
+
+
+def test_data_may_lie_in_a_bucket(
+    recipe: dict[str, Any], tmp_path: Path, s3: StorageConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", str(s3.endpoint_url))
+    train = open_folder("s3://bucket/data", s3)
+    train.replace("train.parquet", (tmp_path / "train.parquet").read_bytes())
+    recipe["data"] = {**recipe["data"], "train": "s3://bucket/data"}
+    assert train_recipe(recipe, max_steps=1)["steps"] == 1
+    pq.write_table(pq.read_table(tmp_path / "train.parquet").slice(1), tmp_path / "train.parquet")
+    train.replace("train.parquet", (tmp_path / "train.parquet").read_bytes())
+    with pytest.raises(ValueError, match="another recipe or other input files"):
         train_recipe(recipe)
 
 
