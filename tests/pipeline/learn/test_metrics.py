@@ -88,6 +88,15 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say(monkeypatch: pytes
     assert 0.7 * 200 < inside < 0.9 * 200
 
 
+@pytest.mark.parametrize("rows", [2, 20, 200])
+def test_rows_that_do_not_differ_do_not_show_that_no_row_would(rows: int) -> None:
+    line = {"agreement_exact": mean_statistics(np.ones(rows))}
+    found = paired_scores({"1x": line, "2x": line}, "1x")
+    full, fast = (found[name]["agreement_exact"] for name in ("1x", "2x"))
+    assert (full.loss, full.loss_low, full.loss_high) == (fast.loss, fast.loss_low, 0) == (0, 0, 0)
+    assert (1 - fast.loss_high / 100) ** rows == pytest.approx(0.05)
+
+
 def test_few_rows_at_once_draw_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
     statistics = mean_statistics(np.arange(7.0))
     whole = metrics.resampled_sums(statistics, 40, 3)
