@@ -64,7 +64,8 @@ def encode(
 ) -> list[dict[str, Any]]:
     """Return `input_ids` and `prompt_tokens` of each pair. Leave out pairs longer than `max_tokens`, with a warning.
 
-    Raises UserError for a token outside the vocabulary, or if a pair needs an end token and the tokenizer has none.
+    Raises UserError for a token outside the vocabulary, a prompt or response without a token, or if a pair needs an end
+    token and the tokenizer has none.
     """
     prompts, responses, ends = zip(*pairs, strict=True)
     if tokenizer.eos_token_id is None and any(ends):
@@ -73,8 +74,9 @@ def encode(
     rows: list[dict[str, Any]] = []
     for number, (prompt, response, ended) in enumerate(encoded):
         ids = [*prompt, *response, *([tokenizer.eos_token_id] if ended else [])]
-        if max(ids) >= vocab_size:
-            raise UserError(f"pair {number}: a token id lies outside the model's vocabulary of {vocab_size}")
+        if not prompt or len(ids) == len(prompt) or max(ids) >= vocab_size:
+            fault = f"an empty prompt or response, or a token outside the model's vocabulary of {vocab_size}"
+            raise UserError(f"pair {number} has {fault}; leave the row out")
         rows.append({"input_ids": ids, "prompt_tokens": len(prompt)})
     fitting = [row for row in rows if len(row["input_ids"]) <= max_tokens]
     if len(fitting) < len(rows):

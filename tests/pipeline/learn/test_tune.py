@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from random_adapter import random_adapter
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import tiny_checkpoint
+from tokenizers import normalizers
 from tune_recipes import train_recipe
 
 from actors.engine.errors import UserError
@@ -314,6 +315,9 @@ def test_the_best_step_is_kept_and_harm_is_named(
     kept, before = (load_decoder(path, torch.float32, torch.device("cpu")).model for path in (tmp_path / "out", start))
     for (name, weight), other in zip(kept.named_parameters(), before.parameters(), strict=True):
         assert torch.equal(weight, other), name
+    lost = train_recipe({**recipe, "output": recipe["output"] + "-lost"}, learning_rate=1e30, bf16=False)
+    assert lost["steps"] == 2  # of 12
+    assert lost["harmed"][0] == "the training stopped at step 2: its dev-set loss is nan; lower training.learning_rate"
     stopped = {**recipe, "output": recipe["output"] + "-stopped"}
     record = train_recipe(stopped, max_steps=200, eval_steps=4, learning_rate=1.0, early_stopping=2, warmup_steps=0)
     assert record["steps"] < 200
@@ -337,8 +341,14 @@ def test_token_ids_and_cut_off_responses(recipe: dict[str, Any], start: Path, tm
     plain = parquet(tmp_path / "plain.parquet", prompt=texts, response=texts)
     text = read_pairs(data.model_copy(update={"ended": None}), [plain], "response")
     assert encode(tokenizer, text, 256, 300)[0] == rows[0]
-    with pytest.raises(ValueError, match="pair 0: a token id lies outside the model's vocabulary of 5"):
+    with pytest.raises(ValueError, match="pair 0 has an empty prompt or response, or a token outside the .* of 5;"):
         encode(tokenizer, text, 256, 5)
+    bare = load_tokenizer(start)  # this tokenizer gives a zero-width space no token
+    bare.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
+    bare.add_bos_token = False
+    for pair in (("\u200b", "a", True), ("a", "\u200b", False)):
+        with pytest.raises(ValueError, match="pair 1 has an empty prompt or response"):
+            encode(bare, [text[0], pair], 256, 300)
     tokenizer.eos_token = None  # the end tokens of `generation_config.json` are in the responses that `adapt` writes
     assert encode(tokenizer, [(*pair[:2], False) for pair in text], 256, 300)[1] == rows[1]
     with pytest.raises(ValueError, match="the tokenizer has no end-of-sequence token"):
