@@ -48,8 +48,11 @@ def train(config: TuneConfig, plan: TrainingPlan) -> None:
     step_seconds, processor = time.monotonic() - step_began, time.process_time() - processor
     if training.rank > 0:
         return
-    first, kept = training.dev_losses[0], training.load_best()
-    harmed = harm(first, kept if kept["step"] > 0 else training.dev_losses[-1])
+    first, last, kept = training.dev_losses[0], training.dev_losses[-1], training.load_best()
+    harmed = harm(first, kept if kept["step"] > 0 else last)
+    if not math.isfinite(last[LOSS]):
+        reason = f"the training stopped at step {last['step']}: its dev-set loss is {last[LOSS]}"
+        harmed.insert(0, f"{reason}; lower training.learning_rate")
     for line in harmed:
         log.warning("%s", line)
 

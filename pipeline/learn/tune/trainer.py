@@ -135,7 +135,7 @@ class Training:
         self.dev_losses: list[dict[str, float]] = []
 
     def run(self) -> None:
-        """Train from the last saved step to the end."""
+        """Train from the last saved step to the end, or until the dev-set loss is NaN or infinite."""
         every, patience = min(self.settings.eval_steps, math.ceil(self.steps / 10)), self.settings.early_stopping
         self._resume()
         if not self.dev_losses:
@@ -143,7 +143,11 @@ class Training:
         if self.rank == 0:
             announce(f"training: {self.step:,} of {self.steps:,} steps")
         began, timer, sums = time.monotonic(), Timer(), list[Tensor]()
-        while self.step < self.steps and (patience is None or self._since_best() < patience):
+        while (
+            self.step < self.steps
+            and (patience is None or self._since_best() < patience)
+            and math.isfinite(self.dev_losses[-1][LOSS])
+        ):
             sums.append(self._step())
             self.step += 1
             if self.rank == 0 and (timer.is_due() or self.step == self.began_at + 1):

@@ -466,7 +466,9 @@ def test_a_missing_model_or_revision_is_one_line(hub: Hub, place: Path, monkeypa
     hub.gated = False
     place.mkdir(parents=True)
     (place / "hub").touch()
-    with pytest.raises(ValueError, match=rf"^{place}/hub: cannot hold {REPO}@\w+: .* Not a directory.*set model.cache$"):
+    with pytest.raises(
+        ValueError, match=rf"^{place}/hub: cannot hold {REPO}@\w+: .* Not a directory.*set model.cache$"
+    ):
         of_hub()
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(StoreFailed, match=rf"^{REPO}@main: the hub at http://127\.0\.0\.1:9 cannot be reached"):
