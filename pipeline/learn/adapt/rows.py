@@ -24,6 +24,7 @@ from pipeline.input.rows import from_ipc, read_shards, to_ipc
 from pipeline.input.schema import is_text
 from pipeline.input.shards import Shard
 from pipeline.learn.adapt.configs import ANSWERS, DEV, HELD_OUT, SAMPLE, TRAIN
+from pipeline.learn.evaluate.metrics import is_label
 from pipeline.plan.manifest import read_footers
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table
@@ -171,7 +172,7 @@ def metric_of(folder: Path, asked: str | None, *, choices: bool, references: boo
     """
     table = read_parquet((folder / HELD_OUT).read_bytes(), ["references", "response"])
     texts = table["references"].to_pylist()
-    labels = all(len(text.split()) == 1 for row in texts for text in row)
+    labels = all(is_label(text) for row in texts for text in row)
     if asked in OF_TEXTS and labels and not choices:
         raise UserError(
             f"adapt.metric: {asked} is not a metric for labels, and the references of all {len(texts)} held-out rows "

@@ -24,6 +24,7 @@ from pipeline.config.job import StorageConfig
 from pipeline.generate.settings import generator_settings
 from pipeline.input.rows import read_columns
 from pipeline.input.schema import MissingColumn
+from pipeline.learn.evaluate.metrics import is_label
 from pipeline.learn.evaluate.results import RECORD, output_files, slug
 from pipeline.learn.rows import Text, is_text, token_ids
 from pipeline.messages import counted
@@ -92,7 +93,7 @@ class EvalInputs:
         """Whether answers are labels: `choices` is set, or every reference is a single word."""
         return self.config.choices is not None or (
             self.config.data.references is not None
-            and all(len(reference.split()) == 1 for row in self.rows for reference in row.references)
+            and all(is_label(reference) for row in self.rows for reference in row.references)
         )
 
     @property

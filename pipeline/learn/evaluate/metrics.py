@@ -25,6 +25,7 @@ TOKENS, OWN_TOKENS, REPEATS, GRAMS, REGRET = range(5)  # columns of `answer_stat
 CONFIDENCE = 0.95  # an interval holds this share of the resampled scores
 SAMPLES, SEED = 1000, 0  # number of resampled data sets, and the random seed that draws them
 DRAWN_AT_ONCE = 2**22  # limit for the row numbers drawn at once, which take 32 MiB
+LABEL_CHARACTERS = 8
 # a character of a script without spaces between words (Thai to Burmese, Khmer, Japanese, Chinese) counts as a word
 _SPACELESS = re.compile("[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
 
@@ -160,6 +161,11 @@ def mean_statistics(values: Sequence[float] | Array) -> Array:
     """Return [rows, 2]: each row's value and a constant 1. The mean is the sum of values divided by the sum of ones."""
     first = np.asarray(values, dtype=np.float64)
     return np.stack([first, np.ones_like(first)], axis=1)
+
+
+def is_label(text: str) -> bool:
+    """Tell whether a text is a single word or, in a script without spaces, has at most `LABEL_CHARACTERS`."""
+    return len(text.split()) == 1 and len(_SPACELESS.findall(text)) <= LABEL_CHARACTERS
 
 
 def _spaced(text: str) -> str:

@@ -143,6 +143,8 @@ LONG, WORD = [5] * 9, [5]
         (True, [["yes"], ["no"]], WORD, "exact_match"),
         (False, [["yes"], ["no", "none"]], WORD, "exact_match"),
         (False, [["a summary"], ["of text"]], LONG, "rouge_l"),
+        (False, [["这家餐厅在河边，价格便宜。"], ["适合家庭"]], LONG, "rouge_l"),
+        (False, [["正面"], ["负面"]], WORD, "exact_match"),
         (False, [["a summary"], ["of text", "or another"]], LONG, "bleu"),
     ],
 )
