@@ -439,10 +439,9 @@ def _recorded(record: Any) -> Iterator[tuple[float | None, str, dict[str, tuple[
     """Yield (nominal speed, prompt policy, metric -> (loss, low, high)) for each line of a record."""
     if isinstance(record, list):  # table.json, written by `evaluate`
         for line in record:
-            if line.get("group") in ("speed", "prompt"):
-                known = [name for name in METRICS if line.get(f"{name}_loss") is not None]
-                ends = ("loss", "loss_low", "loss_high")
-                yield line["nominal"], line["prompt"], {n: tuple(line[f"{n}_{end}"] for end in ends) for n in known}
+            known = [name for name in METRICS if line.get(f"{name}_loss") is not None]
+            ends = ("loss", "loss_low", "loss_high")
+            yield line["nominal"], line["prompt"], {n: tuple(line[f"{n}_{end}"] for end in ends) for n in known}
     else:
         for line in record["done"]["after"]["result"]["lines"]:
             scores = {name: (score["loss"], None, score["loss_high"]) for name, score in line["scores"].items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from click.testing import Result
 from pipeline.config.job import JobConfig
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt import run as adaptation
+from pipeline.learn.evaluate.results import Line, Score
 from pipeline.runtime.signals import Interrupted
 
 ROWS = 30
@@ -126,11 +128,10 @@ class Fakes:
 
     @staticmethod
     def line(nominal: float | None, loss: float, seconds: float, prompt: str = "full") -> dict[str, Any]:
-        scores = {
-            name: {"value": 100 - loss, "loss": loss, "loss_high": loss + 1}
-            for name in ("fidelity", "agreement_exact", "exact_match", "rouge_l", "bleu")
-        }
-        return {"nominal": nominal, "prompt": prompt, "layer_ratio": nominal, "seconds": seconds, "scores": scores}
+        names = ("fidelity", "agreement_exact", "exact_match", "rouge_l", "bleu")
+        scores = dict.fromkeys(names, Score(100 - loss, loss, loss + 1))
+        name = f"{nominal:g}x" + " prompt=first" * (prompt == "first") if nominal else "reference model"
+        return asdict(Line(name, nominal, prompt, nominal, seconds, scores))
 
 
 Run = Callable[..., Result]

@@ -66,10 +66,8 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
             "adapt.output: all nodes of the cluster must read and write the adaptation's files, but "
             f"{folder} may be on this node only: name a folder on a shared file system, or unset RAY_ADDRESS"
         )
-    needed = ["sacrebleu", "rouge_score", *(["peft"] if options.weights == "adapter" else [])]
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        raise UserError(f"{missing[0]} is not installed: {install_command('tune,eval')}")
+    if options.weights == "adapter" and find_spec("peft") is None:
+        raise UserError(f"peft is not installed: {install_command('tune,eval')}")
     check_columns(config)
     pinned = with_snapshot(config, pinned_snapshot(config, None))
     listed = list_input(pinned.input, config.storage)
@@ -149,7 +147,7 @@ def _check_job(config: JobConfig, options: AdaptConfig) -> None:
         raise UserError("model.speed_adapter: adapt needs model.path without a speed adapter; leave this key out")
 
 
-def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]:
+def stage_settings(task: Task) -> dict[str, dict[str, Any]]:
     """Return stage -> the settings that decide its result, except those listed for an earlier stage."""
     config, values = task.config, task.options.model_dump()
 
@@ -162,8 +160,7 @@ def stage_settings(task: Task, record: StageRecord) -> dict[str, dict[str, Any]]
     actors = {"actors": config.actors.model_dump(include={"max_batch", "threads", "cache_bytes"})}
     names = ("speedups", "prompt", "max_tokens", "loss", "weights", "adapter", "training")
     tune = {"schedule": dict(task.shape), **chosen(*names)}
-    start, done = task.options.adapter.get("start"), record.done.get("tune")
-    if start is not None and (done is None or START in done["settings"]):  # earlier versions recorded no digest
+    if (start := task.options.adapter.get("start")) is not None:
         tune[START] = {"weights": file_digest(Path(start) / WEIGHTS, "sha256")}
     settings = {
         "sample": {

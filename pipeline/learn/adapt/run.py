@@ -84,7 +84,7 @@ def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose:
     `job.run`. Raises UserError for a mistake, if possible before Ray starts, and the errors of `job.run`.
     """
     task, stored = plan_adaptation(config, source)
-    settings = stage_settings(task, stored)
+    settings = stage_settings(task)
     stored.check(settings)
     stored.folder.claim(configs.STAGE_FILES)
     with interruptible(), leased(LocalFolder(str(task.folder), task.folder)):

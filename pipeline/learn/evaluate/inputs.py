@@ -39,12 +39,10 @@ CHANCE = "chance"  # name of the table line for answers that do not depend on th
 class Variant:
     """A schedule or model to measure, which becomes a line of evaluate's table.
 
-    group: "speed", "prompt" (a speed with another prompt policy), "reference" or "model" (a baseline). spec: complete
-    schedule. nominal: nominal speed-up; None for a reference model or baseline.
+    spec: complete schedule. nominal: nominal speed-up; None for a reference model or baseline.
     """
 
     name: str
-    group: str
     spec: ScheduleSpec
     nominal: float | None
 
@@ -52,11 +50,11 @@ class Variant:
 def speeds(spec: ScheduleSpec, speedups: Sequence[float], prompts: Sequence[str] = ()) -> list[Variant]:
     """Return `spec` at 1x and at each speed-up, then at each speed-up above 1x with each other policy in `prompts`."""
     speedups = list(dict.fromkeys([1.0, *map(float, speedups)]))
-    variants = [Variant(f"{each:g}x", "speed", spec.overridden({"speedup": each}), each) for each in speedups]
+    variants = [Variant(f"{each:g}x", spec.overridden({"speedup": each}), each) for each in speedups]
     for prompt, speedup in product(prompts, speedups):
         if prompt != spec.prompt and speedup > 1:
             changed = spec.overridden({"speedup": speedup, "prompt": prompt})
-            variants.append(Variant(f"{speedup:g}x prompt={prompt}", "prompt", changed, speedup))
+            variants.append(Variant(f"{speedup:g}x prompt={prompt}", changed, speedup))
     return variants
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ class Line:
         nominal: Requested speed-up; None for the reference model or a baseline.
         layer_ratio: Layers at full depth divided by layers run, over all decode steps; None if `nominal` is None.
         seconds: Time to answer all rows, median over timed rounds; in the record of `adapt`, time of one row.
-        group: See `Variant`.
         mean_depth: Mean number of layers of a decode step; None if there was no decode step.
         decode_seconds: Time of all decode steps, median over timed rounds.
         tokens_per_second: Generated tokens divided by `seconds`.
@@ -47,7 +46,6 @@ class Line:
     layer_ratio: float | None
     seconds: float
     scores: Scores
-    group: str = "speed"
     mean_depth: float | None = None
     decode_seconds: float = 0.0
     tokens_per_second: float = 0.0
@@ -58,12 +56,9 @@ class Line:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Line:
-        """Build a line from the values in a record. If the record of an earlier version has no name, derive it."""
-        nominal, prompt = values["nominal"], values["prompt"]
-        policy = "" if prompt == "full" or nominal in (None, 1) else f" prompt={prompt}"
-        name = "full depth" if nominal is None else f"{nominal:g}x{policy}"
-        given = {"name": name, **values, "scores": scores_of(values["scores"])}
-        return cls(**given | {"warnings": tuple(values.get("warnings", ()))})
+        """Build a line from the values in a record. Ignore keys that this version does not have."""
+        given = {**values, "scores": scores_of(values["scores"]), "warnings": tuple(values["warnings"])}
+        return cls(**{field.name: given[field.name] for field in fields(cls)})
 
 
 def scores_of(values: Mapping[str, Mapping[str, float]]) -> Scores:

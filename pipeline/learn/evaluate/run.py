@@ -51,10 +51,9 @@ def evaluate(config: EvalConfig) -> Evaluation:
         schedule = variant.spec.build(inputs.model.checkpoint.num_layers)
         lines[variant.name] = (full if schedule.is_full_depth else fast), schedule
     for name, model in others.items():
-        line = {name: (model, model.schedule)}
-        is_reference = name == REFERENCE  # the reference model becomes the first line, baselines the last ones
-        other = [Variant(name, "reference" if is_reference else "model", ScheduleSpec(), None)]
-        variants, lines = (other + variants, line | lines) if is_reference else (variants + other, lines | line)
+        line, other = {name: (model, model.schedule)}, [Variant(name, ScheduleSpec(), None)]
+        is_first = name == REFERENCE  # the reference model becomes the first line, baselines the last ones
+        variants, lines = (other + variants, line | lines) if is_first else (variants + other, lines | line)
     full_depth = variants[0].name
 
     runs = time_in_turn(lines, inputs.prompts, config.runs)
@@ -193,7 +192,6 @@ def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Li
     signs = warnings_of([answer.generated_text or "" for answer in run.answers])
     return Line(
         name=variant.name,
-        group=variant.group,
         nominal=variant.nominal,
         prompt=variant.spec.prompt,
         layer_ratio=stats.full_layer_steps / stats.layer_steps if has_ratio else None,

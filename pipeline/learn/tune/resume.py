@@ -80,11 +80,11 @@ def finish(config: TuneConfig, save: Callable[[Path], None], record: Mapping[str
 
 
 def _is_recorded(config: TuneConfig) -> bool:
-    """Tell whether the recorded recipe equals the recipe of `config`. Records of earlier versions are accepted."""
+    """Tell whether the recorded recipe equals the recipe of `config`, without keys that were removed since."""
     stored, recipe = _read(folder(config) / RECIPE), _recipe(config)
     if not isinstance(stored, dict) or not isinstance(stored.get("config"), dict):
         return False
-    return {"start": recipe["start"], **stored, "config": without_removed(stored["config"], TuneConfig)} == recipe
+    return {**stored, "config": without_removed(stored["config"], TuneConfig)} == recipe
 
 
 def _recipe(config: TuneConfig) -> dict[str, Any]:

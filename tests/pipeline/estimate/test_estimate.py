@@ -155,7 +155,7 @@ def test_a_trained_checkpoint_is_planned_at_its_speeds(
     values["schedule"] = {"agreement_rows": 0, "speedup": 2}
     values["budget"] = {"tokens": 1}
     loss = {"bleu_loss": 0.3, "bleu_loss_low": -0.5, "bleu_loss_high": 1.1}
-    (trained / "table.json").write_text(json.dumps([{"nominal": 2.0, "prompt": "full", "group": "speed", **loss}]))
+    (trained / "table.json").write_text(json.dumps([{"nominal": 2.0, "prompt": "full", **loss}]))
     done = invoke(tmp_path, values, "--seconds", "20", command="plan")
     assert done.exit_code == 0, done.output
     assert "2x *" in done.stdout and "1x" in done.stdout and "speed-up" in done.stdout and "ideal" in done.stdout

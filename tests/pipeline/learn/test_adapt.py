@@ -28,7 +28,6 @@ from pipeline.learn.adapt import configs
 from pipeline.learn.adapt.plan import StageRecord
 from pipeline.learn.adapt.rows import layout, metric_of, read_sample
 from pipeline.learn.evaluate.results import Line, Score
-from pipeline.plan.manifest import plan_job
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
 
@@ -353,19 +352,6 @@ def test_without_an_order_of_job_or_checkpoint_it_is_measured(checkpoint: Path, 
     assert shape(None, keep_order="paper") == ("paper", 1)
     assert shape(stored) == ([1, 0, 3, 2], 2)
     assert shape(stored, keep_order="measured") == ("measured", None)
-
-
-def test_run_accepts_the_section(tmp_path: Path, checkpoint: Path) -> None:
-    """Another, or none: the job is the same one."""
-    inputs = write_inputs(tmp_path / "in")
-    prints = set()
-    for adapt in ({"rows": 10, "held_out": 2}, {"metric": "token_kl"}, None):
-        job = {**values(inputs, tmp_path / "out", checkpoint), "adapt": adapt}
-        config = JobConfig.model_validate(job)
-        resolved = resolve_checkpoint(config.model, config.storage)
-        schedule = resolved.checkpoint.schedule(config.schedule.changes())
-        prints.add(plan_job(config, resolved, schedule, None, None).fingerprint)
-    assert len(prints) == 1
 
 
 def test_a_line_break_does_not_end_a_comment(checkpoint: Path, tmp_path: Path) -> None:

@@ -247,12 +247,6 @@ def test_actors_count_where_they_have_hardware_of_their_own(
 
 @given(lines())
 def test_measurements_survive_the_record(measured: list[Line]) -> None:
+    """A key that was removed since is ignored."""
     for line in measured:
-        assert Line.of(json.loads(json.dumps(asdict(line)))) == line
-
-
-def test_measurements_of_an_earlier_version_are_read() -> None:
-    """They have neither names nor intervals of values."""
-    old = {"nominal": 2.0, "prompt": "first", "layer_ratio": 1.9, "seconds": 0.1}
-    line = Line.of({**old, "scores": {METRIC: {"value": 98.0, "loss": 2.0, "loss_high": 3.0}}})
-    assert line == Line("2x prompt=first", 2.0, "first", 1.9, 0.1, {METRIC: Score(98.0, 2.0, 3.0)})
+        assert Line.of({**json.loads(json.dumps(asdict(line))), "group": "speed"}) == line

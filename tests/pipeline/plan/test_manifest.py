@@ -271,6 +271,7 @@ def test_the_package_version_is_not_part_of_the_job(
         {"max_error_rate": 0.5, "attempts": 1},
         {"schedule": {"unadapted": True, "min_agreement": 0.3, "agreement_rows": 3}},
         {"shard_rows": 3},
+        {"adapt": {"rows": 10, "held_out": 2}},
     ],
 )
 def test_where_and_how_fast_is_not_what(inputs: Path, checkpoint: Path, sections: dict[str, Any]) -> None:
