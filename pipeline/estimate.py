@@ -59,7 +59,7 @@ WORKER_SHARE = 1.0  # CPU seconds to start a process that reads and prepares row
 CROWDED = 1.05  # on one machine: an actor's time for some work in a run ÷ its time for this work in the sample
 REPLICATES, LOW, HIGH = 400, 5, 95  # number of bootstrap samples; percentiles that bound the interval
 SPREAD, STARTUP_SPREAD = 0.08, 0.1  # relative standard deviations of a run's speed and of its start-up on one machine
-OFFERED = (1.5, 2.0, 3.0, 4.0, 5.0)  # speeds to time if no tune.json lists the trained speeds
+OFFERED = (1.5, 2.0, 3.0, 4.0, 5.0)  # speeds to time, if the checkpoint was trained for them
 METRICS = tuple(dict.fromkeys(("bleu", "rouge_l", "exact_match", *TOLERANCES)))  # preferred metrics first
 
 
@@ -219,17 +219,11 @@ def name_of(schedule: Schedule) -> str:
 
 
 def schedules(job: PlannedJob) -> dict[str, Schedule]:
-    """Return speed -> schedule: the job's own speed, the other speeds that the checkpoint was trained for, then 1x."""
+    """Return speed -> schedule: the job's own speed, those of `OFFERED` that the training covers, then 1x."""
     checkpoint = job.checkpoint.checkpoint
     kept = {key: value for key, value in job.config.schedule.changes().items() if key not in DEPTH_KEYS}
     found = {name_of(job.schedule): job.schedule}
-    trained, record = list(OFFERED), Path(job.config.model.speed_adapter or job.config.model.path) / "tune.json"
-    try:
-        recorded = json.loads(record.read_text())["config"]["schedule"]["speedups"]
-        trained = sorted(float(speed) for speed in recorded if speed > 1) or trained
-    except (OSError, LookupError, TypeError, ValueError):
-        pass
-    for speed in trained:
+    for speed in OFFERED:
         try:
             schedule = checkpoint.schedule({**kept, "speedup": speed})
         except UserError:  # skip a speed without a schedule, e.g. because the checkpoint has no horizon

@@ -72,8 +72,8 @@ def describe(need: Need, dtype: str, actors: ActorsConfig) -> str:
     count = f"{actors.min} to {actors.max}" if actors.min is not None else str(actors.most)
     ending = "" if count == "1" else "s"
     return (
-        f"model: {_count(need.parameters)} parameters in {dtype}; {gib(need.total)} per actor ({_parts(need)}), "
-        f"{count} actor{ending}"
+        f"model: {need.parameters / 1e6:,.1f} million parameters in {dtype}; {gib(need.total)} per actor "
+        f"({_parts(need)}), {count} actor{ending}"
     )
 
 
@@ -93,10 +93,3 @@ def _on_gpu(model: ModelConfig, actors: ActorsConfig) -> bool:
 
 def _parts(need: Need) -> str:
     return f"weights {gib(need.weights)}, cache {gib(need.cache)}, working memory {gib(need.working)}"
-
-
-def _count(parameters: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if parameters >= size:
-            return f"{parameters / size:.2f} {unit}"
-    return str(parameters)

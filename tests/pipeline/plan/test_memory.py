@@ -29,7 +29,7 @@ NEED = Need(1_240_000_000, 2_480_000_000, 2**30)
 )
 def test_the_need_is_one_line(actors: dict[str, Any], shown: str) -> None:
     assert describe(NEED, "bfloat16", ActorsConfig(**actors)) == (
-        "model: 1.24 B parameters in bfloat16; 3.8 GiB per actor (weights 2.3 GiB, cache 1.0 GiB, working memory "
+        "model: 1,240.0 million parameters in bfloat16; 3.8 GiB per actor (weights 2.3 GiB, cache 1.0 GiB, working memory "
         f"512 MiB), {shown}"
     )
 
@@ -64,7 +64,7 @@ def test_a_job_that_cannot_fit_is_told_and_exits_2(
     assert "3 x 93132.8 GiB" in result.stderr and "lower actors.count" in result.stderr.splitlines()[-1]
     (line,) = told  # said without --verbose
     said = line.getMessage()
-    assert "K parameters" in said and said.endswith("3 actors; refill, at most 64 rows in flight")
+    assert "million parameters" in said and said.endswith("3 actors; refill, at most 64 rows in flight")
     assert not (tmp_path / "out").exists()
 
 
