@@ -81,7 +81,6 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
     resolved = resolve_checkpoint(config.model, config.storage, stored["settings"].get("model") if stored else None)
     fs, path = filesystem(config.output.path, config.storage)
     others = {"output.path": [path]} if isinstance(fs, LocalFileSystem) else {}
-    others["input.path"] = [file.url for file in files if "://" not in file.url]
     if isinstance(resolved.source, str):
         others["model.path"] = [resolved.source]
     if start is not None:

@@ -18,8 +18,8 @@ from pipeline.learn.evaluate.metrics import (
     bleu_statistics,
     exact_match_statistics,
     kappa_statistics,
+    mean_statistics,
     rouge_l_statistics,
-    same_statistics,
 )
 from pipeline.runtime.announce import RowProgress
 
@@ -56,7 +56,7 @@ def line_statistics(
                 found["bleu"] = bleu_statistics(own, references)
                 found["rouge_l"] = rouge_l_statistics(own, references)
             found["exact_match"] = exact_match_statistics(own, references)
-        found["agreement_exact"] = same_statistics(own, expected)
+        found["agreement_exact"] = mean_statistics([one == other for one, other in zip(own, expected, strict=True)])
         found["agreement_rouge_l"] = rouge_l_statistics(own, [[text] for text in expected])
         if inputs.is_labelling and len(set(expected)) <= MOST_LABELS:
             found["kappa"] = kappa_statistics(own, expected)

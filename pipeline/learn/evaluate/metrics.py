@@ -121,17 +121,13 @@ def exact_match_statistics(texts: Sequence[str], references: Sequence[Sequence[s
     return mean_statistics([normalized(text) in map(normalized, each) for text, each in pairs])
 
 
-def same_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
-    """Return [rows, 2]: 1 if the two texts of the row are equal, else 0; and a constant 1."""
-    return mean_statistics([text == other for text, other in zip(texts, others, strict=True)])
-
-
 def kappa_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
-    """Return for each row: `same_statistics`, then both texts as one-hot vectors over all distinct `others`."""
+    """Return for each row: 1 if both texts are equal, else 0; a constant 1; both as one-hot vectors over `others`."""
     labels = {label: column for column, label in enumerate(dict.fromkeys(others))}
     rows = np.eye(len(labels) + 1)[:, :-1]  # the last row is zeros, for a text that is not in `others`
     both = [rows[[labels.get(text, -1) for text in each]] for each in (texts, others)]
-    return np.concatenate([same_statistics(texts, others), *both], axis=1)
+    agreed = [text == other for text, other in zip(texts, others, strict=True)]
+    return np.concatenate([mean_statistics(agreed), *both], axis=1)
 
 
 def rouge_l_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:

@@ -42,10 +42,8 @@ def train(config: TuneConfig, plan: TrainingPlan) -> None:
     set_threads(config.training.threads)
     torch.manual_seed(config.training.seed)
     training = _training(config, plan)
-    step_began, processor = time.monotonic(), time.process_time()
     with kept_heap():
         training.run()
-    step_seconds, processor = time.monotonic() - step_began, time.process_time() - processor
     if training.rank > 0:
         return
     first, last, kept = training.dev_losses[0], training.dev_losses[-1], training.load_best()
@@ -70,11 +68,8 @@ def train(config: TuneConfig, plan: TrainingPlan) -> None:
         "kept_step": kept.pop("step"),
         "harmed": harmed,
         "seconds": round(time.monotonic() - began, 1),
-        "step_seconds": round(step_seconds, 2),  # does not include loading and saving the checkpoint
-        "step_processor_seconds": round(processor, 2),
         "dev_loss": rounded([kept])[0],
         "dev_losses": rounded(training.dev_losses),
-        "loss": rounded(training.losses),
     }
     _save(config, plan, training.model, record)
 

@@ -31,7 +31,6 @@ from pipeline.storage.owned_folder import replacing
 KEY = "key"  # column that identifies a pair; the teacher's distributions for the pair are cached under this key
 LOSS = "eval_loss"  # name of the dev-set loss, mean over schedules; `eval_loss_2x` is the loss of schedule 2x
 MAX_NORM = 1.0  # gradients with a larger norm are scaled down to this norm
-LOGGED = 20  # the record holds a training loss every 20 steps
 BEST = "best.pt"
 
 
@@ -131,7 +130,6 @@ class Training:
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
         self._order: tuple[int, list[int]] = (-1, [])  # number of the current epoch, and the row numbers in its order
         self.step, self.began_at = 0, 0
-        self.losses: list[dict[str, float]] = []  # step and training loss, every `LOGGED` steps
         self.dev_losses: list[dict[str, float]] = []
 
     def run(self) -> None:
@@ -142,23 +140,20 @@ class Training:
             self.evaluate()
         if self.rank == 0:
             announce(f"training: {self.step:,} of {self.steps:,} steps")
-        began, timer, sums = time.monotonic(), Timer(), list[Tensor]()
+        began, timer = time.monotonic(), Timer()
         while (
             self.step < self.steps
             and (patience is None or self._since_best() < patience)
             and math.isfinite(self.dev_losses[-1][LOSS])
         ):
-            sums.append(self._step())
+            loss = self._step()
             self.step += 1
             if self.rank == 0 and (timer.is_due() or self.step == self.began_at + 1):
                 each = (time.monotonic() - began) / (self.step - self.began_at)
                 announce(
                     f"training: {self.step:,} of {self.steps:,} steps, {duration(each)} a step, about "
-                    f"{duration(each * (self.steps - self.step))} left; loss {float(sums[-1]):.3f}"
+                    f"{duration(each * (self.steps - self.step))} left; loss {float(loss):.3f}"
                 )
-            if self.step % LOGGED == 0:
-                self.losses.append({"step": self.step, "loss": float(torch.stack(sums).mean())})
-                sums = []
             if self.step % every == 0 or self.step == self.steps:
                 self.evaluate()
             if self.step % self.settings.save_steps == 0 or self.step == self.steps:
@@ -288,7 +283,6 @@ class Training:
         state = {
             "step": self.step,
             "weights": self.weights,
-            "losses": self.losses,
             "dev_losses": self.dev_losses,
             "optimizer": self.optimizer.state_dict() if name == STATE_FILE else None,
         }
@@ -307,7 +301,7 @@ class Training:
         if (self.folder / STATE_FILE).exists():
             found = self._load(STATE_FILE)
             self.step = self.began_at = found["step"]
-            self.losses, self.dev_losses = found["losses"], found["dev_losses"]
+            self.dev_losses = found["dev_losses"]
             self.optimizer.load_state_dict(found["optimizer"])
             self._set_weights(found["weights"])
 

@@ -121,10 +121,9 @@ def test_texts_of_any_script_and_length_are_scored() -> None:
     assert METRICS["bleu"].score(counts[:1]) == pytest.approx(100)
 
 
-def test_exact_match_ignores_case_and_outer_space_and_agreement_does_not() -> None:
+def test_exact_match_ignores_case_and_outer_space() -> None:
     texts = [" Card_Arrival", "b", "c"]
     assert metrics.exact_match_statistics(texts, [["card_arrival"], ["x", "B "], ["d"]])[:, 0].tolist() == [1, 1, 0]
-    assert metrics.same_statistics(texts, ["Card_Arrival", "b", "C"])[:, 0].tolist() == [0, 1, 0]
 
 
 LOWER = ("token_kl", "perplexity")

@@ -93,35 +93,26 @@ def test_accumulated_micro_batches_are_one_batch(recipe: dict[str, Any], tmp_pat
     assert cut["dev_loss"] == pytest.approx(whole["dev_loss"], rel=2e-3)
 
 
-@pytest.mark.parametrize("data", ["in", "in/*.parquet", "in/train.parquet"])
-def test_a_finished_run_is_unchanged_until_a_file_changes(recipe: dict[str, Any], tmp_path: Path, data: str) -> None:
-    (tmp_path / "in").mkdir()
-    shutil.copy(tmp_path / "train.parquet", tmp_path / "in")
-    recipe["data"] = {**recipe["data"], "train": str(tmp_path / data)}
+@pytest.mark.parametrize("data", ["in", "in/*.parquet", "s3://bucket/in"])
+def test_a_finished_run_is_unchanged_until_a_file_changes(
+    recipe: dict[str, Any], tmp_path: Path, s3: StorageConfig, monkeypatch: pytest.MonkeyPatch, data: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", str(s3.endpoint_url))
+    data = data if "://" in data else str(tmp_path / data)
+    folder, source = open_folder(data.removesuffix("/*.parquet"), s3), tmp_path / "train.parquet"
+    folder.replace(source.name, source.read_bytes())
+    recipe["data"] = {**recipe["data"], "train": data}
     train_recipe(recipe)
     record = tmp_path / "out" / "tune.json"
     written = record.stat().st_mtime_ns
     train_recipe(recipe)
     assert record.stat().st_mtime_ns == written
-    pq.write_table(pq.read_table(tmp_path / "train.parquet").slice(1), tmp_path / "in" / "train.parquet")
+    pq.write_table(pq.read_table(source).slice(1), source)
+    folder.replace(source.name, source.read_bytes())
     with pytest.raises(ValueError, match="another recipe or other input files"):
         train_recipe(recipe)
     shutil.rmtree(tmp_path / "out" / "_training")
     with pytest.raises(ValueError, match="holds a checkpoint already"):
-        train_recipe(recipe)
-
-
-def test_data_may_lie_in_a_bucket(
-    recipe: dict[str, Any], tmp_path: Path, s3: StorageConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", str(s3.endpoint_url))
-    train = open_folder("s3://bucket/data", s3)
-    train.replace("train.parquet", (tmp_path / "train.parquet").read_bytes())
-    recipe["data"] = {**recipe["data"], "train": "s3://bucket/data"}
-    assert train_recipe(recipe, max_steps=1)["steps"] == 1
-    pq.write_table(pq.read_table(tmp_path / "train.parquet").slice(1), tmp_path / "train.parquet")
-    train.replace("train.parquet", (tmp_path / "train.parquet").read_bytes())
-    with pytest.raises(ValueError, match="another recipe or other input files"):
         train_recipe(recipe)
 
 

@@ -29,8 +29,8 @@ NEED = Need(1_240_000_000, 2_480_000_000, 2**30)
 )
 def test_the_need_is_one_line(actors: dict[str, Any], shown: str) -> None:
     assert describe(NEED, "bfloat16", ActorsConfig(**actors)) == (
-        "model: 1,240.0 million parameters in bfloat16; 3.8 GiB per actor (weights 2.3 GiB, cache 1.0 GiB, working memory "
-        f"512 MiB), {shown}"
+        "model: 1,240.0 million parameters in bfloat16; 3.8 GiB per actor (weights 2.3 GiB, cache 1.0 GiB, working "
+        f"memory 512 MiB), {shown}"
     )
 
 
