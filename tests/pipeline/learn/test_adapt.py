@@ -274,12 +274,6 @@ def test_evaluation_has_the_resources_of_an_actor(tmp_path: Path, fakes: Fakes, 
     assert fakes.actors == {"threads": 2, "cache_bytes": 12345, "max_batch": 64}
 
 
-def test_the_evaluation_before_is_no_cost(fakes: Fakes, command: Run) -> None:
-    found = json.loads(command("--json").stdout)
-    seconds = found["seconds"]
-    assert found["break_even"]["cost"] == pytest.approx(sum(seconds.values()) - seconds["before"], rel=1e-9)
-
-
 def test_memory_in_cycles_is_freed(tmp_path: Path) -> None:
     class Cycle:
         def __init__(self) -> None:
@@ -415,6 +409,8 @@ def test_every_stage_is_announced(tmp_path: Path, fakes: Fakes, command: Run) ->
     stages = [line for line in result.stderr.splitlines() if line.startswith("stage ")]
     assert [stage.partition(":")[0] for stage in stages] == [f"stage {number} of 5" for number in range(1, 6)]
     assert stages[0] == "stage 1 of 5: draw 20 of 30 rows"
+    seconds, account = (json.loads(result.stdout)[name] for name in ("seconds", "break_even"))
+    assert account["cost"] == pytest.approx(sum(seconds.values()) - seconds["before"], rel=1e-9)
     (estimate,) = [line for line in result.stderr.splitlines() if line.startswith("estimate: ")]
     assert " training steps; " in estimate and " left on this machine; by stage: tune " in estimate
     assert not [line for line in command("--json").stderr.splitlines() if line.startswith("stage ")]
