@@ -204,12 +204,6 @@ def test_what_an_adaptation_recorded_is_found(values: dict[str, Any], trained: P
     assert losses(config, "full") == {}
 
 
-def test_a_job_that_cannot_be_planned_is_one_line(values: dict[str, Any], in_process: None, tmp_path: Path) -> None:
-    values["input"]["template"] = "{{ missing }}"
-    done = invoke(tmp_path, values, command="plan")
-    assert done.exit_code == 2 and len(done.stderr.strip().splitlines()) == 1
-
-
 def test_a_finished_job_has_nothing_left_and_that_is_no_error(
     values: dict[str, Any], in_process: None, tmp_path: Path
 ) -> None:
