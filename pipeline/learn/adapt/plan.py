@@ -40,7 +40,7 @@ from pipeline.propose import first_rows, true_answers
 from pipeline.run.ray_session import on_cluster
 from pipeline.runtime.announce import announce
 from pipeline.storage.folder import filesystem
-from pipeline.storage.owned_folder import FILES, OwnedFolder, check_apart, local_path
+from pipeline.storage.owned_folder import FILES, OwnedFolder, check_apart, local_path, replacing
 
 RECORD = "adapt.json"
 Stage = Literal["sample", "answers", "tune", "before", "after"]
@@ -261,11 +261,12 @@ class StageRecord:
         return bool(self.job_text) and job_file.exists() and job_file.read_text() != self.job_text
 
     def write_job(self, job_file: Path, text: str) -> None:
-        """Write the job file, and record its text."""
+        """Record the text of the job file, and write the file. A file that a killed run has not written is missing."""
         self.folder.claim([job_file.name])
-        job_file.write_text(text)
         self.job_text = text
         self._save()
+        with replacing(job_file) as temporary:
+            temporary.write_text(text)
 
     def _save(self) -> None:
         values = {"format": 3, "done": self.done, "seconds": self.seconds, "job_text": self.job_text}

@@ -108,6 +108,9 @@ def test_a_job_file_that_the_user_has_changed_is_kept(
         assert "kept, because it was changed since adapt wrote it" in caplog.text and path.read_text() == mine
     path.unlink()
     assert command().exit_code == 0 and path.read_text() in mine
+    with patch.object(StageRecord, "_save", side_effect=KeyboardInterrupt):  # killed while it writes the job file
+        assert command(tolerance=4.0).exit_code == 4
+    assert command().exit_code == 0 and path.read_text() in mine
 
 
 def test_without_a_speed_within_tolerance_no_job_file_is_left(tmp_path: Path, fakes: Fakes, command: Run) -> None:

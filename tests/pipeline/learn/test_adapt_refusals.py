@@ -108,7 +108,6 @@ def test_new_input_files_are_logged_and_not_sampled(
         ({"adapter": {"targets": ["no_proj"]}}, {}, "adapt.adapter.targets: the model has no layer 'no_proj'; it has"),
         ({"loss": {"teacher": "/nowhere"}}, {}, "adapt.loss.teacher: /nowhere: no such checkpoint folder"),
         ({"workers": {"count": 3}}, {}, "batch_size = 16 cannot be cut into 3 equal parts"),
-        ({"lora": {"targets": ["q_proj"]}}, {}, "lora is now adapter, which is trained unless weights: full is set"),
         ({"weights": "full", "adapter": {"rank": 2}}, {}, "adapter has no effect with weights: full"),
         ({"loss": {"distillation": 0.0}}, {}, "the loss has no terms"),
         ({}, {"schedule": {"decay": "power", "power": 3.0}}, "schedule.power: adapt can only train for 2.0"),

@@ -375,7 +375,6 @@ def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any], t
         ({}, {"adapter": {"targets": ["wq"]}}, r"no layer 'wq'; it has down_proj, .*v_proj"),
         ({}, {"model": {"new": {"model_type": "llama"}}}, r"new was removed: .*new_model\.py"),
         ({}, {"adapter": {"start": "START", "rank": 8}}, "adapter.rank is set by adapter.start: leave it out"),
-        ({}, {"lora": {"targets": ["q_proj"]}}, "lora is now adapter, which writes a speed adapter"),
         ({}, {"loss": {"distillation": 1.0, "teacher": "START"}}, "START has another tokenizer"),
         ({}, {"loss": {"references": 0.0}}, "the loss has no terms"),
         ({}, {"workers": {"count": 3}}, "batch_size = 16 cannot be cut into 3"),
