@@ -136,6 +136,7 @@ def test_rows_with_an_error_are_answered_again_where_the_job_asks_for_it(
     verified = CliRunner().invoke(app, ["report", str(folders[1]), "--verify"])
     assert verified.exit_code == 0, verified.output
     inbox.values["attempts"] = 2
+    (inbox.files / "a.parquet").touch()  # a third version, other than those of both runs
     (third,) = inbox.json()["runs"]  # the null has an error still
     assert (third["rows"], third["errors"]) == (1, 1)
     assert inbox.json()["runs"] == []  # it was answered again twice
