@@ -23,10 +23,9 @@ from rich.console import Console
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
-from pipeline.commit.finalize import finished_totals, totals_of, write_success
+from pipeline.commit.finalize import RowsMissing, check_rows, finished_totals, totals_of, write_success
 from pipeline.commit.lease import leased
-from pipeline.commit.records import read_records
-from pipeline.commit.sink import SUCCESS, Check, clear_temporaries, committed_shards
+from pipeline.commit.sink import SUCCESS, Check, clear_temporaries, committed_shards, load_records
 from pipeline.commit.table import check_table, commit_table
 from pipeline.config.job import JobConfig
 from pipeline.incremental import ledger as ledgers
@@ -350,10 +349,19 @@ def _answer(
 
 
 def _write_missing_success(folder: Folder, config: JobConfig) -> None:
-    """Write the `_SUCCESS` of a successful run that was killed before this step, unless its folder was removed."""
-    if folder.exists(SUCCESS) or (manifest := plan_files.load(folder)) is None:
+    """Write the `_SUCCESS` of a successful run that was killed before this step, unless its folder was removed.
+
+    If files in the folder are damaged or missing, log a warning: later runs do not need them.
+    """
+    if folder.exists(SUCCESS):
         return
-    totals = totals_of(read_records(folder, manifest.fingerprint))
-    if totals.rows == manifest.rows:
-        commit_table(folder, manifest, config)
-        write_success(folder, manifest, totals)
+    try:
+        if (manifest := plan_files.load(folder)) is None:
+            return
+        records, parts = load_records(folder, manifest.shards, manifest.fingerprint)
+        check_rows(records, parts, manifest.shards)
+    except (UserError, RowsMissing) as error:
+        log.warning("%s gets no _SUCCESS: %s; run --repair answers lost rows again", folder.url, error)
+        return
+    commit_table(folder, manifest, config)
+    write_success(folder, manifest, totals_of(records))
