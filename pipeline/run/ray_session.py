@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ def actor_cpus(actors: ActorsConfig) -> float:
 def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:
     """Wait until the actors fit. Return the CPU nodes' lowest CPU count, lowest memory (bytes), and number."""
     with ray_session(actors, verbose=False):
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+        nodes = [node for node in _nodes() if node.get("CPU")]
     return int(min(one["CPU"] for one in nodes)), int(min(one["memory"] for one in nodes)), len(nodes)
 
 
@@ -168,7 +168,7 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
     Raises UserError if a local Ray is too small, or the cluster has not grown within `actors.wait_seconds`.
     """
     began = said = time.monotonic()
-    problem = placement_problem(actors, ray.cluster_resources())
+    problem = placement_problem(actors, _nodes())
     if not problem:
         return
     if is_own_ray():
@@ -189,26 +189,32 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
                 seconds = f"{waited:.0f} of {actors.wait_seconds:g} s"
                 announce(f"waiting for the cluster to grow, {seconds}: {problem}", "waiting")
             time.sleep(WAIT_POLL_SECONDS)
-            problem = placement_problem(actors, ray.cluster_resources())
+            problem = placement_problem(actors, _nodes())
     finally:
         with suppress(ray.exceptions.RayError):
             remove_placement_group(group)
 
 
-def placement_problem(actors: ActorsConfig, resources: dict[str, float]) -> str:
-    """Return why the minimum number of actors does not fit `resources`; "" if it fits. Tasks request no CPUs."""
-    least = actors.min or actors.most
-    cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
-    if least * actor_cpus(actors) > cpus:
-        return (
-            f"{least} actors of {actor_cpus(actors):g} CPUs do not fit on {cpus:g} CPUs: lower actors.count or "
-            "actors.threads, or set actors.cpus"
-        )
-    per_gpu = int(1 / actors.gpus) if 0 < actors.gpus < 1 else 0
-    slots = gpus * per_gpu if per_gpu else (gpus // actors.gpus if actors.gpus else least)
-    if slots < least:
-        return f"{least} actors of {actors.gpus:g} GPUs do not fit on {gpus:g} GPUs: lower actors.count or actors.gpus"
-    return ""
+def _nodes() -> list[dict[str, float]]:
+    """Return the resources of each living node."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def placement_problem(actors: ActorsConfig, nodes: Sequence[Mapping[str, float]]) -> str:
+    """Return why the minimum number of actors does not fit; "" if it fits. nodes: the resources of each node."""
+    least, cpus, gpus = actors.min or actors.most, actor_cpus(actors), actors.gpus
+    all_cpus, all_gpus = ([node.get(name, 0.0) for node in nodes] for name in ("CPU", "GPU"))
+    on_cpus = [int(free / cpus + 1e-6) if cpus else least for free in all_cpus]  # number of actors; tasks need no CPUs
+    on_gpus = [(int(free) * int(1 / gpus) if gpus < 1 else free // gpus) if gpus else least for free in all_gpus]
+    if sum(map(min, on_cpus, on_gpus)) >= least:
+        return ""
+    if sum(on_gpus) < least:
+        each, kind, held, remedy = gpus, "GPUs", all_gpus, "actors.gpus"
+    else:  # a CPU counts only on a node that has room for an actor's GPUs
+        each, kind, remedy = cpus, "CPUs", "actors.threads, or set actors.cpus"
+        held = [free for free, room in zip(all_cpus, on_gpus, strict=True) if room]
+    place = f"{sum(held):g} {kind}" + (f" ({max(held):g} on the largest of {len(held)} nodes)" if len(held) > 1 else "")
+    return f"{least} actors of {each:g} {kind} do not fit on {place}: lower actors.count or {remedy}"
 
 
 def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str]:

@@ -218,13 +218,23 @@ def test_actors_that_ask_for_half_a_gpu_see_their_own(
 def test_placement_is_checked_before_it_can_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_session, "is_own_ray", lambda: False)
 
-    assert not placement_problem(ActorsConfig(count=2), {"CPU": 2.0})
+    assert not placement_problem(ActorsConfig(count=2), [{"CPU": 2.0}])
     for actors in (ActorsConfig(count=3), ActorsConfig(count=1, threads=3), ActorsConfig(count=1, cpus=2.5)):
-        problem = placement_problem(actors, {"CPU": 2.0})
+        problem = placement_problem(actors, [{"CPU": 2.0}])
         assert "do not fit on 2 CPUs: lower actors.count or actors.threads, or set actors.cpus" in problem
-    problem = placement_problem(ActorsConfig(count=3, gpus=0.5, cpus=0.1), {"CPU": 2.0, "GPU": 1.0})
+    problem = placement_problem(ActorsConfig(count=3, gpus=0.5, cpus=0.1), [{"CPU": 2.0, "GPU": 1.0}])
     assert problem.startswith("3 actors of 0.5 GPUs do not fit on 1 GPUs")
-    assert not placement_problem(ActorsConfig(min=1, max=9, gpus=1), {"CPU": 4.0, "GPU": 1.0})
+    assert not placement_problem(ActorsConfig(min=1, max=9, gpus=1), [{"CPU": 4.0, "GPU": 1.0}])
+    # an actor must fit on one node
+    nodes = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 1.0}, {"memory": 1.0}]
+    problem = placement_problem(ActorsConfig(count=1, threads=8), nodes)
+    assert problem.startswith("1 actors of 8 CPUs do not fit on 8 CPUs (4 on the largest of 3 nodes): lower actors.")
+    assert placement_problem(ActorsConfig(count=3, threads=3), nodes).startswith("3 actors of 3 CPUs do not fit")
+    assert placement_problem(ActorsConfig(count=1, gpus=2), nodes).startswith("1 actors of 2 GPUs do not fit on 2 GPUs")
+    assert not placement_problem(ActorsConfig(count=2, threads=4, gpus=1), nodes)
+    apart = [{"CPU": 8.0}, {"GPU": 2.0}]
+    assert placement_problem(ActorsConfig(gpus=1), apart).startswith("1 actors of 1 CPUs do not fit on 0 CPUs: lower")
+    assert not placement_problem(ActorsConfig(count=3, cpus=0.1), [{"CPU": 0.3}])
 
 
 @pytest.mark.ray
