@@ -32,7 +32,7 @@ T = TypeVar("T")
 BULK = 1000  # maximum number of objects that S3 removes in one call
 STORE_ERRORS = (OSError, BotoCoreError)  # errors of a disk or an object store; s3fs turns most of them into OSErrors
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors of a full or failing disk, not of a wrong path
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # errors of a file system without hard links
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV)  # errors if two folders cannot share a file
 
 
 class FileInfo(NamedTuple):
@@ -311,7 +311,7 @@ def make_writable(folder: Folder) -> None:
     """Create a local folder, and write a test file in it. Raises UserError if the folder is not writable."""
     if not isinstance(folder, LocalFolder):
         return
-    probe = f"_job/tmp/probe-{uuid.uuid4().hex}"
+    probe = f"_job/probe-{uuid.uuid4().hex}"  # not in _job/tmp: some file systems have links only within a folder
     try:
         try:
             folder.create(probe, b"")

@@ -173,7 +173,8 @@ def test_an_output_path_that_cannot_be_written_is_exit_2(
 def test_a_file_system_without_hard_links_is_exit_2(
     tmp_path: Path, job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_links(*args: Any) -> None:
+    def no_links(source: Path, target: Path) -> None:
+        assert source.parent != target.parent  # BeeGFS has hard links, but only within a folder
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", no_links)
