@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
 from pipeline.storage.concurrency import in_parallel
-from pipeline.storage.errors import ConditionRefused
+from pipeline.storage.errors import ConditionRefused, StoreFailed
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -211,8 +211,11 @@ class ObjectFolder:
         keys = [f"{prefix}/{name}".removeprefix("/") for name in names]
         for first in range(0, len(keys), BULK):
             objects = [{"Key": key} for key in keys[first : first + BULK]]
-            response = self.fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
-            for error in response.get("Errors", []):  # remove one by one, because `call_s3` retries only whole calls
+            failed = objects
+            with suppress(StoreFailed):  # some stores lack this call, or require an MD5 that botocore no longer sends
+                response = self.fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
+                failed = response.get("Errors", [])
+            for error in failed:  # remove one by one, because `call_s3` retries only whole calls
                 self.remove(error["Key"].removeprefix(f"{prefix}/"))
 
     def exists(self, name: str) -> bool:

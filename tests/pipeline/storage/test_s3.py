@@ -199,6 +199,16 @@ def test_refused_access_is_one_line_at_once(proxy: Proxy, answer: bytes, words: 
         assert len(proxy.requests) <= 3  # boto looks for the region after a HEAD of 400
 
 
+@pytest.mark.parametrize("answer", [refusal(400, "MissingContentMD5"), refusal(501, "NotImplemented")], ids=label)
+def test_a_store_that_cannot_remove_many_objects_at_once_removes_each(proxy: Proxy, answer: bytes) -> None:
+    folder = new_folder(through(proxy))
+    for name in ("a", "s/b", "c"):
+        folder.replace(name, b"x")
+    begin(proxy, lambda request: answer if request.method == "POST" else None)
+    folder.remove_all(["a", "s/b", "s/gone"])
+    assert folder.names() == ["c"] and folder.names("s") == []
+
+
 def test_a_bucket_that_is_not_there_is_named(s3: StorageConfig) -> None:
     folder = open_folder("s3://no-such-bucket/out", s3)
     operations = (lambda: folder.read("a"), lambda: folder.create("a", b""), lambda: folder.remove("a"))
