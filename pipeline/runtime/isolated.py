@@ -14,6 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from actors.engine.errors import UserError
+from pipeline.messages import one_line
+
 Result = TypeVar("Result")
 ROOT = str(Path(__file__).parents[2])
 CHILD = "from pipeline.runtime.isolated import answer_caller; answer_caller()"
@@ -29,8 +32,8 @@ def call_isolated(
     """Call a module-level function in a new Python process. Function, arguments and result must be picklable.
 
     seconds: time limit, after which the process is killed. memory_bytes: limit of allocated memory; None: no limit.
-    If the machine's memory runs out, the kernel kills the new process first. Raises the function's error, or Died if
-    the process died, was killed or exceeded a limit.
+    If the machine's memory runs out, the kernel kills the new process first. Raises the function's error (as UserError
+    or RuntimeError if it cannot be pickled), or Died if the process died, was killed or exceeded a limit.
     """
     paths = [ROOT, *sys.path]  # ROOT first, because the working directory may hold another `pipeline`
     question = pickle.dumps((paths, memory_bytes)) + pickle.dumps((function, arguments))
@@ -71,6 +74,11 @@ def answer_caller() -> None:
     try:
         outcome = pickle.dumps((function(*arguments), None))
     except Exception as error:
-        outcome = pickle.dumps((None, error))
+        try:
+            outcome = pickle.dumps((None, error))
+            pickle.loads(outcome)  # fails for an error whose class takes other arguments than the error's `args`
+        except Exception:
+            told = UserError(str(error)) if isinstance(error, UserError) else RuntimeError(one_line(error))
+            outcome = pickle.dumps((None, told))
     answer.write(outcome)
     answer.close()

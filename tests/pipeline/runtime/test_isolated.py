@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -19,8 +20,17 @@ def add(left: int, right: int) -> int:
     return left + right
 
 
-def refuse() -> None:
-    raise UserError("input: wrong")
+class Refused(UserError):
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(f"{key}: {problem}")
+
+
+def refuse(kind: type[Exception], *arguments: object) -> None:
+    raise kind(*arguments)
+
+
+def fail() -> None:
+    raise KeyError(threading.Lock())
 
 
 def kill_itself() -> None:
@@ -41,8 +51,11 @@ def sleep() -> None:
 
 def test_a_result_and_an_error_come_back() -> None:
     assert call_isolated(add, 2, 3, seconds=60) == 5
-    with pytest.raises(UserError, match=r"^input: wrong$"):
-        call_isolated(refuse, seconds=60)
+    for kind, arguments in ((UserError, ("input: wrong",)), (Refused, ("input", "wrong"))):
+        with pytest.raises(UserError, match=r"^input: wrong$"):
+            call_isolated(refuse, kind, *arguments, seconds=60)
+    with pytest.raises(RuntimeError, match=r"^KeyError: <unlocked _thread.lock"):
+        call_isolated(fail, seconds=60)
 
 
 @pytest.mark.parametrize(
