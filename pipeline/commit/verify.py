@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 
 from actors.engine.errors import UserError
-from pipeline.commit.records import damaged_record, read_all
+from pipeline.commit.records import damaged_record, read_all, record_name
 from pipeline.commit.results import result_problems
 from pipeline.commit.sink import PARTS_AT_ONCE, REPAIR, SUCCESS, check_part, part_files, part_name
 from pipeline.config.job import StorageConfig
@@ -34,6 +34,7 @@ def verify(folder: Folder, manifest: Manifest, storage: StorageConfig) -> Iterat
     def part_problem(index: int) -> str | None:
         name = f"{folder.url}/{part_name(index)}"
         if index not in planned:
+            name = name if index in parts else f"{folder.url}/{record_name(index)}"
             return f"{name}: belongs to no shard of this job; delete it"
         if index not in parts:
             return f"{name}: was committed and is gone; run the job again to write it"

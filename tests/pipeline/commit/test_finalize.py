@@ -116,6 +116,8 @@ def test_missing_rows_prevent_success(folder: Folder) -> None:
 def test_a_record_of_no_shard_prevents_success(folder: Folder) -> None:
     record = commit_record(b"", part_stats(Shard(9, "in/b.parquet", 1, 1)))
     folder.replace(record_name(9), encode_record(record, FINGERPRINT))
+    problem = "_job/commits/000009.json: belongs to no shard of this job; delete it"
+    assert list(verify(folder, MANIFEST, StorageConfig())) == [f"{folder.url}/{problem}"]
     with pytest.raises(RowsMissing, match=r"^_job/commits/000009.json belongs to no shard of this job: delete it$"):
         finish(folder, MANIFEST)
 
