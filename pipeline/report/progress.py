@@ -112,11 +112,11 @@ class Progress:
     def read(self) -> tuple[str, dict[str, Any]]:
         """Return the progress as a line, and as the fields of an event. Set the job's metrics (gauges)."""
         try:
-            run = self.coordinator.read()
+            run, now = self.coordinator.read(), time.monotonic()
+            starved = self._starved(run, now)
         except (ray.exceptions.RayError, TimeoutError):
             unknown = "progress unknown: the run's coordinator does not answer"
             return unknown if self.phase else "starting the run's coordinator", {}
-        now = time.monotonic()
         self.example = run.example
         self.phase = "rows" if run.shards else _waits_for(run)[0]
         if not self.seen and (run.at_work or run.shards):
@@ -134,7 +134,7 @@ class Progress:
         fields: dict[str, Any] = {"seconds": seconds, "shards_done": work.done_shards + run.shards}
         fields |= {"shards": work.shards, "rows_done": done, "rows": work.rows, "errors": run.errors, **found}
         fields |= {"error_kinds": dict(run.kinds)} if run.kinds else {}
-        return progress_line(run, found, seconds, work) + self._starved(run, now), fields
+        return progress_line(run, found, seconds, work) + starved, fields
 
     def _starved(self, run: RunProgress, now: float) -> str:
         """Return a text if for `STARVED_SECONDS` actors have waited for rows, or no actor has started; else ""."""

@@ -291,6 +291,9 @@ def test_a_line_says_that_actors_wait_for_rows_and_how_many_cpus_are_free(monkey
     free = 0.5
     assert after(0).endswith("elapsed")
     assert after(21).endswith("  1 of 2 actors wait for rows: 0.5 of the cluster's 4 CPUs are free")
+    with monkeypatch.context() as patch:
+        patch.setattr(progress.ray, "available_resources", Mock(side_effect=TimeoutError))
+        assert after(1) == "progress unknown: the run's coordinator does not answer"
     coordinator.begin(1)
     assert after(30).endswith("elapsed"), "all are at work"
     for shard in range(8):
