@@ -158,7 +158,7 @@ def _taken(folder: Folder, name: str) -> UserError:
 
 def answer_lines(part: bytes, _: Shard) -> list[Line]:
     """Return each row of `part` (an output file's bytes) as one line of JSON with the same columns."""
-    return [(ANSWERS, _line(row)) for row in _rows(part)]
+    return [(ANSWERS, _line(row)) for row in rows_of(part)]
 
 
 def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model: str) -> list[Line]:
@@ -167,7 +167,7 @@ def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model
     fingerprint: the job's fingerprint; each response id is a hash of it and the row's place. created: Unix time.
     """
     requests: list[list[dict[str, Any]]] = []
-    for row in _rows(part):
+    for row in rows_of(part):
         if row["sample_index"] == 0:
             requests.append([])
         requests[-1].append(row)
@@ -193,11 +193,26 @@ def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model
     return lines
 
 
-def _rows(part: bytes) -> list[dict[str, Any]]:
+def rows_of(part: bytes) -> list[dict[str, Any]]:
+    """Return the rows of an output file. Times and decimals are texts; times are UTC if a time zone is unknown here."""
     table = read_parquet(part)
-    schema = pa.schema([(field.name, _as_text(field.type)) for field in table.schema])
-    rows: list[dict[str, Any]] = table.cast(schema).to_pylist()
+    try:
+        texts = _cast(table, _as_text)
+    except pa.ArrowInvalid:
+        texts = _cast(_cast(table, _in_utc), _as_text)
+    rows: list[dict[str, Any]] = texts.to_pylist()
     return rows
+
+
+def _cast(table: pa.Table, change: Callable[[pa.DataType], pa.DataType]) -> pa.Table:
+    return table.cast(pa.schema([(field.name, change(field.type)) for field in table.schema]))
+
+
+def _in_utc(kind: pa.DataType) -> pa.DataType:
+    """Replace time zones by UTC, at any depth."""
+    if types.is_timestamp(kind) and kind.tz is not None:
+        return pa.timestamp(kind.unit, "+00:00")
+    return rebuilt(kind, _in_utc)
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:

@@ -18,6 +18,7 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 from actors.engine.errors import UserError
 from pipeline.commit.duplicates import with_duplicates
 from pipeline.commit.finalize import STATS
+from pipeline.commit.results import rows_of
 from pipeline.commit.runs import read_runs, versions
 from pipeline.commit.sink import part_name
 from pipeline.config.job import StorageConfig
@@ -105,7 +106,7 @@ def _answers(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
             if len(found) >= SHOWN_ANSWERS:
                 break
             shard = replace(manifest.shards[index], rows=min(manifest.shards[index].rows, SHOWN_ANSWERS))
-            rows = [row for row in read_parquet(folder.read(part_name(index))).to_pylist() if not row["sample_index"]]
+            rows = [row for row in rows_of(folder.read(part_name(index))) if not row["sample_index"]]
             for row, prompt in zip(rows, prompt_texts(manifest, shard, storage), strict=False):
                 texts = {name: None if row[name] is None else str(row[name])[:ANSWER_CHARS] for name in names}
                 found.append({"prompt": prompt, **texts})

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from actors.engine.errors import UserError
 from pipeline.commit.finalize import STATS, SUMMARY
-from pipeline.commit.results import recorded
+from pipeline.commit.results import recorded, rows_of
 from pipeline.commit.runs import JobRun, read_runs
 from pipeline.commit.sink import SUCCESS, part_name
 from pipeline.commit.table import recorded as table_records
@@ -151,15 +151,15 @@ def shown_rows(
         for shard in manifest.shards:
             place = example.row - shard.first_row
             if shard.url == urls.get(example.content) and 0 <= place < shard.rows:
-                part = read_parquet(folder.read(part_name(shard.index)))
-                if part.num_rows == shard.rows:  # each row has one answer
+                rows = rows_of(folder.read(part_name(shard.index)))
+                if len(rows) == shard.rows:  # each row has one answer
                     prompt = prompt_texts(manifest, replace(shard, rows=place + 1), storage)[-1]
-                    shown.append(({"prompt": prompt or None, **part.slice(place, 1).to_pylist()[0]}, example.text))
+                    shown.append(({"prompt": prompt or None, **rows[place]}, example.text))
     for shard in () if shown else manifest.shards:
         if len(shown) >= count:
             break
         prompts = iter(prompt_texts(manifest, replace(shard, rows=min(shard.rows, count)), storage))
-        for row in read_parquet(folder.read(part_name(shard.index))).to_pylist():
+        for row in rows_of(folder.read(part_name(shard.index))):
             prompt = prompt if row["sample_index"] else next(prompts, "")
             shown.append(({"prompt": prompt or None, **row}, None))
     return shown[:count]

@@ -45,6 +45,10 @@ def test_values_that_json_lacks_are_text_or_null() -> None:
     far = pa.array([[2**50]], pa.list_(pa.timestamp("s")))
     ((_, distant),) = answer_lines(parquet_bytes(pa.table({"t": far})), Shard(0, "in", 0, 1))
     assert json.loads(distant) == {"t": ["<value out of range: 1125899906842624000>"]}
+    for kind in (pa.timestamp("s", "Nowhere/Here"), pa.list_(pa.timestamp("s", "Nowhere/Here"))):
+        value = [[7]] if pa.types.is_list(kind) else [7]
+        ((_, unknown),) = answer_lines(parquet_bytes(pa.table({"t": pa.array(value, kind)})), Shard(0, "in", 0, 1))
+        assert "1970-01-01 00:00:07.000+0000" in unknown.decode()
     ((kind, line),) = answer_lines(part([row]), Shard(0, "in", 0, 1))
     assert kind == "answers" and line.endswith(b"\n") and "grün".encode() in line
     assert json.loads(line) == {
