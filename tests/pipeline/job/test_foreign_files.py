@@ -96,7 +96,6 @@ def test_a_jobs_own_files_are_replaced_and_the_users_notes_stay(
     assert (folder / "_job" / "notes.txt").read_text() == (folder / "README.md").read_text() == "mine"
 
 
-@pytest.fixture
 def test_a_finished_job_run_again_writes_nothing(
     config: JobConfig, monkeypatch: pytest.MonkeyPatch, reports: None
 ) -> None:
