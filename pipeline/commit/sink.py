@@ -22,9 +22,8 @@ import pyarrow as pa
 from actors.engine.errors import UserError, flat
 from pipeline import metrics
 from pipeline.commit.records import (
-    COMMITS,
-    SEGMENTS,
     Record,
+    clear_records,
     commit_record,
     drop_records,
     encode_record,
@@ -58,6 +57,7 @@ OWN = re.compile(  # names of files in `_job` that jobs write
     r"(job|summary|duplicates|results|tables|runs|spent|prediction|products-.+)\.json|(plan|inputs|stats)\.parquet|schema\.arrow|"
     r"report\.html|probe-[0-9a-f]+"
 )
+TEMPORARY = re.compile(r".+\.[0-9a-f]{32}")  # names of temporary files, see `LocalFolder`
 
 
 class DamagedPart(UserError):
@@ -251,15 +251,14 @@ def clear(folder: Folder) -> None:
     The caller must hold the lease.
     """
     folder.remove_all([name for name in folder.names() if name == SUCCESS or PART.fullmatch(name)])
-    for subfolder in (COMMITS, SEGMENTS):
-        folder.remove_all([f"{subfolder}/{name}" for name in folder.names(subfolder)])
+    clear_records(folder)
     clear_quarantine(folder)
     folder.remove_all([f"_job/{name}" for name in folder.names("_job") if OWN.fullmatch(name)])
 
 
 def clear_temporaries(folder: Folder) -> None:
     """Remove the temporary files of killed processes."""
-    folder.remove_all([f"_job/tmp/{name}" for name in folder.names("_job/tmp")])
+    folder.remove_all([f"_job/tmp/{name}" for name in folder.names("_job/tmp") if TEMPORARY.fullmatch(name)])
 
 
 def check_output(folder: Folder, fingerprint: str) -> None:

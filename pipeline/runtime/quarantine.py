@@ -145,5 +145,5 @@ def clear_quarantine(folder: Folder, but: Collection[int] = ()) -> None:
     """Remove the markers of all shards, except the shards in `but`."""
     for name in folder.names(QUARANTINE):
         shard = name.partition(".")[0]
-        if not shard.isdigit() or int(shard) not in but:
+        if shard.isdigit() and int(shard) not in but:
             folder.remove(f"{QUARANTINE}/{name}")

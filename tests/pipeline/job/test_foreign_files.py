@@ -82,18 +82,23 @@ def damaged_plan(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
 
+OWN_FOLDERS = ("", "commits", "segments", "quarantine", "tmp", "lease")
+
+
 @pytest.mark.parametrize("change", [lambda _: None, lost_plan, damaged_plan])
 def test_a_jobs_own_files_are_replaced_and_the_users_notes_stay(
     config: JobConfig, change: Callable[[Path], None]
 ) -> None:
     jobs.run(config)
     folder = Path(config.output.path)
-    (folder / "_job" / "notes.txt").write_text("mine")
-    (folder / "README.md").write_text("mine")
+    notes = [folder / "README.md", *(folder / "_job" / name / "notes.txt" for name in OWN_FOLDERS)]
+    for path in notes:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
     change(folder)
     assert jobs.run(config, overwrite=True, limit=5).totals.rows == 5
     assert sorted(path.name for path in folder.glob("*.parquet")) == ["part-000000.parquet", "part-000001.parquet"]
-    assert (folder / "_job" / "notes.txt").read_text() == (folder / "README.md").read_text() == "mine"
+    assert [path.read_text() for path in notes] == ["mine"] * len(notes)
 
 
 def test_a_finished_job_run_again_writes_nothing(
