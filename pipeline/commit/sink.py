@@ -41,7 +41,7 @@ from pipeline.plan.plan_files import JOB
 from pipeline.runtime.announce import announced
 from pipeline.runtime.quarantine import clear_quarantine, release_shard
 from pipeline.storage.concurrency import in_parallel
-from pipeline.storage.folder import FileInfo, Folder, LocalFolder, read_json
+from pipeline.storage.folder import FileInfo, Folder, read_json
 from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
@@ -199,10 +199,10 @@ def damaged_parts(
 ) -> dict[int, str]:
     """Return shard -> difference, for each output file in `parts` that differs from its record.
 
-    Compare sizes and digests. With check = "quick", compare the digest of a file in a store only if the store's tag
-    (ETag) of the file differs from the tag in its record, for example because the file was copied.
+    Compare sizes and digests. With check = "quick", do not read a file in a store whose tag (ETag) is the one that its
+    record holds.
     """
-    damaged, same_tag, other_tag, untagged = dict[int, str](), dict[int, str](), dict[int, str](), 0
+    damaged, digests = dict[int, str](), dict[int, str]()
     for record in records.select(["shard", "bytes", "sha256", "tag"]).to_pylist():
         shard, size, tag = record["shard"], record["bytes"], record["tag"]
         found = parts.get(shard)
@@ -210,19 +210,8 @@ def damaged_parts(
             continue
         if found.size != size:
             damaged[shard] = f"damaged ({found.size:,} bytes, {size:,} were committed)"
-        elif tag and found.tag and tag != found.tag:
-            other_tag[shard] = record["sha256"]
-        else:
-            same_tag[shard] = record["sha256"]
-            untagged += not tag
-    if check == "quick" and not isinstance(folder, LocalFolder):
-        if untagged:
-            log.warning(
-                "%d parts were checked by size alone: their records hold no tag; --verify checks all parts", untagged
-            )
-        digests = other_tag
-    else:
-        digests = same_tag | other_tag
+        elif check != "quick" or not tag or tag != found.tag:  # a local file has no tag
+            digests[shard] = record["sha256"]
 
     def differs(shard: int) -> bool:
         return hashlib.sha256(folder.read(part_name(shard))).hexdigest() != digests[shard]

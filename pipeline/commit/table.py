@@ -138,8 +138,7 @@ def _append(table: OutputTable, folder: Folder, manifest: Manifest, records: pa.
         try:
             return table.append(parts, schema.remove_metadata(), manifest.fingerprint)
         except CommitConflict:
-            snapshot = table.snapshot_of(manifest.fingerprint)
-            if snapshot is not None:
+            if (snapshot := table.snapshot_of(manifest.fingerprint)) is not None:
                 return snapshot
             if not left:
                 raise
