@@ -28,9 +28,7 @@ from pipeline.commit.finalize import (
     write_success,
 )
 from pipeline.commit.records import (
-    SEGMENTS,
     commit_record,
-    compact,
     decode_record,
     encode_record,
     loose_shards,
@@ -244,21 +242,6 @@ def test_a_flipped_bit_is_named_and_repaired(store: str, finished: bool, new_job
     assert kept.startswith("part-000001-") and job.output.read(f"{DAMAGED}/{kept}") == damaged
     assert {name: job.output.read(name) for name in before} == before
     assert job.run("--verify").exit_code == 0
-
-
-def test_a_damaged_part_whose_record_is_in_a_segment_or_gone_is_repaired(new_job: Callable[[str], Job]) -> None:
-    job = new_job("local")
-    compact(job.output, job.fingerprint, least=1)
-    job.flip(0)
-    assert job.run().exit_code == 2
-    assert job.run("--repair").exit_code == 0
-    for name in job.output.names(SEGMENTS):
-        job.output.remove(f"{SEGMENTS}/{name}")
-    job.output.remove(record_name(0))
-    job.output.replace(part_name(2), b"PAR1")
-    result = job.run()
-    assert result.exit_code == 2 and "part-000002.parquet: damaged" in result.stderr and "--repair" in result.stderr
-    assert job.run("--repair").exit_code == 0 and len(job.output.names(DAMAGED)) == 2
 
 
 def test_parts_whose_records_lack_the_stores_checksum_are_read(new_job: Callable[[str], Job]) -> None:

@@ -163,6 +163,8 @@ def test_only_listed_files_are_replaced_or_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.path.iterdir()) == ["b", "c", "d", "made.json"]
     folder.save({"loss": 1.0})
     assert (folder.values()["loss"], folder.files()) == (1.0, {"b"})
+    folder.claim(["b", "e"])
+    assert (folder.values()["loss"], folder.files()) == (1.0, {"b", "e"})
     folder.discard(["a", "b", "c", "d"])
     assert sorted(path.name for path in folder.path.iterdir()) == ["c", "d", "made.json"]
 
@@ -180,14 +182,6 @@ def test_a_folder_that_is_not_writable_is_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
     with pytest.raises(ValueError, match=r"^output: .*out: not writable$"):
         owned(tmp_path / "out").claim(["a"])
-
-
-def test_a_claim_keeps_values_and_names(tmp_path: Path) -> None:
-    folder = owned(tmp_path / "out")
-    folder.claim(["a"])
-    folder.save({"loss": 1.0})
-    folder.claim(["b"])
-    assert folder.values() == {"loss": 1.0, "files": ["a", "b"]}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"files": 1}', '{"files": ["../a"]}'])
