@@ -14,6 +14,7 @@ from tempfile import TemporaryFile, gettempdir
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow import types
 
 from actors.engine.errors import UserError
 from pipeline.commit.sink import part_name
@@ -115,16 +116,15 @@ def repeated_error(found: int, examples: Sequence[str]) -> UserError:
 
 def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
     """Return the hashes of N ids, [N]. Equal ids have equal hashes within one process. An integer is its own hash."""
-    if pa.types.is_timestamp(ids.type):  # drop the time zone, which this machine may not know
+    if types.is_timestamp(ids.type):  # drop the time zone, which this machine may not know
         ids = ids.cast(pa.timestamp(ids.type.unit)).cast(pa.int64())
-    if pa.types.is_integer(ids.type):
+    if types.is_integer(ids.type):
         return np.asarray(ids.cast(pa.int64(), safe=False).to_numpy())
-    if pa.types.is_fixed_size_binary(ids.type):  # e.g. UUIDs, which Parquet stores as 16 bytes
-        ids = ids.cast(pa.binary())
-    if not (pa.types.is_nested(ids.type) or pa.types.is_binary(ids.type) or pa.types.is_large_binary(ids.type)):
+    bytes_or_nested = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_nested)
+    if not any(is_kind(ids.type) for is_kind in bytes_or_nested):
         ids = ids.cast(pa.large_string())  # compare as text, because Python cannot represent all dates
     values = ids.to_pylist()
-    return np.fromiter(map(hash, map(repr, values) if pa.types.is_nested(ids.type) else values), np.int64, len(ids))
+    return np.fromiter(map(hash, map(repr, values) if types.is_nested(ids.type) else values), np.int64, len(ids))
 
 
 def _ids(folder: Folder, name: str) -> pa.ChunkedArray:

@@ -127,13 +127,13 @@ def _read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table
         known = set(RECORDS_SCHEMA.names) <= set(table.column_names)
         return table.select(RECORDS_SCHEMA.names).cast(RECORDS_SCHEMA) if known else None
 
-    names = _segments(folder)
+    names = segments(folder)
     tables = dict(zip(names, in_parallel(read, names), strict=True))
     found = {name: table for name, table in tables.items() if table is not None}
     return found, [name for name in names if name not in found]
 
 
-def _segments(folder: Folder) -> list[str]:
+def segments(folder: Folder) -> list[str]:
     """Return the names of all segments."""
     return [f"{SEGMENTS}/{name}" for name in folder.names(SEGMENTS) if DIGEST.fullmatch(name.removesuffix(".parquet"))]
 
@@ -186,11 +186,6 @@ def compact(folder: Folder, fingerprint: str, least: int = COMPACT_AT) -> None:
         if records:
             write_segment(folder, records_table(records), fingerprint)
             folder.remove_all([record_name(record["shard"]) for record in records])
-
-
-def clear_records(folder: Folder) -> None:
-    """Remove all records."""
-    folder.remove_all([*map(record_name, loose_shards(folder)), *_segments(folder)])
 
 
 def drop_records(folder: Folder, shards: Sequence[int], fingerprint: str) -> None:

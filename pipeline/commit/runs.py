@@ -9,7 +9,6 @@ import logging
 import os
 import platform
 import shlex
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,15 +41,13 @@ class JobRun:
     price_per_hour: float | None = None
     config: dict[str, Any] = field(default_factory=dict)  # settings of the job file that differ from the defaults
     versions: dict[str, str] = field(default_factory=dict)  # versions of Python and of packages on the driver
-    host: str = ""  # name of the driver's host
 
 
 @contextmanager
 def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> Iterator[None]:
     """Record the `with` block as a run, at its start and at its end. rows: number of unanswered rows at the start."""
     values = in_texts(config.model_dump(mode="json", exclude_defaults=True), without_secrets)
-    price, host = config.price_per_hour, socket.gethostname()
-    run = JobRun(began, time.time(), rows, config.devices, None, price, values, versions(), host)
+    run = JobRun(began, time.time(), rows, config.devices, None, config.price_per_hour, values, versions())
     earlier = read_runs(folder)[1 - KEPT :]
     if earlier:
         _warn_of_other_versions(earlier[-1].versions, run.versions)

@@ -23,14 +23,15 @@ from actors.engine.errors import UserError, flat
 from pipeline import metrics
 from pipeline.commit.records import (
     Record,
-    clear_records,
     commit_record,
     drop_records,
     encode_record,
+    loose_shards,
     merge,
     read_all,
     record_name,
     records_table,
+    segments,
 )
 from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.output import shard_metadata
@@ -57,7 +58,6 @@ OWN = re.compile(  # names of files in `_job` that jobs write
     r"(job|summary|duplicates|results|tables|runs|spent|prediction|products-.+)\.json|(plan|inputs|stats)\.parquet|schema\.arrow|"
     r"report\.html|probe-[0-9a-f]+"
 )
-TEMPORARY = re.compile(r".+\.[0-9a-f]{32}")  # names of temporary files, see `LocalFolder`
 
 
 class DamagedPart(UserError):
@@ -240,14 +240,14 @@ def clear(folder: Folder) -> None:
     The caller must hold the lease.
     """
     folder.remove_all([name for name in folder.names() if name == SUCCESS or PART.fullmatch(name)])
-    clear_records(folder)
+    folder.remove_all([*map(record_name, loose_shards(folder)), *segments(folder)])
     clear_quarantine(folder)
     folder.remove_all([f"_job/{name}" for name in folder.names("_job") if OWN.fullmatch(name)])
 
 
 def clear_temporaries(folder: Folder) -> None:
-    """Remove the temporary files of killed processes."""
-    folder.remove_all([f"_job/tmp/{name}" for name in folder.names("_job/tmp") if TEMPORARY.fullmatch(name)])
+    """Remove the temporary files of killed processes (see `LocalFolder`)."""
+    folder.remove_all([f"_job/tmp/{name}" for name in folder.names("_job/tmp") if re.search(r"\.[0-9a-f]{32}$", name)])
 
 
 def check_output(folder: Folder, fingerprint: str) -> None:

@@ -75,7 +75,6 @@ class LedgerRun:
 
     number: int
     folder: str  # name of the run's output folder inside the root folder
-    fingerprint: str  # fingerprint of the run's job
     began: str
     by: str  # process id and host of the command that began the run
     files: tuple[ClaimedFile, ...]
@@ -113,8 +112,7 @@ class Ledger:
 
     def answered_snapshot(self, table: str) -> int | None:
         """Return the newest snapshot of a table that a successful run has answered; None without such a run."""
-        runs = (run for run in reversed(self.succeeded) if run.table == table)
-        return next((run.snapshot for run in runs), None)
+        return next((run.snapshot for run in reversed(self.succeeded) if run.table == table), None)
 
 
 def claim_name(number: int) -> str:
@@ -168,9 +166,10 @@ def claim(
     """Begin the next run: record in the ledger that it claims the files in `manifest`.
 
     pin: snapshot of the input table. left: URLs of new files that are left for a later run. Raises ConcurrentRun if
-    another command has begun the next run since `ledger` was read.
+    the last run has not ended, or another command has begun the next run since `ledger` was read.
     """
-    assert ledger.last is None or ledger.last.state != "unfinished", "the previous run must have ended"
+    if ledger.last is not None and ledger.last.state == "unfinished":
+        raise ConcurrentRun(f"run {ledger.last.number} was begun by {ledger.last.by}")
     number, began = ledger.last.number + 1 if ledger.last else 1, _now()
     rows: Counter[str] = Counter()
     for shard in manifest.shards:  # count rows here, because a retry answers only some rows of a file
@@ -179,7 +178,6 @@ def claim(
     run = LedgerRun(
         number,
         _folder_name(began, ledger),
-        manifest.fingerprint,
         began,
         f"process {os.getpid()} on {socket.gethostname()}",
         tuple(files),

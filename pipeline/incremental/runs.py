@@ -25,7 +25,7 @@ from actors.engine.errors import UserError
 from pipeline import job as jobs
 from pipeline.commit.finalize import RowsMissing, check_rows, finished_totals, totals_of, write_success
 from pipeline.commit.lease import leased
-from pipeline.commit.sink import SUCCESS, Check, clear_temporaries, committed_shards, load_records
+from pipeline.commit.sink import SUCCESS, Check, clear_temporaries, load_records
 from pipeline.commit.table import check_table, commit_table
 from pipeline.config.job import JobConfig
 from pipeline.incremental import ledger as ledgers
@@ -117,7 +117,7 @@ def run_in(
             finished.append(resumed)
             if resumed.run.state == "unfinished":
                 return IncrementalResult(finished, ledger.last_success)
-        ledger = _read_again(root, last.number)
+        ledger = ledgers.read(root)
     elif last is not None and last.state == "success":
         _write_missing_success(_folder(root, last, config), config)
     if check != "quick":
@@ -126,7 +126,7 @@ def run_in(
     failed, as_listed = to_retry(root, config, ledger)
     if failed and (retried := _retry(root, ledger, config, backend, failed, as_listed)) is not None:
         finished.append(retried)
-        ledger = _read_again(root, retried.run.number)
+        ledger = ledgers.read(root)
     pinned, new, pin = new_input(config, ledger)
     left = list[str]()
     try:
@@ -171,11 +171,9 @@ def _checked(root: Folder, ledger: Ledger, config: JobConfig, backend: Backend, 
     for run in ledger.succeeded:
         folder = _folder(root, run, config)
         manifest = plan_files.load(folder)
-        if manifest is not None and finished_totals(folder, manifest, check) is None:
-            if check != "repair":
-                committed_shards(folder, manifest.shards, manifest.fingerprint, check)
-            if (again := _resume(root, run, config, backend, False, check)) is not None:
-                found.append(again)
+        lost = manifest is not None and finished_totals(folder, manifest, check) is None
+        if lost and (again := _resume(root, run, config, backend, False, check)) is not None:
+            found.append(again)
     return found
 
 
@@ -260,14 +258,6 @@ def runs_summary(root: str, result: IncrementalResult, runs: Sequence[Mapping[st
         "left": list(result.left),
         "runs": listed,
     }
-
-
-def _read_again(root: Folder, number: int) -> Ledger:
-    """Read the ledger again after run `number` has ended. Raises ConcurrentRun if another run has begun since then."""
-    ledger = ledgers.read(root)
-    if ledger.last is not None and ledger.last.state == "unfinished":
-        raise ConcurrentRun(f"run {ledger.last.number} was begun by {ledger.last.by} after run {number}")
-    return ledger
 
 
 def _resume(

@@ -11,9 +11,13 @@ from rich.text import Text
 
 from pipeline.config.job import JobConfig
 from pipeline.messages import counted, duration
-from pipeline.runtime.wide_console import wide
 
 LEAST_ROWS = 8  # minimum number of answered rows for which a speed's interval is shown
+
+
+def wide(console: Console) -> Console:
+    """Return a console that prints to the same file, but neither limits tables, wraps lines nor reads markup."""
+    return Console(file=console.file, width=1000, soft_wrap=True, highlight=False, markup=False)
 
 
 def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from actors.engine.errors import UserError, flat
 from actors.engine.machine import process_cpus, process_memory
 from pipeline.config.job import ActorsConfig
-from pipeline.runtime.announce import announce, announced
+from pipeline.runtime.announce import Timer, announce, announced
 from pipeline.runtime.signals import Interrupted, shielded
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,6 @@ IDLE_SECONDS = 30  # time after which an idle worker of the local Ray ends
 OBJECT_STORE_BYTES = 2**30
 QUIET = "RAY_BACKEND_LOG_LEVEL"
 WAIT_POLL_SECONDS = 2.0
-WAIT_LINE_SECONDS = 10.0
 HEAD = Path(__file__).with_name("ray_head.py")
 END_SECONDS = 30.0  # time limit for a local Ray to end
 LOOPBACK = "127.0.0.1"
@@ -100,8 +99,7 @@ def is_own_ray() -> bool:
 
 def on_cluster() -> bool:
     """Return whether the job's actors may run on other nodes."""
-    several = ray.is_initialized() and sum(bool(node["Alive"]) for node in ray.nodes()) > 1
-    return several or bool(os.environ.get("RAY_ADDRESS"))
+    return bool(os.environ.get("RAY_ADDRESS")) or (ray.is_initialized() and len(_nodes()) > 1)
 
 
 def actor_cpus(actors: ActorsConfig) -> float:
@@ -167,7 +165,7 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
 
     Raises UserError if a local Ray is too small, or the cluster has not grown within `actors.wait_seconds`.
     """
-    began = said = time.monotonic()
+    began, timer = time.monotonic(), Timer()
     problem = placement_problem(actors, _nodes())
     if not problem:
         return
@@ -184,8 +182,7 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
                 raise UserError(
                     f"actors: {problem}; the cluster has not grown in {actors.wait_seconds:g} s (actors.wait_seconds)"
                 )
-            if time.monotonic() - said >= WAIT_LINE_SECONDS:
-                said = time.monotonic()
+            if timer.is_due():
                 seconds = f"{waited:.0f} of {actors.wait_seconds:g} s"
                 announce(f"waiting for the cluster to grow, {seconds}: {problem}", "waiting")
             time.sleep(WAIT_POLL_SECONDS)

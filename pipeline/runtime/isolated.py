@@ -32,8 +32,8 @@ def call_isolated(
     """Call a module-level function in a new Python process. Function, arguments and result must be picklable.
 
     seconds: time limit, after which the process is killed. memory_bytes: limit of allocated memory; None: no limit.
-    If the machine's memory runs out, the kernel kills the new process first. Raises the function's error (as UserError
-    or RuntimeError if it cannot be pickled), or Died if the process died, was killed or exceeded a limit.
+    If the machine's memory runs out, the kernel kills the new process first. Raises the function's error
+    as a UserError or RuntimeError, or Died if the process died, was killed or exceeded a limit.
     """
     paths = [ROOT, *sys.path]  # ROOT first, because the working directory may hold another `pipeline`
     question = pickle.dumps((paths, memory_bytes)) + pickle.dumps((function, arguments))
@@ -71,14 +71,11 @@ def answer_caller() -> None:
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, resource.RLIM_INFINITY))
     function, arguments = pickle.load(question)
+    outcome: tuple[Any, Exception | None]
     try:
-        outcome = pickle.dumps((function(*arguments), None))
-    except Exception as error:
-        try:
-            outcome = pickle.dumps((None, error))
-            pickle.loads(outcome)  # fails for an error whose class takes other arguments than the error's `args`
-        except Exception:
-            told = UserError(str(error)) if isinstance(error, UserError) else RuntimeError(one_line(error))
-            outcome = pickle.dumps((None, told))
-    answer.write(outcome)
+        outcome = function(*arguments), None
+    except Exception as error:  # not sent as it is: many errors cannot be pickled, or not be made again
+        kind = next((kind for kind in (UserError, MemoryError) if isinstance(error, kind)), None)
+        outcome = None, kind(str(error)) if kind else RuntimeError(one_line(error))
+    pickle.dump(outcome, answer)
     answer.close()

@@ -210,11 +210,10 @@ class ObjectFolder:
         bucket, _, prefix = self.path.partition("/")
         keys = [f"{prefix}/{name}".removeprefix("/") for name in names]
         for first in range(0, len(keys), BULK):
-            objects = [{"Key": key} for key in keys[first : first + BULK]]
-            failed = objects
+            failed = [{"Key": key} for key in keys[first : first + BULK]]
             with suppress(StoreFailed):  # some stores lack this call, or require an MD5 that botocore no longer sends
-                response = self.fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
-                failed = response.get("Errors", [])
+                asked = {"Objects": failed, "Quiet": True}
+                failed = self.fs.call_s3("delete_objects", Bucket=bucket, Delete=asked).get("Errors", [])
             for error in failed:  # remove one by one, because `call_s3` retries only whole calls
                 self.remove(error["Key"].removeprefix(f"{prefix}/"))
 

@@ -30,8 +30,8 @@ from pipeline.learn.adapt.rows import draw, prompt_ids, read_sample
 from pipeline.learn.keep_order import ROWS, Row, batches, measured_order
 from pipeline.messages import counted, duration
 from pipeline.prepare.prompt_spec import prompt_spec
+from pipeline.report.estimate_table import wide
 from pipeline.runtime.announce import announce
-from pipeline.runtime.wide_console import wide
 
 SHARES, SPEEDS = (0.9, 0.75, 0.5), (1.5, 2.0, 3.0)  # shares of the layers and speed-ups that are probed
 HEAD_CALLS = 20  # timed calls of the vocabulary head

@@ -15,7 +15,7 @@ from pipeline.learn.adapt.choice import full_depth
 from pipeline.learn.adapt.configs import AFTER, BEFORE
 from pipeline.learn.adapt.run import Adapted
 from pipeline.learn.evaluate.results import bracketed, chance_metric, remarks, uselessness
-from pipeline.runtime.wide_console import wide
+from pipeline.report.estimate_table import wide
 
 # metric -> title of its column; the column is shown if the metric was measured
 FURTHER = {"kappa": "kappa", "token_kl": "token KL", "length_ratio": "length", "repetition": "repeats %"}

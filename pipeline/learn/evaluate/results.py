@@ -17,7 +17,7 @@ from rich.table import Table
 
 from pipeline.learn.evaluate.metrics import CONFIDENCE, METRICS, Score
 from pipeline.messages import counted
-from pipeline.runtime.wide_console import wide
+from pipeline.report.estimate_table import wide
 
 RECORD = "evaluate.json"
 Scores = dict[str, Score]  # metric name -> score

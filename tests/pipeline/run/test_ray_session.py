@@ -28,7 +28,7 @@ from pipeline.run import ray_session
 def test_a_cluster_that_does_not_grow_is_refused_after_a_while(
     own_ray: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_session, "WAIT_LINE_SECONDS", 0.2)
+    monkeypatch.setattr("pipeline.runtime.announce.INTERVAL", 0.2)
     monkeypatch.setattr(ray_session, "WAIT_POLL_SECONDS", 0.1)
     problem = r"actors: 9 actors of 1 GPUs do not fit on 2 GPUs: .*; the cluster has not grown in 0\.5 s"
     with (
