@@ -145,8 +145,7 @@ def run_in(
             run = ledgers.claim(root, ledger, checked.manifest, pin, left)
             plan_files.save(_folder(root, run, config), checked.manifest)
             finished.append(_answer(root, run, checked, backend))
-    succeeded = [done.run for done in finished if done.run.state == "success"]
-    return IncrementalResult(finished, succeeded[-1] if succeeded else ledger.last_success, left)
+    return IncrementalResult(finished, ledgers.read(root).last_success, left)
 
 
 def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
@@ -339,10 +338,7 @@ def _answer(
 
 
 def _write_missing_success(folder: Folder, config: JobConfig) -> None:
-    """Write the `_SUCCESS` of a successful run that was killed before this step, unless its folder was removed.
-
-    If files in the folder are damaged or missing, log a warning: later runs do not need them.
-    """
+    """Write the `_SUCCESS` of a run that was killed before this step, unless files in its folder are damaged or gone."""
     if folder.exists(SUCCESS):
         return
     try:

@@ -223,6 +223,8 @@ def test_parts_of_finished_runs_are_checked_and_repaired_where_this_is_asked_for
     assert [run["run"] for run in repaired] == [1, 2] and all(run["resumed"] for run in repaired)
     assert inbox.answered() == before and "which had lost output files, is now finished" in caplog.text
     assert inbox.json("--verify")["runs"] == []
+    first[0].unlink()
+    assert inbox.json("--repair")["last_success"] == 2
 
 
 def test_each_run_takes_what_came_since_and_says_so(inbox: Inbox, flow: Any) -> None:
