@@ -45,9 +45,7 @@ class Budget:
     def spent(self, seconds: float = 0.0, tokens: int = 0) -> str | None:
         """Return one line that names a limit that is used up, else None. For the arguments see `used`."""
         limits, used = self.config.budget, self.used(seconds, tokens)
-        if limits is None:
-            return None
-        for name, limit in limits.model_dump(exclude_none=True).items():
+        for name, limit in limits.model_dump(exclude_none=True).items() if limits else ():
             if used[name] >= limit:
                 return f"budget.{name}: {used[name]:,.6g} of {limit:,.6g} used"
         return None

@@ -93,8 +93,7 @@ def run(
         root = jobs.output_folder(config)
         if any(name.endswith(".parquet") for name in root.names()) or plan_files.load(root) is not None:
             raise UserError(f"{root.url}: holds files that no incremental run wrote; choose another output.path")
-        idle = None if overwrite or check != "quick" else _nothing_new(root, config)
-        if idle is not None:
+        if not overwrite and check == "quick" and (idle := _nothing_new(root, config)) is not None:
             return idle
         make_writable(root)
         with leased(root):

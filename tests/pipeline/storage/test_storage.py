@@ -58,12 +58,6 @@ def test_many_are_removed_at_once(folder: Folder) -> None:
     folder.remove_all([])
 
 
-def test_replace_writes_over(folder: Folder) -> None:
-    for data in (b"one", b"two", b"0123456789abcdef" * (12 * 2**20 // 16)):
-        folder.replace("_job/job.json", data)
-        assert folder.read("_job/job.json") == data and folder.names("_job") == ["job.json"]
-
-
 def test_some_bytes_of_a_file_are_read(folder: Folder) -> None:
     folder.replace("a", b"0123456789")
     with folder.open("a") as file:
