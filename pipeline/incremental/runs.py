@@ -337,7 +337,7 @@ def _answer(
 
 
 def _write_missing_success(folder: Folder, config: JobConfig) -> None:
-    """Write the `_SUCCESS` of a run that was killed before this step, unless files in its folder are damaged or gone."""
+    """Write the `_SUCCESS` of a run killed before this step, unless files in its folder are damaged or gone."""
     if folder.exists(SUCCESS):
         return
     try:
