@@ -20,6 +20,7 @@ THROTTLED = re.compile("SlowDown|Throttl|LimitExceeded|TooManyRequests|Throughpu
 REFUSED_CODES = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
 EXPLAINED_CODES = {"AccessDenied", "InvalidObjectState"}  # error codes whose messages name the missing permission
 CONDITION_CODES = {"NotImplemented", "InvalidArgument", "InvalidRequest"}  # codes of stores that lack conditional puts
+NO_TRAILERS = {"XAmzContentSHA256Mismatch", "MissingContentLength", "NotImplemented"}  # botocore sends some over HTTPS
 MISSING_CREDENTIALS = (boto.NoCredentialsError, boto.CredentialRetrievalError, boto.MetadataRetrievalError)
 WRONG_CREDENTIALS = (boto.PartialCredentialsError, boto.TokenRetrievalError, boto.ProfileNotFound, boto.SSOError)
 TEXT = 200  # maximum number of characters of an error's text
@@ -40,10 +41,11 @@ def error_code(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return one line of at most `TEXT` characters that says what failed."""
+    """Return one line that says what failed: at most `TEXT` characters, and advice for some errors."""
     details = response_of(error).get("Error", {})
     text = f"{details.get('Code')}: {details.get('Message')}" if details else str(error)
-    return flat(text)[:TEXT] or type(error).__name__
+    advice = "; if the store supports no checksums in trailers, set AWS_REQUEST_CHECKSUM_CALCULATION=when_required"
+    return (flat(text)[:TEXT] or type(error).__name__) + (advice if details.get("Code") in NO_TRAILERS else "")
 
 
 def is_temporary(error: BaseException) -> bool:

@@ -136,6 +136,9 @@ def test_every_final_error_names_the_url(proxy: Proxy) -> None:
             with pytest.raises(StoreFailed, match=rf"^{where}/?: {code}: no$"):
                 operation()
         assert len(proxy.requests) == 2  # also a conditional put is not taken for one that was refused as such
+    proxy.script = lambda request: refusal(411, "MissingContentLength")
+    with pytest.raises(StoreFailed, match=r"MissingContentLength: no; .* AWS_REQUEST_CHECKSUM_CALCULATION=when_req"):
+        folder.create("a", b"")
 
 
 @pytest.mark.parametrize("answer", [refusal(501, "NotImplemented"), refusal(400, "InvalidRequest")])
