@@ -63,11 +63,10 @@ class Holder:
 
 
 def this_process() -> Holder:
-    try:  # only Linux has these paths
+    namespace = ""
+    with suppress(OSError):  # only Linux has these paths
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        namespace = ""
     started = _seconds_after_boot(psutil.Process())
     return Holder(socket.gethostname(), namespace, os.getpid(), started, uuid.uuid4().hex, time.time())
 
@@ -193,8 +192,7 @@ class Lease:
         return now is not None
 
     def _epochs(self) -> list[int]:
-        matches = (EPOCH.fullmatch(name) for name in self.folder.names(EPOCHS))
-        return [int(match[1]) for match in matches if match]
+        return [int(match[1]) for name in self.folder.names(EPOCHS) if (match := EPOCH.fullmatch(name))]
 
     def _read(self, name: str) -> Holder | None:
         """Return the holder in a lease file; None if the file is gone, an unknown holder if the file is damaged."""

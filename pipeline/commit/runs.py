@@ -78,10 +78,9 @@ def versions() -> dict[str, str]:
 def _compiler() -> str:
     """Return the version of the C++ compiler that builds the CPU kernels; "none" if there is no compiler."""
     command = [*(shlex.split(os.environ.get("CXX", "")) or ["g++"]), "--version"]
-    try:
+    lines = list[str]()
+    with suppress(OSError, subprocess.SubprocessError):
         lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        lines = []
     return lines[0] if lines else "none"
 
 

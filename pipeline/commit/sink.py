@@ -205,8 +205,7 @@ def damaged_parts(
     damaged, digests = dict[int, str](), dict[int, str]()
     for record in records.select(["shard", "bytes", "sha256", "tag"]).to_pylist():
         shard, size, tag = record["shard"], record["bytes"], record["tag"]
-        found = parts.get(shard)
-        if found is None:
+        if (found := parts.get(shard)) is None:
             continue
         if found.size != size:
             damaged[shard] = f"damaged ({found.size:,} bytes, {size:,} were committed)"
