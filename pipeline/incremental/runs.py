@@ -25,7 +25,7 @@ from actors.engine.errors import UserError
 from pipeline import job as jobs
 from pipeline.commit.finalize import RowsMissing, check_rows, finished_totals, totals_of, write_success
 from pipeline.commit.lease import leased
-from pipeline.commit.sink import SUCCESS, Check, clear_temporaries, load_records
+from pipeline.commit.sink import SUCCESS, Check, clear_temporaries, committed_shards, load_records
 from pipeline.commit.table import check_table, commit_table
 from pipeline.config.job import JobConfig
 from pipeline.incremental import ledger as ledgers
@@ -169,9 +169,11 @@ def _checked(root: Folder, ledger: Ledger, config: JobConfig, backend: Backend, 
     for run in ledger.succeeded:
         folder = _folder(root, run, config)
         manifest = plan_files.load(folder)
-        lost = manifest is not None and finished_totals(folder, manifest, check) is None
-        if lost and (again := _resume(root, run, config, backend, False, check)) is not None:
-            found.append(again)
+        if manifest is not None and finished_totals(folder, manifest, check) is None:
+            if check != "repair":  # name a damaged part, even if the job has changed since
+                committed_shards(folder, manifest.shards, manifest.fingerprint, check)
+            if (again := _resume(root, run, config, backend, False, check)) is not None:
+                found.append(again)
     return found
 
 
