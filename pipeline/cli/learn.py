@@ -41,12 +41,11 @@ def adapt(
         advice.file = str(job)
         announce_checks(f"reading {job} and its data")
 
-        from rich.console import Console
-
         from pipeline.learn.adapt import run as adaptation
         from pipeline.learn.adapt.report import print_adapted, to_dict, too_tight
+        from pipeline.runtime.wide_console import wide_console
 
-        console = Console(soft_wrap=True, stderr=as_json)
+        console = wide_console(stderr=as_json)
         if probe_only:
             from pipeline.learn.adapt.probe import print_probe, probe
 
@@ -99,12 +98,12 @@ def evaluate(
         config = advice.load(EvalConfig, recipe, changes)
         announce_checks(f"reading {recipe} and its data")
 
-        from rich.console import Console
         from transformers.utils.logging import disable_progress_bar
 
         from pipeline.learn.evaluate.results import print_tables
         from pipeline.learn.evaluate.run import evaluate as measure
+        from pipeline.runtime.wide_console import wide_console
 
         disable_progress_bar()
-        print_tables(Console(soft_wrap=True), measure(config))
+        print_tables(wide_console(), measure(config))
         typer.echo(f"tables and answers: {config.output}")

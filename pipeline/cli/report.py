@@ -69,8 +69,6 @@ def _location(output: str, changes: list[str] | None, endpoint_url: str | None) 
 
 
 def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html: bool, to: Path | None) -> None:
-    from rich.console import Console
-
     from pipeline.commit.claim import LEDGER
     from pipeline.commit.duplicates import with_duplicates
     from pipeline.commit.finalize import totals_of, write_statistics
@@ -83,6 +81,7 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
     from pipeline.plan import plan_files
     from pipeline.report.job_page import REPORT, job_page
     from pipeline.report.summary import print_report
+    from pipeline.runtime.wide_console import wide_console
     from pipeline.storage.folder import open_folder
 
     folder = open_folder(url, storage)
@@ -91,7 +90,7 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
             raise UserError(f"{url}: --html shows one run: name a dated folder in this folder")
         if check or write:
             raise UserError(f"{url}: --verify and --write work on one run: name a dated folder in this folder")
-        print_ledger(Console(soft_wrap=True), read_ledger(folder))
+        print_ledger(wide_console(), read_ledger(folder))
         return
     manifest = plan_files.load(folder)
     if manifest is None:
@@ -119,4 +118,4 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
     if write:
         write_statistics(folder, manifest, records)
     totals = with_duplicates(folder, totals_of(records))
-    print_report(Console(soft_wrap=True), manifest, records, totals, read_runs(folder))
+    print_report(wide_console(), manifest, records, totals, read_runs(folder))

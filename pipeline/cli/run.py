@@ -56,7 +56,6 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
 
     with announced("loading libraries"):
         import psutil
-        from rich.console import Console
 
         from pipeline import job as jobs
         from pipeline.commit.finalize import summary
@@ -64,6 +63,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
         from pipeline.incremental import runs as incremental
         from pipeline.incremental.runs import print_runs, runs_summary
         from pipeline.report.summary import last_errors, print_result
+        from pipeline.runtime.wide_console import wide_console
         from pipeline.storage.folder import open_folder
 
     backend = jobs.ray_backend(verbose=options["verbose"], metrics_port=metrics_port)
@@ -76,7 +76,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
         result = jobs.run(config, **options, backend=backend, process_began=process_began)
         done = [(open_folder(config.output.path, config.storage), result)]
     # with --log-json and --json, print no tables, because all output must be JSON
-    console = Console(soft_wrap=True, stderr=as_json, quiet=as_json and goes_to_log())
+    console = wide_console(stderr=as_json, quiet=as_json and goes_to_log())
     for folder, result in done:
         print_result(console, folder, result, show, config.storage)
     if answered is not None:
@@ -122,14 +122,11 @@ def try_rows(
         from pipeline.config.job import JobConfig
 
         config = advice.load(JobConfig, job, changes)
-        from rich.console import Console
-
         from pipeline.generate.answer_checks import LEAST_TRIED, texts_of, warnings_of
         from pipeline.messages import counted, parsed_control_tokens
         from pipeline.try_rows import answer_first_rows
 
-        console = Console(soft_wrap=True)
-        tried = answer_first_rows(config, rows, lambda line: console.print(line, markup=False, highlight=False))
+        tried = answer_first_rows(config, rows, typer.echo)
         for row in tried:
             lines = [f"\n[{'no id' if row.id is None else row.id}]", f"  prompt: {row.prompt}" if row.prompt else ""]
             for answer in row.answers:
@@ -146,13 +143,13 @@ def try_rows(
                     *calls,
                     f"    ({answer.finish_reason}, {counted(answer.generated_tokens, 'token')}{depth}{sure})",
                 ]
-            console.print("\n".join(filter(None, lines)), markup=False, highlight=False)
+            typer.echo("\n".join(filter(None, lines)))
         if parsed := sum(row.control_tokens for row in tried):
-            console.print(parsed_control_tokens(parsed), highlight=False)
+            typer.echo(parsed_control_tokens(parsed))
         answers = [answer for row in tried for answer in row.answers]
         cut_off = sum(answer.finish_reason == "length" for answer in answers)
         for line in warnings_of(texts_of(answers), LEAST_TRIED, cut_off):
-            console.print(f"warning: {line}", markup=False, highlight=False)
+            typer.echo(f"warning: {line}")
         if all(answer.error is not None for answer in answers):
             raise stop(ROW_ERRORS, f"none of {counted(len(tried), 'row')} has an answer")
 
@@ -176,10 +173,9 @@ def plan(
         from pipeline.runtime.announce import announced
 
         with announced("loading libraries"):
-            from rich.console import Console
-
             from pipeline.estimate import NothingLeft, estimate
             from pipeline.report.estimate_table import print_estimate
+            from pipeline.runtime.wide_console import wide_console
 
         began = psutil.Process().create_time()
         try:
@@ -190,4 +186,4 @@ def plan(
         if as_json:
             typer.echo(json.dumps(found))
         else:
-            print_estimate(Console(soft_wrap=True), config, found)
+            print_estimate(wide_console(), config, found)

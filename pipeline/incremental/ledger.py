@@ -27,7 +27,6 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from actors.engine.errors import UserError, flat
 from pipeline.commit.claim import LEDGER
@@ -319,14 +318,14 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
         state = f"{run.state}: {run.why}" if run.why else run.state
         if run.left:
             state += f"; left for a later run: {some(run.left)}"
-        table.add_row(str(run.number), f"{len(run.files):,}", f"{run.rows:,}", run.folder, run.ended, Text(state))
+        table.add_row(str(run.number), f"{len(run.files):,}", f"{run.rows:,}", run.folder, run.ended, state)
     console.print(table)
     files = [file for run in ledger.succeeded for file in run.files]
     most: dict[tuple[str, str], int] = {}  # a retry answers some rows of a file again; count them once
     for file in files:
         most[file.url, file.version] = max(file.rows, most.get((file.url, file.version), 0))
     answered = f"{counted(len({file.url for file in files}), 'file')} and {counted(sum(most.values()), 'row')}"
-    console.print(f"\n{answered} answered in {counted(len(ledger.succeeded), 'run')}", highlight=False)
+    console.print(f"\n{answered} answered in {counted(len(ledger.succeeded), 'run')}")
 
 
 def some(urls: Sequence[str]) -> str:

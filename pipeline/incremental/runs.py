@@ -242,7 +242,7 @@ def print_runs(console: Console, result: IncrementalResult) -> None:
         lines.append(f"nothing new since run {last.number} of {last.began} ({last.folder})")
     elif not result.finished:
         lines.append("nothing new: there was no run yet, and no file has rows")
-    console.print("\n".join(lines), markup=False, highlight=False)
+    console.print("\n".join(lines))
 
 
 def runs_summary(root: str, result: IncrementalResult, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

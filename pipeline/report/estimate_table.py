@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from pipeline.config.job import JobConfig
 from pipeline.messages import counted, duration
@@ -15,36 +14,27 @@ from pipeline.messages import counted, duration
 LEAST_ROWS = 8  # minimum number of answered rows for which a speed's interval is shown
 
 
-def wide(console: Console) -> Console:
-    """Return a console that prints to the same file, but neither limits tables, wraps lines nor reads markup."""
-    return Console(file=console.file, width=1000, soft_wrap=True, highlight=False, markup=False)
-
-
 def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]) -> None:
     """Print an estimate: rows, prompts, batches, a table of speeds, and the saving and loss of the job's speed."""
-    console = wide(console)
     tokens, batching, errors, chosen = (found[name] for name in ("prompt_tokens", "batching", "row_errors", "chosen"))
     left = "" if found["rows_left"] == found["rows"] else f", {found['rows_left']:,} rows left"
     rows, files, shards = (counted(found[f"{noun}s"], noun) for noun in ("row", "file", "shard"))
     prefix = tokens["shared_prefix"]
 
-    def say(line: str) -> None:
-        console.print(line, markup=False)
-
-    say(f"{rows} in {files}, {shards}{left}")
-    say(
+    console.print(f"{rows} in {files}, {shards}{left}")
+    console.print(
         f"prompts: {tokens['mean']:,.0f} tokens on average, {tokens['most']:,} at most, in {tokens['rows']:,} rows"
         + (f"; all begin with the same {prefix:,} tokens" if prefix else "")
     )
     if errors["errors"]:
-        say(f"rows with an error in the sample: {errors['errors']:,}; the first: {errors['first']}")
-    say(
+        console.print(f"rows with an error in the sample: {errors['errors']:,}; the first: {errors['first']}")
+    console.print(
         f"batches: {batching['scheduler']}, at most {batching['max_batch']:,} rows in flight and "
         f"{batching['cache_bytes'] / 2**20:,.0f} MiB of KV cache per actor; {counted(found['actors'], 'actor')}\n"
     )
     console.print(_table(found))
     answered, actors = found["sample"]["rows"], "an actor" if found["actors"] == 1 else "actors"
-    say(
+    console.print(
         f"\n*: the job's speed; wall clock includes {found['startup']['seconds']:.0f} s of start-up; "
         f"{'brackets: 90% interval; ' * (answered >= LEAST_ROWS)}measured on {counted(answered, 'row')} that {actors} "
         "answered here; ideal: speed-up if time were proportional to the layers run"
@@ -55,15 +45,15 @@ def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]
         if loss := chosen["loss"]:
             source = f"{_loss(loss)} ({loss['source']})"
         verb = "saves" if saves["seconds"] >= 0 else "costs"
-        say(f"{chosen['speed']} {verb} {money}{duration(abs(saves['seconds']))} against 1x; {source}")
+        console.print(f"{chosen['speed']} {verb} {money}{duration(abs(saves['seconds']))} against 1x; {source}")
     for line in found["warnings"]:
-        say(f"warning: in the sample, {line}")
+        console.print(f"warning: in the sample, {line}")
     if config.budget is not None:
         needed = {"hours": chosen["device_hours"], "money": chosen["money"], "tokens": chosen["generated_tokens"]}
         limits, used = config.budget.model_dump(exclude_none=True).items(), found["budget_used"]
         all_runs = {name: needed[name] + used.get(name, 0) for name, _ in limits}
         over = [f"{name} {all_runs[name]:,.4g} of {limit:,.4g}" for name, limit in limits if all_runs[name] > limit]
-        say(f"budget: not enough, the job would stop: {', '.join(over)}" if over else "budget: enough")
+        console.print(f"budget: not enough, the job would stop: {', '.join(over)}" if over else "budget: enough")
 
 
 def _loss(loss: Mapping[str, Any]) -> str:
@@ -94,7 +84,7 @@ def _table(found: Mapping[str, Any]) -> Table:
     for name in names:
         table.add_column(name, justify="left" if name == "loss" else "right", no_wrap=True)
     for line in lines:
-        table.add_row(*(Text(line[name] or "-") for name in names))
+        table.add_row(*(line[name] or "-" for name in names))
     return table
 
 

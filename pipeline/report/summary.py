@@ -63,7 +63,7 @@ def print_report(
     if totals.duplicate_ids:
         lines.append(f"warning: {counted(totals.duplicate_ids, 'row')} with the id of an earlier row")
         lines += [f"  {example}" for example in totals.duplicate_examples]
-    console.print("\n".join(lines), markup=False, highlight=False)
+    console.print("\n".join(lines))
 
 
 def _columns(totals: Totals) -> dict[str, Callable[[ShardStats], str]]:
@@ -101,13 +101,13 @@ def _labels(totals: Totals, manifest: Manifest) -> str:
 def print_result(console: Console, folder: Folder, result: JobResult, show: int, storage: StorageConfig) -> None:
     """Print `show` rows with their answers, the statistics of a run, and the paths of its output."""
     for row, full_depth in shown_rows(folder, result.manifest, show, storage) if show else []:
-        console.print(f"\n[{'no id' if row['id'] is None else row['id']}]", markup=False, highlight=False)
+        console.print(f"\n[{'no id' if row['id'] is None else row['id']}]")
         for name in ("prompt", "generated_text", "error"):
             if row.get(name) is not None:
                 title = "answer" if name == "generated_text" else name
-                console.print(f"  {title}: {row[name]}", markup=False, highlight=False)
+                console.print(f"  {title}: {row[name]}")
         if full_depth is not None:
-            console.print(f"  full depth's answer: {full_depth}", markup=False, highlight=False)
+            console.print(f"  full depth's answer: {full_depth}")
     if show:
         console.print()
     if result.fresh_rows:
@@ -123,7 +123,7 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int,
     report = f", report: {folder.url}/{REPORT}" if folder.exists(REPORT) else ""
     lines.append(f"answers: {folder.url}/part-*.parquet")
     lines.append(f"statistics: {folder.url}/{STATS}, summary: {folder.url}/{SUMMARY}{report}")
-    console.print("\n".join(lines), markup=False, highlight=False)
+    console.print("\n".join(lines))
 
 
 def last_errors(folder: Folder) -> list[tuple[int, int]]:

@@ -90,7 +90,7 @@ def invoke(folder: Path, job: dict[str, Any] | JobConfig, *options: str, command
 
 def report(output: Path | str, *options: str) -> Result:
     """Call `skipdecode report` in this process."""
-    return CliRunner().invoke(app, ["report", str(output), *options], env={"COLUMNS": "200"})
+    return CliRunner().invoke(app, ["report", str(output), *options], env={"COLUMNS": "40"})
 
 
 def files_of(folder: Path | str) -> dict[str, tuple[int, int, bytes]]:

@@ -30,7 +30,6 @@ from pipeline.learn.adapt.rows import draw, prompt_ids, read_sample
 from pipeline.learn.keep_order import ROWS, Row, batches, measured_order
 from pipeline.messages import counted, duration
 from pipeline.prepare.prompt_spec import prompt_spec
-from pipeline.report.estimate_table import wide
 from pipeline.runtime.announce import announce
 
 SHARES, SPEEDS = (0.9, 0.75, 0.5), (1.5, 2.0, 3.0)  # shares of the layers and speed-ups that are probed
@@ -149,7 +148,7 @@ def _speed(
 
 def print_probe(console: Console, found: Mapping[str, Any]) -> None:
     """Print the values `found` by `probe` as a table and sentences."""
-    console, seconds, tokens = wide(console), found["seconds"], found["tokens"]
+    seconds, tokens = found["seconds"], found["tokens"]
     total = seconds["prompt"] + seconds["decode"]
     console.print(
         f"{counted(found['probed'], 'row')} at full depth, on average: {tokens['prompt']:,.0f} prompt tokens, "

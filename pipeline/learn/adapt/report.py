@@ -15,7 +15,6 @@ from pipeline.learn.adapt.choice import full_depth
 from pipeline.learn.adapt.configs import AFTER, BEFORE
 from pipeline.learn.adapt.run import Adapted
 from pipeline.learn.evaluate.results import bracketed, chance_metric, remarks, uselessness
-from pipeline.report.estimate_table import wide
 
 # metric -> title of its column; the column is shown if the metric was measured
 FURTHER = {"kappa": "kappa", "token_kl": "token KL", "length_ratio": "length", "repetition": "repeats %"}
@@ -23,7 +22,7 @@ FURTHER = {"kappa": "kappa", "token_kl": "token KL", "length_ratio": "length", "
 
 def print_adapted(console: Console, adapted: Adapted) -> None:
     """Print the scores before and after the training, the chosen speed, the break-even and the paths."""
-    console, counts, folder = wide(console), adapted.counts, adapted.folder
+    counts, folder = adapted.counts, adapted.folder
     console.print(
         f"{counts['drawn']:,} of {counts['job']:,} rows drawn: {counts['train']:,} trained on, "
         f"{counts.get('dev', 0):,} in the dev set, {counts['held_out']:,} held out; left out: "
@@ -43,7 +42,7 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
             "depend on their row (the commonest label, or another row's text)"
         )
     for text in [*adapted.harmed, *remarks(adapted.after, adapted.chance, adapted.metric)]:
-        console.print(text, highlight=False)
+        console.print(text)
     if adapted.break_even is not None and adapted.chosen is not None:
         console.print("\n".join(adapted.break_even.sentences(adapted.chosen.name)))
     console.print(f"time: {', '.join(f'{stage} {seconds:,.1f} s' for stage, seconds in adapted.seconds.items())}")

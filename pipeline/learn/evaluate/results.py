@@ -17,7 +17,6 @@ from rich.table import Table
 
 from pipeline.learn.evaluate.metrics import CONFIDENCE, METRICS, Score
 from pipeline.messages import counted
-from pipeline.report.estimate_table import wide
 
 RECORD = "evaluate.json"
 Scores = dict[str, Score]  # metric name -> score
@@ -144,7 +143,6 @@ def write_table(evaluation: Evaluation) -> None:
 
 def print_tables(console: Console, evaluation: Evaluation) -> None:
     """Print a table of speeds and the main metric, a table of the other metrics, and warnings about bad lines."""
-    console = wide(console)
     console.print(_main_table(evaluation))
     console.print()
     console.print(_further_table(evaluation))
@@ -155,7 +153,7 @@ def print_tables(console: Console, evaluation: Evaluation) -> None:
         f"Loss: {metric.title} lost compared with {evaluation.full_depth}; a loss below 0 is a gain."
     )
     for text in remarks(evaluation.lines, evaluation.chance, evaluation.metric):
-        console.print(text, highlight=False)
+        console.print(text)
 
 
 def _main_table(evaluation: Evaluation) -> Table:

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import Result
 from in_process import invoke, job_values, run_in_process
-from rich.console import Console
 
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.report.summary import print_result
+from pipeline.runtime.wide_console import wide_console
 from pipeline.storage.folder import open_folder
 from pipeline.try_rows import answer_first_rows
 
@@ -100,7 +100,7 @@ def test_a_job_for_gpus_is_not_tried_on_a_cpu_unasked(
 def test_control_tokens_that_a_prompt_column_spells_are_counted_in_try_and_at_the_end_of_the_job(
     tmp_path: Path, values: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = pa.table({"id": ["a", "b"], "prompt": ["alpha<pad>bravo<sep>", "food"]})
+    table = pa.table({"id": ["a", "b"], "prompt": ["alpha<pad>bravo<sep>", "food :m: [b]"]})
     pq.write_table(table, tmp_path / "in" / "0.parquet")
     said = "parsed 2 control tokens in prompts; set input.special_tokens: text to keep them as text"
     result = tried(tmp_path, values)
@@ -109,9 +109,10 @@ def test_control_tokens_that_a_prompt_column_spells_are_counted_in_try_and_at_th
     assert result.exit_code == 0 and "control token" not in result.stdout
     done = run_in_process(JobConfig.model_validate(values))
     assert done.totals.control_tokens == 2
-    print_result(Console(width=200), open_folder(str(tmp_path / "out"), StorageConfig()), done, 2, StorageConfig())
+    print_result(wide_console(), open_folder(str(tmp_path / "out"), StorageConfig()), done, 2, StorageConfig())
     shown = capsys.readouterr().out
     assert said in shown and "\n[a]\n  prompt: alpha<pad>bravo<sep>\n  answer: " in shown
+    assert "\n  prompt: food :m: [b]\n  answer: " in shown  # neither an emoji nor markup
 
 
 def test_end_tokens_and_settings_that_are_not_followed_are_named(

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import InProcess, invoke, job_values, run_in_process
-from rich.console import Console
 
 from actors.answers import Prompt
 from actors.engine.model.loading import inspect
@@ -27,6 +26,7 @@ from pipeline.config.job import JobConfig
 from pipeline.estimate import TimedCall, estimate, longest, losses, predict, sample_places, time_speeds
 from pipeline.input.shards import Shard
 from pipeline.report.estimate_table import print_estimate
+from pipeline.runtime.wide_console import wide_console
 
 WORDS = ["alpha", "bravo", "cheap", "pub", "food", "riverside"]
 
@@ -165,15 +165,15 @@ def test_a_trained_checkpoint_is_planned_at_its_speeds(
     found = json.loads(done.stdout)
     config = JobConfig.model_validate({**values, "budget": {"tokens": 10**6}})
     for used, says in (({}, "budget: enough"), ({"tokens": 10**6}, "budget: not enough")):  # by earlier runs
-        print_estimate(Console(file=(shown := io.StringIO())), config, {**found, "budget_used": used})
+        print_estimate(wide_console(shown := io.StringIO()), config, {**found, "budget_used": used})
         assert says in shown.getvalue()
     costs = {**found, "saves": {"seconds": -3.0, "device_hours": -0.1, "money": -1.5}}
-    print_estimate(Console(file=(shown := io.StringIO())), config, costs)
+    print_estimate(wide_console(shown := io.StringIO()), config, costs)
     assert "2x costs 1.50 and 3.0 s against 1x" in shown.getvalue()
     assert "90% interval" in shown.getvalue() and re.search(r" \[[\d.]+ [a-z]+, ", shown.getvalue())
     few = {**found, "sample": {"rows": 2}, "speeds": [{**line, "sampled": 2} for line in found["speeds"]]}
     few["chosen"] = few["speeds"][0]
-    print_estimate(Console(file=(shown := io.StringIO())), config, few)
+    print_estimate(wide_console(shown := io.StringIO()), config, few)
     assert "interval" not in shown.getvalue() and not re.search(r" \[[\d.]+ [a-z]+, ", shown.getvalue())
     assert found["chosen"]["speed"] == "2x" and found["saves"]["money"] == pytest.approx(
         found["saves"]["device_hours"] * 2

@@ -13,7 +13,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from memory_folder import MemoryFolder
-from rich.console import Console
 
 from pipeline.config.job import StorageConfig
 from pipeline.incremental import ledger as ledgers
@@ -33,6 +32,7 @@ from pipeline.input.shards import cut_shards
 from pipeline.plan.batching import Batching
 from pipeline.plan.inputs import with_digests
 from pipeline.plan.manifest import Manifest
+from pipeline.runtime.wide_console import wide_console
 from pipeline.storage.folder import Folder, open_folder
 
 
@@ -218,7 +218,7 @@ def test_the_ledger_is_printed() -> None:
     ledgers.end(root, ledgers.claim(root, ledgers.read(root), some_rows), "success")
     ledgers.claim(root, ledgers.read(root), manifest("c"), left=["in/[/b].csv"])
     out = io.StringIO()
-    print_ledger(Console(file=out, width=200), ledgers.read(root))
+    print_ledger(wide_console(out), ledgers.read(root))
     lines = [line.split() for line in out.getvalue().splitlines()]
     runs = ledgers.read(root).runs
     assert lines[2] == ["1", "2", "10", runs[0].folder, runs[0].ended, "success"]

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from in_process import InProcess, job_values, run_in_process
-from rich.console import Console
 
 from actors.answers import Prompt
 from actors.engine.errors import UserError
@@ -32,6 +31,7 @@ from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.report.summary import print_result
 from pipeline.runtime.isolated import Died
+from pipeline.runtime.wide_console import wide_console
 from pipeline.storage.folder import open_folder
 
 ROWS = 20
@@ -103,7 +103,7 @@ def test_it_is_printed_and_kept_and_measured_once(
     assert f"agreement: {found}\n" in capsys.readouterr().err
     stored = plan_files.load(open_folder(str(tmp_path / "out"), config.storage))
     assert stored is not None and stored.agreement == found
-    console = Console(file=io.StringIO(), width=200)
+    console = wide_console(io.StringIO())
     print_result(console, open_folder(str(tmp_path / "out"), config.storage), result, 3, config.storage)
     printed = console.file.getvalue()
     assert printed.count("  full depth's answer: ") == printed.count("  prompt: ") == 3

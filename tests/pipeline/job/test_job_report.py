@@ -54,6 +54,7 @@ def test_a_job_leaves_its_report_beside_its_answers(tmp_path: Path, checkpoint: 
     before = files_of(output)
     printed = report(output)
     assert printed.exit_code == 0 and "10 rows in 3 shards" in printed.stdout and files_of(output) == before
+    assert "prompt tok  new tok  prefill s  decode s  tok/s" in printed.stdout  # although the terminal is narrow
     elsewhere = report(output, "--html", "--to", str(tmp_path / "r.html"))
     assert elsewhere.exit_code == 0 and files_of(output) == before
     assert report(output, "--html").output.strip() == f"{output}/{REPORT}"

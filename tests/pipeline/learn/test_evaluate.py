@@ -19,7 +19,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from new_model import train_tokenizer
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from actors.answers import Prompt
@@ -34,6 +33,7 @@ from pipeline.learn.evaluate.inputs import Variant, speeds
 from pipeline.learn.evaluate.metrics import EXACT
 from pipeline.learn.evaluate.results import Evaluation, Line, Score, print_tables, write_table
 from pipeline.learn.evaluate.run import TimedRun, common_batch, evaluate, time_in_turn
+from pipeline.runtime.wide_console import wide_console
 
 ROWS = [f"alpha bravo {word}" for word in ("charlie", "delta", "echo", "golf")]
 
@@ -211,7 +211,7 @@ def test_lines_are_compared_with_a_reference_model(recipe: dict[str, Any], tmp_p
     assert [line.name for line in found.lines] == ["reference model", "1x", "2x", "a twin"]
     assert found.full_depth == "reference model"
     shown = io.StringIO()
-    print_tables(Console(file=shown, width=80), found)
+    print_tables(wide_console(shown), found)
     assert {line.split("  ")[0] for line in shown.getvalue().splitlines()} >= {line.name for line in found.lines}
     for line, own in zip(found.lines[1:], [*alone.lines, alone.lines[0]], strict=True):
         assert line.scores.keys() == own.scores.keys()
@@ -247,7 +247,7 @@ def test_a_warning_shows_the_whole_text_of_equal_answers() -> None:
 def test_brackets_in_names_and_answers_are_printed_as_they_are(tmp_path: Path) -> None:
     line = Line("model [b]", None, "full", None, 1.0, {"fidelity": Score(1, 0, 0)}, warnings=("'[/INST]'",))
     out = io.StringIO()
-    print_tables(Console(file=out), Evaluation([line], tmp_path, 2, 64, "fidelity", "model [b]", {}))
+    print_tables(wide_console(out), Evaluation([line], tmp_path, 2, 64, "fidelity", "model [b]", {}))
     assert "model [b]: '[/INST]'" in out.getvalue() and "\nmodel [b]  " in out.getvalue()
 
 

@@ -28,7 +28,6 @@ from part_builders import (
     shard_generator,
     to_table,
 )
-from rich.console import Console
 
 from pipeline.commit.runs import JobRun
 from pipeline.generate.agreement import Agreement
@@ -41,6 +40,7 @@ from pipeline.report import progress
 from pipeline.report.figures import clock_speedups, error_kinds, held_seconds
 from pipeline.report.progress import progress_line, rates
 from pipeline.report.summary import print_report
+from pipeline.runtime.wide_console import wide_console
 
 KINDS: dict[str, st.SearchStrategy[Any]] = {
     "int": st.integers(0, 10**9),
@@ -156,7 +156,7 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
 
 
 def printed(shards: pa.Table, manifest: Manifest = MANIFEST) -> str:
-    console = Console(file=io.StringIO(), width=200)
+    console = wide_console(io.StringIO())
     print_report(console, manifest, shards, add_up(shards))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
