@@ -106,18 +106,23 @@ def load_values(path: str | Path, changes: Sequence[str] = ()) -> dict[str, Any]
 
 
 def changed(values: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """Apply the ``a.b=value`` changes to `values`, and return them. Raises UserError if a change is not valid."""
+    """Apply the ``a.b=value`` changes to `values`, and return them. Raises UserError if a change is not valid.
+
+    A number, true, false, null, and text in brackets or quotes are read as YAML. Any other text is kept as it is.
+    """
     for change in changes:
         dotted, equals, text = change.partition("=")
         keys = dotted.strip().split(".")
         if not equals or not all(keys):
             raise UserError(f"--set {without_secrets(change)}: must look like section.key=value")
+        text = text.strip()
         try:
             value = parse_yaml(text)
         except ValueError:
             value = text
-        if "#" in text and (value is None or (isinstance(value, str) and "#" not in value)):
-            value = text  # keep the text, because YAML dropped a part of it as a comment
+        is_marked = text[:1] + text[-1:] in ("[]", "{}", "''", '""')
+        if not (is_marked or isinstance(value, int | float) or text in ("", "~", "null")):
+            value = text  # YAML would join lines, drop comments, and read `a: b` as a section
         node = values
         for key in keys[:-1]:
             if node.get(key) is None:  # the key is missing, or its section is empty

@@ -255,13 +255,15 @@ def test_a_prompt_is_one_of_three(tmp_path: Path) -> None:
     ("text", "value"),
     [
         ("# Title: {{ q }}", "# Title: {{ q }}"),
-        ("be brief # now", "be brief # now"),
+        ("C# is brief # now", "C# is brief # now"),
         ("'a # b'", "a # b"),
-        ("'#'", "#"),
+        ("Sum up.\n\n{{ q }}\n", "Sum up.\n\n{{ q }}"),
+        ("Answer: yes or no", "Answer: yes or no"),
+        ("2024-01-01", "2024-01-01"),
     ],
 )
-def test_a_change_has_no_comments(tmp_path: Path, text: str, value: str) -> None:
-    """YAML would drop a Markdown heading without a word."""
+def test_a_text_of_set_is_kept_as_it_is(tmp_path: Path, text: str, value: str) -> None:
+    """YAML would drop a Markdown heading and line breaks without a word."""
     assert load_config(JobConfig, job_file(tmp_path), [f"input.system={text}"]).input.system == value
 
 
