@@ -6,6 +6,9 @@ Each subcommand imports heavy libraries inside its function, after it has valida
 from __future__ import annotations
 
 import gc
+import locale
+import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -74,6 +77,9 @@ app.command("try")(try_rows)
 
 
 def main() -> None:
-    """Run the `skipdecode` command."""
+    """Run the `skipdecode` command, in Python's UTF-8 mode: job files, prompts and file names are UTF-8."""
+    if locale.getpreferredencoding(False).lower() != "utf-8":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     gc.set_threshold(100_000)  # new objects before a collection; with the default, 700, imports take a second longer
     app(prog_name="skipdecode")

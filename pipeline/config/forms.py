@@ -20,7 +20,7 @@ _FILES = {"json_schema": ".json", "grammar": ".lark"}
 def _text_of(file: str) -> str:
     path = Path(place(file))
     try:
-        return path.read_text()
+        return path.read_text("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{file}: no such file{where_sought(file)}") from None
     except (OSError, ValueError) as error:

@@ -332,6 +332,14 @@ print(*sorted({{"torch", "ray", "transformers", "pyarrow", "numpy", "s3fs"}} & s
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_job_file_is_utf_8_in_every_locale(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("für: {}\n")
+    environment = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    command = [sys.executable, "-m", "pipeline", "run", "job.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    assert done.stderr.decode().startswith("skipdecode: job.yaml: unknown key für; known: ")
+
+
 def test_help_names_the_commands_and_the_version_is_the_packages() -> None:
     assert imported_with("pipeline.cli.app") == set()
     output = CliRunner().invoke(app, ["--help"]).output
