@@ -6,13 +6,14 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
 from actors.engine.errors import UserError
-from pipeline.messages import without_secrets
+from pipeline.messages import where_sought, without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,18 @@ def place(value: str) -> str:
     if unset := re.search(r"\$\{\w+\}", value):
         raise UserError(f"the environment variable {unset[0]} is not set; set it")
     return value
+
+
+def text_of(file: str | Path) -> str:
+    """Return the text of a file in UTF-8. Raises UserError if it cannot be read."""
+    try:
+        return Path(file).read_text("utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file{where_sought(file)}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file}: is not text in UTF-8; save it in this encoding") from None
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
 
 
 # a path or URL, in which ~ and $NAME are replaced; without secrets, because it is saved in the output

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
 from actors.engine.constraints.output_format import KINDS, OutputFormat
 from actors.engine.errors import UserError, flat
-from pipeline.config.base import place
-from pipeline.messages import check_unicode, where_sought
+from pipeline.config.base import place, text_of
+from pipeline.messages import check_unicode
 
 _FILES = {"json_schema": ".json", "grammar": ".lark"}
-
-
-def _text_of(file: str) -> str:
-    path = Path(place(file))
-    try:
-        return path.read_text("utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"{file}: no such file{where_sought(file)}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read: {flat(error)}") from None
 
 
 def labels_given(value: Any) -> Any:
@@ -33,7 +22,7 @@ def labels_given(value: Any) -> Any:
     Raises UserError if a label is not text, if the file cannot be read, or if it does not hold a list.
     """
     if isinstance(value, str) and value.endswith(".json"):
-        file, text = value, _text_of(value)
+        file, text = value, text_of(place(value))
         try:
             value = json.loads(text)
             check_unicode(value, "label")
@@ -76,12 +65,12 @@ def check_labels(labels: Sequence[str | None], least: int = 1) -> None:
 def _form(value: Any) -> Any:
     """Check {json_schema: …}, {regex: …} or {grammar: …}, and return an OutputFormat. `…` may name a file."""
     if not isinstance(value, dict):
-        return value
+        raise UserError("must be {json_schema: …}, {regex: …} or {grammar: …}")
     read = dict(value)
     for kind, ending in _FILES.items():
         text = read.get(kind)
         if isinstance(text, str) and text.endswith(ending) and "\n" not in text:
-            read[kind] = _text_of(text)
+            read[kind] = text_of(place(text))
     form = OutputFormat.of(read)
     form.check()
     return form

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,10 +14,12 @@ from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from actors.engine.errors import UserError, flat, suggestion
-from pipeline.config.base import SECRET, section_of
-from pipeline.messages import check_unicode, counted, shortened, where_sought, without_secrets
+from pipeline.config.base import SECRET, section_of, text_of
+from pipeline.messages import check_unicode, counted, shortened, without_secrets
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
+# messages of the YAML library about a text that needs quotes
+UNQUOTED = re.compile("unhashable|undefined alias|cannot start any token|mapping values|found '<scalar>'")
 
 
 def parse_yaml(text: str) -> Any:
@@ -33,8 +36,8 @@ def parse_yaml(text: str) -> Any:
         raise UserError(without_secrets(f"{_place(error)}{problem}; leave one out")) from None
     except MarkedYAMLError as error:
         problem = flat(error.problem or error.context)
-        hint = "; indent with spaces" if "'\\t'" in problem else ""
-        hint = "; put a text that begins with {{ in quotes" if "unhashable" in problem else hint
+        hint = "; put a text with special characters ({{ * % @ :) in quotes" if UNQUOTED.search(problem) else ""
+        hint = "; indent with spaces" if "'\\t'" in problem else hint
         raise UserError(without_secrets(f"{_place(error)}{problem}{hint}")) from None
     except (YAMLError, ValueError) as error:
         raise UserError(without_secrets(flat(error))) from None
@@ -91,13 +94,9 @@ def validated(kind: type[ConfigT], values: dict[str, Any], source: str) -> Confi
 
 def load_values(path: str | Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     """Read a YAML file, apply ``a.b=value`` changes, and return its values without validation. Raises UserError."""
-    path = Path(path)
+    text = text_of(path)
     try:
-        values = parse_yaml(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file{where_sought(path)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+        values = parse_yaml(text)
     except ValueError as error:
         raise UserError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(values, dict):

@@ -101,6 +101,10 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
             merged(output_format={"json_schema": {"not": {}}}),
             r'output_format: json_schema: Unimplemented keys: \["not"\]',
         ),
+        (
+            merged(output_format="json"),
+            r"output_format: must be \{json_schema: …\}, \{regex: …\} or \{grammar: …\}, not",
+        ),
         (merged(output_format={"json_schema": "no.json"}), r"output_format: no\.json: no such file"),
         (merged(output_format={"regex": "a"}, choices=["a", "b"]), r"give choices or output_format, not both"),
         (
@@ -305,7 +309,7 @@ def test_files_without_a_job_are_refused(tmp_path: Path) -> None:
         path = job_file(tmp_path, text)
         assert refusal(path) == f"{path}: must hold keys and values, such as `input:` and `output:`"
     path.write_bytes(b"\xff\xfe\xfa")
-    assert refusal(path).startswith(f"{path}: cannot be read: ")
+    assert refusal(path) == f"{path}: is not text in UTF-8; save it in this encoding"
 
 
 def test_a_table_is_any_of_the_formats(tmp_path: Path) -> None:

@@ -61,14 +61,15 @@ def test_text_that_utf_8_cannot_hold_is_refused_wherever_it_stands(tmp_path: Pat
     ("text", "message"),
     [
         ("a: 1\nb: 2\na: 3", 'line 3, column 1: found duplicate key "a"; leave one out'),
-        ("a: {{ b }}", "line 1, column 5: found unhashable key; put a text that begins with {{ in quotes"),
+        ("a: {{ b }}", "line 1, column 5: found unhashable key; put a text with special characters ({{ * % @ :) in"),
+        ("a: *.csv", "line 1, column 4: found undefined alias '.csv'; put a text with special characters"),
         ("a:\n\tb: 1", r"line 2, column 1: found character '\t' that cannot start any token; indent with spaces"),
         ("a: [1, 2", "line 1, column 9: expected ',' or ']', but got '<stream end>'"),
         ("[" * 1_000, "nested too deeply"),
         ("a: !!python/object/apply:os.system [true]", "line 1, column 4: could not determine a constructor"),
         ("a: !!bool x", "a tag or a key does not fit its value"),
     ],
-    ids=["twice", "braces", "tab", "open", "deep", "python", "tag"],
+    ids=["twice", "braces", "glob", "tab", "open", "deep", "python", "tag"],
 )
 def test_a_refused_document_is_one_line(text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
