@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import typer
 
 from actors.engine.errors import UserError
+from pipeline.config.load import dump_yaml, parse_yaml
 from pipeline.messages import counted
 from pipeline.runtime.announce import announce
 
@@ -94,7 +95,10 @@ def write_demo(folder: Path, rows: int = 2000) -> Path:
         jobs = next(Path(str(file.locate())) for file in files("skipdecode") or () if file.name == jobs.name).resolve()
         checkpoint = jobs.parent / "checkpoint"
     job = folder / jobs.name
-    text = jobs.read_text().replace("work/demo", str(folder)).replace("configs/demo/checkpoint", str(checkpoint))
+    values = parse_yaml(jobs.read_text())
+    for section, path in ("input", folder / "prompts"), ("output", folder / "answers"), ("model", checkpoint):
+        values[section]["path"] = str(path)
+    text = dump_yaml(values)
     try:
         write_prompts(folder / "prompts", rows, FILES, 0)
         if job.exists() and job.read_text() != text:

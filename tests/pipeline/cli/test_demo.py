@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from actors.engine.cpu.library import multiplies
 from actors.engine.errors import UserError
 from pipeline.cli.app import app
+from pipeline.config.job import JobConfig
+from pipeline.config.load import load_config
 from pipeline.demo_data import write_demo, write_prompts
 
 pytestmark = [
@@ -47,10 +49,11 @@ def test_make_runs_the_command() -> None:
 
 
 def test_another_number_of_prompts_or_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
-    write_demo(tmp_path / "demo", 16)
+    job = load_config(JobConfig, write_demo(tmp_path / "demo #1", 16))
+    assert job.input.path == [f"{tmp_path}/demo #1/prompts"] and Path(job.model.path).is_dir()
     (tmp_path / "file").write_text("")
     for folder, rows, says in (
-        ("demo", "24", "exists with other prompts; repeat the earlier command, or name another folder"),
+        ("demo #1", "24", "exists with other prompts; repeat the earlier command, or name another folder"),
         ("file", "16", "cannot be written"),
     ):
         result = CliRunner().invoke(app, ["demo", str(tmp_path / folder), "--rows", rows])
@@ -58,25 +61,25 @@ def test_another_number_of_prompts_or_a_file_in_the_folders_place_is_refused(tmp
 
 
 def test_a_demo_that_was_interrupted_goes_on_only_with_the_same_prompts(tmp_path: Path) -> None:
-    prompts = tmp_path / "demo" / "prompts"
-    write_demo(tmp_path / "demo", 16)
+    prompts = tmp_path / "demo #1" / "prompts"
+    write_demo(tmp_path / "demo #1", 16)
     whole = {path.name: path.read_bytes() for path in prompts.iterdir()}
     for name in sorted(whole)[3:]:
         (prompts / name).unlink()
     with pytest.raises(UserError, match=r"restaurants-00\.parquet: exists with other prompts"):
-        write_demo(tmp_path / "demo", 24)
+        write_demo(tmp_path / "demo #1", 24)
     assert len(list(prompts.iterdir())) == 3
-    (tmp_path / "demo" / "demo.yaml").write_text("changed")  # by the user
-    write_demo(tmp_path / "demo", 16)
+    (tmp_path / "demo #1" / "demo.yaml").write_text("changed")  # by the user
+    write_demo(tmp_path / "demo #1", 16)
     assert {path.name: path.read_bytes() for path in prompts.iterdir()} == whole
-    assert (tmp_path / "demo" / "demo.yaml").read_text() == "changed"
+    assert (tmp_path / "demo #1" / "demo.yaml").read_text() == "changed"
     for rows, files, seed in ((16, 8, 1), (2, 1, 0)):  # other prompts, and a file too many
         with pytest.raises(UserError, match="exists with other prompts"):
             write_prompts(prompts, rows, files, seed)
     write_prompts(prompts, 18, 9, 0)
     (prompts / "restaurants-00.parquet").write_text("damaged")
     with pytest.raises(UserError, match=r"restaurants-00\.parquet: exists with other prompts"):
-        write_demo(tmp_path / "demo", 18)
+        write_demo(tmp_path / "demo #1", 18)
 
 
 def test_each_clone_prints_the_answers_that_readme_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
