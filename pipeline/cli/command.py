@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,9 +82,18 @@ def command(verbose: bool = False, log_json: bool = False, **clauses: str) -> It
         next_step = getattr(error, "advice", None) or advice.interrupted  # BudgetSpent has its own advice
         raise stop(INTERRUPTED, f"interrupted{signal}; {next_step}") from None
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_stdout_broken():
+            raise  # as after `| head`: typer ends the command without a message
         if verbose:
             logging.exception("the command failed")
         raise _end(error, advice) from None
+
+
+def _is_stdout_broken() -> bool:
+    """Return whether standard output is a pipe whose reader has ended."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _end(error: Exception, advice: Advice) -> typer.Exit:

@@ -340,6 +340,15 @@ def test_a_job_file_is_utf_8_in_every_locale(tmp_path: Path) -> None:
     assert done.stderr.decode().startswith("skipdecode: job.yaml: unknown key für; known: ")
 
 
+def test_a_reader_that_ends_early_is_no_failure_to_report() -> None:
+    """As in `skipdecode keys | head`."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "pipeline", "keys"], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_help_names_the_commands_and_the_version_is_the_packages() -> None:
     assert imported_with("pipeline.cli.app") == set()
     output = CliRunner().invoke(app, ["--help"]).output
