@@ -38,12 +38,15 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def cache_root(folder: str | None) -> Path:
-    """Return the cache folder: `folder` if given, else $SKIPDECODE_CACHE if set, else ~/.cache/skipdecode."""
-    root = folder or os.environ.get(CACHE_VARIABLE) or CACHE
+    """Return the cache folder: `folder` if given, else $SKIPDECODE_CACHE if set, else ~/.cache/skipdecode.
+
+    Raises UserError if the folder begins with ~ and there is no home folder.
+    """
+    path = Path(folder or os.environ.get(CACHE_VARIABLE) or CACHE)
     try:
-        return Path(root).expanduser()
-    except RuntimeError:  # in a container, a user may have neither $HOME nor an entry in /etc/passwd
-        raise UserError(f"{root}: this user has no home folder: set {CACHE_VARIABLE} to a folder") from None
+        return path.expanduser()
+    except RuntimeError:
+        raise UserError(f"{path}: no home folder is known; set HOME, or {CACHE_VARIABLE} to a folder") from None
 
 
 def cache_record(cache: str | None, kind: str, values: Any) -> Path:
