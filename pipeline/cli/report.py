@@ -99,10 +99,13 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
         page = job_page(folder, manifest, read_records(folder, manifest.fingerprint), storage)
         if to is None:
             folder.replace(REPORT, page)
-        elif to.exists() and b"<title>SkipDecode" not in to.read_bytes():
+        elif to.is_file() and b"<title>SkipDecode" not in to.read_bytes():
             raise UserError(f"--to {to}: this file exists and is not a SkipDecode report; choose another name")
         else:
-            to.write_bytes(page)
+            try:
+                to.write_bytes(page)
+            except OSError as error:
+                raise UserError(f"--to {to}: cannot be written: {error.strerror}; choose another file") from None
         typer.echo(to or f"{folder.url}/{REPORT}")
         return
     if check:

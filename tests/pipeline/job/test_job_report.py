@@ -69,6 +69,8 @@ def test_a_job_leaves_its_report_beside_its_answers(tmp_path: Path, checkpoint: 
     for to in (tmp_path, tmp_path / "none" / "r.html"):
         wrong = report(output, "--html", "--to", str(to))
         assert wrong.exit_code == 2 and "give the name of a file in an existing folder" in wrong.output
+    wrong = report(output, "--html", "--to", "/dev/full")
+    assert wrong.exit_code == 2 and "--to /dev/full: cannot be written: No space left on device" in wrong.output
     wrong = report(output, "--to", "x.html")
     assert wrong.exit_code == 2 and "--to needs --html" in wrong.output
     wrong = report(output, "--html", "--verify")
