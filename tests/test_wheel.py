@@ -114,7 +114,7 @@ def test_try_answers_rows_from_an_installed_wheel(environment: Path, tmp_path: P
 def test_the_demo_runs_from_an_installed_wheel(environment: Path, tmp_path: Path) -> None:
     """Prompts, job file and checkpoint come with the wheel. A user's own modules reach neither command nor workers."""
     write_own_modules(tmp_path)
-    done = installed(environment, tmp_path, "skipdecode", "demo", "--rows", "24")
+    done = installed(environment, tmp_path, "skipdecode", "demo", "für mich", "--rows", "24")
     assert done.returncode == 0, done.stderr
     assert "24 rows in " in done.stdout
-    assert str(environment) in (tmp_path / "demo" / "demo.yaml").read_text()
+    assert str(environment) in (tmp_path / "für mich" / "demo.yaml").read_text()

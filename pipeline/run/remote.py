@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import string
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
+from urllib.parse import quote
 
 import ray
 from ray.util.metrics import Counter, Gauge
@@ -21,9 +23,10 @@ ANSWER_SECONDS = 5.0  # time limit for the coordinator to answer the driver
 
 def ray_sink(output: str) -> metrics.Sink:
     """Return a sink that exports metrics through Ray. output: the job's output folder, which labels all metrics."""
+    label = quote(output, safe=string.printable)  # Ray refuses labels that are not ASCII
 
     def sink(name: str, amount: float, part: metrics.Part | None) -> None:
-        tags = {"output": output, **({} if part is None else {"part": part})}
+        tags = {"output": label, **({} if part is None else {"part": part})}
         if METRICS[name].kind == "counter":
             _metric(name).inc(amount, tags=tags)
         else:
