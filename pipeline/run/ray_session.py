@@ -246,6 +246,8 @@ def _address(head: subprocess.Popen[str]) -> str:
     assert head.stdout is not None
     line = head.stdout.readline()
     values = json.loads(line) if line else {"error": "its process was killed"}
+    if "AF_UNIX path" in values.get("error", ""):
+        raise UserError("TMPDIR: the path of this folder is too long for Ray's sockets; set RAY_TMPDIR=/tmp")
     if "error" in values:
         raise ray.exceptions.RaySystemError(f"Ray did not start: {values['error']}")
     return str(values["address"])

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -158,10 +159,15 @@ def test_two_jobs_have_each_a_ray_of_its_own(no_ray: None) -> None:
     assert not any(processes(session) for session in sessions)
 
 
-def test_a_ray_that_does_not_start_says_why(no_ray: None) -> None:
+def test_a_ray_that_does_not_start_says_why(no_ray: None, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", "/dev/null/none")
         with pytest.raises(ray.exceptions.RaySystemError, match=r"Ray did not start: .*/dev/null"):
+            ray_session.connected(False).__enter__()
+        patch.setenv("RAY_TMPDIR", str(tmp_path / ("long" * 20)))
+        with pytest.raises(
+            UserError, match="the path of this folder is too long for Ray's sockets; set RAY_TMPDIR=/tmp"
+        ):
             ray_session.connected(False).__enter__()
     assert not ray.is_initialized()
 
