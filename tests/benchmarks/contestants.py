@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from ideal import Ceilings
-from peak_memory import forget_peak, peak_bytes
+from peer_process import forget_peak, peak_bytes
 from transformers import AutoModelForCausalLM
 from workloads import Forced, Workload
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,13 @@ def test_a_refused_document_is_one_line(text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_yaml(text)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["*a", "&a [*a]", "2020-99-99", "a: 'b", "%YAML 9.9\n---\na: 1", "\x07", "<<: 3"])
+@pytest.mark.parametrize("tag", ["", "!!bool ", "!!int ", "!!float ", "!!timestamp ", "!x ", "? [a]\n: "])
+def test_any_document_is_read_or_refused(text: str, tag: str) -> None:
+    with suppress(UserError):
+        parse_yaml(tag + text)
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(["yes", "1e-5", "null", "~", "012", ""])
