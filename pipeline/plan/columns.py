@@ -68,11 +68,14 @@ def parsed_column(config: JobConfig) -> pa.DataType | None:
 def check_columns(config: JobConfig) -> None:
     """Raise UserError if an input column is copied twice, or has the name of a column that the job adds.
 
-    Also raise UserError if the template has only single braces, because all prompts would then be the same.
+    Also raise UserError if the template has only single braces, or if all prompts and greedy answers would be the same.
     """
     template = config.input.template or ""
     if not is_template(template) and (found := re.search(r"\{ *(\w+) *\}", template)):
         raise UserError(f"input.template: write {{{{ {found[1]} }}}} instead of {found[0]} to insert a column")
+    if template and not read_names(config.input) and not config.sampling.temperature:
+        rule = "insert one, such as {{ text }}, and put the template in quotes if it holds #"
+        raise UserError(f"input.template: inserts no column, so all answers would be the same; {rule}")
     for name in needed_columns(config):
         if name in ADDED and name not in config.output.keep:
             raise UserError(f"input: column {printable(name)} has a name that the job itself uses; rename it")

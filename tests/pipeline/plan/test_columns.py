@@ -97,6 +97,7 @@ def test_columns_of_a_job_with_everything() -> None:
         (["id"], {"id": "key"}, r"^output\.keep: the job writes its own ids"),
         (["topic", "topic"], {}, r"^output\.keep: topic"),  # many readers refuse two columns of one name
         ([], {"template": "{{ __error }}"}, "__"),
+        ([], {"template": "Say"}, r"^input\.template: inserts no column, so all answers would be the same; insert one"),
         (
             [],
             {"template": "Say {topic}."},
