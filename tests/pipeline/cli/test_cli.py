@@ -66,7 +66,6 @@ def refused(tmp_path: Path, job: dict[str, Any], *options: str, command: str = "
         ({"input": {"path": "no.csv"}}, f"no.csv: no such file or folder in the current folder, {os.getcwd()}"),
         ({"output": {"keep": ["error"]}}, "output.keep: error is the name of an answer column"),
         ({"model": {"path": "/none"}}, "/none: no such checkpoint folder"),
-        ({"modell": {}}, "unknown key modell; did you mean model?"),
         ({"schedule": {"depths": [4, 9]}}, r"schedule: depths[1] = 9: must lie in [1, 4]"),
         ({"schedule": {"keep_order": "measured"}}, "schedule: keep_order = measured: `skipdecode adapt` measures"),
         ({"schedule": {"speedup": 0.2}}, "schedule: speedup = 0.2: must be at least 1"),

@@ -18,7 +18,7 @@ from pipeline.cli.command import JsonLines
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.report import progress as progress_module
 from pipeline.report.progress import shown_progress
-from pipeline.runtime.announce import announce, announce_to_log
+from pipeline.runtime.announce import announce_to_log
 
 pytestmark = pytest.mark.usefixtures("own_handlers")
 
@@ -62,11 +62,6 @@ def test_a_failed_command_ends_with_an_event(in_process: None, tmp_path: Path, c
     wrong = invoke(tmp_path, strict, "--log-json", "--set", "sampling.top_p=2")
     (only,) = events(wrong.stderr)
     assert wrong.exit_code == only["exit_status"] == 2 and "sampling.top_p" in only["message"]
-
-
-def test_without_the_flag_lines_are_text(capsys: pytest.CaptureFixture[str]) -> None:
-    announce("answering", "stage", rows=3)
-    assert capsys.readouterr().err == "answering\n"
 
 
 def test_progress_is_an_event_with_numbers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
