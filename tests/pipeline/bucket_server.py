@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -16,6 +17,7 @@ from werkzeug.serving import make_server
 
 BUCKET = "bucket"
 requests: list[str] = []  # that servers of this process have answered since it was cleared: method and path
+seconds: list[float] = []  # processor time of each answer
 
 
 def with_atomic_creates(app: WSGIApplication) -> WSGIApplication:
@@ -24,8 +26,11 @@ def with_atomic_creates(app: WSGIApplication) -> WSGIApplication:
 
     def call(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         requests.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}")
+        began = time.thread_time()
         with lock if "HTTP_IF_NONE_MATCH" in environ else nullcontext():
-            return app(environ, start_response)
+            answer = app(environ, start_response)
+        seconds.append(time.thread_time() - began)
+        return answer
 
     return call
 

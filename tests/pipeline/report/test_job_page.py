@@ -59,7 +59,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Folder, bytes]:
     folder = open_folder(str(tmp_path_factory.mktemp("out") / "<script>alert(0)</script>"), LOCAL)
     stored = HOSTILE.replace("\ud800", "")  # a job file with a lone surrogate is refused
     config = {"input": {"system": f"{stored} {SECRET}", LINK: LINK}}
-    run = JobRun(90.0, 95.0, 9, 2.0, 130.0, 3.0, config, {"python": stored}, stored)
+    run = JobRun(90.0, 95.0, 9, 2.0, 130.0, 3.0, config, {"python": stored})
     write_json(folder, RUNS, [asdict(run)])
     kinds = json.dumps([[HOSTILE, 2, HOSTILE, LINK + HOSTILE]])
     shards = [
