@@ -192,7 +192,7 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
             )
         announce(planned.described)
         with ExitStack() as ending, ray_session(planned.config.replicas, verbose):
-            if (running := serve.status()).proxies or running.applications:
+            if serve.status().applications.keys() - {NAME}:  # one of this name is left by a server that was killed
                 raise UserError(
                     "RAY_ADDRESS: Ray Serve runs on this cluster already, and its applications would end with this "
                     "server: deploy pipeline.serve:build there, or use another cluster"

@@ -6,6 +6,7 @@ All methods raise UserError if files are missing or access is refused, and Store
 from __future__ import annotations
 
 import base64
+import errno
 import os
 import re
 import shutil
@@ -22,10 +23,11 @@ from actors.engine.model.file_digests import CACHE_VARIABLE, cache_root
 from actors.engine.model.weights import StoredTensor, file_tensors, gib
 from pipeline.config.job import StorageConfig
 from pipeline.storage.errors import NoSuchBucket, StoreFailed
-from pipeline.storage.folder import filesystem
+from pipeline.storage.folder import FULL, filesystem
 
 CHUNK = 16 * 2**20  # bytes of one ranged read
 STREAMS = 4  # number of files to download in parallel
+OF_DISK = (*FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)  # errors of the cache folder, not of the hub
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ class HubStore:
         except (errors.SafetensorsParsingError, errors.HFValidationError) as error:
             raise UserError(f"{name}: {flat(error)}") from None
         except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
-            if getattr(error, "errno", None) and not isinstance(error, ConnectionError | TimeoutError):
+            if getattr(error, "errno", None) in OF_DISK:
                 raise UserError(
                     f"{self._cache()}: cannot hold {name}: {flat(error)}; free space, or set model.cache"
                 ) from None

@@ -78,7 +78,8 @@ app.command("try")(try_rows)
 
 def main() -> None:
     """Run the `skipdecode` command, in Python's UTF-8 mode: job files, prompts and file names are UTF-8."""
-    if locale.getpreferredencoding(False).lower() != "utf-8":
+    is_set = os.environ.get("PYTHONUTF8") == "1" or sys.flags.ignore_environment
+    if locale.getpreferredencoding(False).lower() != "utf-8" and not is_set:
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     gc.set_threshold(100_000)  # new objects before a collection; with the default, 700, imports take a second longer

@@ -64,6 +64,8 @@ def check_labels(labels: Sequence[str | None], least: int = 1) -> None:
 
 def _form(value: Any) -> Any:
     """Check {json_schema: …}, {regex: …} or {grammar: …}, and return an OutputFormat. `…` may name a file."""
+    if isinstance(value, OutputFormat):
+        return value
     if not isinstance(value, dict):
         raise UserError("must be {json_schema: …}, {regex: …} or {grammar: …}")
     read = dict(value)

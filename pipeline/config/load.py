@@ -119,8 +119,10 @@ def changed(values: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
             value = parse_yaml(text)
         except ValueError:
             value = text
-        is_marked = text[:1] + text[-1:] in ("[]", "{}", "''", '""')
-        if not (is_marked or isinstance(value, int | float) or text in ("", "~", "null")):
+        is_marked = (isinstance(value, list | dict) and text[0] in "[{") or text[:1] + text[-1:] in ("''", '""')
+        is_marked |= text[:1] in "|>" and "\n" in text  # a block of lines
+        is_cut = "#" in text and isinstance(value, str) and "#" not in value
+        if is_cut or not (is_marked or isinstance(value, int | float) or text.lower() in ("", "~", "null")):
             value = text  # YAML would join lines, drop comments, and read `a: b` as a section
         node = values
         for key in keys[:-1]:

@@ -12,6 +12,7 @@ import pyarrow as pa
 from actors.engine.errors import UserError, flat
 
 _PLAIN = {"string": pa.string(), "integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
+COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
 _OF_VALUES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
@@ -36,15 +37,16 @@ def _type(schema: Any, root: Any, place: str, above: tuple[str, ...]) -> pa.Data
 
     if not isinstance(schema, Mapping):
         raise refuse("allows any value")
-    for key in ("$ref", "allOf", "anyOf", "oneOf"):
-        if key in schema and "properties" in schema:
+    for key in COMBINED if "properties" in schema else ():
+        # in an allOf, parts that only restrict the properties, for example by `required`, are fine
+        if key in schema and (key != "allOf" or any({*COMBINED, "properties"} & set(part) for part in schema[key])):
             raise refuse(f"has properties beside {key}")
     if "$ref" in schema:
         target = schema["$ref"]
         if target in above:
             raise refuse(f"refers to itself by {target}")
         return _type(_resolved(target, root, refuse), root, place, (*above, target))
-    if len(schema.get("allOf", ())) == 1:
+    if len(schema.get("allOf", ())) == 1 and "properties" not in schema:
         return _type(schema["allOf"][0], root, f"{place}/allOf/0", above)
     for key in ("anyOf", "oneOf"):
         if key in schema:

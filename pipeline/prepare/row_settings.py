@@ -64,8 +64,8 @@ def column_overrides(values: Mapping[str, Any], columns: Mapping[str, str]) -> d
 def _spelled(name: str, value: Any) -> Any:
     if not isinstance(value, str) or (name == "stop" and value):
         return value
-    if value.lower() in ("", "true", "false"):
-        return value.lower() == "true" if value else None
+    if value.lower() in ("", "true", "false") or (name == "ignore_eos" and value in ("0", "1")):
+        return value.lower() in ("true", "1") if value else None
     for number in (int, float):
         with suppress(ValueError):
             return number(value)

@@ -17,7 +17,16 @@ from actors.engine.errors import UserError
 from pipeline.messages import listed, one_line
 
 NULL = "a null is printed; if null is allowed, write {{ column or '' }}"
-TAKE_NULL = {"d", "default", "float", "int", "pprint", "tojson"}  # filters whose value may be null
+TAKE_NULL = {
+    "count",
+    "d",
+    "default",
+    "float",
+    "int",
+    "length",
+    "pprint",
+    "tojson",
+}  # filters that do not print null or bytes
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -64,7 +73,8 @@ def _check_operands(node: nodes.Expr) -> None:
     elif isinstance(node, nodes.Filter) and node.node is not None and node.name not in TAKE_NULL:
         check = ("map", nodes.Const("printable")) if node.name == "join" else ("printable",)  # join prints each item
         node.node = _filtered(node.node, *check)
-        node.args = [one if isinstance(one, nodes.Const) else _filtered(one, "printable") for one in node.args]
+        if node.name in ("format", "join", "replace"):  # these print their arguments
+            node.args = [_filtered(one, "printable") for one in node.args]
 
 
 def _filtered(value: nodes.Expr, name: str, *arguments: nodes.Expr) -> nodes.Filter:

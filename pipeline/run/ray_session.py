@@ -198,20 +198,27 @@ def _nodes() -> list[dict[str, float]]:
 
 
 def placement_problem(actors: ActorsConfig, nodes: Sequence[Mapping[str, float]]) -> str:
-    """Return why the minimum number of actors does not fit; "" if it fits. nodes: the resources of each node."""
+    """Return why no node has room for an actor, or all nodes together have none for the minimum number; "" if they do.
+
+    nodes: the resources of each node. Tasks request no CPUs.
+    """
     least, cpus, gpus = actors.min or actors.most, actor_cpus(actors), actors.gpus
-    all_cpus, all_gpus = ([node.get(name, 0.0) for node in nodes] for name in ("CPU", "GPU"))
-    on_cpus = [int(free / cpus + 1e-6) if cpus else least for free in all_cpus]  # number of actors; tasks need no CPUs
-    on_gpus = [(int(free) * int(1 / gpus) if gpus < 1 else free // gpus) if gpus else least for free in all_gpus]
-    if sum(map(min, on_cpus, on_gpus)) >= least:
+
+    def problem(wanted: int, free_cpus: float, free_gpus: float, place: str) -> str:
+        if wanted * cpus > free_cpus + 1e-6:
+            remedy = "lower actors.count or actors.threads, or set actors.cpus"
+            return f"{wanted} actors of {cpus:g} CPUs do not fit on {free_cpus:g} CPUs{place}: {remedy}"
+        slots = (int(free_gpus) * int(1 / gpus) if gpus < 1 else free_gpus // gpus) if gpus else wanted
+        if slots < wanted:
+            remedy = "lower actors.count or actors.gpus"
+            return f"{wanted} actors of {gpus:g} GPUs do not fit on {free_gpus:g} GPUs{place}: {remedy}"
         return ""
-    if sum(on_gpus) < least:
-        each, kind, held, remedy = gpus, "GPUs", all_gpus, "actors.gpus"
-    else:  # a CPU counts only on a node that has room for an actor's GPUs
-        each, kind, remedy = cpus, "CPUs", "actors.threads, or set actors.cpus"
-        held = [free for free, room in zip(all_cpus, on_gpus, strict=True) if room]
-    place = f"{sum(held):g} {kind}" + (f" ({max(held):g} on the largest of {len(held)} nodes)" if len(held) > 1 else "")
-    return f"{least} actors of {each:g} {kind} do not fit on {place}: lower actors.count or {remedy}"
+
+    each = [(node.get("CPU", 0.0), node.get("GPU", 0.0)) for node in nodes]
+    all_cpus, all_gpus = (sum(column) for column in zip((0.0, 0.0), *each, strict=True))
+    # the node that has most GPUs, and of these the one that has most CPUs, is named if no node has room for an actor
+    alone = [problem(1, *node, " of any node") for node in sorted(each, key=lambda node: (node[1], node[0]))]
+    return problem(least, all_cpus, all_gpus, "") or ("" if "" in alone else alone[-1])
 
 
 def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str]:

@@ -12,6 +12,7 @@ most 1 + x + p (1 + attempts) deaths.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -24,6 +25,7 @@ from pipeline.storage.folder import Folder
 QUARANTINE = "_job/quarantine"
 STAGE_NAMES = ("prepare", "generate")  # stages with markers
 GROUP_ROWS = 32  # maximum number of rows that run together after a process has died
+MARKER = re.compile(r"(\d{6,})\.[a-z]+\.json")
 
 
 def marker_name(shard: int, stage: str) -> str:
@@ -144,6 +146,5 @@ def release_shard(folder: Folder, shard: int) -> None:
 def clear_quarantine(folder: Folder, but: Collection[int] = ()) -> None:
     """Remove the markers of all shards, except the shards in `but`."""
     for name in folder.names(QUARANTINE):
-        shard = name.partition(".")[0]
-        if shard.isdigit() and int(shard) not in but:
+        if (match := MARKER.fullmatch(name)) and int(match[1]) not in but:
             folder.remove(f"{QUARANTINE}/{name}")

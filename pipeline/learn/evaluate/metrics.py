@@ -218,8 +218,8 @@ def paired_scores(statistics: Mapping[str, Mapping[str, Array]], full_depth: str
 
     Method: Koehn, "Statistical Significance Tests for Machine Translation Evaluation", EMNLP 2004. Data sets of
     equal size are drawn with replacement, and every line is scored on the same data sets. If a line's exact matches
-    differ in no row from full depth's, all these data sets have a loss of 0. Then the interval goes up to the share of
-    differing rows that is seen in none of n rows with a probability of 5%, about 3 / n.
+    are lost in no row, no data set shows a loss. Then the interval goes up to the share of lost rows that is seen in
+    none of n rows with a probability of 5%, about 3 / n.
 
     Args:
         statistics: Line -> metric -> array [rows, statistics]; all lines have the same rows.
@@ -237,7 +237,7 @@ def paired_scores(statistics: Mapping[str, Mapping[str, Array]], full_depth: str
         losses = abs(losses) if better is None else losses if better else -losses
         low, high = interval(values[1:])
         loss_low, loss_high = interval(losses[1:])
-        if metric in EXACT and line != full_depth and not losses.any():
+        if metric in EXACT and line != full_depth and losses.max() <= 0:
             loss_high = 100 * (1 - (1 - CONFIDENCE) ** (1 / len(statistics[line][metric])))
         scores[line][metric] = Score(float(values[0]), float(losses[0]), loss_high, low, high, loss_low)
     return scores

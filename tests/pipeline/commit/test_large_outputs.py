@@ -70,7 +70,9 @@ class Bucket:
             table = pa.table(columns, schema=RECORDS_SCHEMA)
             write_segment(self, table, FINGERPRINT)
         for shard in manifest.shards[rolled:done]:
-            self.create(record_name(shard.index), encode_record(commit_record(PART, part_stats(shard), TAG), FINGERPRINT))
+            self.create(
+                record_name(shard.index), encode_record(commit_record(PART, part_stats(shard), TAG), FINGERPRINT)
+            )
 
 
 def resume(s3: StorageConfig, shards: int, loose: int) -> None:

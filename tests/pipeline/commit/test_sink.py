@@ -24,7 +24,7 @@ from part_builders import (
 
 from actors.answers import OPTIONAL_TYPES
 from pipeline.commit.records import COMMITS, read_records, record_name
-from pipeline.commit.sink import commit, commit_shard, committed_shards, part_name
+from pipeline.commit.sink import clear, commit, commit_shard, committed_shards, part_name
 from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.output import part_table
 from pipeline.generate.stats import ShardStats
@@ -127,6 +127,18 @@ def test_a_damaged_record_is_named(local: Folder, text: bytes) -> None:
     assert str(caught.value).startswith(f"{local.url}/{record_name(1)}: ") and "\n" not in str(caught.value)
 
 
+def test_clear_removes_a_job_and_nothing_else(folder: Folder) -> None:
+    commit_made_up_parts(SHARDS, folder)
+    for name in ("_SUCCESS", "_job/job.json", "_job/plan.parquet", "_job/lease/000001.json"):
+        folder.replace(name, b"x")
+    for name in ("notes.txt", "other.parquet"):
+        folder.replace(name, b"x")
+    clear(folder)
+    assert folder.names() == ["notes.txt", "other.parquet"]
+    assert folder.names("_job") == folder.names(COMMITS) == [] and folder.names("_job/lease") == ["000001.json"]
+    assert committed_shards(folder, SHARDS, FINGERPRINT) == set()
+
+
 def test_a_commit_is_reported_and_removes_the_shards_markers(local: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator, calls = Coordinator(), []
     monkeypatch.setattr(coordinator, "ended", lambda *call: calls.append(call))
@@ -150,6 +162,18 @@ def test_a_part_holds_id_columns_kept_and_answers() -> None:
     assert table["error"].to_pylist() == [None, None, "prompt is null", None]
     assert table["token_ids"].to_pylist() == [[7], [7, 7], [], [7] * 4]
     assert table["mean_depth"].to_pylist() == [None, 3.0, None, 3.0]
+
+
+def test_a_part_depends_only_on_its_rows() -> None:
+    assert part(SHARDS[0]) == part(SHARDS[0])
+    metadata = read_parquet(part(SHARDS[1])).schema.metadata
+    assert {key: value for key, value in metadata.items() if key.startswith(b"skipdecode")} == {
+        b"skipdecode.fingerprint": FINGERPRINT.encode(),
+        b"skipdecode.shard": b"1",
+        b"skipdecode.file": b"in/a.parquet",
+        b"skipdecode.first_row": b"4",
+        b"skipdecode.num_layers": b"4",
+    }
 
 
 def test_all_errors_have_the_same_schema() -> None:

@@ -264,9 +264,12 @@ def test_a_prompt_is_one_of_three(tmp_path: Path) -> None:
         ("Sum up.\n\n{{ q }}\n", "Sum up.\n\n{{ q }}"),
         ("Answer: yes or no", "Answer: yes or no"),
         ("2024-01-01", "2024-01-01"),
+        ("|\n  Two\n  lines", "Two\nlines"),
+        ("'a' # 'b'", "'a' # 'b'"),
+        ("Null", None),
     ],
 )
-def test_a_text_of_set_is_kept_as_it_is(tmp_path: Path, text: str, value: str) -> None:
+def test_a_text_of_set_is_kept_as_it_is(tmp_path: Path, text: str, value: str | None) -> None:
     """YAML would drop a Markdown heading and line breaks without a word."""
     assert load_config(JobConfig, job_file(tmp_path), [f"input.system={text}"]).input.system == value
 

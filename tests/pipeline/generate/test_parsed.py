@@ -32,6 +32,7 @@ def of(schema: Any, **definitions: Any) -> pa.DataType:
         ({"allOf": [{"$ref": "#/$defs/one"}], "description": "d"}, pa.list_(pa.string())),
         ({"type": "array", "items": {"type": "array", "items": {"type": "number"}}}, pa.list_(pa.list_(pa.float64()))),
         ({"properties": {"b": {"type": "string"}}}, pa.struct([("b", pa.string())])),
+        ({"properties": {"b": {"type": "string"}}, "allOf": [{"required": ["b"]}]}, pa.struct([("b", pa.string())])),
         ({"$ref": "#/$defs/one"}, pa.list_(pa.string())),
     ],
 )

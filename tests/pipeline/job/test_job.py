@@ -17,9 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cli_command import Command, SlowCommand, assert_released
-from in_process import job_config, parts, run_in_process
+from in_process import invoke, job_config, parts, run_in_process
 from leaks import assert_listens_here_alone, assert_no_secret, listening, planted_secrets
 from ray.data import DataContext
+from safetensors.torch import load_file, save_file
 
 from actors.answers import ANSWER_TYPES, Prompt
 from actors.generator import Generator
@@ -226,11 +227,13 @@ def test_placement_is_checked_before_it_can_hang(monkeypatch: pytest.MonkeyPatch
     assert not placement_problem(ActorsConfig(min=1, max=9, gpus=1), [{"CPU": 4.0, "GPU": 1.0}])
     nodes = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 1.0}, {"memory": 1.0}]
     problem = placement_problem(ActorsConfig(count=1, threads=8), nodes)
-    assert problem.startswith("1 actors of 8 CPUs do not fit on 8 CPUs (4 on the largest of 3 nodes): lower actors.")
-    assert placement_problem(ActorsConfig(count=1, gpus=2), nodes).startswith("1 actors of 2 GPUs do not fit on 2 GPUs")
+    assert problem.startswith("1 actors of 8 CPUs do not fit on 4 CPUs of any node: lower actors.")
+    problem = placement_problem(ActorsConfig(count=1, gpus=2), nodes)
+    assert problem.startswith("1 actors of 2 GPUs do not fit on 1 GPUs of any node")
     assert not placement_problem(ActorsConfig(count=2, threads=4, gpus=1), nodes)
+    assert not placement_problem(ActorsConfig(count=5, threads=3), [{"CPU": 4.0}] * 4)  # four start: all rows come
     apart = [{"CPU": 8.0}, {"GPU": 2.0}]
-    assert placement_problem(ActorsConfig(gpus=1), apart).startswith("1 actors of 1 CPUs do not fit on 0 CPUs: lower")
+    assert placement_problem(ActorsConfig(gpus=1), apart).startswith("1 actors of 1 CPUs do not fit on 0 CPUs of")
     assert not placement_problem(ActorsConfig(count=3, cpus=0.1), [{"CPU": 0.3}])
 
 
@@ -313,3 +316,19 @@ def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
         run_in_process(job)
         assert parts(output) == parts(whole)
         assert_released(output)
+
+
+def test_missing_weights_fail_the_job_in_one_line(
+    in_process: None, inputs: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    subprocess.run(["cp", "-r", str(checkpoint), str(broken)], check=True)
+    weights = load_file(broken / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    result = invoke(tmp_path, config(inputs, tmp_path / "out", broken, attempts=1))
+    assert result.exit_code == 2
+    last = result.stderr.strip().splitlines()[-1]
+    missing = f"{broken}: no weights for model.layers.2.mlp.up_proj.weight: fetch the checkpoint again"
+    assert last == f"skipdecode: {tmp_path}/job.yaml: {missing}"
+    assert not (tmp_path / "out").exists()  # refused before anything is written

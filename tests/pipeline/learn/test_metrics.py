@@ -95,6 +95,8 @@ def test_rows_that_do_not_differ_do_not_show_that_no_row_would(rows: int) -> Non
     full, fast = (found[name]["agreement_exact"] for name in ("1x", "2x"))
     assert (full.loss, full.loss_low, full.loss_high) == (fast.loss, fast.loss_low, 0) == (0, 0, 0)
     assert (1 - fast.loss_high / 100) ** rows == pytest.approx(0.05)
+    gained = {"agreement_exact": mean_statistics(np.arange(rows) > 0)}  # full depth is wrong in a row that 2x gains
+    assert paired_scores({"1x": gained, "2x": line}, "1x")["2x"]["agreement_exact"].loss_high == fast.loss_high
 
 
 def test_few_rows_at_once_draw_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:

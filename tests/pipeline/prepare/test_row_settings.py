@@ -46,7 +46,7 @@ def test_overrides_from_a_struct_a_map_json_and_columns_agree(checkpoint: Path) 
 
 def test_cells_of_a_csv_file_spell_numbers(checkpoint: Path) -> None:
     """pandas writes whole numbers as 5.0 if a cell of the column is empty."""
-    columns = {"n": ["5.0", " 7", ""], "t": ["0.5", "1e-1", ""], "s": ["1.5", "", "x"], "e": ["True", "false", ""]}
+    columns = {"n": ["5.0", " 7", ""], "t": ["0.5", "1e-1", ""], "s": ["1.5", "", "x"], "e": ["True", "0", ""]}
     own = {"max_new_tokens": "n", "temperature": "t", "stop": "s", "ignore_eos": "e"}
     found, errors = prepared(checkpoint, columns, sampling=own)
     assert errors == [None] * 3 and found == [
