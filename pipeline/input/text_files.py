@@ -11,7 +11,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any, BinaryIO, NoReturn, TypeVar
@@ -212,11 +212,13 @@ class TextColumns:
     Args:
         names: names of the columns.
         as_json: names of columns whose lists and objects are kept as JSON text.
+        numbers: column name -> type, for CSV columns that are not text.
         field_bytes: maximum length of a quoted CSV field, in bytes.
     """
 
     names: Sequence[str]
     as_json: frozenset[str] = frozenset()
+    numbers: Mapping[str, pa.DataType] = field(default_factory=dict)
     field_bytes: int = LONGEST_RECORD
 
 
@@ -248,7 +250,7 @@ def scan_text(
             stream.seek(0)
             groups = list(_groups(_row_ends(stream, kind, columns.field_bytes, limit, types)))
             if kind == "csv":
-                schema = pa.schema([(name, pa.string()) for name in header])
+                schema = pa.schema([(name, columns.numbers.get(name, pa.string())) for name in header])
             else:
                 schema = types.schema(columns.as_json)
     except GZIP_ERRORS as error:
@@ -365,6 +367,9 @@ def _unreadable(shard: Shard, row: int, error: str) -> str:
     return f"{error} (row {shard.first_row + row} of {os.path.basename(shard.url)!r}, counted from 0)"
 
 
+_ZEROS = re.compile(r"\.0+$")
+
+
 def _csv_table(records: Sequence[CsvRow], header: Sequence[str], schema: pa.Schema, shard: Shard) -> pa.Table:
     errors: dict[int, str] = {}
     rows: list[Sequence[str | None]] = []
@@ -378,8 +383,11 @@ def _csv_table(records: Sequence[CsvRow], header: Sequence[str], schema: pa.Sche
         rows.append(fields if error is None else [None] * len(header))
     columns = []
     for column in schema:
-        place, keeps_empty = header.index(column.name), is_text(column.type) and not is_json(column)
-        columns.append(pa.array([row[place] if keeps_empty else row[place] or None for row in rows], pa.string()))
+        cells = [row[header.index(column.name)] for row in rows]
+        if not is_text(column.type):  # a number; pandas writes 40.0 if other cells of the column are empty
+            cells = [cell and _ZEROS.sub("", cell.strip()) for cell in cells]
+        keeps_empty = is_text(column.type) and not is_json(column)
+        columns.append(pa.array(cells if keeps_empty else [cell or None for cell in cells], pa.string()))
     table, later = split_errors(conform(pa.table(columns, names=schema.names), schema))
     wrong = {row: error for row, error in enumerate(later) if error is not None} | errors
     return _with_errors(table, wrong, len(rows))

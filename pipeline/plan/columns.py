@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 import pyarrow as pa
 
 from actors.answers import ANSWER_TYPES, OPTIONAL_TYPES
 from actors.engine.errors import UserError
+from actors.engine.types import SamplingParams
 from pipeline.config.job import JobConfig
 from pipeline.generate.output import PARSED
 from pipeline.generate.parsed import parsed_type
@@ -26,7 +28,7 @@ def needed_columns(config: JobConfig) -> list[str]:
 
 
 def text_columns(config: JobConfig) -> TextColumns:
-    """Return the columns to read from a JSON Lines or CSV file, and which of them hold JSON."""
+    """Return the columns to read from a JSON Lines or CSV file, and which of them hold JSON or numbers."""
     section = config.input
     as_json = [
         "body" if section.is_batch else None,
@@ -35,7 +37,14 @@ def text_columns(config: JobConfig) -> TextColumns:
         section.sampling if isinstance(section.sampling, str) else None,
         (section.output_format or {}).get("json_schema"),
     ]
-    return TextColumns(needed_columns(config), frozenset(filter(None, as_json)), section.csv_field_bytes)
+    own = section.sampling.items() if isinstance(section.sampling, dict) else ()
+    kinds = {field.name: str(field.type).removesuffix(" | None") for field in fields(SamplingParams)}
+    names = {column: kinds[name] for name, column in own if column != section.id_column}  # an id keeps its zeros
+    numbers = {column: _CSV_TYPES[kind] for column, kind in names.items() if kind in _CSV_TYPES}
+    return TextColumns(needed_columns(config), frozenset(filter(None, as_json)), numbers, section.csv_field_bytes)
+
+
+_CSV_TYPES = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
 
 
 def kept_columns(config: JobConfig) -> list[str]:

@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import InProcess, answered_rows, job_config, parts, run_in_process, run_interrupted
+from in_process import (
+    InProcess,
+    answered_rows,
+    job_config,
+    job_values,
+    parts,
+    run_and_read,
+    run_in_process,
+    run_interrupted,
+)
 from input_files import write_values
 
 from pipeline.commit.verify import verify
@@ -135,3 +144,23 @@ def test_incremental_runs_answer_each_file_once(tmp_path: Path, checkpoint: Path
         found = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
         assert [row["id"] for row in found] == [row["id"] for row in rows] and found == answered_rows(folder)
     assert incremental.run(job, backend=InProcess()).finished == []
+
+
+def test_a_csv_column_of_parameters_is_kept_as_a_number_and_an_id_as_text(tmp_path: Path, checkpoint: Path) -> None:
+    (tmp_path / "in.csv").write_text("id,prompt,n,e,s\n007,alpha,2.0,1,\n008,alpha,,True,x\n009,alpha, 3,0,\n")
+    own = {"max_new_tokens": "n", "ignore_eos": "e", "stop": "s"}
+    values = job_values(
+        tmp_path / "in.csv",
+        tmp_path / "out",
+        checkpoint,
+        input={"id": "id", "sampling": own},
+        output={"keep": ["n"]},
+        sampling={"max_new_tokens": 4},
+    )
+    rows = run_and_read(values)
+    assert [(row["id"], row["n"], row["error"]) for row in rows] == [
+        ("007", 2, None),
+        ("008", None, None),
+        ("009", 3, None),
+    ]
+    assert [row["generated_tokens"] for row in rows[:2]] == [2, 4]
