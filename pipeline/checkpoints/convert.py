@@ -38,10 +38,10 @@ PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 ROPE_FACTORS = re.compile(r"(^|\.)rope_(freqs|factors)")  # names of tensors that scale RoPE
 # (architecture, layers) -> model whose query_pre_attn_scalar is not the default. GGUF does not store this value
 OTHER_SCALING = {("gemma2", 46): "Gemma 2 27B", ("gemma3", 62): "Gemma 3 27B"}
+# pre-tokenization rules that never split a word of the vocabulary; they put BOS before a text unless the file says no
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")
 # pre-tokenization rules that `_tokenizer` supports, by llama.cpp's names; a test compares token ids. Tekken and gpt-4o
 # are missing, because llama.cpp splits accents differently than the models' own tokenizers
-# rules that never split a word of the vocabulary; they put BOS before a text unless the file says otherwise
-WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")
 PRE_TOKENIZERS = ("gpt-2", "olmo", "smollm", "dbrx", "smaug-bpe", "qwen2", "deepseek-r1-qwen", *WHOLE_WORDS)
 UNREADABLE = (ValueError, KeyError, OSError, TypeError, AttributeError)  # errors of transformers for a bad file
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 from actors.engine.errors import UserError, flat
 
 _PLAIN = {"string": pa.string(), "integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
-COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
+_COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
 _OF_VALUES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
@@ -37,9 +37,11 @@ def _type(schema: Any, root: Any, place: str, above: tuple[str, ...]) -> pa.Data
 
     if not isinstance(schema, Mapping):
         raise refuse("allows any value")
-    for key in COMBINED if "properties" in schema else ():
+    for key in _COMBINED if "properties" in schema else ():
         # in an allOf, parts that only restrict the properties, for example by `required`, are fine
-        if key in schema and (key != "allOf" or any({*COMBINED, "properties"} & set(part) for part in schema[key])):
+        parts = schema[key] if key == "allOf" and key in schema else ()
+        restricts = [isinstance(part, Mapping) and {*_COMBINED, "properties"}.isdisjoint(part) for part in parts]
+        if key in schema and not (restricts and all(restricts)):
             raise refuse(f"has properties beside {key}")
     if "$ref" in schema:
         target = schema["$ref"]

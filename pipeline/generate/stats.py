@@ -114,7 +114,7 @@ class ShardStats(Counts):
                 value = value() if callable(value) else value
                 if value is not None:
                     known[item.name] = _checked(item, value)
-            except Exception as error:
+            except Exception as error:  # a statistic of any kind must not fail a finished shard
                 log.warning("shard %d: statistic %s is not recorded: %s", shard, item.name, flat(error))
         return cls(**known)
 

@@ -220,7 +220,7 @@ def check_chat(tokenizer: Any, chat: Chat, path: object) -> None:
         text = _apply(tokenizer, chat, trial)
     except (jinja2.TemplateSyntaxError, SyntaxError) as error:
         raise UserError(f"{path}: the chat template does not parse: {one_line(error)}") from None
-    except Exception as error:
+    except Exception as error:  # `_apply` raises errors of any class
         if chat.system is not None or chat.examples:
             raise UserError(f"input: the chat template refuses system or examples: {one_line(error)}") from None
         return

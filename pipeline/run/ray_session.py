@@ -216,7 +216,7 @@ def placement_problem(actors: ActorsConfig, nodes: Sequence[Mapping[str, float]]
 
     each = [(node.get("CPU", 0.0), node.get("GPU", 0.0)) for node in nodes]
     all_cpus, all_gpus = (sum(column) for column in zip((0.0, 0.0), *each, strict=True))
-    # the node that has most GPUs, and of these the one that has most CPUs, is named if no node has room for an actor
+    # if no node has room for an actor, the error names the node with the most GPUs; if several have, the most CPUs
     alone = [problem(1, *node, " of any node") for node in sorted(each, key=lambda node: (node[1], node[0]))]
     return problem(least, all_cpus, all_gpus, "") or ("" if "" in alone else alone[-1])
 

@@ -74,7 +74,7 @@ def answer_caller() -> None:
     outcome: tuple[Any, Exception | None]
     try:
         outcome = function(*arguments), None
-    except Exception as error:  # not sent as it is: many errors cannot be pickled, or not be made again
+    except Exception as error:  # send a copy, because pickle cannot store or rebuild some errors
         kind = next((kind for kind in (UserError, MemoryError) if isinstance(error, kind)), None)
         outcome = None, kind(str(error)) if kind else RuntimeError(one_line(error))
     pickle.dump(outcome, answer)

@@ -17,7 +17,7 @@ Answer = Callable[[list[list[int]], list[int]], int]
 
 
 def forget_peak() -> None:
-    """Begin anew, from what is resident now; freed memory that the C library keeps is given back first."""
+    """Reset the peak to the memory that is resident now. Return freed memory to the system first."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
     if trim is not None:
         trim(0)

@@ -94,16 +94,13 @@ class LabelProgress:
     def ends(self) -> Sequence[int]:
         return () if self.node.label is None else self.trie.end_ids
 
-    def _allowed(self) -> Collection[int]:
-        return [*self.node.children, *self.ends]
-
     def allows(self, token: int) -> bool:
-        return token in self._allowed()
+        return token in self.node.children or token in self.ends
 
     def write(self, bits: Bits) -> None:
         bits[:] = 0
         masks = bits.view("uint32")
-        for token in self._allowed():
+        for token in (*self.node.children, *self.ends):
             masks[token // 32] |= 1 << token % 32
 
     def advance(self, token: int) -> bool:

@@ -125,6 +125,17 @@ def test_a_path_of_no_checkpoint_is_refused() -> None:
     assert "convert it (skipdecode convert s3://checkpoints/m.gguf FOLDER)" in refusal("s3://checkpoints/m.gguf")
 
 
+def test_quantized_weights_in_a_bucket_are_refused_before_they_are_fetched(
+    checkpoint: Path, s3: StorageConfig, place: Path
+) -> None:
+    url = put(checkpoint, "s3://bucket/quantized", s3)
+    config = {**json.loads((checkpoint / "config.json").read_text()), "quantization_config": {"quant_method": "awq"}}
+    client_of(s3).put_object(Bucket="bucket", Key="quantized/config.json", Body=json.dumps(config).encode())
+    assert "quantized weights (awq) are not supported; give the bfloat16 checkpoint" in refusal(url, s3)
+    assert not any(name.endswith(".safetensors") for name in held(place))
+    assert "convert it (skipdecode convert s3://checkpoints/m.gguf FOLDER)" in refusal("s3://checkpoints/m.gguf", s3)
+
+
 def test_planning_leaves_the_weights_in_the_bucket(checkpoint: Path, s3: StorageConfig, place: Path) -> None:
     resolved = find(put(checkpoint, "s3://bucket/plan/model", s3), s3)
     small = {path.name for path in checkpoint.glob("*.json")}

@@ -49,6 +49,7 @@ def test_types(schema: Any, kind: pa.DataType) -> None:
         ({"enum": ["x", 1]}, "has 2 types"),
         ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "has anyOf with several types"),
         ({"properties": {"b": {}}, "allOf": [{"properties": {"c": {}}}]}, "has properties beside allOf"),
+        ({"properties": {"b": {}}, "allOf": [True]}, "has properties beside allOf"),
         ({"type": "array"}, "is an array whose items have no single type"),
         ({"type": "array", "prefixItems": [{}], "items": {"type": "string"}}, "is an array whose items have no single"),
         ({"type": "object"}, "is an object without properties"),

@@ -211,6 +211,16 @@ def test_a_damaged_record_is_one_line(
     assert f"adapt.json: cannot be read: {said}" in result.stderr and "; remove the folder" in result.stderr
 
 
+def test_a_folder_of_the_user_is_refused_and_untouched(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    folder = tmp_path / "out-adapt"
+    folder.mkdir()
+    (folder / "job.yaml").write_text("mine")
+    result = command()
+    assert (result.exit_code, result.stderr.count("\n"), fakes.calls) == (2, 1, [])
+    assert "holds 'job.yaml' and no adapt.json of an earlier run; choose an empty or a new folder" in result.stderr
+    assert [path.read_text() for path in folder.iterdir()] == ["mine"]
+
+
 def test_a_job_file_of_the_user_in_an_adaptations_folder_is_kept(tmp_path: Path, fakes: Fakes, command: Run) -> None:
     assert command(tolerance=1.5).exit_code == 1  # no job file is written
     path = tmp_path / "out-adapt" / "job.yaml"
