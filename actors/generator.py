@@ -309,8 +309,8 @@ class Generator:
     ) -> RowsAtWork:
         """Queue rows. This is the first of three steps of `answer`; `run` and `finish` must follow.
 
-        Any thread may call this. on_drain: called once, in the thread of `run`, when slots become free for rows of
-        another call. Only vLLM calls it.
+        Any thread may call this. on_drain: called once, in the thread of `run`, when fewer rows wait than there are
+        slots, so that rows of another call come before slots are free. Only vLLM calls it.
         """
         self._rows_came.set()
         requests: list[Request] = []

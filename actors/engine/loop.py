@@ -47,7 +47,7 @@ class Call:
     limits: Sequence[int]  # maximum number of new tokens of each request
     runs: list[Run]  # runs that have not begun; the last one in the list begins next
     on_batch: OnBatch | None = None  # see `Loop.add`
-    # called when slots are free for rows of another call; only vLLM's engine calls it
+    # called once, when the engine wants rows of another call; only vLLM's engine calls it
     on_drain: Callable[[], None] | None = None
     completions: dict[int, Completion] = field(default_factory=dict)  # index of a request -> its completion
     stats: EngineStats = field(default_factory=EngineStats)  # counts of this call, complete once `done` is set

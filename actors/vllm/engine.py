@@ -145,6 +145,7 @@ class VllmEngine:
         # ticket -> row in flight, its call, and the index of its request in the call
         self.rows: dict[int, tuple[Row, Call, int]] = {}
         self._queue: deque[Call] = deque()  # calls that have not begun
+        self._undrained: list[Call] = []  # calls that have begun and whose `on_drain` has not been called
 
     def at(self, schedule: Schedule) -> VllmEngine:
         """Return an engine with the same weights and another schedule. Only one of the two may have rows in flight.
@@ -198,17 +199,18 @@ class VllmEngine:
                 while self._queue:
                     self._queue.popleft().error = error
                 self.rows.clear()
+                self._undrained.clear()
                 raise
-            if call.on_drain is not None and len(self.rows) <= self.max_rows:
-                call.on_drain()
-                call.on_drain = None
 
     def step(self) -> list[tuple[Call, int, Completion]]:
         """Begin the queued calls and run one step of vLLM. Return (call, index, completion) of each ended row."""
         began, ended, aborted = time.perf_counter(), [], []
         while self._queue:
             self._begin(self._queue[0])  # the call stays in the queue if this raises, so that `finish` ends it
-            self._queue.popleft()
+            self._undrained.append(self._queue.popleft())
+        while self._undrained and len(self.rows) < 2 * self.max_rows:  # ask for rows before slots are free
+            if (on_drain := self._undrained.pop().on_drain) is not None:
+                on_drain()
         oldest = next(iter(self.rows.values()), None)
         for output in self.vllm.step():
             ticket = int(output.request_id)

@@ -81,7 +81,7 @@ def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
 
 
 class _Turn:
-    """Two events of a shard. The next shard waits for them. drains: slots become free. ended: all rows have ended."""
+    """Two events of a shard, for which the next shard waits. drains: few rows wait. ended: all rows have ended."""
 
     def __init__(self) -> None:
         self.drains, self.ended = threading.Event(), threading.Event()
@@ -95,8 +95,9 @@ class ShardGenerator:
     """Callable class that answers whole shards with one Generator, and commits them.
 
     The call that answers a shard also commits it, because a separate task might wait for CPUs that another dataset
-    holds. Two threads may call an instance. The second shard then begins while the first one is committed; with vLLM,
-    it begins while the last rows of the first one run. If a process died during a shard, that shard runs alone.
+    holds. Several threads may call an instance. The next shard then begins while the last one is committed; with vLLM,
+    it begins before slots are free, so that its rows take the slots of rows that end. If a process died during a shard,
+    that shard runs alone.
 
     Args:
         generator: arguments of `Generator`; `checkpoint` and `speed_adapter` are sources that `fetch` downloads.

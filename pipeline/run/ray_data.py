@@ -34,7 +34,7 @@ ISOLATED_SECONDS = 300.0  # time limit of an isolated call during planning
 TASK_CPUS = 0  # CPUs that a read or prepare task requests: none, because actors or another dataset may hold all CPUs
 TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # maximum running tasks of a stage per actor; each has its own process
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # limits of a read task, see `ShardSource`
-SHARDS_OF_ACTOR = 2  # maximum shards sent to an actor: the second shard waits, or begins before the first one ends
+SHARDS_OF_ACTOR = 2  # minimum number of shards sent to an actor: while one is at work, the next one waits there
 CALL_RETRIES = 1  # retries of a call whose process died, e.g. with its node
 READ_RETRIES = 20  # retries of a read task whose process died, or whose result was lost with its node
 
@@ -148,7 +148,7 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
         # need a whole CPU, and another dataset of the cluster may hold all CPUs
         context.target_max_block_size = 1
         context.enable_progress_bars = context.print_on_execution_start = verbose
-        # Ray divides an actor's load by `calls`, so divide the thresholds too: one of the two calls may only wait
+        # Ray divides an actor's load by `calls`, so divide the thresholds too: all calls but one may only wait
         context.autoscaling_config.actor_pool_util_upscaling_threshold /= stages.calls
         context.autoscaling_config.actor_pool_util_downscaling_threshold /= stages.calls
         context.execution_no_progress_timeout_s = -1  # never fail because a shard is slow
@@ -168,7 +168,7 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
         return batches.map_batches(
             cast(Any, stages.generator),
             fn_constructor_kwargs=dict(stages.arguments),
-            compute=ActorPoolStrategy(max_tasks_in_flight_per_actor=SHARDS_OF_ACTOR, **pool),
+            compute=ActorPoolStrategy(max_tasks_in_flight_per_actor=max(SHARDS_OF_ACTOR, stages.calls), **pool),
             batch_size=1,
             batch_format="numpy",
             num_cpus=actor_cpus(actors),

@@ -5,6 +5,7 @@ read ──> prepare ──> generate        each batch that a stage passes to t
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,11 +16,12 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from pipeline.commit.sink import check_output, commit_shard
-from pipeline.config.job import ActorsConfig, StorageConfig
+from pipeline.config.job import ActorsConfig, JobConfig, StorageConfig
 from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.generate.stage import ShardGenerator, Worker
 from pipeline.input.files import InputFile
 from pipeline.input.shards import Shard
+from pipeline.plan.batching import Batching
 from pipeline.plan.hardware import Hardware
 from pipeline.planned import PlannedJob, generator_arguments, part_spec
 from pipeline.prepare.prompt_spec import prompt_spec
@@ -27,6 +29,7 @@ from pipeline.prepare.stage import prepare
 from pipeline.runtime.quarantine import STAGE_NAMES, Quarantine
 from pipeline.storage.folder import Folder
 
+ROWS_OF_SLOT = 4  # minimum ratio of rows sent to an actor with vLLM to its rows in flight, if the shards allow it
 QUARANTINED_RETRIES = 1000  # retries of a prepare task or an actor call; high, because `Quarantine` limits deaths
 
 
@@ -79,9 +82,6 @@ class Backend(Hardware):
 def job_stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Session) -> Stages:
     """Return the stages of a run that answers `shards`."""
     config, manifest, coordinator, run = job.config, job.manifest, session.coordinator, uuid.uuid4().hex
-    # `may_overlap`: an actor may begin a shard before its previous one ends, unless answers must be reproducible
-    is_reproducible = config.model.dtype == "float32" and config.model.engine != "vllm"
-    may_overlap = manifest.batching.scheduler == "refill" and not is_reproducible
     preparing, generating = (Quarantine(folder, run, config.attempts, stage) for stage in STAGE_NAMES)
     spec = prompt_spec(config, job.checkpoint, manifest.batching.planned)
     generate = {
@@ -102,5 +102,18 @@ def job_stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Se
         ShardGenerator,
         generate,
         config.actors,
-        calls=2 if may_overlap else 1,
+        calls=_calls(config, manifest.batching, len(shards)),
     )
+
+
+def _calls(config: JobConfig, batching: Batching, shards: int) -> int:
+    """Return the number of shards that an actor works on at the same time.
+
+    One shard if answers must be reproducible; else two, of which one is committed. With vLLM, rows of all shards share
+    steps. While a long row of the oldest shard runs, no other shard is committed, so the others together have at least
+    `ROWS_OF_SLOT` rows for each slot; but an actor gets no more than its share of the run's shards.
+    """
+    if config.model.engine == "vllm":
+        others = math.ceil(ROWS_OF_SLOT * batching.max_batch / batching.shard_rows)
+        return max(2, min(1 + others, shards // config.actors.most))
+    return 2 if batching.scheduler == "refill" and config.model.dtype != "float32" else 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from pipeline.runtime.signals import Interrupted, graceful
 
 
 class InProcess(Backend):
-    """Backend of one process: one actor, no retries. A row that kills the process kills the caller."""
+    """Backend of one process: one actor with its threads, no retries. A row that kills the process kills the caller."""
 
     def session(self, actors: ActorsConfig, output: str) -> AbstractContextManager[InProcessSession]:
         return nullcontext(InProcessSession())
@@ -41,10 +43,17 @@ class InProcessSession:
         self.coordinator, self.worker = Coordinator(), Worker()
 
     def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
-        answered = map(stages.generator(**stages.arguments), map(stages.prepare, self._batches(stages.read)))
-        with graceful(grace_seconds, self.coordinator.stop, self.coordinator.working) as grace:
-            for _ in answered:
-                pass
+        generator, running = stages.generator(**stages.arguments), deque[Future[Any]]()
+        with (
+            graceful(grace_seconds, self.coordinator.stop, self.coordinator.working) as grace,
+            ThreadPoolExecutor(stages.calls) as calls,
+        ):
+            for batch in map(stages.prepare, self._batches(stages.read)):
+                running.append(calls.submit(generator, batch))
+                if len(running) == stages.calls:
+                    running.popleft().result()
+            for call in running:
+                call.result()
         if grace.signal is not None:
             raise Interrupted(grace.signal)
 

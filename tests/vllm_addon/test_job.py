@@ -26,8 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from actors.answers import Prompt
 from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import ScheduleSpec
+from actors.vllm.engine import VllmEngine
 from pipeline.config.job import JobConfig
 from pipeline.estimate import time_speeds
+from pipeline.generate.coordinator import Coordinator
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt import run as adaptation
 from pipeline.learn.adapt.plan import plan_adaptation
@@ -109,6 +111,36 @@ def test_a_killed_job_goes_on_and_loses_no_row(inputs: dict[str, Any], tmp_path:
     assert [row["id"] for row in found if row["error"] is not None] == ["r5", "r17"]
     assert found == wanted
     assert shards(str(output)) == shards(library["output"]["path"])
+
+
+def test_rows_of_the_next_shards_take_the_slots_of_rows_that_end(
+    inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards are as large as the batch. No slot stays empty before the last shard has begun, and no row is lost."""
+    values, begin, step = job(tmp_path, inputs, "vllm", 1), Coordinator.begin, VllmEngine.step
+    begun: list[int] = []
+    in_flight: list[set[int]] = []  # for each step, the shards with rows in flight
+
+    def beginning(self: Coordinator, shard: int) -> bool:
+        begun.append(shard)
+        return begin(self, shard)
+
+    def stepping(self: VllmEngine) -> Any:
+        until = time.monotonic() + 60
+        while len(self.rows) + sum(len(call.requests) for call in self._queue) < self.max_rows:
+            if len(begun) == ROWS // SHARD_ROWS:
+                break
+            assert time.monotonic() < until, "slots are free, but the next shard does not come"
+            time.sleep(0.001)
+        in_flight.append({id(call) for _, call, _ in self.rows.values()})
+        return step(self)
+
+    monkeypatch.setattr(Coordinator, "begin", beginning)
+    monkeypatch.setattr(VllmEngine, "step", stepping)
+    found = run_and_read(values)
+    assert sorted(begun) == list(range(ROWS // SHARD_ROWS))
+    assert max(map(len, in_flight)) >= 3
+    assert found == run_and_read(job(tmp_path, inputs, "library", 1))
 
 
 def test_a_family_that_the_library_engine_lacks_is_answered(inputs: dict[str, Any], tmp_path: Path) -> None:

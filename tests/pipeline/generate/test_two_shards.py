@@ -1,5 +1,5 @@
-"""Two shards in one actor, as two threads give them: the second begins while the first one is committed, or, where an
-engine's calls share steps, as vLLM's do, while the last rows of the first finish."""
+"""Several shards in one actor, one a thread: the next one begins while the last one is committed, or, if an engine's
+calls share steps, as those of vLLM do, while rows of the last one run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from in_process import job_values
 from memory_folder import MemoryFolder
 from part_builders import Commits, part_spec, shard_batch, shard_generator
 from prompt_specs import spec_of
 
 from actors.engine.engine import Engine
 from actors.engine.loop import Call, Loop
+from pipeline.config.job import JobConfig
 from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import ShardStats
 from pipeline.input.shards import Shard
+from pipeline.plan.batching import Batching
 from pipeline.prepare.prompts import prepare_table
+from pipeline.run.stages import _calls
 from pipeline.runtime.quarantine import Quarantine, marker_name, release_shard
 
 ROWS = 24
@@ -124,6 +128,31 @@ def test_the_second_shard_begins_while_the_first_one_ends(
     assert commits.stats[0].tokens_per_second > 0
 
 
+def test_a_third_shard_begins_while_a_row_of_the_first_one_runs(
+    checkpoint: Path, shards: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first shard ends only when rows of the third one have come. Parts are those of shards that run alone."""
+    drain_at_once(monkeypatch)
+    alone, together, coordinator = Commits(), Commits(), Coordinator()
+    for batch in shards:
+        actor(checkpoint, alone)(batch)
+    one, finish, came = actor(checkpoint, together, coordinator=coordinator), Loop.finish, threading.Event()
+
+    def finishing(self: Loop, call: Call) -> Any:
+        while not came.is_set() and len(self._queue) < 3:
+            assert not coordinator.done
+            came.wait(0.001)
+        came.set()
+        return finish(self, call)
+
+    monkeypatch.setattr(Loop, "finish", finishing)
+    with ThreadPoolExecutor(3) as calls:
+        committed = list(calls.map(one, shards))
+    assert came.is_set()
+    assert [batch["shard"].tolist() for batch in committed] == [[0], [1], [2]]
+    assert together.parts == alone.parts
+
+
 def test_a_shard_that_may_have_killed_its_process_shares_the_engine_with_no_other(
     checkpoint: Path, shards: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,3 +216,23 @@ def test_the_engine_answers_the_second_shard_while_the_first_one_is_committed(
     commits = Slow()
     at_once(actor(checkpoint, commits), shards[:2])
     assert list(commits.parts) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("model", "shard_rows", "shards", "calls"),
+    [
+        ({"engine": "vllm"}, 64, 100, 5),
+        ({"engine": "vllm"}, 4096, 100, 2),
+        ({"engine": "vllm"}, 64, 6, 3),  # half of the shards: two actors share them
+        ({"dtype": "bfloat16"}, 64, 100, 2),
+        ({"dtype": "float32"}, 64, 100, 1),
+    ],
+)
+def test_an_actor_gets_enough_shards_to_fill_its_slots(
+    model: dict[str, Any], shard_rows: int, shards: int, calls: int
+) -> None:
+    values = job_values("in", "out", "model", model=model, actors={"count": 2})
+    batching = Batching(
+        shard_rows=shard_rows, shard_bytes=1, cache_bytes=1, max_batch=64, threads=1, scheduler="refill"
+    )
+    assert _calls(JobConfig.model_validate(values), batching, shards) == calls
