@@ -22,7 +22,6 @@ from pipeline.commit.records import compacting
 from pipeline.commit.results import check_free, has_results, write_results
 from pipeline.commit.runs import recorded_run
 from pipeline.commit.sink import SUCCESS, Check, committed_shards
-from pipeline.commit.table import check_table, commit_table, has_table
 from pipeline.config.job import JobConfig
 from pipeline.generate.coordinator import Workload
 from pipeline.generate.stats import Totals
@@ -31,7 +30,7 @@ from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
-from pipeline.planned import PlannedJob, generator_arguments, part_schema, plan
+from pipeline.planned import PlannedJob, generator_arguments, plan
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.report.job_page import write_report
 from pipeline.report.summary import JobResult
@@ -79,16 +78,14 @@ def run(
             check_free(folder, config)
         job = replace(plan(config, stored, backend, limit=limit), began=process_began)
         check_same_job(folder, stored, job.manifest)
-        finished = stored is not None and has_results(folder, config) and has_table(folder, config)
+        finished = stored is not None and has_results(folder, config)
         totals, fresh_rows = finished_totals(folder, job.manifest, check, config.input) if finished else None, 0
         if totals is None:  # a finished job skips these steps, because it may have no write access
-            check_table(job.config, part_schema(job))
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             make_writable(folder)
             with leased(folder), backend.ready(config.actors), checked(job, stored, backend) as job:
                 claim(folder, stored, job.manifest, overwrite=overwrite)
                 totals, fresh_rows = answer(job, folder, backend, check)
-                commit_table(folder, job.manifest, config)
                 write_report(folder, job.manifest, config.storage)
                 write_success(folder, job.manifest, totals)
     return JobResult(job.manifest, totals, fresh_rows, time.monotonic() - began)

@@ -14,7 +14,7 @@ from actors.engine.schedule.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
 from pipeline.commit.duplicates import count_repeated, repeated_error
 from pipeline.config.job import JobConfig
-from pipeline.generate.output import PartSpec, part_table
+from pipeline.generate.output import PartSpec
 from pipeline.generate.settings import generator_settings
 from pipeline.input.files import Files
 from pipeline.input.rows import read_shards
@@ -25,7 +25,7 @@ from pipeline.plan import manifest as manifests
 from pipeline.plan.batching import with_engine
 from pipeline.plan.columns import kept_columns, optional_columns, parsed_column
 from pipeline.plan.hardware import Hardware
-from pipeline.plan.manifest import Manifest, pinned_snapshot, with_snapshot
+from pipeline.plan.manifest import Manifest
 from pipeline.prepare.prompt_spec import check_generation, check_spec, marks_of_thinking, prompt_spec
 from pipeline.runtime.announce import announced
 
@@ -63,7 +63,6 @@ def plan(
             f"{', '.join(config.input.path)}; choose another output.path, or start again with --overwrite"
         )
     with announced("reading the checkpoint's description"):
-        config = with_snapshot(config, pinned_snapshot(config, stored))
         checkpoint = resolve_checkpoint(config.model, config.storage, stored.identity.get("model") if stored else None)
     unadapted = config.schedule.unadapted
     schedule = checkpoint.schedule(config.schedule.changes(), config.model, unadapted=unadapted)
@@ -138,8 +137,3 @@ def part_spec(job: PlannedJob) -> PartSpec:
         root=job.manifest.batching.root,
         parsed=parsed_column(job.config),
     )
-
-
-def part_schema(job: PlannedJob) -> pa.Schema:
-    """Return the schema of the job's parts (output files)."""
-    return part_table(job.manifest.schema.empty_table(), [], part_spec(job), Shard(0, "", 0, 0)).schema

@@ -27,12 +27,9 @@ Model = TypeVar("Model", bound="BaseModel")
 FAILED, BAD_CONFIG, ROW_ERRORS, INTERRUPTED, LEASE = 1, 2, 3, 4, 5  # exit statuses
 RETRY_ADVICE = re.compile(r"Failed to .+ after \d+/\d+ attempts")
 EXTRAS = {  # optional package -> extra of `skipdecode` that installs it
-    "deltalake": "tables",
     "peft": "tune",
-    "pyiceberg": "tables",
     "rouge_score": "eval",
     "sacrebleu": "eval",
-    "sqlalchemy": "tables",
 }
 USER_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "  # start of the last line in a UserError's traceback
 UNTYPED = ("actors", "botocore", "pipeline", "ray")  # packages whose error messages are clear without the type

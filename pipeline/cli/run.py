@@ -59,7 +59,6 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
 
         from pipeline import job as jobs
         from pipeline.commit.finalize import summary
-        from pipeline.commit.table import recorded
         from pipeline.incremental import runs as incremental
         from pipeline.incremental.runs import print_runs, runs_summary
         from pipeline.report.summary import last_errors, print_result
@@ -86,7 +85,6 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
             **summary(folder, result.manifest, result.totals),
             "fresh_rows": result.fresh_rows,
             "seconds": result.seconds,
-            "tables": [{"table": one.table, "snapshot": one.snapshot} for one in recorded(folder).values()],
         }
         for folder, result in done
     ]

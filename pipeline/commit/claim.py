@@ -13,7 +13,6 @@ from pipeline.commit.lease import LeaseHeld
 from pipeline.commit.records import read_all
 from pipeline.commit.results import remove_results
 from pipeline.commit.sink import PART, PARTS_AT_ONCE, SUCCESS, clear, clear_temporaries, part_files, part_name
-from pipeline.commit.table import check_no_table
 from pipeline.plan import manifest as manifests
 from pipeline.plan import plan_files
 from pipeline.plan.manifest import Manifest
@@ -26,15 +25,14 @@ LEDGER = "_ledger"  # folder with the records of incremental runs
 def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
     """Return the plan (manifest) of the job in the folder; None if there is no job, or if `overwrite` is set.
 
-    Raises UserError if the folder holds incremental runs, another program's file that the new job would replace,
-    Parquet files without a job (unless `overwrite` is set), or parts that a table uses (if `overwrite` is set).
+    Raises UserError if the folder holds incremental runs, another program's file that the new job would replace, or
+    Parquet files without a job (unless `overwrite` is set).
     """
     if folder.names(LEDGER):
         raise UserError(
             f"{folder.url}: holds incremental runs; set input.since to last_success, or choose another folder"
         )
     if overwrite:
-        check_no_table(folder)
         _check_replaceable(folder)
         return None
     stored = plan_files.load(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -13,8 +13,7 @@ from pipeline.config.base import Place, Section
 from pipeline.config.forms import FormColumn
 
 LONGEST_RECORD = 2**27  # maximum bytes of a row in a text file
-TableFormat = Literal["iceberg", "delta"]
-InputFormat = Literal["parquet", "jsonl", "csv", "openai_batch", TableFormat]
+InputFormat = Literal["parquet", "jsonl", "csv", "openai_batch"]
 
 
 def one_or_many(value: Any) -> Any:
@@ -51,18 +50,12 @@ class InputConfig(Section):
         "continuations": (None, "this package no longer scores given texts; use vLLM")
     }
 
-    path: Paths = Field(
-        description="input file, folder or glob, or a list of these, local or s3://; or one table: the name of an "
-        "Iceberg table (namespace.table) in storage.catalog, or the folder of a Delta table"
-    )
+    path: Paths = Field(description="input file, folder or glob, or a list of these, local or s3://")
     format: InputFormat | None = Field(
         None,
         description="jsonl: one JSON object per line; csv: column names in the first line; openai_batch: one request "
-        "per line, as JSON. Files of these three formats may be gzipped (.gz). iceberg, delta: a table. Default: "
-        "the format of the suffix (.jsonl, .csv), else parquet. From a folder, the default reads only .parquet files",
-    )
-    snapshot: int | None = Field(
-        None, ge=0, description="Iceberg snapshot id or Delta version to read; default: the newest at planning time"
+        "per line, as JSON. Files of these three formats may be gzipped (.gz). Default: the format of the suffix "
+        "(.jsonl, .csv), else parquet. From a folder, the default reads only .parquet files",
     )
     csv_field_bytes: int = Field(
         2**20,
@@ -153,12 +146,11 @@ class InputConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> InputConfig:
-        self._check_table()
         for name in ("changed", "unreadable"):
             if self.since is None and getattr(self, name) != "error":
                 raise UserError(f"{name} is for incremental runs: add since: last_success")
-        if self.retry is not None and (self.since is None or self.is_table):
-            raise UserError("retry is for incremental runs over files: add since: last_success, or leave it out")
+        if self.retry is not None and self.since is None:
+            raise UserError("retry is for incremental runs: add since: last_success, or leave it out")
         given = [name for name in ("prompt", "template", "messages") if getattr(self, name) is not None]
         own = [
             *given,
@@ -175,24 +167,6 @@ class InputConfig(Section):
         if self.chat_template_kwargs and not self.is_chat:
             raise UserError("chat_template_kwargs is for chats: give messages, system, examples or chat: true")
         return self
-
-    def _check_table(self) -> None:
-        if not self.is_table:
-            if self.snapshot is not None:
-                raise UserError("snapshot is only for tables: also set format: iceberg or delta")
-            return
-        if len(self.path) > 1:
-            raise UserError(f"format: {self.format} reads one table; give one path")
-        if self.snapshot is not None and self.since is not None:
-            raise UserError("give snapshot or since, not both")
-        for name in ("changed", "unreadable"):
-            if getattr(self, name) != "error":
-                raise UserError(f"{name} is only for files: a table's snapshots show which rows were added")
-
-    @property
-    def is_table(self) -> bool:
-        """Whether the input is an Iceberg or Delta table."""
-        return self.format in get_args(TableFormat)
 
     @property
     def prompt_column(self) -> str | None:

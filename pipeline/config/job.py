@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -11,7 +11,7 @@ from actors.engine.types import EngineName, SamplingParams, check_compatible
 from pipeline.config.adapt import AdaptConfig
 from pipeline.config.base import Endpoint, Place, Section
 from pipeline.config.forms import Form, Labels, check_labels
-from pipeline.config.input import InputConfig, TableFormat, one_or_many
+from pipeline.config.input import InputConfig, one_or_many
 
 
 class BudgetConfig(Section):
@@ -22,34 +22,10 @@ class BudgetConfig(Section):
     tokens: int | None = Field(None, ge=1, description="maximum generated tokens")
 
 
-class CatalogConfig(Section):
-    """An Iceberg catalog.
-
-    pyiceberg also reads its own settings for this catalog (.pyiceberg.yaml, and environment variables such as
-    PYICEBERG_CATALOG__NAME__URI). Put credentials and other properties there. Keys in this section override them.
-    """
-
-    name: str = Field("default", min_length=1, description="the catalog's name in pyiceberg's settings")
-    type: Literal["sql", "rest", "glue", "hive"] | None = Field(
-        None, description="kind of catalog; default: pyiceberg's setting, else the kind that fits the scheme of uri"
-    )
-    uri: Endpoint | None = Field(
-        None, description="URI, such as sqlite:////data/catalog.db; put a URI with a password in the environment"
-    )
-    warehouse: Place | None = Field(
-        None,
-        description="storage of new tables: a local or s3:// folder, or the name of a warehouse in the catalog",
-    )
-
-    def properties(self) -> dict[str, str]:
-        """Return the keys that the job file sets, with pyiceberg's names."""
-        return self.model_dump(exclude={"name"}, exclude_none=True)
-
-
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
 KeepOrder = Literal["paper", "even", "early_exit", "measured"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-OutputFormat = Literal["parquet", "jsonl", "openai_batch", TableFormat]
+OutputFormat = Literal["parquet", "jsonl", "openai_batch"]
 RESULT_NAMES = ("answers", "results", "errors")  # names, without suffix, of the files that output.format adds
 
 
@@ -67,13 +43,7 @@ class OutputConfig(Section):
     format: OutputFormat | None = Field(
         None,
         description="what a finished job writes besides its Parquet files. jsonl: answers.jsonl; openai_batch: "
-        "results.jsonl and errors.jsonl (default if input.format is openai_batch); iceberg, delta: a snapshot of "
-        "output.table, with the Parquet files as its data files",
-    )
-    table: Place | None = Field(
-        None,
-        description="table to write if format is iceberg or delta; created if it does not exist. iceberg: the "
-        "table's name (namespace.table) in storage.catalog; delta: output.path (the default) or a folder above it",
+        "results.jsonl and errors.jsonl (default if input.format is openai_batch)",
     )
     keep: list[str] = Field(default_factory=list, description="input columns to copy to the output, besides id")
     strip: bool = Field(True, description="remove white space at both ends of each answer")
@@ -82,19 +52,6 @@ class OutputConfig(Section):
     )
     token_ids: bool = Field(False, description="write a column with the generated token ids")
     cumulative_logprob: bool = Field(False, description="write a column with the sum of token log-probabilities (nats)")
-
-    @model_validator(mode="after")
-    def _table_fits(self) -> OutputConfig:
-        if self.table is not None and not self.is_table:
-            raise UserError("table needs format: iceberg or delta")
-        if self.format == "iceberg" and self.table is None:
-            raise UserError("format: iceberg needs table: the table's name in storage.catalog, as namespace.table")
-        return self
-
-    @property
-    def is_table(self) -> bool:
-        """Whether the job adds its output files to an Iceberg or Delta table."""
-        return self.format in get_args(TableFormat)
 
 
 class ModelConfig(Section):
@@ -308,8 +265,6 @@ class StorageConfig(Section):
         20, ge=0, description="seconds for which planning retries an S3 call if the endpoint has never answered"
     )
 
-    catalog: CatalogConfig = Field(default_factory=CatalogConfig, description="catalog of Iceberg tables")
-
     def after_planning(self) -> StorageConfig:
         """Return settings for a running job: it retries longer, because planning has already reached the endpoint."""
         return self.model_copy(update={"contact_seconds": self.retry_seconds})
@@ -398,9 +353,6 @@ class JobConfig(Section):
     def _fits_together(self) -> JobConfig:
         if self.budget is not None and self.budget.money is not None and self.price_per_hour is None:
             raise UserError("budget.money needs price_per_hour, the price of one device for an hour")
-        for key, again in (("retry", self.input.retry), ("changed: reprocess", self.input.changed == "reprocess")):
-            if again and self.output.is_table:
-                raise UserError(f"input.{key} would add rows that output.table already holds; leave out one of the two")
         self.model.check_actors(self.actors.gpus, "actors")
         if self.output.format == "openai_batch" and not self.input.is_batch:
             raise UserError("output.format: openai_batch needs requests as input; set input.format: openai_batch")

@@ -35,7 +35,6 @@ from pipeline.commit.sink import part_name
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import Files, InputFile
 from pipeline.input.shards import Shard
-from pipeline.input.table import TablePin
 from pipeline.messages import counted
 from pipeline.plan import plan_files
 from pipeline.plan.inputs import has_same_content
@@ -80,8 +79,6 @@ class LedgerRun:
     state: State = "unfinished"
     ended: str = ""
     why: str = ""  # why the run was abandoned
-    table: str = ""  # id of the input table
-    snapshot: int | None = None  # the input table's newest snapshot in this run
     root: str | None = None  # folder to which the file names in the ids are relative, in all runs; see `PartSpec`
     left: tuple[str, ...] = ()  # URLs of new files that this run could not read and left for a later run
 
@@ -108,10 +105,6 @@ class Ledger:
     @property
     def last_success(self) -> LedgerRun | None:
         return self.succeeded[-1] if self.succeeded else None
-
-    def answered_snapshot(self, table: str) -> int | None:
-        """Return the newest snapshot of a table that a successful run has answered; None without such a run."""
-        return next((run.snapshot for run in reversed(self.succeeded) if run.table == table), None)
 
 
 def claim_name(number: int) -> str:
@@ -159,13 +152,11 @@ def read(root: Folder) -> Ledger:
     return Ledger((*runs, *map(run, range(compacted + 1, last + 1))), compacted)
 
 
-def claim(
-    root: Folder, ledger: Ledger, manifest: Manifest, pin: TablePin | None = None, left: Sequence[str] = ()
-) -> LedgerRun:
+def claim(root: Folder, ledger: Ledger, manifest: Manifest, left: Sequence[str] = ()) -> LedgerRun:
     """Begin the next run: record in the ledger that it claims the files in `manifest`.
 
-    pin: snapshot of the input table. left: URLs of new files that are left for a later run. Raises ConcurrentRun if
-    the last run has not ended, or another command has begun the next run since `ledger` was read.
+    left: URLs of new files that are left for a later run. Raises ConcurrentRun if the last run has not ended, or
+    another command has begun the next run since `ledger` was read.
     """
     if ledger.last is not None and ledger.last.state == "unfinished":
         raise ConcurrentRun(f"run {ledger.last.number} was begun by {ledger.last.by}")
@@ -180,8 +171,6 @@ def claim(
         began,
         f"process {os.getpid()} on {socket.gethostname()}",
         tuple(files),
-        table=pin.table if pin else "",
-        snapshot=pin.snapshot if pin else None,
         root=manifest.batching.root,
         left=tuple(left),
     )

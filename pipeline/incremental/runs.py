@@ -4,8 +4,7 @@ A run has these steps, in the ledger and in the run's dated folder. It may be ki
 
     claim the files ─> save the plan in the folder ─> answer, shard by shard ─> check every row ─> end ─> _SUCCESS
 
-If the job has an output table, the output files (parts) are added to it after `end`, so that the table holds only
-successful runs. If a run is killed, the next command resumes the run after its last step, or abandons the run and
+If a run is killed, the next command resumes the run after its last step, or abandons the run and
 claims its files again. Two commands may work on one folder at the same time. This wastes time but does no harm: `end`
 decides once whether a run counts. A run with more row errors than `max_error_rate` allows is not ended. If the user
 has raised this limit enough, the next command ends the run. Otherwise it abandons the run and answers the files again.
@@ -26,19 +25,17 @@ from pipeline import job as jobs
 from pipeline.commit.finalize import RowsMissing, check_rows, finished_totals, totals_of, write_success
 from pipeline.commit.lease import leased
 from pipeline.commit.sink import SUCCESS, Check, clear_temporaries, committed_shards, load_records
-from pipeline.commit.table import check_table, commit_table
 from pipeline.config.job import JobConfig
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import ConcurrentRun, Ledger, LedgerRun, Rows, failed_rows, shards_of
-from pipeline.input.files import Files, list_input, list_pinned
-from pipeline.input.table import TablePin
+from pipeline.input.files import Files, list_files
 from pipeline.messages import counted
 from pipeline.plan import manifest as manifests
 from pipeline.plan import plan_files
 from pipeline.plan.inputs import unchanged_files
-from pipeline.plan.manifest import NoRows, newest, with_snapshot
+from pipeline.plan.manifest import NoRows
 from pipeline.plan.memory import log_memory_estimate
-from pipeline.planned import PlannedJob, part_schema, plan
+from pipeline.planned import PlannedJob, plan
 from pipeline.report.job_page import write_report
 from pipeline.report.summary import JobResult
 from pipeline.run.stages import Backend
@@ -118,7 +115,7 @@ def run_in(
                 return IncrementalResult(finished, ledger.last_success)
         ledger = ledgers.read(root)
     elif last is not None and last.state == "success":
-        _write_missing_success(_folder(root, last, config), config)
+        _write_missing_success(_folder(root, last, config))
     if check != "quick":
         finished += _checked(root, ledger, config, backend, check)
     ledgers.compact(root, ledger)
@@ -126,10 +123,10 @@ def run_in(
     if failed and (retried := _retry(root, ledger, config, backend, failed, as_listed)) is not None:
         finished.append(retried)
         ledger = ledgers.read(root)
-    pinned, new, pin = new_input(config, ledger)
+    new = new_input(config, ledger)
     left = list[str]()
     try:
-        job = plan(pinned, None, backend, files=new) if new else None
+        job = plan(config, None, backend, files=new) if new else None
     except NoRows:
         job, left = None, sorted(new)
         log.warning("%d new files hold no readable rows, and are left for a later run", len(new))
@@ -137,11 +134,9 @@ def run_in(
         left = sorted(new.keys() - {file.url for file in job.manifest.files})
         if ledger.last is not None:  # in all runs, the file names in generated ids are relative to one folder
             job = with_batching(job, root=ledger.last.root)
-        # before the claim, because a job whose output does not fit the table must not be saved
-        check_table(job.config, part_schema(job))
         log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
         with backend.ready(config.actors), jobs.checked(job, None, backend) as checked:
-            run = ledgers.claim(root, ledger, checked.manifest, pin, left)
+            run = ledgers.claim(root, ledger, checked.manifest, left)
             plan_files.save(_folder(root, run, config), checked.manifest)
             finished.append(_answer(root, run, checked, backend))
     return IncrementalResult(finished, ledgers.read(root).last_success, left)
@@ -155,7 +150,7 @@ def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
         return None
     if last.state == "success" and not _folder(root, last, config).exists(SUCCESS):
         return None
-    if new_input(config, ledger)[1] or to_retry(root, config, ledger)[0]:
+    if new_input(config, ledger) or to_retry(root, config, ledger)[0]:
         return None
     return IncrementalResult([], ledger.last_success)
 
@@ -181,7 +176,7 @@ def to_retry(root: Folder, config: JobConfig, ledger: Ledger) -> tuple[Rows, Fil
     """Return the rows to answer again because of `input.retry`, and the input files that exist now."""
     if config.input.retry is None or not ledger.runs:
         return {}, {}
-    listed = list_input(config.input, config.storage, may_be_empty=True)
+    listed = list_files(config.input.path, config.storage, config.input.format, may_be_empty=True)
     return failed_rows(root, ledger, listed, config.storage, config.attempts), listed
 
 
@@ -210,16 +205,10 @@ def with_batching(job: PlannedJob, **changes: Any) -> PlannedJob:
     return replace(job, manifest=replace(job.manifest, batching=replace(job.manifest.batching, **changes)))
 
 
-def new_input(config: JobConfig, ledger: Ledger) -> tuple[JobConfig, Files, TablePin | None]:
-    """Return the job's config, the files that the next run must answer, and the snapshot of an input table.
-
-    For a table, the config has its newest snapshot, and the files are those added since the last successful run.
-    """
-    pin = newest(config)
-    after = None if pin is None else ledger.answered_snapshot(pin.table)
-    pinned = config if pin is None else with_snapshot(config, pin.snapshot)
-    listed = list_input(pinned.input, config.storage, may_be_empty=bool(ledger.runs), after=after)
-    return pinned, ledgers.new_files(listed, ledger, config.input.changed), pin
+def new_input(config: JobConfig, ledger: Ledger) -> Files:
+    """Return the files that the next run must answer."""
+    listed = list_files(config.input.path, config.storage, config.input.format, may_be_empty=bool(ledger.runs))
+    return ledgers.new_files(listed, ledger, config.input.changed)
 
 
 def _folder(root: Folder, run: LedgerRun, config: JobConfig) -> Folder:
@@ -285,7 +274,7 @@ def _resume(
         _abandon(root, run, folder, config, f"the job has changed in {names}")
         return None
     try:
-        again = list_pinned(config.input, config.storage, stored.files, may_be_empty=True)
+        again = list_files(config.input.path, config.storage, config.input.format, may_be_empty=True)
         files = unchanged_files(stored.files, {url: entry for url, entry in again.items() if url in pinned})
     except UserError as error:
         state = "has not finished" if run.state == "unfinished" else "has lost output files"
@@ -308,7 +297,7 @@ def _abandon(root: Folder, run: LedgerRun, folder: Folder, config: JobConfig, wh
     """End a run as abandoned, unless another command has just ended it as a success."""
     ended = ledgers.end(root, run, "abandoned", why)
     if ended.state == "success":
-        _write_missing_success(folder, config)
+        _write_missing_success(folder)
         return
     log.warning(
         "run %d had not finished and is abandoned (%s): its files count as new again, and %s gets no _SUCCESS",
@@ -331,14 +320,13 @@ def _answer(
         ended = ledgers.end(root, run, "success")
         if ended.state != "success":
             raise ConcurrentRun(f"run {run.number} was abandoned meanwhile ({ended.why}); {folder.url} does not count")
-        commit_table(folder, job.manifest, job.config)
     write_report(folder, job.manifest, job.config.storage)
     if ended.state == "success":
         write_success(folder, job.manifest, totals)
     return FinishedRun(ended, folder, JobResult(job.manifest, totals, fresh_rows, time.monotonic() - began), resumed)
 
 
-def _write_missing_success(folder: Folder, config: JobConfig) -> None:
+def _write_missing_success(folder: Folder) -> None:
     """Write the `_SUCCESS` of a run killed before this step, unless files in its folder are damaged or gone."""
     if folder.exists(SUCCESS):
         return
@@ -350,5 +338,4 @@ def _write_missing_success(folder: Folder, config: JobConfig) -> None:
     except (UserError, RowsMissing) as error:
         log.warning("%s gets no _SUCCESS: %s; run --repair answers lost rows again", folder.url, error)
         return
-    commit_table(folder, manifest, config)
     write_success(folder, manifest, totals_of(records))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +19,7 @@ from fsspec.utils import glob_translate
 from actors.engine.errors import UserError, flat
 from pipeline.config.input import InputConfig, InputFormat
 from pipeline.config.job import StorageConfig
-from pipeline.input.table import input_table
 from pipeline.messages import is_unicode, where_sought
-from pipeline.runtime.announce import announced
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.errors import NoSuchBucket
 from pipeline.storage.folder import filesystem
@@ -36,9 +34,9 @@ HIDDEN = re.compile(r"[_.]")
 INT96_UNIT = "us"  # unit in which Spark's INT96 timestamps are read; in ns, dates after 2262 would be silently wrong
 _TABLE_FILE = re.compile(r"(?P<folder>.+?)/((?P<mark>_delta_log|\.hoodie)/|metadata/[^/]+\.metadata\.json/?$)")
 _TABLES = {  # folder that marks a table -> kind of table, and remedy
-    "_delta_log": ("a Delta table", "set input.format to delta"),
+    "_delta_log": ("a Delta table", "list its files as configs/recipes/lakehouse does"),
     ".hoodie": ("a Hudi table", "write its current rows to Parquet files elsewhere"),
-    None: ("an Iceberg table", "set input.format to iceberg, and input.path to the table's name"),
+    None: ("an Iceberg table", "list its files as configs/recipes/lakehouse does"),
 }
 _MAGIC = {  # first bytes of formats that are often mistaken for Parquet
     b"ARROW1": "an Arrow IPC file",
@@ -71,7 +69,7 @@ class InputFile:
 def file_format(url: str, given: InputFormat | None) -> str:
     """Return parquet, jsonl or csv: from `given` (`input.format`) if set, else from the suffix, else parquet."""
     if given is not None:
-        return {"openai_batch": "jsonl", "iceberg": "parquet", "delta": "parquet"}.get(given, given)
+        return "jsonl" if given == "openai_batch" else given
     return next((kind for kind, suffixes in SUFFIXES.items() if url.lower().endswith(suffixes)), "parquet")
 
 
@@ -89,8 +87,8 @@ def list_files(
 
     Raises UserError if a path matches no file, cannot be read, is a broken link, or (if `given` is None) is a table.
     """
-    files: dict[str, tuple[int, str]] = {}
-    for path in paths:
+
+    def listed(path: str) -> dict[str, tuple[int, str]]:
         fs, inside = filesystem(path, storage)
         is_local = isinstance(fs, LocalFileSystem)
         try:
@@ -99,18 +97,19 @@ def list_files(
             raise
         except (FileNotFoundError, NotADirectoryError):
             if may_be_empty and not is_local:
-                continue
+                return {}
             raise UserError(f"{path}: no such file or folder{where_sought(path)}") from None
         except (PermissionError, NoSuchBucket, ValueError) as error:
             raise UserError(f"{path}: cannot be listed: {flat(error)}") from None
         if not found and not may_be_empty:
             raise UserError(nothing)
-        for name in sorted(found):
+        for name in found:
             if not is_unicode(name):
                 shown = os.fsencode(name).decode(errors="replace")
                 raise UserError(f"{shown}: the file name is not UTF-8; rename the file")
-            files[name if is_local else f"s3://{name}"] = found[name]
-    return files
+        return {name if is_local else f"s3://{name}": found[name] for name in sorted(found)}
+
+    return {url: entry for files in in_parallel(listed, paths) for url, entry in files.items()}
 
 
 def _named(
@@ -301,55 +300,11 @@ def stat(url: str, storage: StorageConfig) -> tuple[int, str] | None:
         return None
 
 
-def list_input(
-    section: InputConfig, storage: StorageConfig, *, may_be_empty: bool = False, after: int | None = None
-) -> Files:
-    """Return URL -> (bytes, version) of the input files. A table's input files are the data files at `input.snapshot`.
-
-    after: a snapshot; list only data files that were appended after it. A table without a snapshot has no files.
-
-    Raises the errors of `list_files`, and UserError if a table's data file is missing, changed or has deleted rows.
-    """
-    if not section.is_table:
-        return list_files(section.path, storage, section.format, may_be_empty=may_be_empty)
-    with announced("reading the table's list of data files"):
-        table, snapshot, files = input_table(section, storage), section.snapshot, dict[str, int]()
-        if snapshot is not None:
-            files = table.data_files(snapshot) if after is None else table.appended(after, snapshot)
-        present = _present(files, storage)
-    if not files and not may_be_empty:
-        raise UserError(f"{section.path[0]}: the table has no rows")
-    for url, size in files.items():
-        if url not in present:
-            raise UserError(f"{url}: this data file of {section.path[0]} is gone; restore it, or repair the table")
-        if present[url][0] != size:
-            differs = f"has {present[url][0]} bytes, but {section.path[0]} lists it with {size} bytes"
-            raise UserError(f"{url}: {differs}; restore the file")
-    return present
-
-
 def input_root(section: InputConfig, storage: StorageConfig, urls: Collection[str]) -> str:
     """Return the folder that holds all input files. In generated row ids, file names are relative to this folder."""
-    if section.is_table:
-        return input_table(section, storage).root
     folders = []
     for path in section.path:
         fs, inside = filesystem(path, storage)
         url = inside if isinstance(fs, LocalFileSystem) else f"s3://{inside}"
         folders.append((os.path.dirname(url) if url in urls else fixed_part(url)).split("/"))
     return "/".join(os.path.commonprefix(folders))  # noqa: RUF071 (commonprefix of lists compares whole folder names)
-
-
-def list_pinned(
-    section: InputConfig, storage: StorageConfig, pinned: Sequence[InputFile], *, may_be_empty: bool = False
-) -> Files:
-    """List the input files of a planned job again. For a table, list only the files in `pinned` that still exist."""
-    if section.is_table:
-        return _present((file.url for file in pinned), storage)
-    return list_files(section.path, storage, section.format, may_be_empty=may_be_empty)
-
-
-def _present(urls: Iterable[str], storage: StorageConfig) -> Files:
-    wanted = list(urls)
-    found = zip(wanted, in_parallel(lambda url: stat(url, storage), wanted), strict=True)
-    return {url: entry for url, entry in found if entry is not None}

@@ -93,7 +93,7 @@ def path_values(url: str) -> dict[str, str | None]:
 def common_schema(
     footers: Sequence[tuple[InputFile, pa.Schema]], names: Sequence[str], storage: StorageConfig
 ) -> pa.Schema:
-    """Return the common schema of input files that belong to no table. A column may be only in a file's path.
+    """Return the common schema of input files. A column may be only in a file's path.
 
     Raises the errors of `one_schema`, and UserError if a column's value differs from the value in the file's path.
     """

@@ -170,7 +170,6 @@ def is_text(kind: pa.DataType) -> bool:
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Cast the columns to `schema`. Add a column `ERROR`: a message if a value of the row does not fit, else null.
 
-    If `table` lacks a column, as a table's old data file may, all values of the column become null.
     Also check that text is UTF-8, because Arrow does not check this when it reads a file. Invalid bytes in text become
     U+FFFD. Any other value that does not fit becomes null.
     """
@@ -178,8 +177,7 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     errors: dict[int, str] = {}
     for field in schema:
         arrays, first = [], 0
-        known = field.name in table.column_names
-        for chunk in table[field.name].chunks if known else [pa.nulls(table.num_rows, field.type)]:
+        for chunk in table[field.name].chunks:
             try:
                 arrays.append(_cast(chunk, field.type))
             except pa.ArrowInvalid:

@@ -44,8 +44,7 @@ def check_output_disjoint(
         place = os.path.realpath(url) if os.path.islink(url) else f"{real_folder(os.path.dirname(url))}/"
         if place.startswith(f"{folder}/"):
             raise UserError(f"{key}: {shown} holds the input file {url}; choose another folder")
-    # an Iceberg table is left out: its `input.path` is a name in a catalog
-    for given in config.input.path if config.input.format != "iceberg" else ():
+    for given in config.input.path:
         path = _real(given, config.storage)
         if glob.has_magic(path) and not os.path.lexists(path):
             if any(_may_match(path, folder, name) for name in _future_names(config)):

@@ -22,11 +22,10 @@ from actors.engine.schedule.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig, ModelConfig
 from pipeline.generate.agreement import Agreement
-from pipeline.input.files import Files, InputFile, file_format, input_root, list_input, list_pinned
+from pipeline.input.files import Files, InputFile, file_format, input_root, list_files
 from pipeline.input.rows import common_schema, read_layout
-from pipeline.input.schema import one_schema, plain
+from pipeline.input.schema import plain
 from pipeline.input.shards import Shard, cut_shards
-from pipeline.input.table import TablePin, input_table
 from pipeline.input.text_files import with_json_fields
 from pipeline.plan.batching import Batching, plan_batching
 from pipeline.plan.columns import check_type, text_columns
@@ -88,12 +87,7 @@ def plan_job(
             sampled rows of a new job have an error (unless `files` is given, or `max_error_rate` is at least 0.5).
         NoRows: the input has no rows.
     """
-    if files is not None:
-        listed = files
-    elif stored is None:
-        listed = list_input(config.input, config.storage)
-    else:
-        listed = list_pinned(config.input, config.storage, stored.files)
+    listed = files if files is not None else list_files(config.input.path, config.storage, config.input.format)
     check_output_disjoint(config, listed)
     if stored is None:
         first = _first_files(config, listed, limit) if preview and limit else listed
@@ -190,7 +184,6 @@ def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> 
     number of rows to read from each text file; None: all.
     """
     text = text_columns(config)
-    table = input_table(config.input, config.storage) if config.input.is_table else None
 
     def layout(url: str) -> list[tuple[InputFile, pa.Schema]]:
         try:
@@ -203,15 +196,12 @@ def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> 
                 raise
             log.warning("input file left for a later run: %s", error)
             return []
-        if table is not None and config.input.snapshot is not None:
-            schema = table.as_shown(config.input.snapshot, url, schema, text.names)
         return [(file, schema)]
 
     with announced("reading Parquet footers, or whole text files, to count rows and find column types"):
         footers = [footer for footers in in_parallel(layout, listed) for footer in footers]
     schemas = {file.url: schema for file, schema in footers}
-    schema = one_schema(text.names, schemas) if table else common_schema(footers, text.names, config.storage)
-    schema = with_json_fields(schema, text.as_json)
+    schema = with_json_fields(common_schema(footers, text.names, config.storage), text.as_json)
     for url, columns in schemas.items():
         for name in columns.names:
             if name in schema.names and not pa.types.is_null(kind := plain(columns.field(name).type)):
@@ -233,7 +223,7 @@ def _identity(
     sections = {"sampling", "choices", "reasoning", "output_format"}
     return {
         "input": {**_input_identity(config), "files": inputs.hexdigest()},
-        "output": config.output.model_dump(exclude={"path", "format", "table"}),
+        "output": config.output.model_dump(exclude={"path", "format"}),
         "model": {**_model_values(config.model), **resolved.identity(), **_other_ends(resolved)},
         "schedule": {"speedup": schedule.speedup, **schedule.to_dict()},
         **config.model_dump(mode="json", include=sections),
@@ -263,8 +253,6 @@ def _input_identity(config: JobConfig) -> dict[str, Any]:
     """Return the keys of `input` that can change an answer. Two keys that old jobs lack are left out if not set."""
     left_out = {"since", "changed", "unreadable", "retry", "csv_field_bytes", "duplicate_ids"}
     values = config.input.model_dump(mode="json", exclude=left_out)
-    if not config.input.is_table:
-        del values["snapshot"]
     for name, default in (("special_tokens", None), ("continue_final", False)):
         if values[name] == default:
             del values[name]
@@ -286,24 +274,3 @@ def limited(shards: Sequence[Shard], limit: int | None) -> list[Shard]:
         kept.append(replace(shard, rows=min(shard.rows, limit)))
         limit -= shard.rows
     return kept
-
-
-def newest(config: JobConfig) -> TablePin | None:
-    """Return the newest snapshot of the job's input table; None if the input is files or a table without a snapshot."""
-    return input_table(config.input, config.storage).newest() if config.input.is_table else None
-
-
-def pinned_snapshot(config: JobConfig, stored: Manifest | None) -> int | None:
-    """Return the job file's snapshot, else the stored job's, else the input table's newest. None: input files."""
-    if not config.input.is_table or config.input.snapshot is not None:
-        return config.input.snapshot
-    if stored is not None:
-        number: int | None = stored.identity["input"].get("snapshot")
-        return number
-    pin = newest(config)
-    return None if pin is None else pin.snapshot
-
-
-def with_snapshot(config: JobConfig, snapshot: int | None) -> JobConfig:
-    """Return the configuration with `input.snapshot` set."""
-    return config.model_copy(update={"input": config.input.model_copy(update={"snapshot": snapshot})})

@@ -15,7 +15,6 @@ from pipeline.commit.finalize import STATS, SUMMARY
 from pipeline.commit.results import recorded, rows_of
 from pipeline.commit.runs import JobRun, read_runs
 from pipeline.commit.sink import SUCCESS, part_name
-from pipeline.commit.table import recorded as table_records
 from pipeline.config.job import StorageConfig
 from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals, slowest_shards
 from pipeline.messages import counted
@@ -119,7 +118,6 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int,
         lines = [f"nothing left to do: the output has {rows}"]
     if written := sorted(recorded(folder)):
         lines.append(f"JSON Lines: {', '.join(f'{folder.url}/{name}' for name in written)}")
-    lines += [f"table: {table.table}, snapshot {table.snapshot}" for table in table_records(folder).values()]
     report = f", report: {folder.url}/{REPORT}" if folder.exists(REPORT) else ""
     lines.append(f"answers: {folder.url}/part-*.parquet")
     lines.append(f"statistics: {folder.url}/{STATS}, summary: {folder.url}/{SUMMARY}{report}")

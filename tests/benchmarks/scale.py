@@ -49,7 +49,7 @@ from tiny_checkpoint import tiny_checkpoint  # noqa: E402
 
 from pipeline import job  # noqa: E402
 from pipeline.config.job import JobConfig, StorageConfig  # noqa: E402
-from pipeline.input.files import InputFile, list_input  # noqa: E402
+from pipeline.input.files import InputFile, list_files  # noqa: E402
 from pipeline.input.shards import cut_shards  # noqa: E402
 from pipeline.plan.manifest import read_footers  # noqa: E402
 from pipeline.run.ray_data import READ_TASK_BYTES, READ_TASK_ROWS, ShardSource  # noqa: E402
@@ -287,7 +287,7 @@ def text(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 (inputs / f"{number}.{kind}").write_text(header + block * (options.text_mib * MIB // len(block)))
             one = config(folder, {"count": 2}, input={"path": str(inputs), "id": "id", "format": kind})
             began, used = time.perf_counter(), time.process_time()
-            files, _ = read_footers(one, list_input(one.input, one.storage))
+            files, _ = read_footers(one, list_files(one.input.path, one.storage, one.input.format))
             took, used = time.perf_counter() - began, time.process_time() - used
             count = sum(file.rows for file in files)
             found[f"{kind}_{size}"] = {

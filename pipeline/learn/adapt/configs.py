@@ -76,8 +76,8 @@ class Task:
 def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path, asked: str = SAMPLE) -> JobConfig:
     """Return a job that answers each row of the file `asked` once, at full depth. Ids are made from row numbers."""
     folder = folder.resolve()  # absolute, because other nodes have other working directories
-    whole = {"format": None, "snapshot": None, "id": None, "since": None, "changed": "error"}
-    plain: dict[str, Any] = {"format": None, "table": None, "keep": [], "token_ids": True, "cumulative_logprob": False}
+    whole = {"format": None, "id": None, "since": None, "changed": "error"}
+    plain: dict[str, Any] = {"format": None, "keep": [], "token_ids": True, "cumulative_logprob": False}
     return config.model_copy(
         update={
             "input": config.input.model_copy(update={"path": [str(folder / asked)], **whole}),

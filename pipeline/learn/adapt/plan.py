@@ -23,7 +23,7 @@ from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.adapt import OF_TEXTS, AdaptConfig
 from pipeline.config.base import without_removed
 from pipeline.config.job import JobConfig
-from pipeline.input.files import InputFile, list_input
+from pipeline.input.files import InputFile, list_files
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt.configs import Task
 from pipeline.learn.adapt.rows import layout
@@ -33,7 +33,7 @@ from pipeline.learn.tune.workers import check_machine
 from pipeline.messages import install_command
 from pipeline.plan.columns import check_columns, needed_columns
 from pipeline.plan.inputs import check_output_disjoint
-from pipeline.plan.manifest import ANSWERS_VERSION, difference, pinned_snapshot, with_snapshot
+from pipeline.plan.manifest import ANSWERS_VERSION, difference
 from pipeline.prepare.prompt_spec import check_spec, prompt_spec
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.propose import first_rows, true_answers
@@ -69,10 +69,9 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
     if options.weights == "adapter" and find_spec("peft") is None:
         raise UserError(f"peft is not installed: {install_command('tune,eval')}")
     check_columns(config)
-    pinned = with_snapshot(config, pinned_snapshot(config, None))
-    listed = list_input(pinned.input, config.storage)
+    listed = list_files(config.input.path, config.storage, config.input.format)
     check_output_disjoint(config, listed, "adapt.output", str(folder))
-    files, schema = layout(pinned, listed)
+    files, schema = layout(config, listed)
     if (total := sum(file.rows for file in files)) <= options.held_out:
         raise UserError(
             f"{config.input.path[0]}: no row of {total} is left to train on: lower adapt.held_out = {options.held_out}"

@@ -34,9 +34,6 @@ RUN_BY = {
     "curl": HERE,
     "export RAY_AUTH_MODE=token": "tests/pipeline/job/test_cluster.py",
     "ray job submit": "tests/pipeline/job/test_cluster.py",
-    "python -m pipeline.demo_data": "tests/pipeline/input/test_table_input.py",
-    "skipdecode run configs/table.yaml": "tests/pipeline/input/test_table_input.py",
-    "skipdecode try configs/table.yaml": "tests/pipeline/input/test_table_input.py",
     "prometheus": "tests/pipeline/job/test_scraped_job.py",
 }
 # the beginning of a command that no test runs -> what its README says that it needs

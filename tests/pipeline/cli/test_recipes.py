@@ -22,7 +22,7 @@ ELSEWHERE = {  # recipe -> the test that runs its programs, or checks its files
     "vllm": "tests/vllm_addon/test_published.py",
 }
 HERE = sorted({path.name for path in RECIPES.iterdir() if path.is_dir()} - set(ELSEWHERE))
-OWN_MODEL = ("nightly", "hive")  # recipes with the demo's model
+OWN_MODEL = ("nightly", "hive", "lakehouse")  # recipes with the demo's model
 SAMPLED = "samples"  # a file's path decides samples too
 
 

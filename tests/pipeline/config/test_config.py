@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -11,22 +10,18 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
 from pipeline.checkpoints.resolve import resolve_checkpoint
-from pipeline.cli.app import app
 from pipeline.config.forms import labels_given
 from pipeline.config.input import InputConfig
 from pipeline.config.job import JobConfig, ModelConfig, SamplingConfig, Section, StorageConfig
 from pipeline.config.load import changed, load_config
 from pipeline.config.tune import TuneConfig
 from pipeline.input.files import list_files
-from pipeline.messages import install_command
 
 JOB: dict[str, Any] = {"input": {"path": "in"}, "output": {"path": "out"}, "model": {"path": "model"}}
-ICEBERG = {"path": "a.b", "format": "iceberg"}
 
 
 def job_file(folder: Path, values: object = None) -> Path:
@@ -120,13 +115,6 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         ({**merged(), "input": "my.csv"}, r"input must be a section with keys of its own; see `skipdecode keys input`"),
         (merged(reasoning={"strat": "x"}), r"unknown key reasoning\.strat; did you mean start"),
         (
-            merged(
-                input={"path": "a", "since": "last_success", "changed": "reprocess"},
-                output={"path": "b", "format": "delta"},
-            ),
-            "input.changed: reprocess would add rows that output.table already holds",
-        ),
-        (
             merged(model={"weights": "int8", "dtype": "float32"}),
             r"model: weights: int8 .*dtype: float32; leave dtype out",
         ),
@@ -143,23 +131,6 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(max_row_errors=0.1), r"max_row_errors is now max_error_rate"),
         (merged(shard_rows="many"), r"shard_rows: .*integer.*, not 'many'"),
         ("input: &a [*a]", r"an alias contains itself, or values are nested too deeply"),
-        (merged(input={"snapshot": 1}), r"input: snapshot is only for tables: also set format: iceberg or delta$"),
-        (merged(input={**ICEBERG, "path": ["a.b", "c"]}), r"input: format: iceberg reads one table; give one path$"),
-        (merged(input={**ICEBERG, "snapshot": -1}), r"input\.snapshot: input should be greater .* 0, not -1$"),
-        (
-            merged(input={**ICEBERG, "snapshot": 1, "since": "last_success"}),
-            r"input: give snapshot or since, not both$",
-        ),
-        (
-            merged(input={**ICEBERG, "changed": "ignore", "since": "last_success"}),
-            r"input: changed is only for files: a table's snapshots show which rows were added$",
-        ),
-        (merged(output={"table": "a.b"}), r"output: table needs format: iceberg or delta$"),
-        (
-            merged(output={"format": "iceberg"}),
-            r"output: format: iceberg needs table: the table's name in storage\.cat",
-        ),
-        (merged(storage={"catalog": {"typ": "sql"}}), r"unknown key storage\.catalog\.typ; did you mean type\?$"),
     ],
 )
 def test_wrong_values_are_named(tmp_path: Path, values: object, message: str) -> None:
@@ -185,8 +156,7 @@ def test_an_unknown_key_suggests_the_nearest(tmp_path: Path) -> None:
     assert refusal(path) == f"{path}: unknown key shardrows; did you mean shard_rows?"
     path = job_file(tmp_path, merged(storage={"zzz": 3}))
     assert (
-        refusal(path)
-        == f"{path}: unknown key storage.zzz; known: endpoint_url, region, retry_seconds, contact_seconds, catalog"
+        refusal(path) == f"{path}: unknown key storage.zzz; known: endpoint_url, region, retry_seconds, contact_seconds"
     )
     path = job_file(tmp_path)
     said = refusal(path, ["schedule.sped=2"])
@@ -275,7 +245,7 @@ def test_a_text_of_set_is_kept_as_it_is(tmp_path: Path, text: str, value: str | 
 
 
 def test_a_section_without_keys_has_the_defaults(tmp_path: Path) -> None:
-    empty: dict[str, Any] = {"schedule": None, "sampling": None, "actors": None, "storage": {"catalog": None}}
+    empty: dict[str, Any] = {"schedule": None, "sampling": None, "actors": None, "storage": None}
     assert load_config(JobConfig, job_file(tmp_path, {**JOB, **empty})) == JobConfig.model_validate(JOB)
     assert refusal(job_file(tmp_path, {**JOB, "input": None})).endswith("input.path is missing; give it a value")
 
@@ -313,32 +283,6 @@ def test_files_without_a_job_are_refused(tmp_path: Path) -> None:
         assert refusal(path) == f"{path}: must hold keys and values, such as `input:` and `output:`"
     path.write_bytes(b"\xff\xfe\xfa")
     assert refusal(path) == f"{path}: is not text in UTF-8; save it in this encoding"
-
-
-def test_a_table_is_any_of_the_formats(tmp_path: Path) -> None:
-    catalog = {"name": "prod", "type": "sql", "uri": "sqlite:////data/catalog.db", "warehouse": "s3://bucket/house"}
-    output = {"format": "delta", "table": "s3://bucket/answers"}
-    job = load_config(JobConfig, job_file(tmp_path, merged(input=ICEBERG, output=output, storage={"catalog": catalog})))
-    assert job.input.is_table and job.output.is_table and job.result_format == "delta"
-    assert job.storage.catalog.properties() == {key: value for key, value in catalog.items() if key != "name"}
-    plain = load_config(JobConfig, job_file(tmp_path))
-    assert not plain.input.is_table and not plain.output.is_table and plain.storage.catalog.properties() == {}
-
-
-@pytest.mark.parametrize(
-    ("sections", "package"), [({"input": ICEBERG}, "pyiceberg"), ({"input": {"format": "delta"}}, "deltalake")]
-)
-def test_a_package_that_is_not_installed_is_named_with_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], package: str
-) -> None:
-    for name in [name for name in sys.modules if name.startswith(("pipeline.input.iceberg", "pipeline.input.delta"))]:
-        monkeypatch.delitem(sys.modules, name)
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    result = CliRunner().invoke(app, ["run", str(job_file(tmp_path, merged(**sections)))])
-    assert result.exit_code == 2
-    assert result.stderr == f"skipdecode: {package} is not installed: {install_command('tables')}\n"
 
 
 STORAGE = StorageConfig()

@@ -29,7 +29,6 @@ from pipeline.run.stages import Backend
 from pipeline.storage.folder import Folder
 
 BATCHING = Batching(10, 10, 10, 10, 1)
-TABLE = "_table"  # in the folder of a run whose answers are in the output table
 
 
 @dataclass
@@ -46,7 +45,7 @@ class World:
         self, gate: Callable[[], None] = lambda: None, version: int = 0, overwrite: bool = False
     ) -> IncrementalResult:
         """An incremental run of version `version` of the job, whose answers are one file for each input file."""
-        config: Any = VersionedJob(self, version, SimpleNamespace(changed="error", retry=None, world=self))
+        config: Any = VersionedJob(self, version, SimpleNamespace(changed="error", retry=None, path=self, format=None))
         return runs.run_in(self.root(gate), config, Backend(), overwrite)
 
     def folder(self, name: str) -> set[str]:
@@ -89,18 +88,8 @@ def _one_file_is_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs.jobs, "answer", _answer)
     monkeypatch.setattr(runs.jobs, "checked", lambda job, *_: nullcontext(job))
     monkeypatch.setattr(runs, "log_memory_estimate", lambda *_: None)
-    for name in ("list_input", "list_pinned"):
-        monkeypatch.setattr(runs, name, lambda section, *_, **__: dict(section.world.inputs))
-    monkeypatch.setattr(runs, "newest", lambda config: None)
-    monkeypatch.setattr(runs, "part_schema", lambda job: None)
-    monkeypatch.setattr(runs, "check_table", lambda *_: None)
-    monkeypatch.setattr(runs, "commit_table", _commit_table)
+    monkeypatch.setattr(runs, "list_files", lambda path, *_, **__: dict(path.inputs))
     monkeypatch.setattr(runs, "_folder", lambda root, run, config: root.sub(run.folder))
-
-
-def _commit_table(folder: Folder, manifest: Manifest, config: Any) -> None:
-    """A table of the run's own fingerprint: a file that is there once."""
-    folder.create(TABLE, manifest.fingerprint.encode())
 
 
 def _answer_name(url: str) -> str:
@@ -160,9 +149,8 @@ class OverlappingRuns(RuleBasedStateMachine):
             if run.state == "success":
                 answered += files
                 assert {_answer_name(url) for url in files} <= found
-                assert TABLE in found or "_SUCCESS" not in found
             else:
-                assert "_SUCCESS" not in found and TABLE not in found
+                assert "_SUCCESS" not in found
         assert len(answered) == len(set(answered))
 
     @invariant()

@@ -25,6 +25,7 @@ from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import filesystem
 
 LOCAL = StorageConfig()
+RECIPE = "list its files as configs/recipes/lakehouse does"
 
 
 def refusal(paths: list[str], storage: StorageConfig = LOCAL) -> str:
@@ -226,8 +227,8 @@ def test_a_broken_link_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mark", "remedy"),
     [
-        ("_delta_log/00000000000000000000.json", "set input.format to delta"),
-        ("metadata/00000-1.metadata.json", "set input.format to iceberg, and input.path to the table's name"),
+        ("_delta_log/00000000000000000000.json", RECIPE),
+        ("metadata/00000-1.metadata.json", RECIPE),
         (".hoodie/hoodie.properties", "write its current rows to Parquet files elsewhere"),
     ],
 )
@@ -242,7 +243,7 @@ def test_a_table_is_not_read_as_its_files(
         storage = request.getfixturevalue("s3")
         root = uploaded(tmp_path, storage)
     paths = ["lake/t", "lake", "lake/t/*.parquet", "lake/t/dt=*/*.parquet", "lake/t/dt=2", "lake/t/c.parquet"]
-    for path in paths if "iceberg" not in remedy else [*paths, "lake/t/data/dt=1/*", "lake/t/data"]:
+    for path in paths if "metadata" not in mark else [*paths, "lake/t/data/dt=1/*", "lake/t/data"]:
         message = refusal([f"{root}/{path}"], storage)
         assert message.startswith(f"{root}/lake/t: ") and message.endswith(f"; {remedy}"), path
     assert len(list_files([f"{root}/lake/t"], storage, "parquet")) == 3  # asked for: the files as they are

@@ -55,7 +55,7 @@ def test_they_are_kept_used_by_templates_and_as_id(tmp_path: Path, checkpoint: P
 def test_they_are_read_in_a_bucket_and_proposed_by_init(tmp_path: Path, checkpoint: Path, s3: StorageConfig) -> None:
     write(tmp_path / "in", "parquet")
     root = uploaded(tmp_path / "in", s3)
-    storage = s3.model_dump(exclude={"catalog"})
+    storage = s3.model_dump()
     rows = run_and_read(job(root, checkpoint, tmp_path / "out", ["lang"], storage=storage))
     assert [(row["id"], row["lang"]) for row in rows] == [row for row in ROWS for _ in range(2)]
     sample = read_sample(root, s3)
