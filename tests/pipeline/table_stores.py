@@ -20,7 +20,7 @@ class IcebergTables:
     def __init__(self, folder: Path) -> None:
         self.uri = f"sqlite:///{folder}/catalog.db"
         self.warehouse = f"{folder}/warehouse"
-        self.catalog: Catalog = load_catalog("test", type="sql", uri=self.uri, warehouse=self.warehouse)
+        self.catalog: Catalog = load_catalog("demo", type="sql", uri=self.uri, warehouse=self.warehouse)
 
     def path(self, name: str) -> str:
         """What the recipe calls a table."""

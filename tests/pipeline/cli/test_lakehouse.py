@@ -23,7 +23,7 @@ NAME, ANSWERS = "lake.prompts", "lake.answers"
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The recipe's program. The command that it calls runs in this process, with made-up parts."""
+    """The recipe's program. The command that it calls runs in this process."""
     monkeypatch.syspath_prepend(str(RECIPE))
     monkeypatch.delitem(sys.modules, "lakehouse", raising=False)
     import lakehouse
@@ -87,7 +87,7 @@ def test_the_rows_of_one_version_are_answered_and_registered_once(
     assert tables.rows(ANSWERS)["generated_text"].null_count == 0
 
 
-@pytest.mark.usefixtures("made_up_parts")
+@pytest.mark.usefixtures("in_process")
 def test_nights_answer_what_was_appended_and_nothing_of_a_compaction(
     recipe: ModuleType, tables: Tables, job: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +109,7 @@ def test_nights_answer_what_was_appended_and_nothing_of_a_compaction(
     assert answered(tables) == [f"r{row}" for row in range(5)]
 
 
-@pytest.mark.usefixtures("made_up_parts")
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("moment", ["before the run", "before the registration"])
 def test_a_night_that_was_cut_short_is_made_good_by_the_next(
     recipe: ModuleType,
