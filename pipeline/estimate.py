@@ -25,7 +25,6 @@ from actors.engine.machine import process_cpus
 from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import EngineStats
 from pipeline import job as jobs
-from pipeline.commit.budget import open_budget
 from pipeline.commit.claim import check_same_job, stored_job
 from pipeline.commit.records import read_records
 from pipeline.config.adapt import TOLERANCES
@@ -144,9 +143,7 @@ def estimate(
         money = None if config.price_per_hour is None else config.price_per_hour * hours
         line |= {"device_hours": hours, "money": money, "loss": known.get(name)}
     saved = ("seconds", "device_hours", "money") if chosen != "1x" and "1x" in lines else ()
-    lengths, used = [len(prompt.ids) for prompt in good], dict[str, float]()
-    if config.budget is not None and stored is not None:
-        used = open_budget(config, open_folder(config.output.path, config.storage), stored.fingerprint).used()
+    lengths = [len(prompt.ids) for prompt in good]
     return {
         "output": config.output.path,
         "rows": manifest.rows,
@@ -168,7 +165,6 @@ def estimate(
         "actors": config.actors.most,
         "devices": config.devices,
         "price_per_hour": config.price_per_hour,
-        "budget_used": used,
         "sample": {
             "rows": lines[chosen]["sampled"],
             "actor_seconds": sum(call.seconds for timed in calls.values() for call in timed),

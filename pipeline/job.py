@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from pipeline.commit.budget import open_budget
 from pipeline.commit.claim import check_same_job, claim, stored_job
 from pipeline.commit.finalize import finalize, finished_totals, write_success
 from pipeline.commit.lease import leased
@@ -65,7 +64,7 @@ def run(
     Raises:
         UserError: configuration or input is wrong, or the output belongs to another job.
         LeaseHeld, LeaseLost: another run works on the output.
-        Interrupted: a signal stopped the run. BudgetSpent: the budget is used up. RayError: a task failed.
+        Interrupted: a signal stopped the run. RayError: a task failed.
         RowsMissing: the committed rows differ from the planned rows.
     """
     assert config.input.since is None, "incremental.runs runs such jobs"
@@ -128,12 +127,10 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
         job = replace(job, config=job.config.model_copy(update={"storage": job.config.storage.after_planning()}))
         folder = probe_create(open_folder(folder.url, job.config.storage))
         workload = Workload(len(manifest.shards), manifest.rows, len(done), manifest.rows - left_rows, job.began)
-        budget = open_budget(job.config, folder, manifest.fingerprint).checked()
         with (
             recorded_run(folder, job.config, job.began, left_rows),
             backend.session(job.config.actors, folder.url) as session,
             compacting(folder, manifest.fingerprint),
-            budget.spending(session.coordinator, len(left)),
         ):
             session.run(job_stages(job, folder, left, session), workload, job.config.grace_seconds)
     totals = finalize(folder, manifest, job.config.input)

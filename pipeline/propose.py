@@ -295,7 +295,6 @@ actors:
   count: 1                          # processes that hold the model
   # gpus: 1                         # GPUs of each process
 # price_per_hour: 2.5               # price of a GPU, or of an actor on CPUs, for `plan`
-# budget: {{hours: 10}}               # device-hours after which the job stops
 """
 
 

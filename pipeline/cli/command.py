@@ -76,8 +76,7 @@ def command(verbose: bool = False, log_json: bool = False, **clauses: str) -> It
         raise
     except KeyboardInterrupt as error:
         signal = f" ({error})" if str(error) else ""
-        next_step = getattr(error, "advice", None) or advice.interrupted  # BudgetSpent has its own advice
-        raise stop(INTERRUPTED, f"interrupted{signal}; {next_step}") from None
+        raise stop(INTERRUPTED, f"interrupted{signal}; {advice.interrupted}") from None
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _is_stdout_broken():
             raise  # as after `| head`: typer ends the command without a message

@@ -184,4 +184,4 @@ def plan(
         if as_json:
             typer.echo(json.dumps(found))
         else:
-            print_estimate(wide_console(), config, found)
+            print_estimate(wide_console(), found)

@@ -14,14 +14,6 @@ from pipeline.config.forms import Form, Labels, check_labels
 from pipeline.config.input import InputConfig, one_or_many
 
 
-class BudgetConfig(Section):
-    """Limits on the total use of all runs of a job. The job stops when it reaches one of them."""
-
-    hours: float | None = Field(None, gt=0, description="maximum device-hours: hours × GPUs, or hours × actors on CPUs")
-    money: float | None = Field(None, gt=0, description="maximum money: device-hours × price_per_hour")
-    tokens: int | None = Field(None, ge=1, description="maximum generated tokens")
-
-
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
 KeepOrder = Literal["paper", "even", "early_exit", "measured"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -326,10 +318,7 @@ class JobConfig(Section):
     price_per_hour: float | None = Field(
         None,
         gt=0,
-        description="price of one device (a GPU, or an actor on CPUs) per hour; used by `plan` and budget.money",
-    )
-    budget: BudgetConfig | None = Field(
-        None, description="limits on what all runs of the job use together; at a limit, `run` stops with exit status 4"
+        description="price of one device (a GPU, or an actor on CPUs) per hour; `plan` and the report show the cost",
     )
     adapt: AdaptConfig | None = Field(None, description="settings of `skipdecode adapt`; `run` ignores them")
 
@@ -351,8 +340,6 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> JobConfig:
-        if self.budget is not None and self.budget.money is not None and self.price_per_hour is None:
-            raise UserError("budget.money needs price_per_hour, the price of one device for an hour")
         self.model.check_actors(self.actors.gpus, "actors")
         if self.output.format == "openai_batch" and not self.input.is_batch:
             raise UserError("output.format: openai_batch needs requests as input; set input.format: openai_batch")

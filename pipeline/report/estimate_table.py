@@ -8,13 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.config.job import JobConfig
 from pipeline.messages import counted, duration
 
 LEAST_ROWS = 8  # minimum number of answered rows for which a speed's interval is shown
 
 
-def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]) -> None:
+def print_estimate(console: Console, found: Mapping[str, Any]) -> None:
     """Print an estimate: rows, prompts, batches, a table of speeds, and the saving and loss of the job's speed."""
     tokens, batching, errors, chosen = (found[name] for name in ("prompt_tokens", "batching", "row_errors", "chosen"))
     left = "" if found["rows_left"] == found["rows"] else f", {found['rows_left']:,} rows left"
@@ -48,12 +47,6 @@ def print_estimate(console: Console, config: JobConfig, found: Mapping[str, Any]
         console.print(f"{chosen['speed']} {verb} {money}{duration(abs(saves['seconds']))} against 1x; {source}")
     for line in found["warnings"]:
         console.print(f"warning: in the sample, {line}")
-    if config.budget is not None:
-        needed = {"hours": chosen["device_hours"], "money": chosen["money"], "tokens": chosen["generated_tokens"]}
-        limits, used = config.budget.model_dump(exclude_none=True).items(), found["budget_used"]
-        all_runs = {name: needed[name] + used.get(name, 0) for name, _ in limits}
-        over = [f"{name} {all_runs[name]:,.4g} of {limit:,.4g}" for name, limit in limits if all_runs[name] > limit]
-        console.print(f"budget: not enough, the job would stop: {', '.join(over)}" if over else "budget: enough")
 
 
 def _loss(loss: Mapping[str, Any]) -> str:

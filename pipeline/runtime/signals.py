@@ -1,4 +1,4 @@
-"""Interrupts a job after SIGTERM or SIGINT, or when its lease is lost or its budget is spent.
+"""Interrupts a job after SIGTERM or SIGINT, or when its lease is lost.
 
 outside of `graceful`:  signal ──> Interrupted
 inside of `graceful`:   signal ──> no new shard begins ──> all shards end, or time is up ──> Interrupted
@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 
 from pipeline.messages import counted
@@ -26,9 +25,7 @@ POLL_SECONDS = 0.2
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal, a lost lease or a spent budget has interrupted the job. The same command resumes the job."""
-
-    advice: str | None = None  # what the user should do next; None: the command's usual advice
+    """A signal or a lost lease has interrupted the job. The same command resumes the job."""
 
 
 class _Job:
@@ -51,11 +48,11 @@ class _Job:
         if not self.shields:
             self.raise_missed()
 
-    def interrupt(self, *, with_grace: bool) -> None:
+    def interrupt(self) -> None:
         """Interrupt the job from another thread."""
         if self.grace is not None:
             self.grace.signal = self.grace.signal or signal.SIGTERM.name
-            if with_grace or not self.in_main_thread:
+            if not self.in_main_thread:
                 return
         elif not self.in_main_thread:
             self.missed = signal.SIGTERM.name
@@ -87,7 +84,7 @@ class Grace:
     `at_work` every 0.2 s, and interrupts the job when no shard is running or `seconds` have passed.
 
     stop: function that lets no new shard begin. `stop` and `at_work` return the indices of running shards. Attribute
-    `signal`: name of the first signal (SIGTERM also for a lost lease or a spent budget); None before a signal comes.
+    `signal`: name of the first signal (SIGTERM also for a lost lease); None before a signal comes.
     """
 
     def __init__(
@@ -170,10 +167,7 @@ def shielded() -> Iterator[None]:
         job.raise_missed()
 
 
-def interrupter(*, with_grace: bool = False) -> Callable[[], None]:
-    """Return a function that interrupts this thread's job from another thread. It does nothing without such a job.
-
-    with_grace: whether running shards get time to finish, as after a first signal.
-    """
+def interrupter() -> Callable[[], None]:
+    """Return a function that interrupts this thread's job from another thread. It does nothing without such a job."""
     job = _jobs.current
-    return partial(job.interrupt, with_grace=with_grace) if job is not None else lambda: None
+    return job.interrupt if job is not None else lambda: None

@@ -86,7 +86,6 @@ def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path
             "schedule": JobScheduleConfig(speedup=1.0),
             "sampling": config.sampling.model_copy(update={"n": 1}),
             "adapt": None,
-            "budget": None,  # the budget applies only to the job itself
         }
     )
 

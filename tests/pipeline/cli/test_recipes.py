@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import boto3
@@ -35,6 +39,12 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def with_model(clone: Path) -> None:
+    """Put the demo's model where `make real-model` puts the real one."""
+    model = shutil.copytree(ROOT / "configs" / "demo" / "checkpoint", clone / "work" / "real" / "model")
+    (model / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }} {% endfor %}")
+
+
 def commands(name: str, *changes: str) -> list[str]:
     """Those of a recipe's README, each `run` with changes."""
     added = "".join(f" --set {change}" for change in changes)
@@ -44,8 +54,7 @@ def commands(name: str, *changes: str) -> list[str]:
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("name", HERE)
 def test_a_recipe_runs(name: str, clone: Path, request: pytest.FixtureRequest) -> None:
-    model = shutil.copytree(ROOT / "configs" / "demo" / "checkpoint", clone / "work" / "real" / "model")
-    (model / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }} {% endfor %}")
+    with_model(clone)
     if name != "hive":
         run_commands(commands(name, "max_error_rate=1", "shard_rows=64"))
     else:
@@ -64,6 +73,30 @@ def test_a_recipe_runs(name: str, clone: Path, request: pytest.FixtureRequest) -
         config = load_config(JobConfig, file, [])
         parts = list(Path(config.output.path).rglob("part-*.parquet"))
         assert sum(pq.read_metadata(part).num_rows for part in parts) > 0, file
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_limit_stops_a_job_that_the_same_command_resumes(clone: Path) -> None:
+    with_model(clone)
+    changes = ("max_error_rate=1", "shard_rows=1")
+    *limit, program, run, job = shlex.split(blocks("configs/recipes/summarise/README.md")[1][0])
+    assert (limit[0], program) == ("timeout", "skipdecode")
+    limited = [*limit, sys.executable, str(ROOT / "tests/pipeline/limited_run.py"), run, job]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "pipeline")])
+    done = subprocess.run(
+        [*limited, *(word for change in changes for word in ("--set", change))],
+        env={**os.environ, "PYTHONPATH": paths},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 4 and "interrupted (SIGTERM)" in done.stderr, done.stderr
+    output = Path(load_config(JobConfig, clone / job, []).output.path)
+    [first] = output.glob("part-*.parquet")
+    before = first.stat().st_mtime_ns
+    run_commands(commands("summarise", *changes))
+    assert len(list(output.glob("part-*.parquet"))) == 3 and (output / "_SUCCESS").is_file()
+    assert first.stat().st_mtime_ns == before
 
 
 @pytest.mark.slow

@@ -9,8 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from actors.engine.errors import UserError
-from pipeline.config.job import JobConfig
-from pipeline.config.load import load_values, parse_yaml
+from pipeline.config.load import load_values
 from pipeline.config.reference import FILES, described, leaves
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -51,10 +50,3 @@ def test_every_file_has_known_keys(path: Path) -> None:
 def test_the_readme_lists_every_recipe() -> None:
     text = config_reference.README.read_text()
     assert [path.name for path in CONFIGS.glob("*.yaml") if f"]({path.name})" not in text] == []
-
-
-def test_the_example_of_a_budget_is_valid() -> None:
-    text = config_reference.README.read_text().partition("```yaml\n")[2].partition("```")[0]
-    required = {"input": {"path": "in"}, "output": {"path": "out"}, "model": {"path": "m"}}
-    config = JobConfig.model_validate({**required, **parse_yaml(text)})
-    assert config.budget is not None and config.budget.tokens == 2_000_000_000

@@ -14,14 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process import InProcess, invoke, job_values, run_in_process
+from in_process import InProcess, invoke, job_values, run_in_process, run_interrupted
 
 from actors.answers import Prompt
 from actors.engine.model.loading import inspect
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import EngineStats
-from pipeline import job as jobs
-from pipeline.commit.budget import BudgetSpent
 from pipeline.config.job import JobConfig
 from pipeline.estimate import TimedCall, estimate, longest, losses, predict, sample_places, time_speeds
 from pipeline.input.shards import Shard
@@ -153,27 +151,21 @@ def test_a_trained_checkpoint_is_planned_at_its_speeds(
     model = {"path": str(trained), "dtype": "float32", "cache": str(tmp_path / "cache")}
     values |= {"model": model, "price_per_hour": 2}
     values["schedule"] = {"agreement_rows": 0, "speedup": 2}
-    values["budget"] = {"tokens": 1}
     loss = {"bleu_loss": 0.3, "bleu_loss_low": -0.5, "bleu_loss_high": 1.1}
     (trained / "table.json").write_text(json.dumps([{"nominal": 2.0, "prompt": "full", **loss}]))
     done = invoke(tmp_path, values, "--seconds", "20", command="plan")
     assert done.exit_code == 0, done.output
     assert "2x *" in done.stdout and "1x" in done.stdout and "speed-up" in done.stdout and "ideal" in done.stdout
     assert "against 1x; loses 0.3 [-0.5, 1.1] bleu" in done.stdout
-    assert "budget: not enough, the job would stop: tokens" in done.stdout
     done = invoke(tmp_path, values, "--seconds", "20", "--json", command="plan")
     found = json.loads(done.stdout)
-    config = JobConfig.model_validate({**values, "budget": {"tokens": 10**6}})
-    for used, says in (({}, "budget: enough"), ({"tokens": 10**6}, "budget: not enough")):  # by earlier runs
-        print_estimate(wide_console(shown := io.StringIO()), config, {**found, "budget_used": used})
-        assert says in shown.getvalue()
     costs = {**found, "saves": {"seconds": -3.0, "device_hours": -0.1, "money": -1.5}}
-    print_estimate(wide_console(shown := io.StringIO()), config, costs)
+    print_estimate(wide_console(shown := io.StringIO()), costs)
     assert "2x costs 1.50 and 3.0 s against 1x" in shown.getvalue()
     assert "90% interval" in shown.getvalue() and re.search(r" \[[\d.]+ [a-z]+, ", shown.getvalue())
     few = {**found, "sample": {"rows": 2}, "speeds": [{**line, "sampled": 2} for line in found["speeds"]]}
     few["chosen"] = few["speeds"][0]
-    print_estimate(wide_console(shown := io.StringIO()), config, few)
+    print_estimate(wide_console(shown := io.StringIO()), few)
     assert "interval" not in shown.getvalue() and not re.search(r" \[[\d.]+ [a-z]+, ", shown.getvalue())
     assert found["chosen"]["speed"] == "2x" and found["saves"]["money"] == pytest.approx(
         found["saves"]["device_hours"] * 2
@@ -233,12 +225,10 @@ def test_actors_measure_at_the_same_time(own_ray: None, many: dict[str, Any], tm
     assert found["startup"]["load"] > 0 and not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_a_job_stops_at_its_budget_and_its_rest_is_planned(ray_to_be_left: None, many: dict[str, Any]) -> None:
-    with pytest.raises(BudgetSpent, match=r"budget\.tokens"):
-        jobs.run(JobConfig.model_validate({**many, "budget": {"tokens": 8}}))
-    rest = estimate(JobConfig.model_validate({**many, "budget": {"tokens": 8}}), seconds=5)
-    assert rest["budget_used"]["tokens"] >= 8
+def test_the_rest_of_an_interrupted_job_is_planned(monkeypatch: pytest.MonkeyPatch, many: dict[str, Any]) -> None:
+    config = JobConfig.model_validate(many)
+    run_interrupted(monkeypatch, config)
+    rest = estimate(config, seconds=5, backend=InProcess())
     assert 0 < rest["rows_left"] < ROWS == rest["rows"]
-    result = jobs.run(JobConfig.model_validate({**many, "budget": {"tokens": 4 * ROWS}}))
+    result = run_in_process(config)
     assert result.totals.rows == ROWS and result.fresh_rows == rest["rows_left"]
