@@ -23,7 +23,7 @@ from pipeline.input.shards import Shard
 from pipeline.messages import counted
 from pipeline.plan import manifest as manifests
 from pipeline.plan.batching import with_engine
-from pipeline.plan.columns import kept_columns, optional_columns, parsed_column
+from pipeline.plan.columns import kept_columns, optional_columns
 from pipeline.plan.hardware import Hardware
 from pipeline.plan.manifest import Manifest
 from pipeline.prepare.prompt_spec import check_generation, check_spec, marks_of_thinking, prompt_spec
@@ -135,5 +135,4 @@ def part_spec(job: PlannedJob) -> PartSpec:
         fingerprint=job.manifest.fingerprint,
         num_layers=job.checkpoint.checkpoint.num_layers,
         root=job.manifest.batching.root,
-        parsed=parsed_column(job.config),
     )

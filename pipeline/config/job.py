@@ -39,9 +39,6 @@ class OutputConfig(Section):
     )
     keep: list[str] = Field(default_factory=list, description="input columns to copy to the output, besides id")
     strip: bool = Field(True, description="remove white space at both ends of each answer")
-    parse: bool = Field(
-        False, description="write a column `parsed`: each answer as a struct with the fields of the JSON schema"
-    )
     token_ids: bool = Field(False, description="write a column with the generated token ids")
     cumulative_logprob: bool = Field(False, description="write a column with the sum of token log-probabilities (nats)")
 
@@ -355,7 +352,4 @@ class JobConfig(Section):
             check_compatible(name, self.sampling.params())
         if self.input.tools is not None and any(forms.values()):
             raise UserError("input.tools cannot be combined with choices or output_format; a tool call fits neither")
-        form = self.output_format
-        if self.output.parse and (form is None or form.kind != "json_schema" or self.input.output_format is not None):
-            raise UserError("output.parse needs output_format.json_schema, which sets one type for all rows")
         return self

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from actors.answers import Answer, answer_columns
-from pipeline.generate.parsed import parse_answers
 from pipeline.input.shards import Shard
 from pipeline.storage.parquet import parquet_bytes
-
-PARSED = "parsed"
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,6 @@ class PartSpec:
     optional: tuple[str, ...]  # names of optional answer columns, see `answer_types`
     fingerprint: str  # fingerprint of the job, for the footer
     num_layers: int  # number of layers of the model, for the footer
-    parsed: pa.DataType | None = None  # type of the column `parsed` (JSON answers as values); None: no such column
     root: str | None = None  # folder of all input files; None in old jobs, whose ids hold only file names
 
 
@@ -48,10 +44,6 @@ def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, shard:
     if owners != list(range(rows.num_rows)):
         columns = {name: column.take(pa.array(owners, pa.int64())) for name, column in columns.items()}
     columns |= answer_columns(answers, spec.optional)
-    if spec.parsed is not None:
-        texts, errors = [answer.generated_text for answer in answers], [answer.error for answer in answers]
-        columns[PARSED], errors = parse_answers(texts, errors, spec.parsed)
-        columns["error"] = pa.array(errors, pa.string())
     return pa.table(columns)
 
 

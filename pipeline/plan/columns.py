@@ -11,8 +11,6 @@ from actors.answers import ANSWER_TYPES, OPTIONAL_TYPES
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
 from pipeline.config.job import JobConfig
-from pipeline.generate.output import PARSED
-from pipeline.generate.parsed import parsed_type
 from pipeline.input.schema import is_text
 from pipeline.input.text_files import TextColumns
 from pipeline.messages import printable
@@ -66,14 +64,6 @@ def optional_columns(config: JobConfig) -> tuple[str, ...]:
     return tuple(name for name in OPTIONAL_TYPES if written[name])
 
 
-def parsed_column(config: JobConfig) -> pa.DataType | None:
-    """Return the type of the column `parsed`; None without `output.parse`. Raises UserError like `parsed_type`."""
-    if not config.output.parse:
-        return None
-    assert config.output_format is not None
-    return parsed_type(config.output_format.text)
-
-
 def check_columns(config: JobConfig) -> None:
     """Raise UserError if an input column is copied twice, or has the name of a column that the job adds.
 
@@ -88,8 +78,7 @@ def check_columns(config: JobConfig) -> None:
     for name in needed_columns(config):
         if name in ADDED and name not in config.output.keep:
             raise UserError(f"input: column {printable(name)} has a name that the job itself uses; rename it")
-    answers = {PARSED, *ANSWER_TYPES, *OPTIONAL_TYPES}
-    parsed_column(config)
+    answers = {*ANSWER_TYPES, *OPTIONAL_TYPES}
     for name in config.output.keep:
         if config.output.keep.count(name) > 1:
             raise UserError(f"output.keep: {printable(name)} is listed twice; remove one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 import boto3
 import pyarrow.parquet as pq
 import pytest
+from in_process import answered_rows
 from shown_commands import ROOT, blocks, run_commands
 
 from pipeline.config.job import JobConfig, StorageConfig
@@ -45,6 +47,16 @@ def with_model(clone: Path) -> None:
     (model / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }} {% endfor %}")
 
 
+def check_columns(folder: Path) -> None:
+    """The answers as columns are those as text."""
+    answers = [row for row in answered_rows(folder / "extract") if row["error"] is None]
+    columns = pq.read_table(folder / "extract.parquet").to_pylist()
+    assert columns and columns == [{"id": row["id"], **json.loads(row["generated_text"])} for row in answers]
+
+
+WRITTEN = {"extract": check_columns}  # recipe -> what its programs write
+
+
 def commands(name: str, *changes: str) -> list[str]:
     """Those of a recipe's README, each `run` with changes."""
     added = "".join(f" --set {change}" for change in changes)
@@ -69,6 +81,8 @@ def test_a_recipe_runs(name: str, clone: Path, request: pytest.FixtureRequest) -
         (printed,) = run_commands([run])
         assert "4 rows in " in printed
         return
+    if name in WRITTEN:
+        WRITTEN[name](clone / "work" / "recipes")
     for file in (RECIPES / name).glob("*.yaml"):
         config = load_config(JobConfig, file, [])
         parts = list(Path(config.output.path).rglob("part-*.parquet"))

@@ -107,11 +107,6 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
             r"output_format cannot be combined with sampling\.stop",
         ),
         (merged(input={"output_format": {"yaml": "c"}}), r"output_format: must be \{form: column\}"),
-        (merged(output={"parse": True}), r"output\.parse needs output_format\.json_schema"),
-        (
-            merged(output={"parse": True}, output_format={"regex": "a"}),
-            r"output\.parse needs output_format\.json_schema",
-        ),
         ({**merged(), "input": "my.csv"}, r"input must be a section with keys of its own; see `skipdecode keys input`"),
         (merged(reasoning={"strat": "x"}), r"unknown key reasoning\.strat; did you mean start"),
         (

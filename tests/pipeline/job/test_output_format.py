@@ -37,17 +37,13 @@ def values(folder: Path, checkpoint: Path, **changes: Any) -> dict[str, Any]:
     return job_values(folder / "in.parquet", folder / "out", checkpoint, **{**own, **changes})
 
 
-def test_every_answer_of_a_job_fits_its_schema_and_is_parsed(tmp_path: Path, checkpoint: Path) -> None:
+def test_every_answer_of_a_job_fits_its_schema(tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     job = values(tmp_path, checkpoint, output_format={"json_schema": str(tmp_path / "schema.json")})
-    job["output"]["parse"] = True
-    run_in_process(JobConfig.model_validate(job))
-    table = pq.read_table(job["output"]["path"])
-    assert table.schema.field("parsed").type == pa.struct([("place", pa.string()), ("stars", pa.int64())])
-    assert len(table) == 8
-    for row in table.to_pylist():  # the longest text has 34 bytes
-        assert row["parsed"] == json.loads(row["generated_text"])
-        jsonschema.validate(row["parsed"], SCHEMA)
+    rows = run_and_read(job)
+    assert len(rows) == 8
+    for row in rows:  # the longest text has 34 bytes
+        jsonschema.validate(json.loads(row["generated_text"]), SCHEMA)
         assert row["finish_reason"] == "stop" and row["error"] is None
 
 
@@ -99,17 +95,17 @@ def test_rows_own_schemas_are_checked_after_generation_as_the_jobs(tmp_path: Pat
                 assert row["error"] == f"json_schema: $: {row['generated_text']} has non-unique elements"
 
 
-def test_thinking_is_a_column_before_the_parsed_answer(tmp_path: Path, checkpoint: Path) -> None:
+def test_thinking_is_a_column_before_the_answer(tmp_path: Path, checkpoint: Path) -> None:
     """The tiny model ends its thinking with a letter, which comes by chance."""
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
     schema["additionalProperties"] = False
     marks = {"start": "[", "end": "e"}
     job = values(tmp_path, checkpoint, output_format={"json_schema": schema}, reasoning=marks)
-    job["output"] |= {"parse": True, "strip": True}
+    job["output"]["strip"] = True
     for row in run_and_read(job):
         assert row["reasoning"] is not None and "e" not in row["reasoning"]
         if row["error"] is None:
-            assert row["parsed"]["a"] in ("x", "y") and row["parsed"] == json.loads(row["generated_text"])
+            assert json.loads(row["generated_text"])["a"] in ("x", "y")
         else:
             assert "cut off" in row["error"]
 
@@ -118,13 +114,3 @@ def test_another_form_is_another_job(tmp_path: Path, checkpoint: Path) -> None:
     run_and_read(values(tmp_path, checkpoint, output_format={"regex": "[a-c]"}))
     with pytest.raises(UserError, match="output_format"):
         run_and_read(values(tmp_path, checkpoint, output_format={"regex": "[a-d]"}))
-
-
-def test_a_number_that_the_column_cannot_hold_is_the_rows_error(tmp_path: Path, checkpoint: Path) -> None:
-    schema = {"type": "object", "properties": {"a": {"const": 2**63}}, "required": ["a"], "additionalProperties": False}
-    job = values(tmp_path, checkpoint, output_format={"json_schema": schema})
-    job["output"]["parse"] = True
-    result = run_in_process(JobConfig.model_validate(job))
-    assert result.totals.errors == 8
-    for row in pq.read_table(job["output"]["path"]).to_pylist():
-        assert row["error"].startswith("parsed: ") and row["parsed"] is None and row["generated_text"]
