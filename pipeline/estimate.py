@@ -183,11 +183,9 @@ def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[Pl
         if limit is not None:
             raise UserError("--limit: an incremental run cannot have a limit; leave out --limit or input.since")
         root = open_folder(config.output.path, config.storage)
-        new = runs.new_input(config, ledger := ledgers.read(root))
+        new = runs.new_input(config, ledgers.read(root))
         if not new:
-            failed = sum(map(len, runs.to_retry(root, config, ledger)[0].values()))
-            again = f"; `run` answers {counted(failed, 'row')} with an error again" if failed else ""
-            raise NothingLeft(f"{config.output.path}: nothing left to plan: no file is new{again}")
+            raise NothingLeft(f"{config.output.path}: nothing left to plan: no file is new")
         job = plan(config, None, backend, files=new)
         return job, None, job.manifest.shards
     folder = jobs.output_folder(config)

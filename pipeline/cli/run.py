@@ -93,9 +93,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
         announce("the job is finished", "summary", summary=outcome)
     if as_json:
         typer.echo(json.dumps(outcome))
-    errors_and_rows = [
-        (result.totals.errors, result.totals.rows) for _, result in done if not result.manifest.batching.retries
-    ]
+    errors_and_rows = [(result.totals.errors, result.totals.rows) for _, result in done]
     if answered is not None and answered.last is not None and not done:
         # if there are no new files, the row errors of the last run decide the exit status
         last = open_folder(f"{config.output.path.rstrip('/')}/{answered.last.folder}", config.storage)

@@ -138,19 +138,12 @@ class InputConfig(Section):
         description="what a run with `since` does if a new file cannot be read or lacks a column. error: stop; later: "
         "leave the file for a later run",
     )
-    retry: Literal["errors"] | None = Field(
-        None,
-        description="with since, whether rows with an error are answered again. errors: yes, at most `attempts` times; "
-        "each time, the answers go to a new dated folder. Default: no",
-    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> InputConfig:
         for name in ("changed", "unreadable"):
             if self.since is None and getattr(self, name) != "error":
                 raise UserError(f"{name} is for incremental runs: add since: last_success")
-        if self.retry is not None and self.since is None:
-            raise UserError("retry is for incremental runs: add since: last_success, or leave it out")
         given = [name for name in ("prompt", "template", "messages") if getattr(self, name) is not None]
         own = [
             *given,

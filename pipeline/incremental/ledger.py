@@ -17,30 +17,22 @@ import os
 import re
 import socket
 import uuid
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from itertools import groupby
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from actors.engine.errors import UserError, flat
+from actors.engine.errors import UserError
 from pipeline.commit.claim import LEDGER
-from pipeline.commit.records import read_all
-from pipeline.commit.sink import part_name
-from pipeline.config.job import StorageConfig
 from pipeline.input.files import Files, InputFile
-from pipeline.input.shards import Shard
 from pipeline.messages import counted
-from pipeline.plan import plan_files
 from pipeline.plan.inputs import has_same_content
 from pipeline.plan.manifest import Manifest
-from pipeline.storage.folder import Folder, open_folder, read_json, write_json
-from pipeline.storage.parquet import read_parquet
+from pipeline.storage.folder import Folder, read_json, write_json
 
 log = logging.getLogger(__name__)
 FORMAT = 2
@@ -48,7 +40,6 @@ SHOWN_RUNS = 20  # maximum number of runs to print
 SHOWN_FILES = 3  # maximum number of names to print of files that are left for a later run
 COMPACT_EVERY = 50  # number of ended runs after which all ended runs are copied into one file
 RECORD, COMPACTED = re.compile(r"(\d{6,})(?:\.end)?\.json"), re.compile(r"through-(\d{6,})\.json")
-Rows = dict[str, set[int]]  # URL of an input file -> its rows with an error
 State = Literal["unfinished", "success", "abandoned"]
 
 
@@ -161,10 +152,7 @@ def claim(root: Folder, ledger: Ledger, manifest: Manifest, left: Sequence[str] 
     if ledger.last is not None and ledger.last.state == "unfinished":
         raise ConcurrentRun(f"run {ledger.last.number} was begun by {ledger.last.by}")
     number, began = ledger.last.number + 1 if ledger.last else 1, _now()
-    rows: Counter[str] = Counter()
-    for shard in manifest.shards:  # count rows here, because a retry answers only some rows of a file
-        rows[shard.url] += shard.rows
-    files = (ClaimedFile(file.url, file.size, file.version, file.digest, rows[file.url]) for file in manifest.files)
+    files = (ClaimedFile(file.url, file.size, file.version, file.digest, file.rows) for file in manifest.files)
     run = LedgerRun(
         number,
         _folder_name(began, ledger),
@@ -230,72 +218,6 @@ def compact(root: Folder, ledger: Ledger) -> None:
             root.remove(compacted_name(ledger.compacted))
 
 
-def failed_rows(root: Folder, ledger: Ledger, listed: Files, storage: StorageConfig, attempts: int) -> Rows:
-    """Return URL -> rows that have an error in the last successful run that answered them.
-
-    Skip files that are gone or changed, and rows that have already been answered again `attempts` times.
-    """
-    failed: dict[str, dict[int, int]] = {}  # URL -> row -> number of errors since its last answer without one
-    answered: dict[str, InputFile] = {}
-    for run in ledger.succeeded:
-        folder, unknown = open_folder(f"{root.url.rstrip('/')}/{run.folder}", storage), list[str]()
-        try:
-            manifest = plan_files.load(folder)
-        except UserError as error:
-            manifest, unknown = None, [str(error)]
-        if manifest is not None:
-            for file in manifest.files:
-                before = answered.get(file.url)
-                marks = {file.version, file.digest} - {""}  # as recorded, because the file may have changed since
-                if before is None or before.size != file.size or not marks & {before.version, before.digest}:
-                    failed[file.url] = {}
-                answered[file.url] = file
-            records = read_all(folder, manifest.fingerprint)[0].select(["shard", "errors"])
-            errors = dict(zip(*(records[name].to_pylist() for name in records.column_names), strict=True))
-            for shard in manifest.shards:
-                of_file, wrong = failed[shard.url], set[int]()
-                if errors.get(shard.index, 1):  # 1: if no record can be read, look for errors
-                    try:
-                        wrong = _rows_with_errors(folder, shard)
-                    except (FileNotFoundError, ValueError) as error:
-                        unknown.append(f"{part_name(shard.index)}: {flat(error)}")
-                for row in range(shard.first_row, shard.first_row + shard.rows):
-                    if row in wrong:
-                        of_file[row] = of_file.get(row, 0) + 1
-                    else:
-                        of_file.pop(row, None)
-        if unknown:
-            log.warning("run %d: rows with an error are not answered again: %s", run.number, unknown[0])
-    left = {url: {row for row, tries in rows.items() if tries <= attempts} for url, rows in failed.items()}
-    known = {url: rows for url, rows in left.items() if rows}
-    same = {url: rows for url, rows in known.items() if url in listed and _is_same(answered[url], *listed[url])}
-    if gone := sorted(known.keys() - same.keys()):
-        rows = sum(len(known[url]) for url in gone)
-        log.warning("%s with an error cannot be answered again: %s is gone or changed", counted(rows, "row"), gone[0])
-    return same
-
-
-def _rows_with_errors(folder: Folder, shard: Shard) -> set[int]:
-    """Return the rows of a shard's output file (part) that have an error. Raises ValueError for a damaged file."""
-    found, row = set(), shard.first_row - 1
-    for answer in read_parquet(folder.read(part_name(shard.index)), ["sample_index", "error"]).to_pylist():
-        row += answer.get("sample_index", 0) == 0
-        if answer["error"] is not None:
-            found.add(row)
-    return found
-
-
-def shards_of(failed: Mapping[str, set[int]], shards: Sequence[Shard]) -> list[Shard]:
-    """Return new shards that hold only the failed rows: one per sequence of consecutive rows. failed: URL -> rows."""
-    kept: list[Shard] = []
-    for shard in shards:
-        rows = sorted(failed[shard.url] & set(range(shard.first_row, shard.first_row + shard.rows)))
-        for _, neighbours in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
-            places = [row for _, row in neighbours]
-            kept.append(Shard(len(kept), shard.url, places[0], len(places)))
-    return kept
-
-
 def print_ledger(console: Console, ledger: Ledger) -> None:
     """Print the newest runs as a table, and the totals of all successful runs."""
     shown = ledger.runs[-SHOWN_RUNS:]
@@ -310,10 +232,8 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
         table.add_row(str(run.number), f"{len(run.files):,}", f"{run.rows:,}", run.folder, run.ended, state)
     console.print(table)
     files = [file for run in ledger.succeeded for file in run.files]
-    most: dict[tuple[str, str], int] = {}  # a retry answers some rows of a file again; count them once
-    for file in files:
-        most[file.url, file.version] = max(file.rows, most.get((file.url, file.version), 0))
-    answered = f"{counted(len({file.url for file in files}), 'file')} and {counted(sum(most.values()), 'row')}"
+    rows = sum(file.rows for file in files)
+    answered = f"{counted(len({file.url for file in files}), 'file')} and {counted(rows, 'row')}"
     console.print(f"\n{answered} answered in {counted(len(ledger.succeeded), 'run')}")
 
 

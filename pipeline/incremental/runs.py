@@ -27,9 +27,8 @@ from pipeline.commit.lease import leased
 from pipeline.commit.sink import SUCCESS, Check, clear_temporaries, committed_shards, load_records
 from pipeline.config.job import JobConfig
 from pipeline.incremental import ledger as ledgers
-from pipeline.incremental.ledger import ConcurrentRun, Ledger, LedgerRun, Rows, failed_rows, shards_of
+from pipeline.incremental.ledger import ConcurrentRun, Ledger, LedgerRun
 from pipeline.input.files import Files, list_files
-from pipeline.messages import counted
 from pipeline.plan import manifest as manifests
 from pipeline.plan import plan_files
 from pipeline.plan.inputs import unchanged_files
@@ -39,7 +38,6 @@ from pipeline.planned import PlannedJob, plan
 from pipeline.report.job_page import write_report
 from pipeline.report.summary import JobResult
 from pipeline.run.stages import Backend
-from pipeline.runtime.announce import announce
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import Folder, make_writable, open_folder, probe_create
 
@@ -58,7 +56,7 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class IncrementalResult:
-    """The result of one command. finished: the runs that it finished: a resumed run, a retry of rows, a new run.
+    """The result of one command. finished: the runs that it finished: a resumed run, a new run.
 
     last: the last successful run. left: URLs of new files that are left for a later run.
     """
@@ -119,10 +117,6 @@ def run_in(
     if check != "quick":
         finished += _checked(root, ledger, config, backend, check)
     ledgers.compact(root, ledger)
-    failed, as_listed = to_retry(root, config, ledger)
-    if failed and (retried := _retry(root, ledger, config, backend, failed, as_listed)) is not None:
-        finished.append(retried)
-        ledger = ledgers.read(root)
     new = new_input(config, ledger)
     left = list[str]()
     try:
@@ -133,7 +127,8 @@ def run_in(
     if job is not None:
         left = sorted(new.keys() - {file.url for file in job.manifest.files})
         if ledger.last is not None:  # in all runs, the file names in generated ids are relative to one folder
-            job = with_batching(job, root=ledger.last.root)
+            batching = replace(job.manifest.batching, root=ledger.last.root)
+            job = replace(job, manifest=replace(job.manifest, batching=batching))
         log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
         with backend.ready(config.actors), jobs.checked(job, None, backend) as checked:
             run = ledgers.claim(root, ledger, checked.manifest, left)
@@ -150,7 +145,7 @@ def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
         return None
     if last.state == "success" and not _folder(root, last, config).exists(SUCCESS):
         return None
-    if new_input(config, ledger) or to_retry(root, config, ledger)[0]:
+    if new_input(config, ledger):
         return None
     return IncrementalResult([], ledger.last_success)
 
@@ -170,39 +165,6 @@ def _checked(root: Folder, ledger: Ledger, config: JobConfig, backend: Backend, 
             if (again := _resume(root, run, config, backend, False, check)) is not None:
                 found.append(again)
     return found
-
-
-def to_retry(root: Folder, config: JobConfig, ledger: Ledger) -> tuple[Rows, Files]:
-    """Return the rows to answer again because of `input.retry`, and the input files that exist now."""
-    if config.input.retry is None or not ledger.runs:
-        return {}, {}
-    listed = list_files(config.input.path, config.storage, config.input.format, may_be_empty=True)
-    return failed_rows(root, ledger, listed, config.storage, config.attempts), listed
-
-
-def _retry(
-    root: Folder, ledger: Ledger, config: JobConfig, backend: Backend, failed: Rows, listed: Files
-) -> FinishedRun | None:
-    """Answer the rows in `failed` again, in a separate run, which succeeds even if rows have an error again.
-
-    Return None if `input.unreadable: later` skips all files of these rows, e.g. because they lack a column.
-    """
-    try:
-        job = plan(config, None, backend, files={url: listed[url] for url in sorted(failed)})
-    except NoRows:
-        log.warning("rows with an error are not answered again: none of their %d files can be read", len(failed))
-        return None
-    job = with_batching(job, root=ledger.runs[-1].root, retries=True)
-    job = replace(job, manifest=replace(job.manifest, shards=shards_of(failed, job.manifest.shards)))
-    announce(f"answering {counted(job.manifest.rows, 'row')} with an error again")
-    run = ledgers.claim(root, ledger, job.manifest)
-    plan_files.save(_folder(root, run, config), job.manifest)
-    return _answer(root, run, job, backend)
-
-
-def with_batching(job: PlannedJob, **changes: Any) -> PlannedJob:
-    """Return a copy of the job with changed fields in `job.manifest.batching`."""
-    return replace(job, manifest=replace(job.manifest, batching=replace(job.manifest.batching, **changes)))
 
 
 def new_input(config: JobConfig, ledger: Ledger) -> Files:
@@ -316,7 +278,7 @@ def _answer(
     clear_temporaries(folder)
     totals, fresh_rows = jobs.answer(job, folder, backend, check)
     ended = run
-    if totals.errors <= job.config.max_error_rate * totals.rows or job.manifest.batching.retries:
+    if totals.errors <= job.config.max_error_rate * totals.rows:
         ended = ledgers.end(root, run, "success")
         if ended.state != "success":
             raise ConcurrentRun(f"run {run.number} was abandoned meanwhile ({ended.why}); {folder.url} does not count")

@@ -33,7 +33,6 @@ class Batching:
     planned: float = 0.0  # time of planning, s since 1970; chat templates get it as the current time
     scheduler: str = "lock_step"
     root: str | None = None  # folder of all input files, see `PartSpec`; None in a job planned by an old version
-    retries: bool = False  # whether shards hold only rows that failed in an earlier incremental run
 
 
 def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, hardware: Hardware | None) -> Batching:

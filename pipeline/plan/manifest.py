@@ -158,7 +158,7 @@ def coverage_problems(manifest: Manifest) -> list[str]:
         if expected is None:
             problems.append(f"{name}: {shard.url} is not an input file of the job")
             continue
-        if shard.first_row < expected or (shard.first_row > expected and not manifest.batching.retries):
+        if shard.first_row != expected:
             problems.append(f"{name}: begins at row {shard.first_row} of {shard.url}; expected row {expected}")
         covered[shard.url] = shard.first_row + shard.rows
         if shard.rows <= 0 or covered[shard.url] > rows[shard.url]:
@@ -166,8 +166,6 @@ def coverage_problems(manifest: Manifest) -> list[str]:
                 f"{name}: {shard.rows} rows from row {shard.first_row}, but {shard.url} has {rows[shard.url]} rows"
             )
     limit = manifest.identity.get("limit")
-    if manifest.batching.retries:
-        return problems
     if limit is None:
         problems += [
             f"{url}: rows {end} to {rows[url]} are in no shard" for url, end in covered.items() if end < rows[url]
@@ -251,7 +249,7 @@ def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
 
 def _input_identity(config: JobConfig) -> dict[str, Any]:
     """Return the keys of `input` that can change an answer. Two keys that old jobs lack are left out if not set."""
-    left_out = {"since", "changed", "unreadable", "retry", "csv_field_bytes", "duplicate_ids"}
+    left_out = {"since", "changed", "unreadable", "csv_field_bytes", "duplicate_ids"}
     values = config.input.model_dump(mode="json", exclude=left_out)
     for name, default in (("special_tokens", None), ("continue_final", False)):
         if values[name] == default:

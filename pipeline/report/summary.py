@@ -10,7 +10,6 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from actors.engine.errors import UserError
 from pipeline.commit.finalize import STATS, SUMMARY
 from pipeline.commit.results import recorded, rows_of
 from pipeline.commit.runs import JobRun, read_runs
@@ -18,7 +17,6 @@ from pipeline.commit.sink import SUCCESS, part_name
 from pipeline.config.job import StorageConfig
 from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals, slowest_shards
 from pipeline.messages import counted
-from pipeline.plan import plan_files
 from pipeline.plan.manifest import Manifest
 from pipeline.report.figures import error_kinds, total_lines
 from pipeline.report.job_page import REPORT, prompt_texts
@@ -127,14 +125,10 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int,
 def last_errors(folder: Folder) -> list[tuple[int, int]]:
     """Return a finished job's numbers of errors and of rows, as a list with one pair.
 
-    The list is empty if the job only retried rows, if `_SUCCESS` is missing or damaged, or if the plan is damaged.
+    The list is empty if `_SUCCESS` is missing or damaged.
     """
-    try:
-        manifest, totals = plan_files.load(folder), read_json(folder, SUCCESS, Totals)
-    except UserError:  # a run without new files does not need the plan; --verify names the damaged file
-        return []
-    retries = manifest is not None and manifest.batching.retries
-    return [] if retries or totals is None else [(totals.errors, totals.rows)]
+    totals = read_json(folder, SUCCESS, Totals)
+    return [] if totals is None else [(totals.errors, totals.rows)]
 
 
 def shown_rows(

@@ -54,7 +54,14 @@ def check_columns(folder: Path) -> None:
     assert columns and columns == [{"id": row["id"], **json.loads(row["generated_text"])} for row in answers]
 
 
-WRITTEN = {"extract": check_columns}  # recipe -> what its programs write
+def check_second_job(folder: Path) -> None:
+    """Only the rows with an error are answered again."""
+    assert [row["id"] for row in answered_rows(folder / "failed") if row["error"]] == [2, 4]
+    again = answered_rows(folder / "failed-again")
+    assert [(row["id"], row["error"]) for row in again] == [(2, None), (4, None)]
+
+
+WRITTEN = {"extract": check_columns, "failed": check_second_job}  # recipe -> what its programs write
 
 
 def commands(name: str, *changes: str) -> list[str]:

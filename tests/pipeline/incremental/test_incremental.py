@@ -45,7 +45,7 @@ class World:
         self, gate: Callable[[], None] = lambda: None, version: int = 0, overwrite: bool = False
     ) -> IncrementalResult:
         """An incremental run of version `version` of the job, whose answers are one file for each input file."""
-        config: Any = VersionedJob(self, version, SimpleNamespace(changed="error", retry=None, path=self, format=None))
+        config: Any = VersionedJob(self, version, SimpleNamespace(changed="error", path=self, format=None))
         return runs.run_in(self.root(gate), config, Backend(), overwrite)
 
     def folder(self, name: str) -> set[str]:
