@@ -78,7 +78,7 @@ def run(
         job = replace(plan(config, stored, backend, limit=limit), began=process_began)
         check_same_job(folder, stored, job.manifest)
         finished = stored is not None and has_results(folder, config)
-        totals, fresh_rows = finished_totals(folder, job.manifest, check, config.input) if finished else None, 0
+        totals, fresh_rows = finished_totals(folder, job.manifest, check) if finished else None, 0
         if totals is None:  # a finished job skips these steps, because it may have no write access
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             make_writable(folder)
@@ -133,7 +133,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
             compacting(folder, manifest.fingerprint),
         ):
             session.run(job_stages(job, folder, left, session), workload, job.config.grace_seconds)
-    totals = finalize(folder, manifest, job.config.input)
+    totals = finalize(folder, manifest)
     write_results(folder, manifest, job.config)
     return totals, left_rows
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +11,12 @@ import pyarrow as pa
 from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
-from pipeline.commit.duplicates import count_repeated, repeated_error
 from pipeline.config.job import JobConfig
 from pipeline.generate.output import PartSpec
 from pipeline.generate.settings import generator_settings
 from pipeline.input.files import Files
 from pipeline.input.rows import read_shards
 from pipeline.input.schema import ERROR
-from pipeline.input.shards import Shard
-from pipeline.messages import counted
 from pipeline.plan import manifest as manifests
 from pipeline.plan.batching import with_engine
 from pipeline.plan.columns import kept_columns, optional_columns
@@ -52,8 +48,8 @@ def plan(
 ) -> PlannedJob:
     """Plan a new job, or continue a job with the pinned values of its plan `stored`.
 
-    preview: do not look for repeated ids. For the other arguments and errors see `plan_job`. Also raises UserError if
-    checkpoint, prompt settings or input are wrong, or differ from those of the stored job.
+    preview: do not look for a custom_id that occurs twice. For the other arguments and errors see `plan_job`. Also
+    raises UserError if checkpoint, prompt settings or input are wrong, or differ from those of the stored job.
     """
     began = time.time()
     config = with_engine(config, None if stored is None else stored.identity["model"].get("engine", "auto"))
@@ -74,36 +70,24 @@ def plan(
     )
     actors = config.actors.model_copy(update={"threads": manifest.batching.threads})
     config = config.model_copy(update={"actors": actors})
-    if stored is None and not preview:
-        _check_ids(config, manifest)
+    if config.input.is_batch and stored is None and not preview:
+        with announced("looking for a custom_id that occurs twice"):
+            _check_custom_ids(config, manifest)
     return PlannedJob(config, checkpoint, schedule, manifest, began)
 
 
-def _check_ids(config: JobConfig, manifest: Manifest) -> None:
-    """Raise UserError if ids repeat in a batch file, or in Parquet files if `input.duplicate_ids` is error."""
-    column, is_batch = config.input.id_column, config.input.is_batch
-    is_parquet = all(file.format == "parquet" for file in manifest.files)
-    if column is None or not (is_batch or (is_parquet and config.input.duplicate_ids == "error")):
-        return
-
-    def read(shards: Sequence[Shard]) -> Iterator[pa.ChunkedArray]:
-        schema = pa.schema([manifest.schema.field(column)])
-        for shard, table in read_shards(manifest.files, shards, schema, config.storage):
-            ids = table[column]
-            if is_batch:  # rows without an id have an error already; unique ids keep them from counting as repeated
-                rows = enumerate(zip(ids.to_pylist(), table[ERROR].to_pylist(), strict=True), shard.first_row)
-                ids = pa.chunked_array(
-                    [[f"\0{shard.url}\0{row}" if one is None or error else one for row, (one, error) in rows]]
-                )
-            yield ids
-
-    with announced("looking for repeated ids"):
-        found, examples = count_repeated(read(manifest.shards), manifest.shards, lambda shard: next(read([shard])))
-    if found and is_batch:
-        repeated = counted(found, "row")
-        raise UserError(f"custom_id repeats in {repeated}, such as {'; '.join(examples)}; make it unique")
-    if found:
-        raise repeated_error(found, examples)
+def _check_custom_ids(config: JobConfig, manifest: Manifest) -> None:
+    """Raise UserError if two requests of the batch files have one custom_id: their results could not be told apart."""
+    schema, seen = pa.schema([manifest.schema.field("custom_id")]), dict[str, tuple[str, int]]()
+    for shard, table in read_shards(manifest.files, manifest.shards, schema, config.storage):
+        ids = zip(table["custom_id"].to_pylist(), table[ERROR].to_pylist(), strict=True)
+        for row, (one, error) in enumerate(ids, shard.first_row):
+            if one is None or error:  # the row has an error already
+                continue
+            url, first = seen.setdefault(one, (shard.url, row))
+            if (url, first) != (shard.url, row):
+                where = f"row {first} of {url} and row {row} of {shard.url}"
+                raise UserError(f"custom_id {one[:80]!r} occurs twice: {where}; make it unique")
 
 
 def generator_arguments(job: PlannedJob) -> dict[str, Any]:

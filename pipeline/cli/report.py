@@ -70,7 +70,6 @@ def _location(output: str, changes: list[str] | None, endpoint_url: str | None) 
 
 def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html: bool, to: Path | None) -> None:
     from pipeline.commit.claim import LEDGER
-    from pipeline.commit.duplicates import with_duplicates
     from pipeline.commit.finalize import totals_of, write_statistics
     from pipeline.commit.records import read_records
     from pipeline.commit.runs import read_runs
@@ -120,5 +119,4 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
     records = read_records(folder, manifest.fingerprint)
     if write:
         write_statistics(folder, manifest, records)
-    totals = with_duplicates(folder, totals_of(records))
-    print_report(wide_console(), manifest, records, totals, read_runs(folder))
+    print_report(wide_console(), manifest, records, totals_of(records), read_runs(folder))

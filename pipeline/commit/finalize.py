@@ -7,14 +7,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.commit.duplicates import record_duplicates, repeated_error, with_duplicates
 from pipeline.commit.records import drop_records, read_all, record_name
 from pipeline.commit.sink import REPAIR, SUCCESS, Check, damaged_parts, load_records, part_files, part_name
-from pipeline.config.input import InputConfig
 from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
-from pipeline.runtime.announce import announced
 from pipeline.storage.folder import FileInfo, Folder, write_json
 from pipeline.storage.parquet import parquet_bytes
 
@@ -25,10 +22,8 @@ class RowsMissing(Exception):
     """The committed rows differ from the planned rows. The message names the first file that is missing or wrong."""
 
 
-def finalize(folder: Folder, manifest: Manifest, section: InputConfig | None = None) -> Totals:
+def finalize(folder: Folder, manifest: Manifest) -> Totals:
     """Check that every planned row is committed once, write statistics and summary, and return the totals.
-
-    section: the job's section `input`; None if repeated ids need not be counted.
 
     If the check fails, remove `_SUCCESS` and the records of missing output files, so that the next run answers their
     shards. Then raise RowsMissing, whose message says what to do next.
@@ -41,12 +36,7 @@ def finalize(folder: Folder, manifest: Manifest, section: InputConfig | None = N
         gone = [shard for shard in records["shard"].to_pylist() if shard not in parts]
         drop_records(folder, gone, manifest.fingerprint)
         raise
-    if section is not None and section.id_column:
-        with announced("counting repeated ids"):
-            record_duplicates(folder, manifest)
-    totals = write_statistics(folder, manifest, records)
-    _check_duplicates(totals, section)
-    return totals
+    return write_statistics(folder, manifest, records)
 
 
 def write_success(folder: Folder, manifest: Manifest, totals: Totals) -> None:
@@ -54,13 +44,8 @@ def write_success(folder: Folder, manifest: Manifest, totals: Totals) -> None:
     write_json(folder, SUCCESS, summary(folder, manifest, totals), indent=2)
 
 
-def finished_totals(
-    folder: Folder, manifest: Manifest, check: Check = "quick", section: InputConfig | None = None
-) -> Totals | None:
-    """Return a finished job's totals. Return None if `_SUCCESS`, a record or an output file is missing or damaged.
-
-    section: the job's section `input`. Raises UserError if ids repeat and `input.duplicate_ids` is now error.
-    """
+def finished_totals(folder: Folder, manifest: Manifest, check: Check = "quick") -> Totals | None:
+    """Return a finished job's totals. Return None if `_SUCCESS`, a record or an output file is missing or damaged."""
     if not folder.exists(SUCCESS):
         return None
     records, damaged = read_all(folder, manifest.fingerprint)
@@ -71,14 +56,7 @@ def finished_totals(
         return None
     if damaged or damaged_parts(folder, records, parts, check):
         return None
-    totals = with_duplicates(folder, totals_of(records))
-    _check_duplicates(totals, section)
-    return totals
-
-
-def _check_duplicates(totals: Totals, section: InputConfig | None) -> None:
-    if section is not None and section.duplicate_ids == "error" and totals.duplicate_ids:
-        raise repeated_error(totals.duplicate_ids, totals.duplicate_examples)
+    return totals_of(records)
 
 
 def check_rows(records: pa.Table, parts: Mapping[int, FileInfo], shards: Sequence[Shard]) -> None:
@@ -104,7 +82,7 @@ def check_rows(records: pa.Table, parts: Mapping[int, FileInfo], shards: Sequenc
 
 def write_statistics(folder: Folder, manifest: Manifest, records: pa.Table) -> Totals:
     """Write the files `STATS` and `SUMMARY` from `records`, and return the totals. The job may be unfinished."""
-    totals = with_duplicates(folder, totals_of(records))
+    totals = totals_of(records)
     folder.replace(STATS, parquet_bytes(records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA)))
     write_json(folder, SUMMARY, summary(folder, manifest, totals), indent=2)
     return totals

@@ -55,7 +55,7 @@ Check = Literal["quick", "digests", "repair"]
 PARTS_AT_ONCE = 8  # maximum number of parts (output files) in memory at the same time
 PART = re.compile(r"part-\d{6,}\.parquet")
 OWN = re.compile(  # names of files in `_job` that jobs write
-    r"(job|summary|duplicates|results|runs|prediction|products-.+)\.json|(plan|inputs|stats)\.parquet|schema\.arrow|"
+    r"(job|summary|results|runs|prediction|products-.+)\.json|(plan|inputs|stats)\.parquet|schema\.arrow|"
     r"report\.html|probe-[0-9a-f]+"
 )
 

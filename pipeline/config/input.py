@@ -123,11 +123,6 @@ class InputConfig(Section):
         None,
         description="last_success: a run answers only the files without a successful run, and writes a dated folder",
     )
-    duplicate_ids: Literal["warn", "error"] = Field(
-        "warn",
-        description="what happens if values of the id column repeat. warn: they are counted at the end. error: the "
-        "job fails: with Parquet input before it starts, with other input at its end, without _SUCCESS",
-    )
     changed: Literal["error", "reprocess", "ignore"] = Field(
         "error",
         description="what a run with `since` does if a file changed after it was answered. error: stop; "

@@ -13,7 +13,6 @@ from pipeline.config.base import Endpoint, Place, Section
 from pipeline.config.forms import Form, Labels, check_labels
 from pipeline.config.input import InputConfig, one_or_many
 
-
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
 KeepOrder = Literal["paper", "even", "early_exit", "measured"]
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -44,7 +44,6 @@ class Counts:
     rows: int = _unit("input rows")
     answers: int = _unit("output rows: one for each sample of an input row")
     errors: int = _unit("rows")
-    duplicate_ids: int = _unit("rows with the id of an earlier row of the shard")
     prompt_tokens: int = _unit("tokens of the prompts that were answered")
     control_tokens: int = _unit("control tokens that were parsed in row values, see input.special_tokens")
     shared_prompt_tokens: int = _unit("prompt tokens whose keys and values were reused instead of computed again")
@@ -165,7 +164,6 @@ def _counts(part: pa.Table) -> dict[str, Any]:
         "rows": first.num_rows,
         "answers": part.num_rows,
         "errors": error_rows(part),
-        "duplicate_ids": lambda: duplicate_ids(part),
         "prompt_tokens": lambda: pc.sum(first.filter(pc.field("generated_tokens") > 0)["prompt_tokens"]).as_py() or 0,
         "stopped": reasons.count("stop"),
         "cut_off": reasons.count("length"),
@@ -179,12 +177,6 @@ def error_rows(part: pa.Table) -> int:
     """Return the number of input rows that have an error in at least one answer."""
     row = pc.cumulative_sum(pc.cast(pc.equal(part["sample_index"], 0), pa.int64()))
     return int(pc.count_distinct(row.filter(pc.is_valid(part["error"]))).as_py())
-
-
-def duplicate_ids(part: pa.Table) -> int:
-    """Return the number of input rows with the id of an earlier row in the part. Missing ids do not count."""
-    ids = part.filter(pc.equal(part["sample_index"], 0))["id"].drop_null()
-    return int(len(ids) - pc.count_distinct(ids).as_py())
 
 
 def label_counts(part: pa.Table) -> str:
@@ -237,7 +229,6 @@ class Totals(Counts):
     padding_tokens: int = 0
     common_answers: dict[str, int] = field(default_factory=dict)  # frequent text -> number of answers with this text
     labels: dict[str, int] = field(default_factory=dict)  # label -> number of answers, most frequent first
-    duplicate_examples: list[str] = field(default_factory=list)  # some ids that occur more than once in the job
 
     @property
     def warnings(self) -> list[str]:

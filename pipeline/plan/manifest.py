@@ -249,7 +249,7 @@ def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
 
 def _input_identity(config: JobConfig) -> dict[str, Any]:
     """Return the keys of `input` that can change an answer. Two keys that old jobs lack are left out if not set."""
-    left_out = {"since", "changed", "unreadable", "csv_field_bytes", "duplicate_ids"}
+    left_out = {"since", "changed", "unreadable", "csv_field_bytes"}
     values = config.input.model_dump(mode="json", exclude=left_out)
     for name, default in (("special_tokens", None), ("continue_final", False)):
         if values[name] == default:

@@ -16,7 +16,6 @@ import pyarrow as pa
 from jinja2 import DictLoader, Environment, StrictUndefined
 
 from actors.engine.errors import UserError
-from pipeline.commit.duplicates import with_duplicates
 from pipeline.commit.finalize import STATS
 from pipeline.commit.results import rows_of
 from pipeline.commit.runs import read_runs, versions
@@ -56,7 +55,7 @@ def write_report(folder: Folder, manifest: Manifest, storage: StorageConfig) -> 
 def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: StorageConfig) -> bytes:
     """Return the HTML report page of a finished or unfinished job. shards: statistics of the committed shards."""
     shards = shards.select(STATS_SCHEMA.names).combine_chunks()
-    totals, runs = with_duplicates(folder, add_up(shards)), read_runs(folder)
+    totals, runs = add_up(shards), read_runs(folder)
     spans = run_spans(runs, shards)
     values = {
         "title": f"SkipDecode: {folder.url}",
@@ -146,7 +145,7 @@ def _render(values: Mapping[str, Any]) -> bytes:
     environment = Environment(
         loader=DictLoader(texts), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(count=count, counted=counted, duration=duration, when=when)
+    environment.filters.update(count=count, duration=duration, when=when)
     text = environment.get_template("job_page.html").render(values)
     return text.encode(errors="replace")  # a name may hold a lone surrogate
 

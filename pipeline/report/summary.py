@@ -57,9 +57,6 @@ def print_report(
         row = f" (row {one['row_id']})" if one["row_id"] else ""
         lines.append(f"error: {one['answers']:,} x {one['example']}{row}")
     lines += [f"warning: {line}" for line in totals.warnings]
-    if totals.duplicate_ids:
-        lines.append(f"warning: {counted(totals.duplicate_ids, 'row')} with the id of an earlier row")
-        lines += [f"  {example}" for example in totals.duplicate_examples]
     console.print("\n".join(lines))
 
 

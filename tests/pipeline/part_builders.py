@@ -99,7 +99,6 @@ def part_stats(shard: Shard, **changes: Any) -> ShardStats:
         "rows": shard.rows,
         "answers": shard.rows,
         "errors": bad,
-        "duplicate_ids": int(shard.rows > 1),
         "prompt_tokens": 5 * len(good),
         "generated_tokens": sum(row + 1 for row in good),
         "prepare_seconds": 0.5,
@@ -151,7 +150,7 @@ def manifest_of(shards: list[Shard]) -> Manifest:
 SHARDS = [Shard(0, "in/a.parquet", 0, 4), Shard(1, "in/a.parquet", 4, 5), Shard(2, "in/b.parquet", 0, 1)]
 MANIFEST = manifest_of(SHARDS)
 COUNTED = [  # statistics that a part shows
-    *("shard", "rows", "answers", "errors", "duplicate_ids", "prompt_tokens", "generated_tokens", "mean_depth"),
+    *("shard", "rows", "answers", "errors", "prompt_tokens", "generated_tokens", "mean_depth"),
     *("decode_steps", "layer_steps", "full_layer_steps", "stopped", "cut_off", "error_kinds", "label_counts"),
 ]
 

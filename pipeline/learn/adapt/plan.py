@@ -153,7 +153,7 @@ def stage_settings(task: Task) -> dict[str, dict[str, Any]]:
         return {"adapt": {name: values[name] for name in names}}
 
     # the list of input files and the keys about files are not recorded, because files may be added later
-    of_files = {"since", "changed", "unreadable", "csv_field_bytes", "duplicate_ids"}
+    of_files = {"since", "changed", "unreadable", "csv_field_bytes"}
     model = config.model.model_dump(exclude={"path", "cache", "speed_adapter"})
     actors = {"actors": config.actors.model_dump(include={"max_batch", "threads", "cache_bytes"})}
     names = ("speedups", "prompt", "max_tokens", "loss", "weights", "adapter", "training")

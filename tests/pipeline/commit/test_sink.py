@@ -194,4 +194,4 @@ def test_samples_of_a_row_carry_its_columns_and_count_as_one_row() -> None:
     assert table["id"].to_pylist() == ["a", "a", "a", "b"] and table["topic"].to_pylist() == [1, 1, 1, 2]
     assert table["sample_index"].to_pylist() == [0, 1, 2, 0]
     stats = ShardStats.of_part(0, table, LAYERS)
-    assert (stats.rows, stats.answers, stats.duplicate_ids, stats.prompt_tokens) == (2, 4, 0, 10)
+    assert (stats.rows, stats.answers, stats.prompt_tokens) == (2, 4, 10)

@@ -101,7 +101,7 @@ def test_a_date_that_python_cannot_hold_fails_no_shard(checkpoint: Path) -> None
         assert stats.error_kinds == '[["prompt is null", 1, "?", "prompt is null"]]'
 
 
-@pytest.mark.parametrize("figure", ["error_kinds", "label_counts", "count_answers", "duplicate_ids"])
+@pytest.mark.parametrize("figure", ["error_kinds", "label_counts", "count_answers"])
 def test_a_figure_that_cannot_be_had_costs_no_shard(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, figure: str
 ) -> None:

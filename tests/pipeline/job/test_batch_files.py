@@ -116,7 +116,7 @@ def test_a_custom_id_that_two_rows_share_is_refused(tmp_path: Path, chat_checkpo
     with pytest.raises(UserError) as refused:
         run_in_process(job)
     where = f"row 2 of {tmp_path}/in/a.jsonl and row 3 of {tmp_path}/in/b.jsonl"
-    assert str(refused.value) == f"custom_id repeats in 1 row, such as 'request-1': {where}; make it unique"
+    assert str(refused.value) == f"custom_id 'request-1' occurs twice: {where}; make it unique"
     assert not (tmp_path / "out").exists()
 
 

@@ -155,7 +155,7 @@ def test_damaged_files_for_reports_are_ignored(config: JobConfig, content: str) 
     config = config.model_copy(update={"input": config.input.model_copy(update={"id": "prompt"})})
     jobs.run(config)
     output = Path(config.output.path)
-    for name in ("_job/duplicates.json", "_job/runs.json", "_job/results.json"):
+    for name in ("_job/runs.json", "_job/results.json"):
         (output / name).write_text(content)
     assert jobs.run(config).totals.rows == 10
     assert report(output).exit_code == 0

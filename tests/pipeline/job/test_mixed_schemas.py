@@ -19,7 +19,6 @@ from prompt_specs import spec_of
 from actors.engine.types import SamplingParams
 from pipeline import job as jobs
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.generate.stats import duplicate_ids
 from pipeline.input.files import InputFile, list_files, read_footer
 from pipeline.input.schema import conform
 from pipeline.input.shards import cut_shards, read_groups
@@ -142,8 +141,6 @@ def test_a_folder_of_doubtful_files(in_process: None, checkpoint: Path, tmp_path
     assert [rows[f"broken-{row}"]["id"] for row in range(4)] == [9.0, 9.5, 10.0, 11.0]
     assert rows["large-0"]["id"] == float(2**40) and rows["null-0"]["id"] is None
     assert rows["dictionary-0"]["tags"] == rows["plain-0"]["tags"] == [("k", [{"n": 1}])]
-    ids = [row["id"] for row in rows.values() if row["id"] is not None]
-    assert outcome.totals.duplicate_ids == len(ids) - len(set(ids)) == 4  # within and across files
 
     parts = sorted(output.glob("part-*.parquet"))
     schemas = [pq.read_schema(part) for part in parts]
@@ -184,19 +181,6 @@ def test_prompts_of_50000_characters_are_tokenized_a_few_at_a_time(
     for count, error in zip(counts, done[ERROR].to_pylist(), strict=True):
         assert error is None or error.startswith(f"prompt of {count} tokens ")
     assert sum(sizes) == sum(map(len, prompts)) and len(sizes) == 3 and max(sizes) < 170_000
-
-
-@pytest.mark.parametrize(
-    ("ids", "duplicates"),
-    [
-        (pa.array([float("nan"), 0.5, float("nan")]), 1),
-        (pa.array([b"a", b"a", b"b"], pa.binary(1)), 1),
-        (pa.chunked_array([["a", "b"], ["b", "a"]]), 2),
-    ],
-    ids=["nan", "fixed", "chunks"],
-)
-def test_duplicate_ids_are_counted_whatever_their_type(ids: Any, duplicates: int) -> None:
-    assert duplicate_ids(pa.table({"id": ids, "sample_index": [0] * len(ids)})) == duplicates
 
 
 def test_columns_of_any_name_are_the_right_ones(tmp_path: Path) -> None:

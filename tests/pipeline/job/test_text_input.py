@@ -10,6 +10,7 @@ import pytest
 from in_process import (
     InProcess,
     answered_rows,
+    invoke,
     job_config,
     job_values,
     parts,
@@ -164,3 +165,20 @@ def test_a_csv_column_of_parameters_is_kept_as_a_number_and_an_id_as_text(tmp_pa
         ("009", 3, None),
     ]
     assert [row["generated_tokens"] for row in rows[:2]] == [2, 4]
+
+
+def test_rows_that_cannot_be_read_keep_their_places_without_an_id(
+    tmp_path: Path, checkpoint: Path, in_process: None, reports: None
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "alpha"}\n{\n{"id": "b", "prompt": "b"}\nx\n')
+    job = config(tmp_path / "in.jsonl", tmp_path / "out", checkpoint)
+    assert run_in_process(job).totals.errors == 2
+    answered = answered_rows(tmp_path / "out")
+    assert [row["id"] for row in answered] == ["a", None, "b", None]
+    for number in (1, 3):
+        assert answered[number]["error"].startswith("not JSON: ")
+        assert answered[number]["error"].endswith(f" (row {number} of 'in.jsonl', counted from 0)")
+    again = invoke(tmp_path, job, "--show", "3").stdout
+    assert "\n[no id]\n  error: not JSON: " in again and "[None]" not in again
+    assert "nothing left to do: the output has 4 rows, 2 with an error\n" in again
+    assert ">None<" not in (tmp_path / "out" / "_job" / "report.html").read_text()

@@ -32,7 +32,7 @@ from part_builders import (
 from pipeline.commit.runs import JobRun
 from pipeline.generate.agreement import Agreement
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
-from pipeline.generate.stats import Counts, ShardStats, add_up, duplicate_ids
+from pipeline.generate.stats import Counts, ShardStats, add_up
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
 from pipeline.prepare.prompts import ADDED, CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
@@ -98,13 +98,6 @@ def test_a_table_has_one_row_per_shard_and_units(shards: list[ShardStats]) -> No
     assert table.schema.field("peak_memory_bytes").metadata[b"unit"] == b"bytes"
 
 
-@given(st.lists(st.sampled_from(["a", "b", "c", None]), max_size=8))
-def test_duplicate_ids(ids: list[str | None]) -> None:
-    twice = pa.table({"id": pa.array([*ids, *ids], pa.string()), "sample_index": [0] * len(ids) + [1] * len(ids)})
-    known = [one for one in ids if one is not None]  # a row without an id repeats none
-    assert duplicate_ids(twice) == len(known) - len(set(known))
-
-
 @pytest.mark.parametrize("cache_bytes", [2**30, 4000])
 def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_bytes: int) -> None:
     """Also for rows that the actor refuses, here because the cache is too small."""
@@ -167,7 +160,6 @@ def test_the_report_can_be_read() -> None:
     text = printed(shards)
     assert "10 rows in 3 shards, 2 with an error" in text
     assert f"mean depth 3.00 of {LAYERS}, layer ratio 1.33x" in text
-    assert "2 rows with the id of an earlier row" in text
     assert "agreement" not in text and "cut off at a length limit (sampling.max_new_tokens, context): 8 of 8" in text
     tokens = sum(part_stats(shard).generated_tokens for shard in SHARDS)
     assert "cost at work: 24.0 device-seconds and money 0.06; " in text
@@ -180,8 +172,8 @@ def test_the_report_can_be_read() -> None:
     assert shown in printed(shards, measured)
     assert "no shard is committed yet: 0 of 10 rows" in printed(to_table([]))
     assert "4 of 10 rows in 1 shard" in printed(to_table([part_stats(SHARDS[0])]))
-    none = [replace(part_stats(SHARDS[2]), duplicate_ids=0)]
-    assert "no decode steps" in printed(to_table(none)) and "the id of an" not in printed(to_table(none))
+    none = [part_stats(SHARDS[2])]
+    assert "no decode steps" in printed(to_table(none))
     failed = {"generated_tokens": 0, "cut_off": 0, "error_kinds": json.dumps([["bad", 1, "", "bad (row 0 of 'f')"]])}
     text = printed(to_table([replace(none[0], **failed)]))
     assert "no decode steps" not in text and "cut off" not in text and "error: 1 x bad (row 0 of 'f')\n" in text
