@@ -29,7 +29,8 @@ class Limited(InProcess):
 
         def commit_at_the_limit(*arguments: Any, **named: Any) -> Any:
             done = commit_shard(*arguments, **named)
-            os.kill(os.getppid(), signal.SIGALRM)
+            if not session.coordinator.stopped:
+                os.kill(os.getppid(), signal.SIGALRM)
             while not session.coordinator.stopped:
                 time.sleep(0.01)
             return done
