@@ -195,7 +195,9 @@ class Generator:
     def at(self, schedule: Schedule, *, max_batch: int | None = None) -> Generator:
         """Return a generator with the same weights and another schedule. Only one of the two may have rows in flight.
 
-        The weights stay as they were loaded, with or without a merged speed adapter.
+        The weights stay as they were loaded, with or without a merged speed adapter. Only vLLM may need another engine
+        for the schedule; its first call then closes the present engine, loads the other one, and logs this. The other
+        engine has the speed adapter, unless the schedule runs every layer for every token.
 
         Args:
             schedule: Schedule of the returned generator.

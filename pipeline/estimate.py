@@ -125,14 +125,15 @@ def estimate(
             samples = _sample(job, good, speeds, backend, seconds, rows_left)
             before = time.monotonic()
         ray += time.monotonic() - before
-    load, crowd = max(loaded for loaded, _ in samples) - asked, 1.0
+    load, crowd = max(loaded for loaded, *_ in samples) - asked, 1.0
     if backend.on_this_machine and backend.starts_workers:  # a run also starts a worker per core while models load
         load += WORKER_SHARE * planned * min(process_cpus(), len(left)) / process_cpus()
         crowd = 1.0 if config.actors.gpus else CROWDED
     startup = {"plan": planned, "ray": ray, "load": load, "stages": STAGES_SECONDS}
     startup["seconds"] = sum(startup.values())
     share = len(good) / len(found)
-    calls = {name: [call for _, timed in samples for call in timed[name]] for name in speeds}
+    calls = {name: [call for *_, timed in samples for call in timed[name]] for name in speeds}
+    further = max((seconds for _, seconds, _ in samples), key=sum)
     last = share * longest((shard.rows for shard in left), config.actors.most)
     lines = predict(speeds, calls, rows=share * rows_left, longest=last, startup=startup["seconds"], crowd=crowd)
     if chosen not in lines:
@@ -168,6 +169,8 @@ def estimate(
         "sample": {
             "rows": lines[chosen]["sampled"],
             "actor_seconds": sum(call.seconds for timed in calls.values() for call in timed),
+            "further_loads": len(further),
+            "further_load_seconds": sum(further),
         },
         "warnings": warnings_of([text for call in calls[chosen] for text in call.texts]),
         "startup": startup,
@@ -230,20 +233,36 @@ def schedules(job: PlannedJob) -> dict[str, Schedule]:
 
 def _sample(
     job: PlannedJob, good: Sequence[Prompt], speeds: dict[str, Schedule], backend: Backend, seconds: float, rows: int
-) -> list[tuple[float, dict[str, list[TimedCall]]]]:
+) -> list[tuple[float, list[float], dict[str, list[TimedCall]]]]:
     """Call `time_speeds` in parallel actors, each with a part of `good`. rows: rows to answer in the job."""
     actors, batching = job.config.actors, job.manifest.batching
     count = min(len(good), max(math.ceil(SAMPLE_SHARE * rows), max(2 * batching.max_batch, LEAST_ROWS) * actors.most))
     workers = min(actors.most, SAMPLED_ACTORS, count)
     spread = [good[place * len(good) // count] for place in range(count)]
+    generator = {**generator_arguments(job), "speed_adapter": job.checkpoint.pinned_adapter()}
+    models = len(by_model(generator, speeds))
     announce(
         f"answering up to {counted(count, 'row')} at {', '.join(speeds)} on {counted(workers, 'actor')}, "
         f"for at most about {seconds:g} s"
+        + (f", and the time to load {models} models one after the other" if models > 1 else "")
     )
-    generator = {**generator_arguments(job), "speed_adapter": job.checkpoint.pinned_adapter()}
     size = min(batching.shard_rows, batching.max_batch * (4 if batching.scheduler == "refill" else 2))
     common = (generator, batching.prefix, speeds, name_of(job.schedule), size, seconds)
     return backend.call_as_actors(actors, time_speeds, [(spread[first::workers], *common) for first in range(workers)])
+
+
+def by_model(generator: Mapping[str, Any], speeds: Mapping[str, Schedule]) -> list[dict[str, Schedule]]:
+    """Return the speeds in groups, one for each model that is loaded. generator: arguments of `Generator`.
+
+    1x needs a model without the merged speed adapter. A vLLM engine in which every token runs the same layers holds no
+    others (see `actors.vllm.engine`).
+    """
+    groups: dict[Any, dict[str, Schedule]] = {}
+    for name, schedule in speeds.items():
+        one_depth = generator.get("vllm") is not None and schedule.is_uniform
+        without = generator["speed_adapter"] is not None and schedule.is_full_depth
+        groups.setdefault(schedule.prompt_layers if one_depth else without, {})[name] = schedule
+    return list(groups.values())
 
 
 def time_speeds(
@@ -254,7 +273,7 @@ def time_speeds(
     chosen: str,
     size: int,
     seconds: float,
-) -> tuple[float, dict[str, list[TimedCall]]]:
+) -> tuple[float, list[float], dict[str, list[TimedCall]]]:
     """Answer rows at each speed in an actor's process, and time the calls.
 
     Args:
@@ -262,24 +281,24 @@ def time_speeds(
         generator: Arguments of `Generator`, in which checkpoint and speed adapter are sources for `fetch`.
         chosen: The job's own speed. This speed and 1x are always timed, other speeds only if time is left.
         size: Maximum number of rows in a call.
-        seconds: Time limit for all speeds, starting when the first model is loaded. The first calls may exceed it.
+        seconds: Time limit for all speeds, without the time to load models. The first calls may exceed it.
 
-    Return the time at which the first model was ready (s since 1970), and speed -> timed calls, without warm-ups.
+    Return the time at which the first model was ready (s since 1970), the seconds that each further model took to load,
+    and speed -> timed calls, without warm-ups.
     """
     from actors.generator import Generator
 
     settings, needed = fetched(generator), (chosen, "1x")
-    adapter = settings["speed_adapter"]
-    # 1x needs another model: one without the merged speed adapter, or with vLLM's CUDA graphs for 1x
-    apart = adapter is not None or settings.get("vllm") is not None
-    skipping = {name: schedule for name, schedule in speeds.items() if apart and not schedule.is_full_depth}
-    groups = [group for group in (skipping, {n: s for n, s in speeds.items() if n not in skipping}) if group]
+    groups = by_model(settings, speeds)
     calls: dict[str, list[TimedCall]] = {name: [] for name in speeds}
+    load_seconds = list[float]()
     loaded = began = 0.0
     for number, group in enumerate(groups, 1):
-        first = {"speed_adapter": adapter if group is skipping else None, "schedule": next(iter(group.values()))}
-        one = Generator(**{**settings, **first})
-        loaded, began = loaded or time.time(), began or time.monotonic()
+        before, first = time.monotonic(), next(iter(group.values()))
+        adapter = None if first.is_full_depth else settings["speed_adapter"]
+        one = Generator(**{**settings, "speed_adapter": adapter, "schedule": first})
+        load_seconds.append(time.monotonic() - before)
+        loaded, began = loaded or time.time(), began + load_seconds[-1] if began else time.monotonic()
         ordered = sorted(group, key=lambda name: name not in needed)
         generators = {name: one.at(group[name]) for name in ordered}
         calls |= _in_turn(generators, given, prefix, needed, size, began + seconds * number / len(groups))
@@ -287,7 +306,7 @@ def time_speeds(
             one.engine.close()
             del one, generators
             gc.collect()
-    return loaded, calls
+    return loaded, load_seconds[1:], calls
 
 
 def _in_turn(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import logging
 import math
 import os
 import time
@@ -41,6 +42,7 @@ from actors.engine.row import Row, begin_row
 from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import Completion, EngineStats, FinishReason, Request, TokenLogprob
 
+log = logging.getLogger(__name__)
 HIGHEST_TEMPERATURE = 2.0  # highest temperature that vLLM accepts
 SET_BY_KEYS = {  # engine argument of vLLM -> key of a job file that sets it
     "model": "model.path",
@@ -66,6 +68,78 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise UserError(f"model.vllm: {name} is set by {SET_BY_KEYS[name]}; leave it out")
         if name not in known:
             raise UserError(f"model.vllm: vLLM has no engine argument {name!r}; {suggestion(name, sorted(known))}")
+
+
+class LoadedModel:
+    """The vLLM engine in this process, and the schedule that its workers run.
+
+    A vLLM engine in which every token runs the same layers holds only these layers. Such a schedule needs an engine of
+    its own: `use` closes the one and loads the other. All schedules that fall share one engine.
+
+    Args:
+        arguments: vLLM's engine arguments; those that depend on the schedule are added.
+        adapter: folder of the speed adapter that is merged above 1x.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], adapter: str | None, schedule: Schedule) -> None:
+        self._arguments, self._adapter = arguments, adapter
+        self.has_nans: set[int] = set()  # tickets of rows whose logits held NaN in the last step
+        self._load(schedule)
+
+    def _load(self, schedule: Schedule) -> None:
+        settings = {key: value for key, value in schedule.to_dict().items() if key != "num_layers"}
+        settings["unadapted"] = True  # skips the worker's check of the schedule, because the caller has checked it
+        if self._adapter is not None and not schedule.is_full_depth:
+            settings["speed_adapter"] = self._adapter
+        by_schedule = {"enforce_eager": not schedule.is_uniform, "additional_config": {"skipdecode": settings}}
+        try:
+            self.vllm = LLMEngine.from_engine_args(EngineArgs(**{**by_schedule, **self._arguments}))
+        except (ValueError, NotImplementedError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"vLLM cannot run {self._arguments['model']}: {flat(error)}") from None
+        self._core: Any = self.vllm.engine_core
+        self._take_output, self._core.get_output = self._core.get_output, self._noting_output
+        self.schedule: Schedule | None = schedule
+
+    def use(self, schedule: Schedule) -> None:
+        """Run `schedule` from now on. Raises UserError if rows of another schedule are in flight."""
+        old = self.schedule
+        if schedule == old:
+            return
+        if old is not None and self.vllm.has_unfinished_requests():
+            raise UserError("rows of another schedule are in flight: finish them before the schedule changes")
+        if old is not None and _engine_of(old) == _engine_of(schedule):
+            if not schedule.is_uniform:
+                self.vllm.collective_rpc("set_schedule", args=(schedule,))
+                self.vllm.reset_prefix_cache()
+            self.schedule = schedule
+            return
+        if old is not None:
+            log.warning("vLLM's engine has one speed, so it is closed, and another is loaded for the next speed")
+            self.close()
+        self._load(schedule)
+
+    def close(self) -> None:
+        """Stop vLLM and free the device's memory. Nothing happens if no engine is loaded."""
+        if self.schedule is None:
+            return
+        self._core.shutdown()
+        del self.vllm, self._core, self._take_output
+        self.schedule = None
+        cleanup_dist_env_and_memory()
+
+    def _noting_output(self) -> Any:
+        """Return the next output of vLLM's core. Record rows with NaN logits: `RequestOutput` does not tell."""
+        outputs = self._take_output()
+        # vLLM has appended a hyphen and a random part to the ticket
+        self.has_nans |= {int(one.request_id.partition("-")[0]) for one in outputs.outputs if one.num_nans_in_logits}
+        return outputs
+
+
+def _engine_of(schedule: Schedule) -> tuple[int, ...]:
+    """Return the layers that an engine holds in which every token runs the same ones; () if the schedule falls."""
+    return schedule.prompt_layers if schedule.is_uniform else ()
 
 
 class VllmEngine:
@@ -102,10 +176,6 @@ class VllmEngine:
         ends, last = end_tokens(checkpoint.path, tokenizer, self.vocab_size), max(tokenizer.get_vocab().values())
         self.stop_ids = frozenset(token for token in ends if token <= last)  # llguidance refuses tokens of the padding
         self.cumulative_logprob = cumulative_logprob
-        settings = {key: value for key, value in schedule.to_dict().items() if key != "num_layers"}
-        settings["unadapted"] = True  # skips the worker's check of the schedule, because the caller has checked it
-        if checkpoint.adapter is not None and not schedule.is_full_depth:
-            settings["speed_adapter"] = str(checkpoint.adapter.path)
         workers = options.get("tensor_parallel_size", 1)
         arguments = {
             "model": folder,
@@ -114,29 +184,19 @@ class VllmEngine:
             "max_num_seqs": max_rows,
             "kv_cache_memory_bytes": cache_bytes // workers or None,
             "enable_prefix_caching": share_prefixes,
-            "enforce_eager": not schedule.is_full_depth,
             "distributed_executor_backend": "uni" if workers == 1 else "mp",  # in an actor, vLLM would use Ray
             "generation_config": "vllm",
             "structured_outputs_config": {"backend": "guidance"},
             "disable_log_stats": True,
             "worker_cls": "actors.vllm.worker.SkipWorker",
             "scheduler_cls": "actors.vllm.scheduler.SkipAsyncScheduler",
-            "additional_config": {"skipdecode": settings},
             **options,
         }
-        try:
-            self.vllm = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        except (ValueError, NotImplementedError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"vLLM cannot run {folder}: {flat(error)}") from None
-        self._core: Any = self.vllm.engine_core
-        self._take_output, self._core.get_output = self._core.get_output, self._noting_output
-        self._has_nans: set[int] = set()  # tickets of rows whose logits held NaN in the last step
+        adapter = None if checkpoint.adapter is None else str(checkpoint.adapter.path)
+        self.loaded = LoadedModel(arguments, adapter, schedule)  # shared with the engines that `at` returns
         config = self.vllm.vllm_config
         self.context_length = int(config.model_config.max_model_len)
         self.max_rows, self.cache_bytes = int(config.scheduler_config.max_num_seqs), cache_bytes
-        self._running = [schedule]  # the workers' schedule; the list is shared with the engines that `at` returns
         self._tickets = itertools.count()  # numbers that identify rows; as text, the ids of vLLM's requests
         self._begin_at(schedule)
 
@@ -148,13 +208,18 @@ class VllmEngine:
         self._undrained: list[Call] = []  # calls that have begun and whose `on_drain` has not been called
 
     def at(self, schedule: Schedule) -> VllmEngine:
-        """Return an engine with the same weights and another schedule. Only one of the two may have rows in flight.
+        """Return an engine with the same model and another schedule. Only one of the two may have rows in flight.
 
-        Neither schedule may be full depth, at which vLLM captures CUDA graphs of the whole model.
+        If the schedule needs another vLLM engine (see `LoadedModel`), its first call closes the present one.
         """
         other = copy.copy(self)
         other._begin_at(schedule)
         return other
+
+    @property
+    def vllm(self) -> LLMEngine:
+        """The vLLM engine that is loaded now."""
+        return self.loaded.vllm
 
     @property
     def decoder(self) -> VllmEngine:
@@ -172,8 +237,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """Stop vLLM and free the device's memory."""
-        self._core.shutdown()
-        cleanup_dist_env_and_memory()
+        self.loaded.close()
 
     def add(
         self,
@@ -193,7 +257,8 @@ class VllmEngine:
             try:
                 self.step()
             except BaseException as error:
-                self.vllm.abort_request([str(ticket) for ticket in self.rows])
+                if self.rows:
+                    self.vllm.abort_request([str(ticket) for ticket in self.rows])
                 for owner in (call, *(owner for _, owner, _ in self.rows.values())):
                     owner.error = error
                 while self._queue:
@@ -220,7 +285,7 @@ class VllmEngine:
             [sample] = output.outputs
             for token, logprobs in zip(sample.token_ids, sample.logprobs or [{}] * len(sample.token_ids), strict=True):
                 if row.finish is None:
-                    self._record(row, int(token), logprobs, has_nans=ticket in self._has_nans)
+                    self._record(row, int(token), logprobs, has_nans=ticket in self.loaded.has_nans)
             if output.finished and row.finish is None:
                 row.finish = FinishReason.LENGTH if sample.finish_reason == "length" else FinishReason.ERROR
             elif row.finish is not None and not output.finished:
@@ -230,26 +295,16 @@ class VllmEngine:
                 ended.append((call, number, call.completions[number]))
                 del self.rows[ticket]
         self.vllm.abort_request(aborted)
-        self._has_nans.clear()
+        self.loaded.has_nans.clear()
         seconds = time.perf_counter() - began
         self.stats.decode_seconds += seconds
         if oldest is not None:
             oldest[1].stats.decode_seconds += seconds
         return ended
 
-    def _noting_output(self) -> Any:
-        """Return the next output of vLLM's core. Record rows with NaN logits: `RequestOutput` does not tell."""
-        outputs = self._take_output()
-        # vLLM has appended a hyphen and a random part to the ticket
-        self._has_nans |= {int(one.request_id.partition("-")[0]) for one in outputs.outputs if one.num_nans_in_logits}
-        return outputs
-
     def _begin(self, call: Call) -> None:
         """Pass a call's requests to vLLM. A request that this engine cannot answer ends with an error."""
-        if self._running != [self.schedule]:
-            self._running[:] = [self.schedule]
-            self.vllm.collective_rpc("set_schedule", args=(self.schedule,))
-            self.vllm.reset_prefix_cache()
+        self.loaded.use(self.schedule)
         if call.on_batch is not None:
             call.on_batch(range(len(call.requests)))
         for number, request in enumerate(call.requests):

@@ -92,17 +92,7 @@ class LayerSkipper:
 
     def _skipping(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a `forward` that runs layer `index` only for the tokens that the plan assigns to the layer."""
-        parameters = inspect.signature(forward).parameters
-        required = {
-            name
-            for name, parameter in parameters.items()
-            if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        }
-        if "hidden_states" not in parameters or not required <= set(TOKEN_ARGUMENTS):
-            raise UserError(
-                f"skipdecode: layer {index} takes the arguments {', '.join(parameters)}; the supported ones are "
-                f"{', '.join(TOKEN_ARGUMENTS)}"
-            )
+        parameters = layer_arguments(index, forward)
 
         def run(*args: Any, **options: Any) -> Any:
             plan = self.plan()
@@ -184,6 +174,22 @@ class LayerSkipper:
                 new.set_workspace_buffer(builder._get_workspace_buffer())
             spare.append(new)
         return spare[number]
+
+
+def layer_arguments(index: int, forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the arguments of a decoder layer's `forward`. Raises UserError if it needs unknown ones."""
+    parameters = inspect.signature(forward).parameters
+    required = {
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    }
+    if "hidden_states" not in parameters or not required <= set(TOKEN_ARGUMENTS):
+        raise UserError(
+            f"skipdecode: layer {index} takes the arguments {', '.join(parameters)}; the supported ones are "
+            f"{', '.join(TOKEN_ARGUMENTS)}"
+        )
+    return tuple(parameters)
 
 
 def _cut(name: str, value: Any, tokens: Tensor, axis: int) -> Any:

@@ -1,4 +1,8 @@
-"""Defines a worker for vLLM whose decoder layers run only for the tokens that the schedule assigns to them."""
+"""Defines a worker for vLLM whose decoder layers run only for the tokens that the schedule assigns to them.
+
+If every token runs the same layers, the other layers are dropped while the model loads, and vLLM runs the rest as any
+other model. Else the layers' `forward` is replaced (see `layers`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import vllm
-from torch.nn import ModuleList
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
@@ -21,7 +24,7 @@ from actors.engine.model.speed_adapter import base_digest, read_adapter
 from actors.engine.schedule.schedule import Schedule
 from actors.vllm.check import check_answers
 from actors.vllm.layers import LayerSkipper
-from actors.vllm.loader import use_adapter
+from actors.vllm.loader import FULL_DEPTH, DroppedLayer, decoder_layers, use_loader
 from actors.vllm.scheduler import PromptCache
 from actors.vllm.settings import read_settings
 
@@ -31,21 +34,27 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 TESTED = "0.32"  # the only accepted version of vLLM, because the add-on uses internals that may change
-FULL_DEPTH = "run this model without SkipDecode (speedup: 1)"
+KEPT_LAYERS = "skipdecode_layers"  # key of vLLM's additional_config
 log = logging.getLogger(__name__)
 
 
 class SkipWorker(PlatformWorker):  # type: ignore[misc]
     """A vLLM worker that runs a schedule. At full depth it does the same as the platform's worker."""
 
-    skipper: LayerSkipper | None = None
+    skipper: LayerSkipper | None = None  # None: every token runs the same layers
 
     def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
         model = vllm_config.model_config
         layers = model.get_total_num_hidden_layers()
         settings = self.skip_settings = read_settings(vllm_config.additional_config, model.model, layers)
-        if not settings.schedule.is_full_depth:
-            refuse_unsupported(vllm_config)
+        schedule, dropped = settings.schedule, list[int]()
+        if not schedule.is_full_depth:
+            refuse_unsupported(vllm_config, schedule)
+        if schedule.is_uniform and not schedule.is_full_depth:
+            dropped = sorted(set(range(layers)).difference(schedule.prompt_layers))
+            # vLLM's key of compiled code covers additional_config, but no file such as skipdecode.json
+            kept = {KEPT_LAYERS: schedule.prompt_layers}
+            vllm_config.additional_config = {**vllm_config.additional_config, **kept}
         if settings.speed_adapter is not None:
             if model.quantization is not None:
                 raise UserError(
@@ -58,17 +67,23 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
                     "fetch the model, and give the folder"
                 )
             read_adapter(Path(settings.speed_adapter)).check_base(base_digest(Path(model.model)), model.model)
-            use_adapter(vllm_config.load_config, settings.speed_adapter)
+        if settings.speed_adapter is not None or dropped:
+            use_loader(vllm_config.load_config, settings.speed_adapter, dropped)
         super().__init__(vllm_config, *args, **options)
 
     def load_model(self, *args: Any, **options: Any) -> None:
-        """Load the model, and replace the `forward` of its decoder layers."""
+        """Load the model. Replace the `forward` of its decoder layers if tokens run different layers."""
         super().load_model(*args, **options)
         schedule = self.skip_settings.schedule
         if schedule.is_full_depth:
             log.info("skipdecode: the schedule runs every layer, so vLLM runs unchanged")
             return
         layers = decoder_layers(self.model_runner.get_model(), schedule.num_layers)
+        if schedule.is_uniform:
+            kept = tuple(index for index, layer in enumerate(layers) if not isinstance(layer, DroppedLayer))
+            assert kept == schedule.prompt_layers, "a model that SkipLoader has not loaded"
+            log.info("skipdecode: every token runs the same %d of %d layers", len(kept), schedule.num_layers)
+            return
         attention = attention_layers(self.vllm_config.compilation_config.static_forward_context)
         if sorted(attention) != list(range(schedule.num_layers)):
             raise UserError(
@@ -83,10 +98,14 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
     def set_schedule(self, schedule: Schedule) -> None:
         """Use another schedule, from the next forward pass on. No request may be in flight.
 
-        A merged speed adapter stays merged. Raises UserError if the engine began at full depth.
+        A merged speed adapter stays merged. Raises UserError if the engine runs the same layers for every token.
         """
         if self.skipper is None:
-            raise UserError("skipdecode: an engine that began at full depth cannot change its schedule: start another")
+            now = self.skip_settings.schedule
+            raise UserError(
+                f"skipdecode: this engine runs {len(now.prompt_layers)} of {now.num_layers} layers for every token and "
+                "cannot change its speed: start another engine"
+            )
         self.skipper.set_schedule(schedule)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
@@ -118,46 +137,45 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
             lengths = runner.input_batch.num_prompt_tokens[: common.num_reqs]
         return lengths
 
+    def reload_weights(self, *args: Any, **options: Any) -> None:
+        """Read the weights again. Raises UserError if other weights are given and a speed adapter is merged."""
+        if self.skip_settings.speed_adapter is not None and (args or options):
+            raise UserError("skipdecode: reload_weights cannot merge the speed_adapter into other weights")
+        super().reload_weights(*args, **options)
 
-def refuse_unsupported(config: Any) -> None:
-    """Raise UserError with a list of all settings of a VllmConfig that cannot be combined with skipped layers."""
+
+def refuse_unsupported(config: Any, schedule: Schedule) -> None:
+    """Raise UserError with a list of all settings of a VllmConfig that cannot be combined with the schedule."""
     version = vllm.__version__
     if version.split(".")[:2] != TESTED.split("."):
         raise UserError(
             f"skipdecode: vLLM {version} is installed, but {TESTED} is needed: pip install 'vllm=={TESTED}.*'"
         )
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
-    serves_prompts = issubclass(config.scheduler_config.get_scheduler_cls(), PromptCache)
     reasons = {
-        "speculative decoding": config.speculative_config is not None,
-        "LoRA adapters": config.lora_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "expert parallelism": parallel.enable_expert_parallel,
-        "data parallel experts": parallel.data_parallel_size > 1 and model.is_moe,
-        "dual batch overlap": parallel.use_ubatching,
-        "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
-        "KV cache transfer": config.kv_transfer_config is not None,
-        "fast prefill with a shared KV cache": cache.kv_sharing_fast_prefill,
-        "M-RoPE positions": model.uses_mrope,
+        "expert load balancing": parallel.enable_eplb,  # counts the experts of dropped layers
+        "KV cache transfer": config.kv_transfer_config is not None,  # a store would mix keys and values of two speeds
         "encoders": model.is_encoder_decoder,
-        "pooling": model.runner_type != "generate",
-        "compilation and CUDA graphs: pass enforce_eager": not model.enforce_eager,
-        "prefix caching by this scheduler: pass scheduler_cls=actors.vllm.scheduler.SkipAsyncScheduler, or "
-        "enable_prefix_caching=False": cache.enable_prefix_caching and not serves_prompts,
     }
+    if not schedule.is_uniform:  # some tokens skip a layer that others run
+        serves_prompts = issubclass(config.scheduler_config.get_scheduler_cls(), PromptCache)
+        reasons |= {
+            "speculative decoding": config.speculative_config is not None,
+            "LoRA adapters": config.lora_config is not None,
+            "expert parallelism": parallel.enable_expert_parallel,
+            "data parallel experts": parallel.data_parallel_size > 1 and model.is_moe,
+            "dual batch overlap": parallel.use_ubatching,
+            "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
+            "fast prefill with a shared KV cache": cache.kv_sharing_fast_prefill,
+            "M-RoPE positions": model.uses_mrope,
+            "pooling": model.runner_type != "generate",
+            "compilation and CUDA graphs: pass enforce_eager": not model.enforce_eager,
+            "prefix caching by this scheduler: pass scheduler_cls=actors.vllm.scheduler.SkipAsyncScheduler, or "
+            "enable_prefix_caching=False": cache.enable_prefix_caching and not serves_prompts,
+        }
     if found := [name for name, present in reasons.items() if present]:
         raise UserError(f"skipdecode: cannot be combined with {'; '.join(found)}. Change this, or set speedup: 1")
-
-
-def decoder_layers(model: Any, count: int) -> ModuleList:
-    """Return the decoder layers of a model: the only list in it that has `count` modules."""
-    found = [module for module in model.modules() if isinstance(module, ModuleList) and len(module) == count]
-    if len(found) != 1:
-        raise UserError(
-            f"skipdecode: {type(model).__name__} has {len(found)} lists of {count} modules, not one, so its decoder "
-            f"layers are unknown; {FULL_DEPTH}"
-        )
-    return found[0]
 
 
 def attention_layers(by_name: Mapping[str, Any]) -> dict[int, dict[str, Attention]]:

@@ -38,6 +38,9 @@ def print_estimate(console: Console, found: Mapping[str, Any]) -> None:
         f"{'brackets: 90% interval; ' * (answered >= LEAST_ROWS)}measured on {counted(answered, 'row')} that {actors} "
         "answered here; ideal: speed-up if time were proportional to the layers run"
     )
+    if loads := found["sample"]["further_loads"]:
+        took = f"{'took' if loads == 1 else 'together took'} {duration(found['sample']['further_load_seconds'])}"
+        console.print(f"the sample needed {counted(loads, 'further model')}, whose loading {took}; a run loads one")
     if saves := found["saves"]:
         money = f"{abs(saves['money']):,.2f} and " if "money" in saves else ""
         source = "the loss in quality is not known: the checkpoint holds no result of `evaluate` or `adapt`"

@@ -169,8 +169,8 @@ def test_adapt_answers_its_sample(inputs: dict[str, Any], tmp_path: Path, monkey
     assert len(found["vllm"][1]) == 4
 
 
-def test_plan_times_plain_vllm_and_skipped_layers(inputs: dict[str, Any]) -> None:
-    """One engine after the other: full depth has none of the add-on's layers."""
+def test_plan_times_each_speed_by_an_engine_that_can_run_it(inputs: dict[str, Any]) -> None:
+    """One engine after the other: 1x and each speed of constant depth has its own."""
     generator = {
         "checkpoint": inputs["model"],
         "speed_adapter": None,
@@ -181,10 +181,12 @@ def test_plan_times_plain_vllm_and_skipped_layers(inputs: dict[str, Any]) -> Non
         "cache_bytes": 2**27,
         "vllm": {"block_size": cases.BLOCK, "max_model_len": 192, "enforce_eager": True},
     }
-    speeds = {"2x": ScheduleSpec(speedup=2, horizon=8), "1x": ScheduleSpec()}
+    constant = ScheduleSpec(speedup=2, decay="constant", prompt="first")
+    speeds = {"2x": ScheduleSpec(speedup=2, horizon=8), "constant": constant, "1x": ScheduleSpec()}
     schedules = {name: spec.build(cases.LAYERS) for name, spec in speeds.items()}
     prompts = [Prompt([7 + row, 8], "x", row) for row in range(12)]
-    _, calls = time_speeds(prompts, generator, [], schedules, "2x", 12, 1e6)
+    _, further, calls = time_speeds(prompts, generator, [], schedules, "2x", 12, 1e6)
+    assert len(further) == 2 and min(further) > 0
     for name, timed in calls.items():
         assert [call.rows for call in timed] == [12]
         mean = timed[0].stats.layer_steps / timed[0].stats.decode_steps

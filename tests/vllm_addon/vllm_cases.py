@@ -49,6 +49,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "num_key_value_heads": 2},  # no residual
     "olmo2": {},  # by transformers' layers
 }
+# not among the families of the library engine; layer 1 has no experts
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+SHAPES = {**MODELS, "qwen3_moe": {**MOE, "mlp_only_layers": [1], "decoder_sparse_step": 1}}
 SPECS = {
     "1x": ScheduleSpec(),
     "2x": ScheduleSpec(speedup=2, horizon=12),
@@ -75,7 +78,7 @@ Prompts = Sequence[Sequence[int]]
 def checkpoint(folder: Path, model_type: str) -> Path:
     """Write a tiny random model."""
     torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SHAPE, **MODELS[model_type]}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SHAPE, **SHAPES[model_type]}))
     for weight in model.parameters():
         if weight.dim() == 1:  # biases and norms, which would else all be 0 or 1
             torch.nn.init.normal_(weight, float(weight.detach().mean()), 0.3)
@@ -148,9 +151,14 @@ def preemptions(llm: vllm.LLM) -> list[Any]:
     return found
 
 
+def worker(llm: vllm.LLM) -> Any:
+    """The `SkipWorker` of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker  # type: ignore[attr-defined]
+
+
 def skipper(llm: vllm.LLM) -> Any:
     """The `LayerSkipper` of an engine in this process."""
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.skipper  # type: ignore[attr-defined]
+    return worker(llm).skipper
 
 
 def rows(count: int, seed: int = 0, shortest: int = 1, longest: int = 100) -> tuple[list[list[int]], list[int]]:

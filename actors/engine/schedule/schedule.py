@@ -81,8 +81,13 @@ class Schedule:
         return self.depths[-1] == self.num_layers
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether every token, prompt tokens included, runs the same layers. True at full depth too."""
+        return self.depths[0] == self.depths[-1] == len(self.prompt_layers)
+
+    @property
     def prompt_layers(self) -> tuple[int, ...]:
-        """The layers that run over the prompt, lowest layer first."""
+        """The layers that run over the prompt, lowest layer first. No token runs a layer that is not among them."""
         return tuple(range(self.num_layers)) if self.prompt == "full" else self.layers(0)
 
     @cached_property

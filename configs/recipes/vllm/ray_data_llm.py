@@ -17,10 +17,9 @@ ray.init(address="local", num_cpus=3, include_dashboard=False, logging_level="er
 config = vLLMEngineProcessorConfig(
     model_source=model,
     engine_kwargs={
-        "enforce_eager": True,
         "worker_cls": "actors.vllm.worker.SkipWorker",
         "scheduler_cls": "actors.vllm.scheduler.SkipAsyncScheduler",
-        "additional_config": {"skipdecode": {"speed_adapter": adapter, "speedup": 2}},
+        "additional_config": {"skipdecode": {"speed_adapter": adapter, "speedup": 2, "decay": "constant"}},
         **json.loads(sys.argv[3] if len(sys.argv) > 3 else "{}"),  # further ones of vLLM
     },
     placement_group_config={"bundle_per_worker": {"CPU": 1}},  # on a GPU left out

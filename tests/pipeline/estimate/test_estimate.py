@@ -109,14 +109,15 @@ def test_an_actor_times_every_speed_in_turn(checkpoint: Path) -> None:
     speeds = {"2x": inspected.schedule({"speedup": 2.0, "horizon": 3}), "1x": inspected.schedule({"speedup": 1.0})}
     others = {"1.5x": inspected.schedule({"speedup": 1.5, "horizon": 3})}
     prompts = [Prompt([7 + row, 8], "x", row) for row in range(40)]
-    _, calls = time_speeds(prompts, generator, [], speeds, "2x", 16, 60.0)
+    _, further, calls = time_speeds(prompts, generator, [], speeds, "2x", 16, 60.0)
+    assert further == []  # one model serves all speeds
     for timed in calls.values():
         assert [call.rows for call in timed] == [14, 13, 13]
         assert all(call.seconds > 0 and call.prompt_tokens == 2 * call.rows for call in timed)
         assert all(call.stats.generated_tokens >= len(call.texts) == call.rows for call in timed)
     layers = [call.stats.layer_steps for timed in calls.values() for call in timed]
     assert sum(layers[:3]) < sum(layers[3:])
-    _, hurried = time_speeds(prompts, generator, [], speeds | others, "2x", 16, 0.0)
+    *_, hurried = time_speeds(prompts, generator, [], speeds | others, "2x", 16, 0.0)
     assert [[call.rows for call in timed] for timed in hurried.values()] == [[8], [8], []]
 
 
@@ -163,9 +164,11 @@ def test_a_trained_checkpoint_is_planned_at_its_speeds(
     print_estimate(wide_console(shown := io.StringIO()), costs)
     assert "2x costs 1.50 and 3.0 s against 1x" in shown.getvalue()
     assert "90% interval" in shown.getvalue() and re.search(r" \[[\d.]+ [a-z]+, ", shown.getvalue())
-    few = {**found, "sample": {"rows": 2}, "speeds": [{**line, "sampled": 2} for line in found["speeds"]]}
+    sample = {**found["sample"], "rows": 2, "further_loads": 3, "further_load_seconds": 61.0}
+    few = {**found, "sample": sample, "speeds": [{**line, "sampled": 2} for line in found["speeds"]]}
     few["chosen"] = few["speeds"][0]
     print_estimate(wide_console(shown := io.StringIO()), few)
+    assert "the sample needed 3 further models, whose loading together took 61.0 s" in shown.getvalue()
     assert "interval" not in shown.getvalue() and not re.search(r" \[[\d.]+ [a-z]+, ", shown.getvalue())
     assert found["chosen"]["speed"] == "2x" and found["saves"]["money"] == pytest.approx(
         found["saves"]["device_hours"] * 2
