@@ -116,7 +116,11 @@ class ScheduleConfig(Section):
         None, description="number of layers for generated tokens 0, 1, ...; the last number applies to all later tokens"
     )
     horizon: int | None = Field(None, description="number of generated tokens over which depth falls")
-    decay: Decay | None = Field(None, description="curve along which depth (layers per token) falls over the horizon")
+    decay: Decay | None = Field(
+        None,
+        description="curve along which depth (layers per token) falls over the horizon. With constant and prompt: first "
+        "all tokens run the same layers, so vLLM loads a smaller model",
+    )
     power: float | None = Field(None, description="exponent of the curve if decay is power")
     steps: int | None = Field(None, description="number of steps of the curve if decay is step")
     warmup: int | None = Field(None, description="number of lowest layers that always run")
