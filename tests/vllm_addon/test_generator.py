@@ -83,7 +83,7 @@ def wanted(folder: Path) -> dict[str, list[Answer]]:
 
 @pytest.fixture(scope="module")
 def generator(folder: Path, wanted: Any) -> Iterator[Generator]:
-    made = Generator(str(folder), **SETTINGS, vllm={"block_size": cases.BLOCK})
+    made = Generator(str(folder), **SETTINGS, vllm={"block_size": cases.BLOCK, "enforce_eager": True})
     yield made
     made.engine.close()
 

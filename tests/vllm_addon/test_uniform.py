@@ -16,6 +16,7 @@ import torch
 import vllm_cases as cases
 from random_adapter import random_adapter
 from transformers import AutoModelForCausalLM
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 
 from actors.engine.schedule.file import save_spec
@@ -125,14 +126,19 @@ def test_vllm_compiles_each_depth_apart(tmp_path: Path, model_type: str, monkeyp
     assert found != wanted["without layer 0"]
 
 
-def test_a_speed_adapter_is_merged(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_merged_or_serves_some_requests(folder: Path, tmp_path: Path) -> None:
+    """As a speed adapter, and as vLLM's LoRA adapter, of which the dropped layers' part is left out."""
     spec = UNIFORM["2x"]
     adapter = random_adapter(folder, tmp_path / "adapter", spec)
     prompts, limits = cases.rows(5, seed=4)
     wanted = cases.library_answers(folder, spec, prompts, limits, adapter)
-    assert wanted != cases.library_answers(folder, spec, prompts, limits)
+    without = cases.library_answers(folder, spec, prompts, limits)
+    assert wanted != without
     with cases.engine(folder, {"speed_adapter": str(adapter)}) as llm:
         assert cases.answers(llm, prompts, limits) == wanted
+    with cases.engine(folder, settings(spec), enable_lora=True, max_lora_rank=8) as llm:
+        assert cases.answers(llm, prompts, limits) == without
+        assert cases.answers(llm, prompts, limits, lora_request=LoRARequest("adapter", 1, str(adapter))) == wanted
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs")

@@ -112,12 +112,13 @@ def engine(folder: Path, settings: Mapping[str, Any] | None = None, **changes: A
         cleanup_dist_env_and_memory()
 
 
-def answers(llm: vllm.LLM, prompts: Prompts, limits: Sequence[int]) -> list[list[int]]:
-    """vLLM's greedy answers."""
+def answers(llm: vllm.LLM, prompts: Prompts, limits: Sequence[int], **options: Any) -> list[list[int]]:
+    """vLLM's greedy answers. options: of `LLM.generate`."""
     params = [
         vllm.SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, detokenize=False) for limit in limits
     ]
-    outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+    given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    outputs = llm.generate(given, params, use_tqdm=False, **options)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
