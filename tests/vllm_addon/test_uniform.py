@@ -23,7 +23,7 @@ from actors.engine.schedule.file import save_spec
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.generator import Generator
 from actors.vllm import worker
-from actors.vllm.worker import KEPT_LAYERS, SkipWorker
+from actors.vllm.worker import KEPT_LAYERS
 
 ROOT = Path(__file__).parents[2]
 UNIFORM = {
@@ -85,45 +85,31 @@ def test_families_answer_as_the_library_engine_and_as_wrapped_layers(tmp_path: P
                 cases.vllm.SamplingParams(max_tokens=1, detokenize=False),
                 use_tqdm=False,
             )
-            for output, ids in zip(found, longer, strict=True):
-                assert output.num_cached_tokens == (len(ids) - 1) // cases.BLOCK * cases.BLOCK
+            cached = sum(output.num_cached_tokens or 0 for output in found)
+            assert cached > sum(len(prompt) // cases.BLOCK * cases.BLOCK for prompt in prompts)
             worker = cases.worker(llm)
             registered = worker.vllm_config.compilation_config.static_forward_context
             assert {int(part) for name in registered for part in name.split(".") if part.isdigit()} == set(kept)
             assert len(worker.get_kv_cache_spec()) == len(kept)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text"])
-def test_vllm_compiles_each_depth_apart(tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two depths in one process, which only the checkpoint's file tells apart, with one cache of compiled code."""
+def test_vllm_compiles_each_depth_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two depths in one process and one cache of compiled code; only the checkpoint's file tells them apart."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
-    model = cases.checkpoint(tmp_path, model_type)
+    model = cases.checkpoint(tmp_path, "gemma3_text")
     prompts, limits = cases.rows(6)
     wanted = {name: cases.library_answers(model, spec, prompts, limits) for name, spec in UNIFORM.items()}
-
-    def answers(spec: ScheduleSpec) -> list[list[int]]:
+    keys, mutants = set(), set()
+    for name, spec in UNIFORM.items():
         save_spec(spec, cases.LAYERS, model)
         with cases.engine(model, {"unadapted": True}, enforce_eager=False) as llm:
-            assert cases.worker(llm).vllm_config.compilation_config.mode > 0
-            return cases.answers(llm, prompts, limits)
-
-    for name, spec in UNIFORM.items():
-        assert answers(spec) == wanted[name], name
-    # a mutant: the key of compiled code does not hold the kept layers, so the first depth's code is loaded again
-    first, second = UNIFORM.values()
-    layers = first.build(cases.LAYERS).prompt_layers
-    create = SkipWorker.__init__
-
-    def wrong(self: Any, vllm_config: Any, *args: Any, **options: Any) -> None:
-        create(self, vllm_config, *args, **options)
-        vllm_config.additional_config[KEPT_LAYERS] = layers
-
-    monkeypatch.setattr(SkipWorker, "__init__", wrong)
-    try:
-        found = answers(second)
-    except Exception:  # the code names attention layers that are not there
-        return
-    assert found != wanted["without layer 0"]
+            assert cases.answers(llm, prompts, limits) == wanted[name], name
+            config = cases.worker(llm).vllm_config
+            assert config.compilation_config.mode > 0
+            keys.add(config.compute_hash())
+            del config.additional_config[KEPT_LAYERS]
+            mutants.add(config.compute_hash())
+    assert (len(keys), len(mutants)) == (2, 1)  # the kept layers alone tell the keys of compiled code apart
 
 
 def test_an_adapter_is_merged_or_serves_some_requests(folder: Path, tmp_path: Path) -> None:
