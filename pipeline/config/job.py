@@ -118,8 +118,8 @@ class ScheduleConfig(Section):
     horizon: int | None = Field(None, description="number of generated tokens over which depth falls")
     decay: Decay | None = Field(
         None,
-        description="curve along which depth (layers per token) falls over the horizon. With constant and prompt: first "
-        "all tokens run the same layers, so vLLM loads a smaller model",
+        description="curve along which depth (layers per token) falls over the horizon. With constant and prompt: "
+        "first all tokens run the same layers, so vLLM loads a smaller model",
     )
     power: float | None = Field(None, description="exponent of the curve if decay is power")
     steps: int | None = Field(None, description="number of steps of the curve if decay is step")
